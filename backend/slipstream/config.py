@@ -1,0 +1,19 @@
+"""What the operator asked for. What it resolves to on a machine is another object (`Plan`), made once."""
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `engine` part of `tensorrt_llm/1/model.json`; unknown keys are errors. None: chosen at start."""
+
+    checkpoint: str  # a Hugging Face directory; a relative one is relative to the model.json
+    model: str = ""  # name shown to users; empty: the checkpoint's folder
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto | float32 | float16 | bfloat16
+    load_format: str = "safetensors"  # or "random": weights drawn at start, for benchmarks
+    kv_cache_tokens: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    block_size: int = 32
+    max_waiting: int = 4096  # requests queued in the engine; one more is refused with UNAVAILABLE

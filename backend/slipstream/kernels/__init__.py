@@ -1,0 +1,1 @@
+"""Pairs of files: X.py holds the reference in torch, X.cu the CUDA source of the same function."""

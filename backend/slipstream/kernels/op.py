@@ -1,0 +1,64 @@
+"""Twin dispatch: a kernel's public function is its torch reference; on a GPU the CUDA twin runs instead.
+
+The signature string is checked for both twins, so a mistake shows on a laptop:
+`"x[n,d]:T, weight[d]:T"` binds n, d and T at first sight and demands the same ever after.
+A dtype is a variable (capitals) or one of `f32 i32 i64`; `_` is any size.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DTYPES = {"f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
+_SPEC = re.compile(r"(\w+)\[([\w,]*)\]:(\w+)")
+
+
+class Op(Generic[P, R]):
+    """A function with two bodies and one checked signature; tensors are its leading arguments."""
+
+    def __init__(self, reference: Callable[P, R], signature: str) -> None:
+        functools.update_wrapper(self, reference)
+        self.reference = reference
+        self.launcher: Callable[P, R] | None = None
+        self._tensors = [
+            (name, dims.split(",") if dims else [], dtype)
+            for name, dims, dtype in _SPEC.findall(signature)
+        ]
+
+    def cuda(self, launcher: Callable[P, R]) -> Callable[P, R]:
+        """Register the GPU twin (decorator)."""
+        self.launcher = launcher
+        return launcher
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._check(args)
+        first = args[0]
+        assert isinstance(first, torch.Tensor)
+        if first.is_cuda:
+            assert self.launcher is not None, f"{self.reference.__name__} has no CUDA twin"
+            return self.launcher(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+    def _check(self, args: tuple[object, ...]) -> None:
+        sizes: dict[str, int] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        op = self.reference.__name__
+        for (name, dims, dtype), tensor in zip(self._tensors, args, strict=False):
+            assert isinstance(tensor, torch.Tensor), f"{op}: {name} is not a tensor"
+            assert tensor.ndim == len(dims), f"{op}: {name} has {tensor.ndim} dims, not {dims}"
+            for dim, size in zip(dims, tensor.shape, strict=True):
+                want = int(dim) if dim.isdigit() else sizes.setdefault(dim, size)
+                assert dim == "_" or want == size, f"{op}: {name} disagrees on {dim}: {size} vs {want}"
+            want_dtype = _DTYPES.get(dtype) or dtypes.setdefault(dtype, tensor.dtype)
+            assert tensor.dtype == want_dtype, f"{op}: {name} is {tensor.dtype}, not {want_dtype}"
+
+
+def op(signature: str) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make a reference function an `Op`."""
+    return lambda reference: Op(reference, signature)

@@ -1,0 +1,99 @@
+"""From logits to one token a row, without a sort on the GPU.
+
+A row's random numbers are Philox4x32-10 (Salmon et al., 2011) of (seed, output number, token id), so a
+sequence draws the same tokens whatever else is in the batch. The draw is the Gumbel-max trick:
+the argmax of `logit / temperature + gumbel` over the kept tokens samples their softmax.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.op import op
+
+_MASK32 = 0xFFFFFFFF
+
+
+def _mul32(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """High and low halves of a 32 x 32 bit product, in int64 without overflow."""
+    low = (a & 0xFFFF) * m
+    high = (a >> 16) * m + (low >> 16)
+    return (high >> 16) & _MASK32, ((high & 0xFFFF) << 16 | (low & 0xFFFF)) & _MASK32
+
+
+def philox(seeds: Tensor, counters: Tensor, num_tokens: int) -> Tensor:
+    """32 random bits for each (row, token id), `[rows, num_tokens]` int64.
+
+    Key: the seed's low and high words. Counter: (token id // 4, output number, 0, 0); word token id % 4.
+    """
+    rows = len(seeds)
+    quads = -(-num_tokens // 4)
+    key0, key1 = (seeds & _MASK32)[:, None], ((seeds >> 32) & _MASK32)[:, None]
+    c0 = torch.arange(quads, device=seeds.device).expand(rows, quads)
+    c1 = (counters[:, None] & _MASK32).expand(rows, quads)
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(10):
+        hi0, lo0 = _mul32(c0, 0xD2511F53)
+        hi1, lo1 = _mul32(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ key0, lo1, hi0 ^ c3 ^ key1, lo0
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK32, (key1 + 0xBB67AE85) & _MASK32
+    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :num_tokens]
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # exact in fp32, never 0 or 1
+    return -torch.log(-torch.log(uniform))
+
+
+def _keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Tokens that may be drawn: top k, of those the smallest set of mass p, of those min p. Ties stay."""
+    order = scaled.sort(dim=-1, descending=True).values
+    k = torch.where(top_k > 0, top_k, scaled.shape[-1]).clamp(max=scaled.shape[-1])
+    keep = scaled >= order.gather(-1, (k.long() - 1)[:, None])
+    probs = torch.where(keep, scaled, float("-inf")).softmax(-1)
+    ranked = probs.sort(dim=-1, descending=True).values
+    before = ranked.cumsum(-1) - ranked
+    # The mass of strictly likelier tokens: equal probabilities share the first one's.
+    first = torch.searchsorted(-ranked, -probs, right=False)
+    keep &= before.gather(-1, first) < top_p[:, None]
+    return keep & (probs >= min_p[:, None] * probs.max(-1, keepdim=True).values)
+
+
+@op(
+    "logits[n,v]:f32, temperature[n]:f32, top_k[n]:i32, top_p[n]:f32, min_p[n]:f32, "
+    "seeds[n]:i64, counters[n]:i64"
+)
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(token_ids [n] i64, log_probs [n] f32, is_finite [n] bool)`.
+
+    Temperature 0 is greedy (the lowest id of equal logits). `log_probs` are of the chosen token under
+    the softmax of `logits` as given. A row with a NaN, or with nothing but -inf, is not finite.
+    """
+    is_finite = ~logits.isnan().any(-1) & (logits.amax(-1) > float("-inf"))
+    greedy = temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    scores = scaled
+    if not bool(greedy.all()):
+        keep = _keep(scaled, top_k, top_p, min_p)
+        drawn = scaled + _gumbel(philox(seeds, counters, logits.shape[-1]))
+        drawn = torch.where(keep, drawn, float("-inf"))
+        scores = torch.where(greedy[:, None], scaled, drawn)
+    token_ids = scores.argmax(-1)
+    log_probs = logits.log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
+    return token_ids, log_probs, is_finite
+
+
+@op("logits[n,v]:f32, rows[e]:i64, token_ids[e]:i64, factors[e]:f32, addends[e]:f32")
+def edit_logits(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, factors: Tensor, addends: Tensor
+) -> None:
+    """In place: `l = (l / factor if l > 0 else l * factor) + addend`; each (row, token) at most once."""
+    picked = logits[rows, token_ids]
+    logits[rows, token_ids] = torch.where(picked > 0, picked / factors, picked * factors) + addends

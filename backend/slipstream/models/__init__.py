@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: a reader that refuses, weights, one flat file per family."""

@@ -1,0 +1,177 @@
+"""Typed messages between bridge and engine: msgspec (MessagePack) frames over ZeroMQ `ipc://`.
+
+The engine binds a ROUTER, every bridge connects a DEALER: one frame is one message. A bridge opens
+with `Hello` and waits for `Welcome`; another protocol or version is answered by `Refused`. The engine
+sends each bridge at most one `StepOutputs` a step, holding all that bridge's sequences.
+Nothing here is ever pickled, and a frame that does not decode is counted and dropped, never asserted on.
+"""
+
+from enum import StrEnum
+
+import msgspec
+from slipstream_contract.sampling import SamplingParams
+
+PROTOCOL = 1
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    END = "end"  # an end id
+    STOP = "stop"  # a stop word or stop token id
+    LENGTH = "length"  # max_tokens, or the context is full
+    CANCELLED = "cancelled"
+    ERROR = "error"  # `Finished.error` says which
+
+
+# --- to the engine ---------------------------------------------------------------------------------
+
+
+class ToEngine(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What a bridge says."""
+
+
+class Hello(ToEngine):
+    """First message of a connection."""
+
+    protocol: int
+    version: str
+    bridge: str  # the Triton model it serves
+
+
+class Submit(ToEngine):
+    """Generate. `request` is the bridge's own number, used once per connection."""
+
+    request: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    arrival_ns: int  # time.time_ns() when Triton handed the request over
+
+
+class Cancel(ToEngine):
+    """Stop all sequences of a request. An unknown number is counted, not an error."""
+
+    request: int
+
+
+class Ping(ToEngine):
+    """Ask for `Status`."""
+
+    number: int
+
+
+class Bye(ToEngine):
+    """The bridge is unloading; what it still runs is cancelled."""
+
+
+# --- to the bridge ---------------------------------------------------------------------------------
+
+
+class ToBridge(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What the engine says."""
+
+
+class Welcome(ToBridge):
+    """The engine is ready to be given requests."""
+
+    protocol: int
+    version: str
+    model: str
+    engine_pid: int
+    vocab_size: int
+    max_model_len: int
+
+
+class Refused(ToBridge):
+    """Another protocol or version: this connection is of no use."""
+
+    reason: str
+
+
+class Perf(msgspec.Struct, frozen=True, array_like=True):
+    """What `return_perf_metrics` reports; times in ns since the epoch."""
+
+    arrival_ns: int
+    first_scheduled_ns: int
+    first_token_ns: int
+    last_token_ns: int
+    kv_alloc_new_blocks: int
+    kv_reused_blocks: int
+    kv_alloc_total_blocks: int
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one sequence, carried by its last `Tokens`."""
+
+    reason: FinishReason
+    num_input_tokens: int
+    num_output_tokens: int
+    perf: Perf
+    stop_reason: int | str | None = None  # vLLM's: the stop token id or stop word that matched
+    error: str | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence: those no stop word can take back any more."""
+
+    request: int
+    index: int  # sequence of the request, 0 .. n-1
+    token_ids: list[int]
+    log_probs: list[float]  # one a token if asked for, else empty
+    drop_bytes: int = 0  # cut from the end of the last token's bytes: a stop word ended or began inside
+    finished: Finished | None = None
+
+
+class StepOutputs(ToBridge):
+    """All that one step made for one bridge."""
+
+    step: int
+    made_ns: int  # time.time_ns()
+    tokens: list[Tokens]
+
+
+class Rejected(ToBridge):
+    """A `Submit` that cannot be served; nothing else follows for that request."""
+
+    request: int
+    code: str  # slipstream_contract.errors.Code
+    message: str
+
+
+class Status(ToBridge):
+    """Answer to `Ping`. A cached block that no sequence uses counts as free."""
+
+    number: int
+    model: str
+    engine_pid: int
+    kv_blocks_free: int
+    kv_blocks_total: int
+    running: int
+    waiting: int
+    last_step_age_s: float  # since the end of the last step; 0 while idle
+    num_steps: int
+    num_preemptions: int
+    bridges: list[str]
+
+
+EngineMessage = Hello | Submit | Cancel | Ping | Bye
+BridgeMessage = Welcome | Refused | StepOutputs | Rejected | Status
+
+_encoder = msgspec.msgpack.Encoder()
+_engine_decoder = msgspec.msgpack.Decoder(EngineMessage)
+_bridge_decoder = msgspec.msgpack.Decoder(BridgeMessage)
+
+
+def encode(message: ToEngine | ToBridge) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_engine(frame: bytes) -> EngineMessage:
+    """What a bridge sent. Raises `msgspec.DecodeError` (`ValidationError` is one)."""
+    return _engine_decoder.decode(frame)
+
+
+def decode_bridge(frame: bytes) -> BridgeMessage:
+    """What the engine sent. Raises `msgspec.DecodeError`."""
+    return _bridge_decoder.decode(frame)

@@ -1,0 +1,1 @@
+"""SDK and the `slipstream` command; speaks only the contract."""

@@ -1,0 +1,1 @@
+"""Checkpoint to model repository, and the server around it."""

@@ -1,0 +1,1 @@
+"""What the stages agree on: tensors, requests, limits, errors. Imports nothing of the stages."""

@@ -1,0 +1,34 @@
+"""The one error a client can be told: a code of Triton's and a message naming field, value and limit."""
+
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Triton's own error codes; `TritonError` and gRPC have one of the same meaning for each."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    NOT_FOUND = "NOT_FOUND"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    UNSUPPORTED = "UNSUPPORTED"
+    UNAVAILABLE = "UNAVAILABLE"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class ContractError(Exception):
+    """A request that cannot be served, told to the one who sent it and to nobody else.
+
+    The text always starts with the code, because a gRPC stream of Triton's loses the status:
+    clients can rely on `"INVALID_ARGUMENT: top_p ..."`.
+    """
+
+    def __init__(self, message: str, code: Code = Code.INVALID_ARGUMENT) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+def clip(value: object, limit: int = 64) -> str:
+    """`repr` of a value from outside, short enough for an error message."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

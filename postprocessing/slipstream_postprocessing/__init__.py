@@ -1,0 +1,1 @@
+"""Token ids to text: pure functions of one response."""

@@ -1,0 +1,1 @@
+"""Text to token ids: validate, template, encode."""
