@@ -1,0 +1,47 @@
+"""The workloads both engines run: same prompts (seeded), same lengths, greedy, no early end.
+
+They are defined by (seed, number of requests, input lengths, output tokens) alone, so that any engine
+can be measured on them; token ids are uniform over the first 128,000 ids of the Llama 3.1 vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+VOCABULARY = 128_000
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests submitted at once: `prompts` of token ids, each answered by `max_tokens` tokens."""
+
+    name: str
+    prompts: list[list[int]]
+    max_tokens: int
+
+
+def _prompts(rng: np.random.Generator, lengths: list[int]) -> list[list[int]]:
+    return [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+
+def decode(batch: int, max_tokens: int = 256, num_input: int = 128) -> Workload:
+    """`batch` prompts of the same length, decoded together: the inter-token latency of a full batch."""
+    rng = np.random.default_rng(1)
+    return Workload(f"decode_{batch}", _prompts(rng, [num_input] * batch), max_tokens)
+
+
+def prefill(num_prompts: int = 16, length: int = 2048) -> Workload:
+    """Prompts only: one token each."""
+    return Workload("prefill", _prompts(np.random.default_rng(1), [length] * num_prompts), 1)
+
+
+def mixed(num_requests: int = 512, max_tokens: int = 256) -> Workload:
+    """Prompts of 128 to 1,024 tokens, all offered at the start."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(128, 1025, num_requests).tolist()
+    return Workload("mixed", _prompts(rng, lengths), max_tokens)
+
+
+def long_context(batch: int = 16, length: int = 16_352, max_tokens: int = 64) -> Workload:
+    """Decode over a long cache."""
+    return Workload("long_context", _prompts(np.random.default_rng(1), [length] * batch), max_tokens)
