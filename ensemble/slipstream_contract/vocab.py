@@ -1,0 +1,221 @@
+"""Token ids as bytes: what a token adds to the decoded text, without the tokenizer that made it.
+
+The engine matches stop words on these bytes, postprocessing joins them. A token is bytes and not
+text because one character may be spread over several tokens; the 0 to 3 bytes of a character that
+has only begun (the tail) travel from one response to the next. Concatenated, the texts of a stream
+equal the one-shot decode of the `tokenizers` library, with one difference: where a model emits byte
+tokens (`<0xE4>`) that are no valid UTF-8, that library turns the whole run into U+FFFD, valid
+characters included, which no stream can do that has sent them; here only invalid bytes do.
+"""
+
+import codecs
+from array import array
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream_contract.decoder import UnsupportedTokenizerError, read_chain
+from slipstream_contract.stream_state import StreamState
+
+
+class TokenBytes:
+    """The bytes of every token of one tokenizer. Immutable, safe to share between threads."""
+
+    def __init__(self, pieces: Mapping[int, str], special: Iterable[int], decoder: object) -> None:
+        """Build the table.
+
+        Args:
+            pieces: token id -> its text in the vocabulary; ids may have gaps.
+            special: ids that `skip_special` leaves out.
+            decoder: the `decoder` of a `tokenizer.json`, decoded JSON; None joins pieces by spaces.
+        """
+        self._chain = chain = read_chain(decoder)
+        self.size = max(pieces, default=-1) + 1
+        self.special = frozenset(special)
+        self._known = bytearray(self.size)
+        self._offsets = array("Q", [0])
+        blob = bytearray()
+        for token_id in range(self.size):
+            piece = pieces.get(token_id)
+            if piece is not None:
+                self._known[token_id] = 1
+                blob += chain.encode(piece)
+            self._offsets.append(len(blob))
+        self._blob = bytes(blob)
+        self._pieces = dict(pieces) if chain.is_positional else {}
+        self.max_token_bytes = max((b - a for a, b in pairwise(self._offsets)), default=0)
+
+    @classmethod
+    def load(cls, directory: Path) -> "TokenBytes":
+        """Read `tokenizer.json` and, if it is there, `tokenizer_config.json` for special tokens.
+
+        Raises FileNotFoundError without a `tokenizer.json`, UnsupportedTokenizerError otherwise.
+        """
+        path = directory / "tokenizer.json"
+        try:
+            spec = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+        except msgspec.DecodeError as error:
+            raise UnsupportedTokenizerError(f"{path}: {error}") from None
+        vocab = spec.model.vocab
+        if isinstance(vocab, dict):
+            pieces = {token_id: piece for piece, token_id in vocab.items()}
+        else:
+            pieces = {token_id: piece for token_id, (piece, _) in enumerate(vocab)}
+        tokens = added_tokens(spec.added_tokens, read_tokenizer_config(directory), pieces)
+        pieces.update((token.id, token.content) for token in tokens)
+        if min(pieces, default=0) < 0:
+            raise UnsupportedTokenizerError(f"{path}: token id {min(pieces)} is negative")
+        try:
+            return cls(pieces, (token.id for token in tokens if token.special), spec.decoder)
+        except UnsupportedTokenizerError as error:
+            raise UnsupportedTokenizerError(f"{path}: {error}") from None
+
+    def raw(self, token_id: int) -> bytes:
+        """What the token stands for after other tokens; a special token is its own text.
+
+        Empty for an id that the tokenizer does not have: models pad their vocabulary.
+        """
+        if not 0 <= token_id < self.size:
+            return b""
+        return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
+
+    def visible(self, token_id: int, is_first: bool, skip_special: bool = True) -> bytes:
+        """What the token adds to the decoded text, which is empty so far if `is_first`."""
+        if skip_special and token_id in self.special:
+            return b""
+        data = self.raw(token_id)
+        if not is_first:
+            return data
+        if token_id in self._pieces:
+            return self._chain.encode(self._pieces[token_id], is_first=True)
+        return data.removeprefix(self._chain.strip)
+
+    def join(
+        self,
+        token_ids: Iterable[int],
+        is_first: bool,
+        skip_special: bool = True,
+        drop_bytes: int = 0,
+    ) -> tuple[bytes, bool]:
+        """What the tokens add to the text, and whether the next token is still its first.
+
+        `drop_bytes` are cut from the end of what the last of them adds.
+        """
+        parts: list[bytes] = []
+        for token_id in token_ids:
+            data = self.visible(token_id, is_first, skip_special)
+            parts.append(data)
+            is_first = is_first and not self._begins_text(token_id, skip_special)
+        if drop_bytes and parts:
+            parts[-1] = parts[-1][: max(0, len(parts[-1]) - drop_bytes)]
+        return b"".join(parts), is_first
+
+    def _begins_text(self, token_id: int, skip_special: bool) -> bool:
+        """Whether the tokens after this one no longer count as first."""
+        if not 0 <= token_id < self.size or (skip_special and token_id in self.special):
+            return False
+        # A decoder that counts tokens counts an empty one too; one that cuts the text does not.
+        return (
+            bool(self._known[token_id]) if self._chain.is_positional else self.raw(token_id) != b""
+        )
+
+
+def split_incomplete(data: bytes) -> tuple[bytes, bytes]:
+    """(whole, tail): the tail is 0 to 3 bytes of a UTF-8 character that later bytes can complete.
+
+    Bytes that are invalid whatever follows stay in the whole part.
+    """
+    _, size = codecs.utf_8_decode(data, "replace", False)
+    return data[:size], data[size:]
+
+
+def tail_after(
+    vocab: TokenBytes, token_ids: Iterable[int], state: StreamState, skip_special: bool = True
+) -> bytes:
+    """The tail that the response after this one must carry."""
+    return state_after(vocab, token_ids, state, skip_special).tail
+
+
+def state_after(
+    vocab: TokenBytes, token_ids: Iterable[int], state: StreamState, skip_special: bool = True
+) -> StreamState:
+    """The state of the response after this one: its tail, and whether it is still the first.
+
+    A stream that began with special tokens alone has no text yet, so the next one is first too.
+    """
+    data, is_first = vocab.join(token_ids, state.is_first, skip_special, state.drop_bytes)
+    tail = split_incomplete(state.tail + data)[1]
+    return StreamState(state.slot, state.number + 1, is_first, tail=tail)
+
+
+# --- special and added tokens ---------------------------------------------------------------------
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that is found in a text before the tokenizer's model sees it."""
+
+    id: int
+    content: str
+    special: bool = False
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]  # Unigram has the list
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is read of `tokenizer.json`; merges, the large rest, are skipped."""
+
+    model: _Model
+    added_tokens: list[AddedToken] = []
+    decoder: Any = None
+
+
+_SPECIAL_KEYS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """`tokenizer_config.json`, or nothing where there is none."""
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise UnsupportedTokenizerError(f"{path}: {error}") from None
+
+
+def special_token(config: Mapping[str, Any], name: str) -> str | None:
+    """Text of the `bos`, `eos`, `pad`... token of a tokenizer configuration."""
+    value = config.get(f"{name}_token")
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def added_tokens(
+    tokens: Iterable[AddedToken], config: Mapping[str, Any], pieces: Mapping[int, str]
+) -> list[AddedToken]:
+    """All added tokens: `tokenizer.json`'s, and those that only its configuration names.
+
+    A token is special if either file says so, or if the configuration uses it as bos, eos, pad...
+    """
+    named = {special_token(config, name) for name in _SPECIAL_KEYS}
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    named |= {token if isinstance(token, str) else token.get("content") for token in extra}
+    found = {token.id: token for token in tokens}
+    for key, value in (config.get("added_tokens_decoder") or {}).items():
+        token = AddedToken(int(key), value["content"], bool(value.get("special", False)))
+        known = found.get(token.id, token)
+        found[token.id] = AddedToken(token.id, known.content, known.special or token.special)
+    contents = {token.content for token in found.values()}
+    for token_id, piece in pieces.items():
+        if piece in named and piece not in contents:
+            found[token_id] = AddedToken(token_id, piece, True)
+    return [
+        AddedToken(token.id, token.content, token.special or token.content in named)
+        for token in sorted(found.values(), key=lambda token: token.id)
+    ]
