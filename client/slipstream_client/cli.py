@@ -1,0 +1,80 @@
+"""The `slipstream` command: one sub-command a module, imported only when it is asked for.
+
+An error is one line on stderr that says what is wrong and what to do, with an exit code that is
+not 0; a traceback only where `SLIPSTREAM_TRACEBACK` is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+# name -> (module with add_parser(subparsers) and run(args) -> int, what it does)
+COMMANDS = {
+    "compose": ("slipstream_compose.cli", "write a model repository for a checkpoint"),
+    "serve": ("slipstream_compose.serve", "start a tritonserver on a model repository"),
+    "health": ("slipstream_client.commands.health", "exit code 0 only if tokens can be had now"),
+    "complete": ("slipstream_client.commands.complete", "stream one completion"),
+    "chat": ("slipstream_client.commands.chat", "talk to the model"),
+}
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+TRACEBACK_VARIABLE = "SLIPSTREAM_TRACEBACK"
+
+
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser with the arguments of `chosen` alone: the others are only named."""
+    parser = argparse.ArgumentParser(
+        prog="slipstream", description="LLM serving inside Triton: serve a checkpoint, and ask it."
+    )
+    version = importlib.metadata.version("slipstream")
+    parser.add_argument("--version", action="version", version=f"slipstream {version}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        if name == chosen:
+            importlib.import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+def _one_line(error: Exception) -> str:
+    """The error's first line. One that nobody meant for a user also says its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kind = type(error)
+    is_meant = isinstance(error, OSError) or kind.__module__.startswith(
+        ("slipstream", "tritonclient")
+    )
+    if is_meant and lines:
+        return lines[0]
+    return f"{': '.join([kind.__name__, *lines[:1]])} ({TRACEBACK_VARIABLE}=1 shows where)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    try:
+        args = build_parser(chosen).parse_args(arguments)
+        code = importlib.import_module(COMMANDS[args.command][0]).run(args)
+        sys.stdout.flush()
+        return int(code)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output is gone: nothing is left to say, and nowhere to say it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        print(f"slipstream: {_one_line(error)}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""`slipstream serve`: a tritonserver in the foreground, from start to an end without a trace.
+
+Ready means that a token could be had, not only that the server says so of itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from slipstream_compose.probe import first_token, stream_text, text_model
+from slipstream_compose.server import repository_root, server_directory
+from slipstream_compose.triton import (
+    Endpoints,
+    ServeError,
+    TritonServer,
+    check_repository,
+    check_shared_memory,
+    clean_leftovers,
+)
+
+DEMO_PROMPT = "def read_lines(path):\n    "
+DEMO_TOKENS = 64
+_WATCH_INTERVAL_S = 0.2
+
+
+class _Asked(BaseException):
+    """SIGTERM, SIGHUP or Ctrl-C: the way a server is meant to end."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare `slipstream serve`."""
+    parser = subparsers.add_parser("serve", help="start a tritonserver on a model repository")
+    default = repository_root() / "model_repository"
+    parser.add_argument("--model-repository", type=Path, metavar="DIR", default=default)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--http-port", type=int, default=8000, metavar="N", help="(%(default)s)")
+    parser.add_argument("--grpc-port", type=int, default=8001, metavar="N", help="(%(default)s)")
+    parser.add_argument("--metrics-port", type=int, default=8002, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=900.0,
+        metavar="SECONDS",
+        help="give up when no token could be had by then (%(default).0f)",
+    )
+    parser.add_argument(
+        "--log-file",
+        type=Path,
+        metavar="FILE",
+        help="tritonserver's log (default: .slipstream/logs/tritonserver-PORT.log)",
+    )
+    parser.add_argument(
+        "--demo", action="store_true", help="when ready, stream one completion and show commands"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to end (0) or until the server ends by itself (ServeError)."""
+    began = time.monotonic()
+    endpoints = Endpoints(args.http_port, args.grpc_port, args.metrics_port, args.host)
+    models = check_repository(args.model_repository)
+    endpoints.check_free()
+    check_shared_memory()
+    clean_leftovers()
+    log = args.log_file or server_directory().parent / "logs" / f"tritonserver-{args.http_port}.log"
+    with _signals_raise():
+        server = TritonServer(args.model_repository, endpoints, log)
+        try:
+            print(f"starting tritonserver on {args.model_repository}: {', '.join(models)}")
+            _bring_up(server, models, began + args.start_timeout)
+            _print_ready(server, models, time.monotonic() - began)
+            if args.demo:
+                _demo(endpoints, models)
+            print("Ctrl-C ends it.", flush=True)
+            _watch(server)
+        except _Asked:
+            print("\nending ...", flush=True)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            server.stop()
+    return 0
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    def asked(number: int, frame: FrameType | None) -> None:
+        raise _Asked
+
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.signal(number, asked) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _bring_up(server: TritonServer, models: list[str], deadline: float) -> None:
+    """Start it and return once a token could be had; meanwhile show what the engine says."""
+    server.start()
+    with _Follower(server.runtime / "engine.log", sys.stderr) as follower:
+        while not server.is_ready():
+            if server.exit_code is not None:
+                raise ServeError(server.reason())
+            if time.monotonic() > deadline:
+                raise ServeError(f"no token could be had in time: see {server.log}")
+            follower.show()
+            time.sleep(0.05)
+        first_token(server.endpoints.http, models)
+        follower.show()
+
+
+class _Follower:
+    """Shows what is appended to a file that may not exist yet: progress bars stay bars."""
+
+    def __init__(self, path: Path, sink: TextIO) -> None:
+        self._path = path
+        self._sink = sink
+        self._position = 0
+
+    def __enter__(self) -> _Follower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show()
+
+    def show(self) -> None:
+        """Copy what is new."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as source:
+            source.seek(self._position)
+            data = source.read()
+            self._position += len(data)
+            self._sink.write(data.decode(errors="replace"))
+            self._sink.flush()
+
+
+def _print_ready(server: TritonServer, models: list[str], seconds: float) -> None:
+    ends = server.endpoints
+    print(
+        f"ready in {seconds:.1f} s\n"
+        f"  HTTP     {ends.http}\n"
+        f"  gRPC     {ends.grpc}\n"
+        f"  metrics  {ends.metrics}\n"
+        f"  log      {server.log}",
+        flush=True,
+    )
+
+
+def _demo(endpoints: Endpoints, models: list[str]) -> None:
+    """One completion, streamed, and the lines with which to go on."""
+    model = text_model(models)
+    if model is None:
+        return
+    print(f"\n{DEMO_PROMPT}", end="", flush=True)
+    began, first, pieces = time.monotonic(), 0.0, 0
+    for piece in stream_text(endpoints.http, model, DEMO_PROMPT, DEMO_TOKENS):
+        first = first or time.monotonic() - began
+        pieces += 1
+        print(piece, end="", flush=True)
+    seconds = time.monotonic() - began
+    print(f"\n\nfirst token after {first * 1e3:.0f} ms, {pieces} responses in {seconds:.2f} s")
+    body = {"text_input": "import ", "max_tokens": 32, "stream": True}
+    url = f"{endpoints.http}/v2/models/{model}/generate_stream"
+    port = "" if endpoints.grpc_port == 8001 else f" --grpc-port {endpoints.grpc_port}"
+    command = f"{shlex.quote(sys.prefix)}/bin/slipstream"
+    print(
+        "\ntry:\n"
+        f"  curl -N {url} -d {shlex.quote(json.dumps(body))}\n"
+        f"  {command} complete{port} 'class Stack:'\n"
+        f"  {command} chat{port}\n"
+        f"  {command} health{port}\n"
+    )
+
+
+def _watch(server: TritonServer) -> None:
+    """Return never while the server lives; raises ServeError with the reason when it ends."""
+    while server.exit_code is None:
+        time.sleep(_WATCH_INTERVAL_S)
+    raise ServeError(server.reason())
