@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -261,19 +262,34 @@ def assemble(root: Path, *, force: bool = False) -> bool:
 
 
 def main() -> int:
-    """`python -m slipstream_compose.server [--force]`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    """`python -m slipstream_compose.server [--force] [--quiet] [--missing]`."""
+    parser = argparse.ArgumentParser(description="Put a tritonserver together in .slipstream")
     parser.add_argument(
         "--force", action="store_true", help="make it anew although it is up to date"
     )
+    parser.add_argument(
+        "--quiet", action="store_true", help="say nothing when there was nothing to do"
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="only say what this Python lacks for it"
+    )
     arguments = parser.parse_args()
-    root = repository_root()
+    if arguments.missing:
+        missing = missing_parts()
+        print("; ".join(missing))
+        return 1 if missing else 0
+    root, began = repository_root(), time.monotonic()
     try:
         made = assemble(root, force=arguments.force)
     except (AssemblyError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
-    print(f"tritonserver in {root / '.slipstream'}: {'assembled' if made else 'up to date'}")
+    if made:
+        print(
+            f"slipstream: tritonserver put together in {time.monotonic() - began:.0f} s", flush=True
+        )
+    elif not arguments.quiet:
+        print("slipstream: tritonserver is up to date", flush=True)
     return 0
 
 

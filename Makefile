@@ -1,0 +1,53 @@
+# Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
+SHELL := /bin/sh
+.SUFFIXES:
+.PHONY: help install serve test check format test-gpu bench perf locust compose-check clean loc
+
+PYTHON ?= python3
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+MODEL_REPOSITORY ?= model_repository
+PYTEST_ARGS ?=
+BIN := .venv/bin
+
+help:            ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1 :/p' Makefile | column -t -s:
+
+install:         ## .venv with pinned packages, and a tritonserver in .slipstream
+	@$(PYTHON) ensemble/slipstream_compose/install.py
+
+serve: install   ## a real tritonserver on model_repository/ (HTTP_PORT GRPC_PORT METRICS_PORT)
+	@exec $(BIN)/slipstream serve --demo --model-repository "$(MODEL_REPOSITORY)" \
+	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+
+check: install   ## lint, format, types, import rules: what CI and pre-commit run
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: install  ## apply the format and the safe fixes
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+test: check      ## the checks, and every test that needs no GPU, the real server included
+	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: install ## the tests that need an NVIDIA GPU
+	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+compose-check: install ## the committed model_repository/ is what compose writes today
+	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \
+	    --output model_repository --check
+
+loc: install     ## lines of code by folder
+	@git ls-files '*.py' '*.cu' '*.cuh' | awk -F/ '{print (NF > 2 ? $$1 "/" $$2 : $$1) "\t" $$0}' | \
+	while IFS="$$(printf '\t')" read -r part file; do \
+	    printf '%s\t%s\n' "$$part" "$$(wc -l <"$$file")"; done | \
+	awk -F'\t' '{n[$$1] += $$2; all += $$2} END {for (p in n) printf "%7d %s\n", n[p], p; printf "%7d all\n", all}' | sort -n
+
+clean:           ## all that was installed, built or cached in this checkout
+	rm -rf .venv .slipstream build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
+	    .import_linter_cache benchmarks/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
