@@ -1,0 +1,206 @@
+"""What an `EngineConfig` comes to on this machine: one frozen `Plan`, before weights are read."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.models.hf import ModelConfig, read_config, weights_dtype
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_CUDA_HEAD_SIZES = (64, 80, 96, 128)
+_CUDA_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+_CPU_KV_TOKENS = 65_536  # default on a CPU, where the cache is not the limit
+_RESERVED = 1 << 30  # bytes of GPU memory for the context, cuBLAS and fragmentation
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The resolved facts; `config` stays what the operator wrote."""
+
+    config: EngineConfig
+    checkpoint: Path
+    model_name: str
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_threads: int | None  # of torch on the CPU; None: its own choice
+    has_tokenizer: bool
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self.kv_tokens * self.model.dims.kv_elements_per_token * self.dtype.itemsize
+
+    def banner(self) -> str:
+        """One line for the log at start."""
+        fit = self.num_blocks / -(-self.max_model_len // self.block_size)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self.device)}): "
+            f"KV cache of {self.kv_tokens:,} tokens ({self.kv_bytes / 1e9:.2f} GB, "
+            f"{self.num_blocks:,} blocks of {self.block_size}), room for {fit:.1f} "
+            f"sequences of {self.max_model_len:,} tokens, at most {self.max_num_seqs} at once"
+        )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _at_least(config: EngineConfig, field: str, low: int) -> int:
+    value = getattr(config, field)
+    assert isinstance(value, int)
+    if value < low:
+        raise ConfigError(f"{field} = {value} is below {low}")
+    return value
+
+
+def _device(config: EngineConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "auto":
+        return torch.device("cuda", 0) if has_cuda else torch.device("cpu")
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigError(f"device = {config.device!r} is not one of auto, cpu, cuda")
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("device = 'cuda', but torch sees no GPU")
+    return torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """As asked; auto: the checkpoint's own on a GPU, float32 on a CPU."""
+    if config.dtype != "auto":
+        if config.dtype not in _DTYPES:
+            raise ConfigError(f"dtype = {config.dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+        return _DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    if model.dtype is None and config.load_format == "random":
+        return torch.bfloat16
+    return _DTYPES[model.dtype or weights_dtype(Path(config.checkpoint))]
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_positions
+    length = _at_least(config, "max_model_len", 1)
+    if length > model.max_positions:
+        raise ConfigError(
+            f"max_model_len = {length} is above the checkpoint's context of {model.max_positions}"
+        )
+    return length
+
+
+def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """What a step allocates at most: activations of the token budget, logits of every sequence."""
+    d = model.dims
+    widest = 3 * d.intermediate_size + 6 * d.hidden_size + 3 * d.num_heads * d.head_size
+    logits = 4 * config.max_num_seqs * d.vocab_size * 4  # fp32, edited, scaled, and one to spare
+    return config.max_num_batched_tokens * widest * dtype.itemsize + logits
+
+
+def _free_for_cache(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Bytes for the cache: of a GPU 0.9 of what weights and a step leave, of a host half."""
+    weights = model.dims.num_parameters * dtype.itemsize
+    if device.type == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return (free - weights) // 2
+    free = torch.cuda.mem_get_info(device)[0]
+    return int(0.9 * (free - weights - _workspace_bytes(config, model, dtype) - _RESERVED))
+
+
+def _num_blocks(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+) -> int:
+    bytes_per_block = config.block_size * model.dims.kv_elements_per_token * dtype.itemsize
+    free = _free_for_cache(config, model, device, dtype)
+    if config.kv_cache_tokens is not None:
+        tokens = _at_least(config, "kv_cache_tokens", config.block_size)
+        wanted = tokens // config.block_size * bytes_per_block
+        if device.type == "cuda" and wanted > free:
+            raise ConfigError(
+                f"kv_cache_tokens = {tokens} takes {wanted / 1e9:.2f} GB, but {free / 1e9:.2f} GB "
+                "are free for the cache"
+            )
+        return tokens // config.block_size
+    num_blocks = free // bytes_per_block
+    if device.type == "cpu":
+        num_blocks = min(num_blocks, _CPU_KV_TOKENS // config.block_size)
+    # More than every sequence at its longest can never be used.
+    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no memory is left for the KV cache: {free / 1e9:.2f} GB free for it, a block of "
+            f"{config.block_size} tokens takes {bytes_per_block / 1e9:.3f} GB"
+        )
+    return min(num_blocks, most)
+
+
+def _num_threads() -> int | None:
+    text = os.environ.get("SLIPSTREAM_CPU_THREADS")
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"SLIPSTREAM_CPU_THREADS = {text!r} is not a whole number >= 1")
+    return int(text)
+
+
+def resolve(config: EngineConfig) -> Plan:
+    """Check the configuration against the checkpoint and the machine.
+
+    Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key, value).
+    """
+    for field in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+        _at_least(config, field, 1)
+    if config.block_size not in _CUDA_BLOCK_SIZES:
+        raise ConfigError(
+            f"block_size = {config.block_size} is not a power of two between 8 and 256"
+        )
+    if config.load_format not in ("safetensors", "random"):
+        raise ConfigError(f"load_format = {config.load_format!r} is not one of safetensors, random")
+    checkpoint = Path(config.checkpoint)
+    model = read_config(checkpoint)
+    device = _device(config)
+    if device.type == "cuda" and model.dims.head_size not in _CUDA_HEAD_SIZES:
+        raise ConfigError(
+            f"device = 'cuda' with heads of {model.dims.head_size} (config.json's head_dim): only "
+            f"{', '.join(map(str, _CUDA_HEAD_SIZES))} have kernels; device = 'cpu' takes any"
+        )
+    dtype = _dtype(config, model, device)
+    max_model_len = _max_model_len(config, model)
+    return Plan(
+        config=config,
+        checkpoint=checkpoint,
+        model_name=config.model or checkpoint.resolve().name,
+        model=model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=_num_blocks(config, model, device, dtype, max_model_len),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_threads=_num_threads(),
+        has_tokenizer=(checkpoint / "tokenizer.json").is_file(),
+    )

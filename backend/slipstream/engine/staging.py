@@ -1,0 +1,51 @@
+"""A step's small arrays on their way to the device: one copy, whatever their number."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes
+_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+
+Array = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Staging:
+    """Persistent buffers on both sides, the host's pinned; on a CPU nothing is copied at all.
+
+    What `upload` returns is overwritten by the next `upload`.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = 1 << 20) -> None:
+        self._device = device
+        self._reserve(num_bytes)
+
+    def _reserve(self, num_bytes: int) -> None:
+        if self._device.type == "cpu":
+            return
+        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """The arrays as tensors on the device, in order."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        total = sum(_aligned(array.nbytes) for array in arrays)
+        if total > len(self._host):
+            self._reserve(2 * total)
+        host, offset, tensors = self._host.numpy(), 0, []
+        for array in arrays:
+            end = offset + array.nbytes
+            host[offset:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            piece = self._on_device[offset:end].view(_DTYPES[array.dtype.name])
+            tensors.append(piece.view(array.shape))
+            offset = _aligned(end)
+        self._on_device[:total].copy_(self._host[:total], non_blocking=True)
+        return tensors

@@ -1,0 +1,85 @@
+"""Attention over the paged cache: one packed projection in, rotation and cache write, one out."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import attention, rope
+from slipstream.layers.dims import Dims
+from slipstream.layers.linear import Linear, WeightSource
+from slipstream.layers.norm import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Where a step's tokens lie, made once a step: decode rows (one token each) first, then chunks.
+
+    `s` rows, of which `num_decodes` are decodes; `n` tokens.
+    """
+
+    positions: Tensor  # [n] i64
+    slots: Tensor  # [n] i64, where each token's K and V go
+    block_tables: Tensor  # [s, blocks] i32
+    query_starts: Tensor  # [s - num_decodes + 1] i32, of the chunks, counted from their first token
+    lengths: Tensor  # [s] i32, cached tokens after this step's write
+    num_decodes: int
+    max_queries: int  # longest chunk, 0 without chunks
+
+
+class Attention:
+    """Grouped-query attention (Ainslie et al., 2023); MHA and MQA are its ends.
+
+    `qk_norm` normalises every head's query and key before rotation (Qwen3).
+    """
+
+    def __init__(
+        self,
+        w: WeightSource,
+        dims: Dims,
+        cos_sin: Tensor,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
+        size = dims.head_size
+        heads = (dims.num_heads, dims.num_kv_heads, dims.num_kv_heads)
+        self.sizes = [count * size for count in heads]
+        self.head_size = size
+        self.cos_sin = cos_sin
+        self.scale = size**-0.5
+        names = ("q_proj", "k_proj", "v_proj")
+        self.qkv = Linear(w, names, self.sizes, dims.hidden_size, qkv_bias)
+        self.out = Linear(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
+        self.q_norm = Norm(w.at("q_norm"), size, dims.eps) if qk_norm else None
+        self.k_norm = Norm(w.at("k_norm"), size, dims.eps) if qk_norm else None
+
+    def __call__(self, x: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:
+        """`[n, hidden] -> [n, hidden]`; writes this step's K and V into the layer's `cache`."""
+        parts = torch.split(self.qkv(x), self.sizes, dim=-1)
+        q, k, v = (part.view(len(x), -1, self.head_size) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q.reshape(-1, self.head_size)).view(q.shape)
+            k = self.k_norm(k.reshape(-1, self.head_size)).view(k.shape)
+        rope.rope_and_cache(q, k, v, self.cos_sin, inputs.positions, inputs.slots, cache)
+        return self.out(self._attend(q, inputs, cache).flatten(1))
+
+    def _attend(self, q: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:
+        """Decodes and chunks by a kernel each; `[n, heads, d]`."""
+        n, tables, lengths = inputs.num_decodes, inputs.block_tables, inputs.lengths
+        parts = []
+        if n > 0:
+            decodes = attention.decode_attention(q[:n], cache, tables[:n], lengths[:n], self.scale)
+            parts.append(decodes)
+        if inputs.max_queries > 0:
+            chunks = attention.prefill_attention(
+                q[n:],
+                cache,
+                tables[n:],
+                inputs.query_starts,
+                lengths[n:],
+                self.scale,
+                inputs.max_queries,
+            )
+            parts.append(chunks)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]

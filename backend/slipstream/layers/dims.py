@@ -1,0 +1,49 @@
+"""The numbers that describe a decoder: read from a checkpoint, used by layers. No array library."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: frequencies `theta ** (-2i / d)` and how they are stretched.
+
+    `kind` is default, linear (Chen et al., 2023), llama3 (Meta, 2024) or yarn (Peng et al., 2023);
+    fields that a kind does not use keep their neutral values.
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0  # context after / before stretching
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn: rotations in the original context above which nothing stretches
+    beta_slow: float = 1.0  # yarn: rotations below which all stretches
+    attention_factor: float = 1.0  # yarn: multiplies cosines and sines
+    truncate: bool = True  # yarn: the ramp's ends are whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Sizes of a decoder-only transformer with grouped-query attention and a gated MLP."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    eps: float
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all matrices (norms and biases left out), the embedding counted twice."""
+        qkvo = 2 * (self.num_heads + self.num_kv_heads) * self.head_size * self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (qkvo + mlp) + 2 * self.vocab_size * self.hidden_size
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Keys and values of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size

@@ -1,0 +1,40 @@
+"""Token embedding, and the same matrix (or its own) as the head that gives logits."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.errors import CheckpointError
+from slipstream.layers.linear import WeightSource
+
+
+class Embedding:
+    """A row for each token id."""
+
+    def __init__(self, w: WeightSource, vocab_size: int, hidden_size: int) -> None:
+        self.weight = w.tensor("weight", vocab_size, hidden_size)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """`[n] i64 -> [n, hidden]`."""
+        return functional.embedding(token_ids, self.weight)
+
+
+class Head:
+    """Logits of every token id, in fp32."""
+
+    def __init__(self, w: WeightSource, embedding: Embedding, is_tied: bool) -> None:
+        vocab_size, hidden_size = embedding.weight.shape
+        self.weight = embedding.weight
+        if not is_tied or w.has("weight"):
+            self.weight = w.tensor("weight", vocab_size, hidden_size)
+        if is_tied and not torch.equal(self.weight, embedding.weight):
+            raise CheckpointError(
+                "config.json: tie_word_embeddings = True, but lm_head.weight differs from "
+                "model.embed_tokens.weight"
+            )
+        if is_tied:
+            self.weight = embedding.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[n, hidden] -> [n, vocab] fp32`."""
+        return functional.linear(x, self.weight).float()

@@ -1,0 +1,61 @@
+"""Cosines and sines of every position, once at start, for each way of stretching the context."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from slipstream.layers.dims import RopeConfig
+
+
+def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
+    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    turns = config.original_max_positions * frequencies / (2 * math.pi)  # in the original context
+    low, high = config.low_freq_factor, config.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * kept + frequencies / config.factor * (1 - kept)
+
+
+def _yarn(frequencies: Tensor, config: RopeConfig) -> Tensor:
+    """As llama3's, but the blend is linear in the dimension's number."""
+    half = len(frequencies)
+
+    def dimension(turns: float) -> float:
+        """The (real) dimension that turns so often in the original context."""
+        wavelength = config.original_max_positions / (turns * 2 * math.pi)
+        return half * math.log(wavelength) / math.log(config.theta)
+
+    first, last = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    width = last - first if last != first else 1e-3
+    stretched = ((torch.arange(half, dtype=torch.float32) - first) / width).clamp(0, 1)
+    return frequencies * (1 - stretched) + frequencies / config.factor * stretched
+
+
+def frequencies(config: RopeConfig, head_size: int) -> Tensor:
+    """Radians a position for each of `head_size / 2` pairs, fp32."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    plain = 1.0 / config.theta**exponents
+    if config.kind == "default":
+        return plain
+    if config.kind == "linear":
+        return plain / config.factor
+    if config.kind == "llama3":
+        return _llama3(plain, config)
+    assert config.kind == "yarn", config.kind
+    return _yarn(plain, config)
+
+
+def cos_sin_table(
+    config: RopeConfig, head_size: int, num_positions: int, device: torch.device
+) -> Tensor:
+    """`[num_positions, head_size]` fp32: half cosines, half sines.
+
+    Angles are fp32 products, as checkpoints were trained with.
+    """
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies(config, head_size))
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * config.attention_factor
+    return table.to(device)

@@ -1,0 +1,134 @@
+"""The tensors of a checkpoint directory, from the headers of its safetensors files. No torch.
+
+A file is an 8-byte little-endian header length, a JSON header, then the data. Everything is checked
+against the file's size before a byte of data is read, so a truncated download fails by name.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream_contract.errors import clip
+
+from slipstream.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
+_ITEM_SIZES |= {"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: bytes `begin .. end` of `file`, row-major."""
+
+    file: Path
+    dtype: str  # the format's name: F32, BF16, ...
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file of the checkpoint."""
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: a JSON object is wanted, not {clip(data)}")
+    return data
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that make the checkpoint: the single one, or the index's shards."""
+    if (directory / INDEX).is_file():
+        weight_map = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{directory / INDEX}: weight_map is missing or empty")
+        names = set(weight_map.values())
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise CheckpointError(f"{directory / INDEX}: {clip(name)} is not a file name")
+            if not (directory / name).is_file():
+                raise CheckpointError(f"{directory / name}: no such file, but {INDEX} names it")
+        return [directory / name for name in sorted(names)]
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt*"))
+    if pickles:
+        raise CheckpointError(
+            f"{directory}: only pickled weights ({pickles[0].name}); convert them to safetensors"
+        )
+    raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX} is there")
+
+
+def _entry(path: Path, name: str, spec: object, data_start: int, size: int) -> TensorEntry:
+    wrong = f"{path}: tensor {clip(name)}"
+    if not isinstance(spec, dict):
+        raise CheckpointError(f"{wrong}: header entry {clip(spec)} is not an object")
+    dtype, shape, offsets = spec.get("dtype"), spec.get("shape"), spec.get("data_offsets")
+    if dtype not in _ITEM_SIZES:
+        raise CheckpointError(f"{wrong}: dtype {clip(dtype)} is not known")
+    lists = (shape, offsets)
+    if not all(isinstance(v, list) and all(type(i) is int and i >= 0 for i in v) for v in lists):
+        raise CheckpointError(f"{wrong}: shape {clip(shape)} or offsets {clip(offsets)} are wrong")
+    assert isinstance(shape, list)
+    assert isinstance(offsets, list)
+    num_bytes = math.prod(shape) * _ITEM_SIZES[str(dtype)]
+    if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
+        raise CheckpointError(f"{wrong}: {num_bytes} bytes do not lie at offsets {clip(offsets)}")
+    begin, end = data_start + offsets[0], data_start + offsets[1]
+    if end > size:
+        raise CheckpointError(f"{path}: truncated: {name} ends at byte {end}, the file at {size}")
+    return TensorEntry(path, str(dtype), tuple(shape), begin, end)
+
+
+def _read_header(path: Path) -> dict[str, TensorEntry]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            raise CheckpointError(
+                f"{path}: truncated or not safetensors: header of {length} bytes in {size}"
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: header is not a JSON object")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, spec, 8 + length, size) for name, spec in header.items()}
+    at, last = 8 + length, ""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin < at:
+            raise CheckpointError(f"{path}: tensors {name} and {last} overlap")
+        at, last = entry.end, name
+    return entries
+
+
+def tensor_entries(directory: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the checkpoint by name; `CheckpointError` if a file is absent or damaged."""
+    entries: dict[str, TensorEntry] = {}
+    for path in _weight_files(directory):
+        for name, entry in _read_header(path).items():
+            if name in entries:
+                raise CheckpointError(f"{path}: tensor {name} is also in {entries[name].file.name}")
+            entries[name] = entry
+    if (directory / INDEX).is_file():
+        weight_map = read_json(directory / INDEX)["weight_map"]
+        assert isinstance(weight_map, dict)
+        for name, file in weight_map.items():
+            if name not in entries or entries[name].file.name != file:
+                raise CheckpointError(f"{directory / file}: no tensor {name}, but {INDEX} says so")
+    return entries
