@@ -1,12 +1,12 @@
 """The data set: the sources of Python's own standard library, a few modules kept aside.
 
     python data.py --pack data.tar.xz      collect this Python's library and pack it
-    python data.py --report data.tar.xz    sizes, and how much of the held-out text is seen in training
+    python data.py --report data.tar.xz    sizes, and how much of the held-out text was seen
 
-Every document has a `split`: `train`; `validation`, which chooses between candidates and sees no
-gradient; `heldout`, which is looked at once, for the figures in the card. The tests of a module that
-is kept aside are kept aside too, as `heldout-tests` and `validation-tests`. The order is the sorted
-path, so the archive is a function of the library alone.
+Every document has a `split`: `train`; `validation`, which chooses between candidates and gives no
+gradient; `heldout`, which is looked at once, for the figures in the card. The tests of a module
+that is kept aside are kept aside too, as `heldout-tests` and `validation-tests`. The order is the
+sorted path, so the archive is a function of the library alone.
 """
 
 import argparse
