@@ -1,0 +1,92 @@
+import multiprocessing
+import time
+from multiprocessing.synchronize import Event
+
+import pytest
+from slipstream_contract.credit import NUM_SLOTS, CreditFile, Heartbeat
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Both sides' views of one file."""
+    ours, theirs = CreditFile(tmp_path / "credits"), CreditFile(tmp_path / "credits")
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_an_acknowledgement_reaches_the_other_side_and_only_its_response(pair):
+    ours, theirs = pair
+    theirs.acknowledge(7, (5 << 24) + 1)
+    assert ours.is_acknowledged(7, (5 << 24) + 1)
+    assert not ours.is_acknowledged(7, (5 << 24) + 2)
+    assert not ours.is_acknowledged(6, (5 << 24) + 1)
+    assert not ours.is_cancelled(7, (5 << 24) + 1)
+    theirs.mark_cancelled(7, (5 << 24) + 2)
+    assert ours.is_cancelled(7, (5 << 24) + 2)
+
+
+@pytest.mark.parametrize("slot", [-1, NUM_SLOTS, 1 << 40])
+def test_a_slot_out_of_range_is_refused_and_nothing_written(pair, slot):
+    ours, theirs = pair
+    with pytest.raises(ValueError, match="slot"):
+        theirs.acknowledge(slot, 1)
+    assert not any(ours.is_acknowledged(s, 1) for s in (0, NUM_SLOTS - 1))
+
+
+def test_another_file_is_refused(tmp_path):
+    (tmp_path / "credits").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match="not a credit file"):
+        CreditFile(tmp_path / "credits")
+
+
+def test_idle_only_while_alive_and_out_of_work(pair):
+    ours, theirs = pair
+    assert ours.idle_since_ns(time.monotonic_ns()) is None  # nobody has ever beaten
+    begin = time.monotonic_ns()
+    heart = Heartbeat(theirs)
+    idle = ours.idle_since_ns(time.monotonic_ns())
+    assert idle is not None
+    assert idle >= begin
+    with heart.work():
+        assert ours.idle_since_ns(time.monotonic_ns()) is None
+        done = time.monotonic_ns()
+    after = ours.idle_since_ns(time.monotonic_ns())
+    assert after is not None
+    assert after >= done
+    heart.close()
+    assert ours.idle_since_ns(time.monotonic_ns()) is None
+
+
+def _beat(path: str, ready: Event, end: Event) -> None:
+    file = CreditFile(path)  # type: ignore[arg-type]
+    heart = Heartbeat(file)
+    ready.set()
+    end.wait(20)
+    heart.close()
+
+
+def test_a_stopped_process_is_not_idle_and_starts_anew_when_continued(tmp_path):
+    import os
+    import signal
+
+    context = multiprocessing.get_context("spawn")
+    ready, end = context.Event(), context.Event()
+    process = context.Process(target=_beat, args=(str(tmp_path / "credits"), ready, end))
+    process.start()
+    try:
+        assert ready.wait(20)
+        file = CreditFile(tmp_path / "credits")
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.4)
+        assert file.idle_since_ns(time.monotonic_ns()) is None
+        continued = time.monotonic_ns()
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.15)
+        since = file.idle_since_ns(time.monotonic_ns())
+        assert since is not None
+        assert since >= continued
+        file.close()
+    finally:
+        end.set()
+        process.join(10)
