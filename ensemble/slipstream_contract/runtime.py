@@ -1,4 +1,4 @@
-"""Where the processes of one server meet: a private directory for lock, socket, credits and logs."""
+"""Where the processes of one server meet: a private directory."""
 
 import os
 import stat

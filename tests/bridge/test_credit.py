@@ -1,6 +1,7 @@
-import multiprocessing
+import signal
+import subprocess
+import sys
 import time
-from multiprocessing.synchronize import Event
 
 import pytest
 from slipstream_contract.credit import NUM_SLOTS, CreditFile, Heartbeat
@@ -58,35 +59,30 @@ def test_idle_only_while_alive_and_out_of_work(pair):
     assert ours.idle_since_ns(time.monotonic_ns()) is None
 
 
-def _beat(path: str, ready: Event, end: Event) -> None:
-    file = CreditFile(path)  # type: ignore[arg-type]
-    heart = Heartbeat(file)
-    ready.set()
-    end.wait(20)
-    heart.close()
+_BEAT = """
+import pathlib, sys
+from slipstream_contract.credit import CreditFile, Heartbeat
+heart = Heartbeat(CreditFile(pathlib.Path(sys.argv[1])))
+print("beating", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_a_stopped_process_is_not_idle_and_starts_anew_when_continued(tmp_path):
-    import os
-    import signal
-
-    context = multiprocessing.get_context("spawn")
-    ready, end = context.Event(), context.Event()
-    process = context.Process(target=_beat, args=(str(tmp_path / "credits"), ready, end))
-    process.start()
-    try:
-        assert ready.wait(20)
-        file = CreditFile(tmp_path / "credits")
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(0.4)
-        assert file.idle_since_ns(time.monotonic_ns()) is None
-        continued = time.monotonic_ns()
-        os.kill(process.pid, signal.SIGCONT)
-        time.sleep(0.15)
-        since = file.idle_since_ns(time.monotonic_ns())
-        assert since is not None
-        assert since >= continued
-        file.close()
-    finally:
-        end.set()
-        process.join(10)
+    command = [sys.executable, "-c", _BEAT, str(tmp_path / "credits")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"beating\n"
+            file = CreditFile(tmp_path / "credits")
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.4)
+            assert file.idle_since_ns(time.monotonic_ns()) is None
+            continued = time.monotonic_ns()
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.15)
+            since = file.idle_since_ns(time.monotonic_ns())
+            assert since is not None
+            assert since >= continued
+            file.close()
+        finally:
+            process.kill()
