@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 
 help:            ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1 :/p' Makefile | column -t -s:
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 install:         ## .venv with pinned packages, and a tritonserver in .slipstream
 	@$(PYTHON) ensemble/slipstream_compose/install.py

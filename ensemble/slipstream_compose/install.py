@@ -23,6 +23,7 @@ CANDIDATES = ("python3.12", "python3.11")  # tried in this order when python3 it
 TORCH = "torch==2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 DEFAULT_EXTRAS = "dev,load"
+GPU_EXTRA = "cuda13"  # what torch's own wheels are built for
 PIP_FLAGS = ("--disable-pip-version-check", "--progress-bar", "off", "--quiet")
 
 
@@ -153,7 +154,8 @@ def install(extras: str) -> None:
 
 def main() -> int:
     """Bring everything up to date; a fraction of a second where it is."""
-    extras = os.environ.get("EXTRAS", DEFAULT_EXTRAS)
+    default = f"{DEFAULT_EXTRAS},{GPU_EXTRA}" if has_gpu() else DEFAULT_EXTRAS
+    extras = os.environ.get("EXTRAS", default)
     os.chdir(ROOT)
     try:
         make_venv()

@@ -178,10 +178,16 @@ def _take_perf_analyzer(wheel: zipfile.ZipFile, server: Path) -> None:
     _extract(wheel, member, server / "bin" / "perf_analyzer", executable=True)
 
 
-def _link(server: Path, root: Path) -> None:
-    """The links: our backends, the shared libpython, and the names that perf_analyzer asks for."""
+def link_backends(server: Path, root: Path) -> None:
+    """Our stages become backends of `server`; what was there under their names is replaced."""
     for name, folder in BACKENDS.items():
-        (server / "backends" / name).symlink_to(root / folder)
+        link = server / "backends" / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(root / folder)
+
+
+def _link_libraries(server: Path) -> None:
+    """The shared libpython, and the names that perf_analyzer asks for."""
     libpython = shared_libpython()
     assert libpython is not None, "missing_parts() comes first"
     (server / "lib" / libpython.name).symlink_to(libpython)
@@ -197,7 +203,8 @@ def assemble_server(server: Path, root: Path) -> None:
         with main, load:
             _take_server(main, server)
             _take_perf_analyzer(load, server)
-    _link(server, root)
+    link_backends(server, root)
+    _link_libraries(server)
 
 
 def assemble_stub(stub: Path, root: Path) -> None:
@@ -262,16 +269,23 @@ def assemble(root: Path, *, force: bool = False) -> bool:
 
 
 def main() -> int:
-    """`python -m slipstream_compose.server [--force] [--quiet] [--missing]`."""
+    """The command line: by default bring `.slipstream` of this checkout up to date."""
     parser = argparse.ArgumentParser(description="Put a tritonserver together in .slipstream")
-    parser.add_argument(
-        "--force", action="store_true", help="make it anew although it is up to date"
+    add = parser.add_argument
+    add("--force", action="store_true", help="make it anew although it is up to date")
+    add("--quiet", action="store_true", help="say nothing when there was nothing to do")
+    add("--missing", action="store_true", help="only say what this Python lacks for it")
+    add(
+        "--existing-server",
+        type=Path,
+        metavar="DIR",
+        help="add our backends to this server instead",
     )
-    parser.add_argument(
-        "--quiet", action="store_true", help="say nothing when there was nothing to do"
-    )
-    parser.add_argument(
-        "--missing", action="store_true", help="only say what this Python lacks for it"
+    add(
+        "--stub",
+        type=Path,
+        metavar="DIR",
+        help="with --existing-server: the stub environment to make",
     )
     arguments = parser.parse_args()
     if arguments.missing:
@@ -280,14 +294,18 @@ def main() -> int:
         return 1 if missing else 0
     root, began = repository_root(), time.monotonic()
     try:
+        if arguments.existing_server:
+            link_backends(arguments.existing_server, root)
+            if arguments.stub:
+                assemble_stub(arguments.stub, root)
+            return 0
         made = assemble(root, force=arguments.force)
     except (AssemblyError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
     if made:
-        print(
-            f"slipstream: tritonserver put together in {time.monotonic() - began:.0f} s", flush=True
-        )
+        seconds = time.monotonic() - began
+        print(f"slipstream: tritonserver put together in {seconds:.0f} s", flush=True)
     elif not arguments.quiet:
         print("slipstream: tritonserver is up to date", flush=True)
     return 0

@@ -1,0 +1,50 @@
+# Slipstream inside an NGC tritonserver container.
+#
+# Needs an image whose Python backend embeds Python 3.11 or newer: 24.11-py3 and later (24.10-py3 has
+# 3.10; its server, Triton 2.51, is the one that `make serve` puts together from wheels).
+ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:25.03-py3
+FROM ${TRITON_IMAGE}
+
+# cuda12 or cuda13: the major version of the CUDA libraries in the image.
+ARG CUDA_EXTRA=cuda12
+
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/slipstream/source
+
+# The packages alone first: this layer is gigabytes, and a change of our code must not rebuild it.
+COPY pyproject.toml constraints.txt ./
+RUN python3 -m venv /opt/slipstream/engine \
+    && grep -v -e '^cuda-' -e '^nvidia-' constraints.txt >/opt/slipstream/constraints.txt \
+    && /opt/slipstream/engine/bin/pip install --no-cache-dir -c /opt/slipstream/constraints.txt \
+        setuptools $(python3 -c 'import sys, tomllib; \
+            project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+            extra = project["optional-dependencies"][sys.argv[1]]; \
+            print(*[name.replace(" ", "") for name in project["dependencies"] + extra])' ${CUDA_EXTRA})
+
+COPY README.md LICENSE ./
+COPY backend backend
+COPY client client
+COPY ensemble ensemble
+COPY preprocessing preprocessing
+COPY postprocessing postprocessing
+RUN /opt/slipstream/engine/bin/pip install --no-cache-dir --no-deps --no-build-isolation -e . \
+    && /opt/slipstream/engine/bin/python ensemble/slipstream_compose/server.py \
+        --existing-server /opt/tritonserver --stub /opt/slipstream/stub \
+    && useradd --no-log-init --create-home --uid 10001 slipstream \
+    && install -d -o slipstream -g slipstream /home/slipstream/.cache  # a volume keeps this owner
+
+# The stub takes its Python from the first python3 on PATH, the engine's process its own.
+ENV PATH=/opt/slipstream/stub/bin:/opt/tritonserver/bin:${PATH} \
+    SLIPSTREAM_PYTHON=/opt/slipstream/engine/bin/python \
+    SLIPSTREAM_SERVER=/opt/tritonserver \
+    SLIPSTREAM_STUB=/opt/slipstream/stub
+
+USER slipstream
+WORKDIR /home/slipstream
+EXPOSE 8000 8001 8002
+HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
+    CMD ["/opt/slipstream/engine/bin/slipstream", "health", "--grpc-port", "8001"]
+CMD ["tritonserver", "--model-repository=/models", "--disable-auto-complete-config", "--exit-timeout-secs=5"]
