@@ -45,17 +45,21 @@ def _gumbel(bits: Tensor) -> Tensor:
 
 
 def _keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Tokens that may be drawn: top k, of those the smallest set of mass p, of those min p. Ties stay."""
+    """Tokens to draw from: top k, of those the smallest set of mass p, of those min p. Ties stay.
+
+    Each of the three keeps a prefix of the ranking, so the shortest prefix's last logit decides.
+    """
+    if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
+        return torch.ones_like(scaled, dtype=torch.bool)
     order = scaled.sort(dim=-1, descending=True).values
-    k = torch.where(top_k > 0, top_k, scaled.shape[-1]).clamp(max=scaled.shape[-1])
-    keep = scaled >= order.gather(-1, (k.long() - 1)[:, None])
-    probs = torch.where(keep, scaled, float("-inf")).softmax(-1)
-    ranked = probs.sort(dim=-1, descending=True).values
-    before = ranked.cumsum(-1) - ranked
-    # The mass of strictly likelier tokens: equal probabilities share the first one's.
-    first = torch.searchsorted(-ranked, -probs, right=False)
-    keep &= before.gather(-1, first) < top_p[:, None]
-    return keep & (probs >= min_p[:, None] * probs.max(-1, keepdim=True).values)
+    k = torch.where(top_k > 0, top_k, scaled.shape[-1]).clamp(max=scaled.shape[-1]).long()
+    kth = order.gather(-1, (k - 1)[:, None])
+    ranked = torch.where(order >= kth, order, float("-inf")).softmax(-1)
+    before = ranked.cumsum(-1) - ranked  # the mass of likelier tokens
+    kept = (before < top_p[:, None]) | (top_p >= 1)[:, None]  # rounding cuts no tail of a whole
+    kept &= (ranked >= min_p[:, None] * ranked[:, :1]) & (order >= kth)
+    num_kept = kept.cumprod(-1).sum(-1, keepdim=True).clamp(min=1)
+    return scaled >= order.gather(-1, num_kept - 1)
 
 
 @op(
