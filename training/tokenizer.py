@@ -3,9 +3,9 @@
     python tokenizer.py data.tar.xz DIRECTORY [--size 4096]
 
 Writes tokenizer.json and tokenizer_config.json, which transformers and `tokenizers` load. Every
-byte has a token, so every text has an encoding and no text is unknown. Words are cut so that a
-mark before a name (`.append`, `_private`, `(self`) may join it, and so that indentation leaves its
-last space to the word, as in GPT-2: a keyword has one spelling at the start of a line and inside.
+byte has a token, so every text has an encoding and no text is unknown. Words are cut where people
+stop typing: after a newline, after indentation, after a dot or a bracket. A prompt that ends there is
+encoded as training has seen it, which the patterns of general models do not give.
 """
 
 import argparse
@@ -18,7 +18,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 END_OF_TEXT = "<|endoftext|>"
 """Stands between two files in training; a model that emits it has finished the file."""
 
-PATTERN = r"[^\s\p{L}\p{N}]?\p{L}+| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PATTERN = "|".join(
+    (
+        r"(?m:^)[ \t]+",  # indentation, whole
+        r"\n+",
+        r" ?[\p{L}_]+",  # a name, with the space before it
+        r" ?\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}_]+",  # marks
+        r"[^\S\n]+(?!\S)",  # other space, less one for what follows
+        r"\s+",
+    )
+)
 
 
 def train(texts: list[str], size: int) -> Tokenizer:
