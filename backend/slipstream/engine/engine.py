@@ -1,0 +1,230 @@
+"""The engine without its process: submit and cancel change what it holds, `step` advances it.
+
+No sockets and no text: which tokens a bridge may see is decided here, how tokens become text is
+postprocessing's business.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from slipstream_contract.errors import Code, ContractError, clip
+from slipstream_contract.sampling import SamplingParams
+
+from slipstream.engine.batch import Batch, Sampled
+from slipstream.engine.scheduler import Limits, Scheduler
+from slipstream.engine.sequence import Request, Sequence
+from slipstream.engine.stop import Ending, RawBytes
+from slipstream.wire import FinishReason, Status, Submit, Tokens
+
+MAX_SEQUENCES = 1024  # of one request
+_MAX_FAILED_STEPS = 3  # in a row: then it is the device, not the requests
+# Exceptions after which a CUDA context answers every call with the same error.
+_STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError"}
+
+
+class Runner(Protocol):
+    """What executes a batch."""
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+
+    def run(self, batch: Batch) -> Sampled:
+        """One step; returns when its tokens are known."""
+
+
+class Engine:
+    """All requests in flight.
+
+    `fatal` is set when the runner is beyond repair: tell what `step` returned, then end.
+    """
+
+    def __init__(
+        self, limits: Limits, runner: Runner, vocab: RawBytes | None, model: str = ""
+    ) -> None:
+        self.fatal: Exception | None = None
+        self.num_steps = 0
+        self._runner = runner
+        self._vocab = vocab
+        self._model = model
+        self._scheduler = Scheduler(limits, runner.num_blocks, runner.block_size)
+        self._requests: dict[tuple[bytes, int], Request] = {}
+        self._next_sequence_id = 0
+        self._num_failed_steps = 0
+        self._last_step = 0.0  # time.monotonic()
+
+    @property
+    def has_work(self) -> bool:
+        """Would `step` compute or tell anything?"""
+        return bool(self._requests)
+
+    def submit(self, bridge: bytes, message: Submit) -> None:
+        """Queue a request. Raises `ContractError`, and then nothing has changed."""
+        key = (bridge, message.request)
+        if key in self._requests:
+            raise ContractError(
+                f"request {message.request} is already running", Code.ALREADY_EXISTS
+            )
+        self._check_prompt(message.token_ids)
+        self._check_sampling(message.sampling)
+        self._scheduler.check_load()
+        sampling = message.sampling
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        request = Request(bridge, message.request, sampling, message.arrival_ns)
+        for index in range(sampling.n):
+            request.sequences.append(
+                Sequence(
+                    self._next_sequence_id + index,
+                    request,
+                    index,
+                    message.token_ids,
+                    seed,
+                    self._runner.max_model_len,
+                    self._vocab,
+                )
+            )
+        if not self._requests:
+            self._last_step = time.monotonic()  # the idle time before does not count
+        self._next_sequence_id += sampling.n
+        request.num_unfinished = sampling.n
+        self._requests[key] = request
+        self._scheduler.add(request)
+
+    def cancel(self, bridge: bytes, request: int) -> bool:
+        """End all sequences of a request; False if there is no such request (any more)."""
+        found = self._requests.get((bridge, request))
+        if found is None:
+            return False
+        for sequence in found.sequences:
+            self._scheduler.finish(sequence, Ending(FinishReason.CANCELLED))
+        return True
+
+    def drop_bridge(self, bridge: bytes) -> int:
+        """Cancel everything of a bridge that nobody listens for; how many requests that was."""
+        gone = [number for owner, number in self._requests if owner == bridge]
+        for number in gone:
+            self.cancel(bridge, number)
+        return len(gone)
+
+    def step(self) -> dict[bytes, list[Tokens]]:
+        """Advance every sequence that fits into the step; what there is to tell, by bridge."""
+        batch = self._scheduler.schedule()
+        if batch is not None:
+            sampled = self._run(batch)
+            if sampled is not None:
+                self._scheduler.commit(batch, sampled)
+            self.num_steps += 1
+            self._last_step = time.monotonic()
+        outputs = self._outputs()
+        # One thread, no step in flight: whoever waits while nobody runs is always admitted.
+        assert batch is not None or outputs or not self._requests, "no progress"
+        return outputs
+
+    def status(self, number: int = 0, bridges: Iterable[str] = ()) -> Status:
+        """The answer to a `Ping`."""
+        scheduler = self._scheduler
+        age = time.monotonic() - self._last_step if self._requests else 0.0
+        return Status(
+            number=number,
+            model=self._model,
+            engine_pid=os.getpid(),
+            kv_blocks_free=scheduler.blocks.num_free + scheduler.blocks.num_fenced,
+            kv_blocks_total=scheduler.blocks.num_blocks,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            last_step_age_s=age,
+            num_steps=self.num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            bridges=list(bridges),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between steps; for tests and idle times. O(blocks)."""
+        self._scheduler.check_integrity()
+        num_sequences = self._scheduler.num_running + self._scheduler.num_waiting
+        if not self._requests:
+            assert num_sequences == 0, "sequences without a request"
+            assert self._scheduler.blocks.num_free == self._scheduler.blocks.num_blocks, "a leak"
+        assert num_sequences <= sum(r.num_unfinished for r in self._requests.values())
+
+    # --- one step ------------------------------------------------------------------------------
+
+    def _run(self, batch: Batch) -> Sampled | None:
+        """Run the batch; if that raises, end its sequences and go on without them."""
+        try:
+            sampled = self._runner.run(batch)
+            num_samples = sum(row.samples for row in batch.rows)
+            if len(sampled.token_ids) != num_samples:
+                raise RuntimeError(f"{len(sampled.token_ids)} tokens for {num_samples} rows")
+        except Exception as error:
+            self._num_failed_steps += 1
+            names = {kind.__name__ for kind in type(error).__mro__}
+            if names & _STICKY or self._num_failed_steps >= _MAX_FAILED_STEPS:
+                self.fatal = error
+            self._scheduler.fail(batch, f"the step failed: {type(error).__name__}")
+            return None
+        self._num_failed_steps = 0
+        return sampled
+
+    def _outputs(self) -> dict[bytes, list[Tokens]]:
+        outputs: dict[bytes, list[Tokens]] = {}
+        for sequence in self._scheduler.take_changed():
+            tokens = sequence.take()
+            if tokens is None:
+                continue
+            request = sequence.request
+            outputs.setdefault(request.bridge, []).append(tokens)
+            if tokens.finished is not None:
+                request.num_unfinished -= 1
+                if request.num_unfinished == 0:
+                    del self._requests[request.bridge, request.number]
+        return outputs
+
+    # --- admission -----------------------------------------------------------------------------
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        self._check_ids("token_ids", token_ids)
+        if not token_ids:
+            raise ContractError("token_ids: the prompt is empty, 1 token is the least")
+        length, limit = len(token_ids), self._runner.max_model_len
+        if length + 1 > limit:
+            raise ContractError(
+                f"token_ids: a prompt of {length} tokens and one to generate do not fit the "
+                f"context of {limit} tokens (max_model_len)"
+            )
+        needed, total = self._scheduler.blocks_for(length + 1), self._runner.num_blocks
+        if needed > total:
+            raise ContractError(
+                f"token_ids: a prompt of {length} tokens and one to generate need {needed} blocks, "
+                f"the KV cache has {total} ({total * self._runner.block_size} tokens)"
+            )
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        """What depends on the model, and what would hurt others if a bridge had not checked it."""
+        self._check_ids("end_ids", sampling.end_ids)
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("bias", [token_id for token_id, _ in sampling.bias])
+        for number, word in enumerate(sampling.bad_words):
+            if not word:
+                raise ContractError(f"bad_words[{number}] is empty")
+            self._check_ids("bad_words", word)
+        if any(not word for word in sampling.stop_words):
+            raise ContractError("stop_words: a stop word is empty")
+        if sampling.stop_words and self._vocab is None:
+            raise ContractError("stop_words need a tokenizer, and the checkpoint has none")
+        if sampling.max_tokens < 1:
+            raise ContractError(f"max_tokens = {sampling.max_tokens} is below 1")
+        if not 1 <= sampling.n <= MAX_SEQUENCES:
+            raise ContractError(f"n = {sampling.n} is not in 1 .. {MAX_SEQUENCES}")
+
+    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
+        size = self._runner.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise ContractError(
+                    f"{field}: token id {clip(token_id)} is outside the vocabulary 0 .. {size - 1}"
+                )

@@ -1,0 +1,215 @@
+"""The engine's process: poll -> apply -> step -> send, in one thread.
+
+    python -m slipstream.engine.loop --config FILE --socket ipc://PATH
+
+FILE is an `EngineConfig` as JSON; a relative checkpoint in it is relative to FILE. Exit codes:
+0 told to end, 1 the runner is beyond repair (every bridge was told first), 2 it cannot start, with
+one line on stderr. Nothing that comes in through the socket can end the process.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import zmq
+from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.vocab import TokenBytes
+
+from slipstream import wire
+from slipstream.config import EngineConfig
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import Limits
+
+_log = logging.getLogger(__name__)
+
+_MAX_FRAME_BYTES = 64 << 20
+_MAX_UNSENT = 16_384  # messages to one bridge; a bridge that far behind counts as gone
+_MAX_FRAMES = 1024  # taken between two steps, so that a flood cannot stop the generation
+_IDLE_MS = 1000  # how often an idle loop looks whether its parent is alive
+
+
+class EngineLoop:
+    """A ROUTER socket around an `Engine`: knows who said hello, and tells each bridge its own."""
+
+    def __init__(self, engine: Engine, welcome: wire.Welcome, address: str) -> None:
+        self.num_dropped = 0  # frames that were no message, or came out of turn
+        self.num_unknown = 0  # cancels of requests that are not there
+        self._engine = engine
+        self._welcome = welcome
+        self._bridges: dict[bytes, str] = {}
+        self._parent = os.getppid()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # the engine's own bound is max_waiting
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        self._socket.bind(address)
+
+    def run(self) -> int:
+        """Serve until the parent is gone or the runner is beyond repair; the exit code."""
+        try:
+            while os.getppid() == self._parent:
+                self.turn(_IDLE_MS)
+                if self._engine.fatal is not None:
+                    _log.error("the runner is beyond repair: %s", self._engine.fatal)
+                    self._socket.setsockopt(zmq.LINGER, 1000)
+                    return 1
+            return 0
+        finally:
+            self._socket.close()
+
+    def turn(self, idle_ms: int) -> None:
+        """Apply what came in, waiting for it only if there is nothing to do; then one step."""
+        if self._engine.has_work or self._socket.poll(idle_ms):
+            self._receive()
+        if self._engine.has_work:
+            outputs = self._engine.step()
+            made_ns = time.time_ns()
+            for bridge, tokens in outputs.items():
+                if bridge in self._bridges:
+                    self._send(bridge, wire.StepOutputs(self._engine.num_steps, made_ns, tokens))
+
+    # --- messages ------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for _ in range(_MAX_FRAMES):
+            try:
+                bridge, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 1:
+                self.num_dropped += 1
+                continue
+            try:
+                message = wire.decode_engine(frames[0])
+            except (msgspec.DecodeError, ValueError, RecursionError, MemoryError):
+                self.num_dropped += 1
+                continue
+            try:
+                self._apply(bridge, message)
+            except Exception:  # one message must not end what all others wait for
+                self.num_dropped += 1
+                _log.exception("a %s message could not be applied", type(message).__name__)
+
+    def _apply(self, bridge: bytes, message: wire.EngineMessage) -> None:
+        if isinstance(message, wire.Hello):
+            self._greet(bridge, message)
+        elif bridge not in self._bridges:
+            self.num_dropped += 1
+            self._reply(bridge, wire.Refused("say Hello first: this connection is not known"))
+        elif isinstance(message, wire.Submit):
+            self._submit(bridge, message)
+        elif isinstance(message, wire.Cancel):
+            self.num_unknown += not self._engine.cancel(bridge, message.request)
+        elif isinstance(message, wire.Ping):
+            self._send(bridge, self._engine.status(message.number, self._bridges.values()))
+        else:
+            self._forget(bridge, "says bye")
+
+    def _greet(self, bridge: bytes, message: wire.Hello) -> None:
+        ours = (self._welcome.protocol, self._welcome.version)
+        if (message.protocol, message.version) != ours:
+            theirs = f"protocol {message.protocol}, version {message.version[:64]}"
+            reason = f"the engine speaks protocol {ours[0]}, version {ours[1]}, the bridge {theirs}"
+            self._reply(bridge, wire.Refused(reason))
+            return
+        if bridge in self._bridges:
+            self._forget(bridge, "connects anew")
+        self._bridges[bridge] = message.bridge
+        _log.info("bridge %.64r is connected", message.bridge)
+        self._send(bridge, self._welcome)
+
+    def _submit(self, bridge: bytes, message: wire.Submit) -> None:
+        try:
+            self._engine.submit(bridge, message)
+        except ContractError as error:
+            self._send(bridge, wire.Rejected(message.request, error.code, error.message))
+        except Exception:
+            _log.exception("request %d could not be queued", message.request)
+            reason = "the engine could not take the request"
+            self._send(bridge, wire.Rejected(message.request, Code.INTERNAL, reason))
+
+    def _send(self, bridge: bytes, message: wire.ToBridge) -> None:
+        """To a bridge that said hello; if it cannot be reached, it is gone."""
+        if not self._reply(bridge, message):
+            self._forget(bridge, "cannot be reached")
+
+    def _reply(self, bridge: bytes, message: wire.ToBridge) -> bool:
+        try:
+            self._socket.send_multipart([bridge, wire.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # no route to it, or too many unsent messages
+            _log.warning("bridge %.64r: %s", self._bridges.get(bridge, "unknown"), error)
+            return False
+        return True
+
+    def _forget(self, bridge: bytes, why: str) -> None:
+        name = self._bridges.pop(bridge, None)
+        num_requests = self._engine.drop_bridge(bridge)
+        if name is not None:
+            _log.info("bridge %.64r %s; %d requests cancelled", name, why, num_requests)
+
+
+def read_config(path: Path) -> EngineConfig:
+    """The configuration in a JSON file; a relative checkpoint becomes relative to that file."""
+    config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
+    return msgspec.structs.replace(config, checkpoint=str(path.parent / config.checkpoint))
+
+
+def load(config: EngineConfig, address: str) -> EngineLoop:
+    """Load the checkpoint and listen. Raises whatever is wrong with either."""
+    from slipstream.engine.plan import resolve
+    from slipstream.engine.runner import ModelRunner
+
+    plan = resolve(config)
+    vocab = TokenBytes.load(plan.checkpoint) if plan.has_tokenizer else None
+    runner = ModelRunner(plan)
+    limits = Limits(plan.max_num_seqs, plan.max_num_batched_tokens, config.max_waiting)
+    engine = Engine(limits, runner, vocab, plan.model_name)
+    welcome = wire.Welcome(
+        wire.PROTOCOL,
+        version("slipstream"),
+        plan.model_name,
+        os.getpid(),
+        runner.vocab_size,
+        runner.max_model_len,
+    )
+    loop = EngineLoop(engine, welcome, address)
+    _log.info("%s", plan.banner())
+    return loop
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The process; its exit code."""
+    parser = argparse.ArgumentParser(prog="slipstream.engine.loop", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
+    parser.add_argument("--socket", required=True, help="ZeroMQ address to listen on")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, _end)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    try:
+        loop = load(read_config(options.config), options.socket)
+    except Exception as error:
+        _log.debug("start failed", exc_info=True)
+        print(f"slipstream engine: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    gc.collect()
+    gc.freeze()  # weights and modules live for ever: no collection needs to look at them
+    return loop.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

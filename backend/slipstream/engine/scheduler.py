@@ -1,0 +1,300 @@
+"""Who computes what in the next step: decodes first, the rest of the budget to prefill chunks.
+
+A running sequence with one token not yet computed is a decode; with more (a new prompt, or
+everything again after a preemption) it is cut into chunks. A step costs O(sequences) here, not
+O(tokens).
+
+Only running sequences hold blocks. A sequence is admitted with blocks for all its tokens, and a
+decode takes one more at each block border, so only decodes can find the pool empty. Then the
+youngest sequence is preempted: it gives up its blocks, waits at the front of the queue and later
+computes prompt and output again. After `MAX_PREEMPTIONS` it is admitted only with all the blocks it
+can ever need, and is then no victim: that bounds the waste.
+
+Siblings (n > 1) are parked until the first one has computed the prompt, then share its full blocks.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from time import time_ns
+
+from slipstream_contract.errors import Code, ContractError
+
+from slipstream.engine.batch import Batch, Row, Sampled
+from slipstream.engine.blocks import BlockManager
+from slipstream.engine.sequence import Request, Sequence, Status
+from slipstream.engine.stop import Ending
+from slipstream.wire import FinishReason
+
+MAX_PREEMPTIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the scheduler, from `EngineConfig`."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_waiting: int = 4096
+
+
+class Scheduler:
+    """Queues, blocks, and the decision of each step: `schedule`, run the batch, `commit`."""
+
+    def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
+        self.limits = limits
+        self.blocks = BlockManager(num_blocks)
+        self.num_preemptions = 0
+        self._block_size = block_size
+        # No more sequences run than the budget has tokens: every decode fits into every step.
+        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()  # first come, first served
+        self._parked: dict[int, list[Sequence]] = {}  # first sibling's id -> those who wait for it
+        self._running: dict[int, Sequence] = {}
+        self._num_queued = 0  # requests never scheduled yet
+        self._changed: dict[int, Sequence] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not: new, preempted, and siblings of a prompt still being computed."""
+        return len(self._waiting) + sum(map(len, self._parked.values()))
+
+    @property
+    def has_work(self) -> bool:
+        """Is there any sequence?"""
+        return bool(self._running or self._waiting)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self._block_size)
+
+    def check_load(self) -> None:
+        """Raise `ContractError` if one more request may not wait."""
+        if self._num_queued >= self.limits.max_waiting:
+            raise ContractError(
+                f"the engine is full: {self._num_queued} requests wait, max_waiting is "
+                f"{self.limits.max_waiting} ({self.num_running} sequences are running)",
+                Code.UNAVAILABLE,
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue all sequences of a new request."""
+        first, *siblings = request.sequences
+        self._waiting[first.id] = first
+        if siblings:
+            self._parked[first.id] = siblings
+        self._num_queued += 1
+
+    def finish(self, sequence: Sequence, ending: Ending) -> None:
+        """End a sequence in whatever state it is; its blocks are free from now on."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.RUNNING:
+            self._release_blocks(sequence)
+        elif self._waiting.pop(sequence.id, None) is None:
+            self._unpark(sequence)
+        if sequence.index == 0 and not sequence.first_scheduled_ns:
+            self._num_queued -= 1
+        self._wake_siblings(sequence)
+        sequence.finish(ending)
+        self._changed[sequence.id] = sequence
+
+    def take_changed(self) -> list[Sequence]:
+        """The sequences that got a token or ended since the last call."""
+        changed, self._changed = list(self._changed.values()), {}
+        return changed
+
+    # --- one step ------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """The next step's work; None if there is nothing to compute."""
+        num_preemptions = self.num_preemptions
+        size = self._block_size
+        for sequence in list(self._running.values()):
+            if len(sequence.token_ids) > len(sequence.block_ids) * size:
+                self._grow(sequence)
+        decodes: list[Row] = []
+        prefills: list[Sequence] = []
+        for sequence in self._running.values():
+            num_tokens = len(sequence.token_ids)
+            if num_tokens - sequence.num_computed > 1:
+                prefills.append(sequence)
+            elif num_tokens <= len(sequence.block_ids) * size:  # else it waits for a fence
+                decodes.append(self._row(sequence, 1))
+        chunks: list[Row] = []
+        budget = self.limits.max_num_batched_tokens - len(decodes)
+        for sequence in prefills:
+            budget -= self._chunk(sequence, budget, decodes, chunks)
+        if num_preemptions == self.num_preemptions:
+            self._admit_waiting(budget, decodes, chunks)
+        if not decodes and not chunks:
+            return None
+        self.blocks.launch()
+        return Batch((*decodes, *chunks), len(decodes))
+
+    def commit(self, batch: Batch, sampled: Sampled) -> None:
+        """Take in what a step computed: new tokens, endings, free blocks."""
+        self.blocks.complete()
+        now = time_ns()
+        results = zip(sampled.token_ids, sampled.log_probs, sampled.is_finite, strict=True)
+        for row in batch.rows:
+            result = next(results) if row.samples else None
+            sequence = self._running.get(row.sequence_id)
+            if sequence is None:
+                continue  # ended while the step ran
+            sequence.num_computed = row.start + len(row.token_ids)
+            if result is None:
+                continue
+            if self._parked:
+                self._wake_siblings(sequence)
+            token_id, log_prob, is_finite = result
+            self._changed[sequence.id] = sequence
+            if not is_finite:
+                self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
+            elif (ending := sequence.append(token_id, log_prob, now)) is not None:
+                self.finish(sequence, ending)
+
+    def fail(self, batch: Batch, error: str) -> None:
+        """The step raised: end its sequences with that error."""
+        self.blocks.complete()
+        for row in batch.rows:
+            if (sequence := self._running.get(row.sequence_id)) is not None:
+                self.finish(sequence, Ending(FinishReason.ERROR, error=error))
+
+    # --- rows ----------------------------------------------------------------------------------
+
+    def _row(self, sequence: Sequence, num_tokens: int) -> Row:
+        """The next `num_tokens` uncomputed tokens; the row sees the sequence's own block list."""
+        token_ids, start = sequence.token_ids, sequence.num_computed
+        end = start + num_tokens
+        samples = end == len(token_ids)
+        num_outputs = len(token_ids) - sequence.num_prompt
+        edits = sequence.edits
+        return Row(
+            sequence.id,
+            token_ids[start:end],
+            start,
+            sequence.block_ids,
+            samples,
+            sequence.sampling,
+            sequence.seed,
+            num_outputs,
+            edits.pack(token_ids, num_outputs) if samples and edits is not None else (),
+        )
+
+    def _chunk(self, sequence: Sequence, budget: int, decodes: list[Row], chunks: list[Row]) -> int:
+        """Add as much of a sequence as the budget allows; how many tokens that is."""
+        num_tokens = min(len(sequence.token_ids) - sequence.num_computed, budget)
+        if num_tokens == 0:
+            return 0
+        row = self._row(sequence, num_tokens)
+        # One token that samples is a decode to the runner, whoever it belongs to.
+        (decodes if num_tokens == 1 and row.samples else chunks).append(row)
+        return num_tokens
+
+    # --- admission and preemption --------------------------------------------------------------
+
+    def _admit_waiting(self, budget: int, decodes: list[Row], chunks: list[Row]) -> None:
+        while self._waiting and budget and len(self._running) < self._max_running:
+            sequence = next(iter(self._waiting.values()))
+            if not self._admit(sequence):
+                return
+            budget -= self._chunk(sequence, budget, decodes, chunks)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its blocks, if that leaves one for each running sequence."""
+        num_tokens = len(sequence.token_ids)
+        if sequence.num_preemptions >= MAX_PREEMPTIONS:
+            num_tokens = sequence.num_prompt + sequence.max_outputs - 1
+        shared = self._shareable(sequence)
+        num_new = min(self.blocks_for(num_tokens), self.blocks.num_blocks) - len(shared)
+        if num_new + len(self._running) > self.blocks.num_free:
+            return False
+        del self._waiting[sequence.id]
+        self.blocks.share(shared)
+        sequence.block_ids = shared + self.blocks.allocate(num_new)
+        sequence.num_computed = len(shared) * self._block_size
+        sequence.num_shared_blocks += len(shared)
+        sequence.num_allocated_blocks += num_new
+        sequence.status = Status.RUNNING
+        self._running[sequence.id] = sequence
+        if not sequence.first_scheduled_ns:
+            sequence.first_scheduled_ns = time_ns()
+            self._num_queued -= sequence.index == 0
+        return True
+
+    def _shareable(self, sequence: Sequence) -> list[int]:
+        """Full blocks of the prompt a sibling has computed, without the prompt's last token."""
+        num_blocks = (sequence.num_prompt - 1) // self._block_size
+        for sibling in sequence.request.sequences if num_blocks else ():
+            if sibling.num_computed >= num_blocks * self._block_size and sibling.block_ids:
+                return sibling.block_ids[:num_blocks]
+        return []
+
+    def _grow(self, sequence: Sequence) -> None:
+        """One more block for a decode, at the cost of the youngest if need be."""
+        if sequence.status is not Status.RUNNING:
+            return  # preempted for an older one in this very step
+        while not self.blocks.num_free:
+            if self.blocks.num_fenced:
+                return  # a block comes back with the step in flight
+            if len(self._running) == 1:
+                self.finish(sequence, Ending(FinishReason.LENGTH))
+                return
+            victims = (s for s in self._running.values() if s.num_preemptions < MAX_PREEMPTIONS)
+            victim = max(victims, key=lambda s: s.id)
+            self._preempt(victim)
+            if victim is sequence:
+                return
+        sequence.block_ids += self.blocks.allocate(1)
+        sequence.num_allocated_blocks += 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release_blocks(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting[sequence.id] = sequence
+        self._waiting.move_to_end(sequence.id, last=False)
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        del self._running[sequence.id]
+        self.blocks.free(sequence.block_ids)
+        sequence.block_ids = []  # a new list: rows in flight keep the old one
+        sequence.num_computed = 0
+
+    def _wake_siblings(self, first: Sequence) -> None:
+        """Queue those who waited for this one, ahead of later requests."""
+        for sibling in reversed(self._parked.pop(first.id, ())):
+            self._waiting[sibling.id] = sibling
+            self._waiting.move_to_end(sibling.id, last=False)
+
+    def _unpark(self, sequence: Sequence) -> None:
+        first = sequence.request.sequences[0].id
+        self._parked[first].remove(sequence)
+        if not self._parked[first]:
+            del self._parked[first]
+
+    def check_integrity(self) -> None:
+        """Every block accounted for, every sequence in one place, no shared block written."""
+        self.blocks.check_integrity(s.block_ids for s in self._running.values())
+        idle = [*self._waiting.values(), *(s for group in self._parked.values() for s in group)]
+        assert all(s.status is Status.RUNNING for s in self._running.values())
+        assert all(s.status is Status.WAITING for s in idle)
+        assert all(not s.block_ids and s.num_computed == 0 for s in idle), "waiting with blocks"
+        assert len(self._running) <= self._max_running
+        assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in [*idle, *self._running.values()])
+        owners: dict[int, int] = {}
+        for sequence in self._running.values():
+            size = self._block_size
+            assert sequence.num_computed < len(sequence.token_ids)
+            assert sequence.num_computed <= len(sequence.block_ids) * size
+            for block in sequence.block_ids[sequence.num_computed // size :]:
+                assert owners.setdefault(block, sequence.id) == sequence.id, "two writers"
+        for sequence in self._running.values():
+            for block in sequence.block_ids[: sequence.num_computed // self._block_size]:
+                assert owners.get(block, sequence.id) == sequence.id, "a shared block is written"

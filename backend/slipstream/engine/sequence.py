@@ -1,0 +1,171 @@
+"""One generation in flight: its tokens, its blocks, how far it is computed, what already left."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from slipstream_contract.sampling import SamplingParams
+
+from slipstream.engine.edits import Edits, needs_edits
+from slipstream.engine.stop import Ending, RawBytes, StopChecker
+from slipstream.wire import Finished, FinishReason, Perf, Tokens
+
+_MASK64 = (1 << 64) - 1
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """64 bits from (seed, index): the seed for index 0, else splitmix64 (Steele et al., 2014)."""
+    seed &= _MASK64
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK64
+    return z ^ (z >> 31)
+
+
+class Status(Enum):
+    """Where a sequence stands. A preempted one waits again."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What one `Submit` asked for; its sequences share the prompt."""
+
+    bridge: bytes
+    number: int
+    sampling: SamplingParams
+    arrival_ns: int
+    sequences: list["Sequence"] = field(default_factory=list)
+    num_unfinished: int = 0
+
+
+class Sequence:
+    """Sequence `index` of a request.
+
+    token_ids    prompt, then output:  [ computed, in the cache | not yet ]
+    num_computed                                                ^
+    block_ids    room for `len(block_ids) * block_size` positions; empty unless running
+    """
+
+    __slots__ = (
+        "block_ids",
+        "edits",
+        "ending",
+        "first_scheduled_ns",
+        "first_token_ns",
+        "id",
+        "index",
+        "last_token_ns",
+        "log_probs",
+        "max_outputs",
+        "num_allocated_blocks",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "num_sent",
+        "num_shared_blocks",
+        "request",
+        "sampling",
+        "seed",
+        "status",
+        "stop",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        sequence_id: int,
+        request: Request,
+        index: int,
+        prompt: list[int],
+        seed: int,
+        max_model_len: int,
+        vocab: RawBytes | None,
+    ) -> None:
+        sampling = request.sampling
+        self.id = sequence_id  # grows with every sequence: the largest is the youngest
+        self.request = request
+        self.index = index
+        self.sampling = sampling
+        self.seed = mix_seed(seed, index)
+        self.token_ids = list(prompt)
+        self.num_prompt = len(prompt)
+        self.max_outputs = min(sampling.max_tokens, max_model_len - len(prompt))
+        self.num_computed = 0
+        self.block_ids: list[int] = []
+        self.status = Status.WAITING
+        self.edits = Edits(sampling, prompt) if needs_edits(sampling) else None
+        self.stop = StopChecker(sampling, vocab, self.max_outputs)
+        self.log_probs: list[float] = []  # of the output, if asked for
+        self.num_sent = 0
+        self.num_preemptions = 0
+        self.ending: Ending | None = None
+        self.first_scheduled_ns = 0
+        self.first_token_ns = 0
+        self.last_token_ns = 0
+        self.num_allocated_blocks = 0
+        self.num_shared_blocks = 0
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens sampled so far; an end id does not count."""
+        return len(self.token_ids) - self.num_prompt
+
+    def append(self, token_id: int, log_prob: float, now_ns: int) -> Ending | None:
+        """Take one sampled token; how the sequence ends with it, if it does."""
+        num_outputs = len(self.token_ids) - self.num_prompt
+        if not self.first_token_ns:
+            self.first_token_ns = now_ns
+        self.last_token_ns = now_ns
+        if self.stop.is_end(token_id, num_outputs):
+            return Ending(FinishReason.END)
+        self.token_ids.append(token_id)
+        if self.sampling.log_probs:
+            self.log_probs.append(log_prob)
+        if self.edits is not None:
+            self.edits.add(token_id)
+        return self.stop.check(token_id, num_outputs + 1)
+
+    def finish(self, ending: Ending) -> None:
+        """Close the books. Unless a stop word cut them, all tokens held back may leave."""
+        self.status = Status.FINISHED
+        self.ending = ending
+        if ending.reason is not FinishReason.STOP:
+            self.stop.num_kept = self.num_outputs
+
+    def take(self) -> Tokens | None:
+        """What can be told since the last time; None if there is nothing."""
+        begin, end = self.num_sent, self.stop.num_kept
+        if begin == end and self.ending is None:
+            return None
+        self.num_sent = end
+        token_ids = self.token_ids[self.num_prompt + begin : self.num_prompt + end]
+        log_probs = self.log_probs[begin:end] if self.sampling.log_probs else []
+        request, finished = self.request.number, None
+        if self.ending is not None:
+            finished = self._finished(self.ending)
+        return Tokens(request, self.index, token_ids, log_probs, self.stop.drop_bytes, finished)
+
+    def _finished(self, ending: Ending) -> Finished:
+        new, shared = self.num_allocated_blocks, self.num_shared_blocks
+        perf = Perf(
+            arrival_ns=self.request.arrival_ns,
+            first_scheduled_ns=self.first_scheduled_ns,
+            first_token_ns=self.first_token_ns,
+            last_token_ns=self.last_token_ns,
+            kv_alloc_new_blocks=new,
+            kv_reused_blocks=shared,
+            kv_alloc_total_blocks=new + shared,
+        )
+        return Finished(
+            reason=ending.reason,
+            num_input_tokens=self.num_prompt,
+            num_output_tokens=self.num_outputs,
+            perf=perf,
+            stop_reason=ending.stop_reason,
+            error=ending.error,
+        )

@@ -1,0 +1,192 @@
+"""A real, tiny model without arithmetic: a token is a hash of all tokens before it.
+
+`CountingRunner` reads that history back through the block ids of its row from a paged cache that
+it fills as a model does (all rows write, then all read). A wrong block, position or chunk, a block
+freed or shared too early: each changes the tokens. `expected` says what they must be, without
+engine or cache.
+"""
+
+from math import inf
+from zlib import crc32
+
+from slipstream.engine.batch import Batch, LogitEdit, Row, Sampled
+from slipstream.engine.engine import Engine
+from slipstream.engine.sequence import mix_seed
+from slipstream.wire import FinishReason, Submit, Tokens
+from slipstream_contract.sampling import SamplingParams
+
+VOCAB_SIZE = 61
+ALPHABET = b"abc"
+MAX_LEN = 40
+
+
+class Words:
+    """Token id -> none to three letters of a small alphabet, so that stop words do occur."""
+
+    def raw(self, token_id: int) -> bytes:
+        size = token_id % 4
+        return bytes(ALPHABET[(token_id // (4 * 3**i) + i) % 3] for i in range(size))
+
+
+def next_token(history: list[int], seed: int, number: int, banned: set[int]) -> int:
+    """Output `number` after `history`: a hash, moved on past banned ids."""
+    token_id = crc32(repr((history, seed, number)).encode()) % VOCAB_SIZE
+    while token_id in banned:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id
+
+
+def banned_ids(edits: tuple[LogitEdit, ...]) -> set[int]:
+    ids = [edit.token_id for edit in edits]
+    assert len(ids) == len(set(ids)), "two edits of one token"
+    return {edit.token_id for edit in edits if edit.addend == -inf}
+
+
+class CountingRunner:
+    """Checks the shape of every batch, and that only its own rows are written."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_model_len: int = MAX_LEN) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab_size = VOCAB_SIZE
+        self.max_model_len = max_model_len
+        self.max_tokens = 1 << 30
+        self.batches: list[Batch] = []
+        self.poisoned: set[int] = set()  # sequence ids whose logits are NaN
+        self.error: Exception | None = None  # raised by the next run
+        self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def run(self, batch: Batch) -> Sampled:
+        self._check(batch)
+        self.batches.append(batch)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        for row in batch.rows:
+            for i, token_id in enumerate(row.token_ids, start=row.start):
+                block = row.block_ids[i // self.block_size]
+                self._cache[block][i % self.block_size] = token_id
+        rows = [row for row in batch.rows if row.samples]
+        return Sampled(
+            [self._sample(row) for row in rows],
+            [-float(row.num_outputs) for row in rows],
+            [row.sequence_id not in self.poisoned for row in rows],
+        )
+
+    def _check(self, batch: Batch) -> None:
+        assert batch.rows
+        assert batch.num_tokens <= self.max_tokens
+        for number, row in enumerate(batch.rows):
+            is_decode = len(row.token_ids) == 1 and row.samples
+            assert is_decode == (number < batch.num_decodes)
+            end = row.start + len(row.token_ids)
+            assert row.token_ids
+            assert end < self.max_model_len
+            assert end <= len(row.block_ids) * self.block_size
+            assert len(set(row.block_ids)) == len(row.block_ids)
+        ids = [row.sequence_id for row in batch.rows]
+        assert len(ids) == len(set(ids))
+
+    def _sample(self, row: Row) -> int:
+        history: list[int] = []
+        for i in range(row.start + len(row.token_ids)):
+            token_id = self._cache[row.block_ids[i // self.block_size]][i % self.block_size]
+            assert token_id is not None, "read before written"
+            history.append(token_id)
+        seed = row.seed if row.sampling.temperature else 0
+        return next_token(history, seed, row.num_outputs, banned_ids(row.edits))
+
+
+def expected(
+    prompt: list[int], sampling: SamplingParams, index: int = 0, max_model_len: int = MAX_LEN
+) -> tuple[bytes, FinishReason]:
+    """Text and ending by the definition: one token after the other, then search the whole text."""
+    words, history, text = Words(), list(prompt), b""
+    seed = mix_seed(sampling.seed or 0, index) if sampling.temperature else 0
+    for number in range(min(sampling.max_tokens, max_model_len - len(prompt))):
+        banned = {w[-1] for w in sampling.bad_words if len(w) == 1}
+        banned |= {w[-1] for w in sampling.bad_words if ends_with(history, w[:-1])}
+        if number < sampling.min_tokens:
+            banned |= {*sampling.end_ids, *sampling.stop_token_ids}
+        token_id = next_token(history, seed, number, banned)
+        if token_id in sampling.end_ids:
+            return text, FinishReason.END
+        history.append(token_id)
+        raw = words.raw(token_id)
+        if token_id in sampling.stop_token_ids:
+            return text + raw * sampling.include_stop, FinishReason.STOP
+        for size in range(1, len(raw) + 1):
+            seen = text + raw[:size]
+            found = [w for w in sampling.stop_words if seen.endswith(w)]
+            if found and number + 1 > sampling.min_tokens:
+                cut = 0 if sampling.include_stop else max(map(len, found))
+                return seen[: len(seen) - cut], FinishReason.STOP
+        text += raw
+    return text, FinishReason.LENGTH
+
+
+def ends_with(history: list[int], tail: tuple[int, ...]) -> bool:
+    return bool(tail) and tuple(history[-len(tail) :]) == tail
+
+
+class Stream:
+    """What a bridge sees of one sequence."""
+
+    def __init__(self) -> None:
+        self.text = b""
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.last: Tokens | None = None
+
+    def take(self, tokens: Tokens) -> None:
+        assert self.last is None, "tokens after the end"
+        assert tokens.token_ids or tokens.finished, "an empty message"
+        self.token_ids += tokens.token_ids
+        self.log_probs += tokens.log_probs
+        self.text += b"".join(Words().raw(token_id) for token_id in tokens.token_ids)
+        if tokens.drop_bytes:
+            assert tokens.finished
+            assert tokens.drop_bytes <= len(Words().raw(tokens.token_ids[-1]))
+            self.text = self.text[: -tokens.drop_bytes]
+        if tokens.finished:
+            self.last = tokens
+
+    @property
+    def reason(self) -> FinishReason:
+        assert self.last is not None
+        assert self.last.finished is not None
+        return self.last.finished.reason
+
+
+class Client:
+    """A bridge without a socket: submits, steps, and collects what comes back."""
+
+    def __init__(self, engine: Engine, name: bytes = b"bridge") -> None:
+        self.engine = engine
+        self.name = name
+        self.streams: dict[tuple[int, int], Stream] = {}
+        self._next = 0
+
+    def submit(self, prompt: list[int], sampling: SamplingParams) -> int:
+        number = self._next
+        self._next += 1
+        self.engine.submit(self.name, Submit(number, prompt, sampling, 1))
+        for index in range(sampling.n):
+            self.streams[number, index] = Stream()
+        return number
+
+    def step(self) -> None:
+        for tokens in self.engine.step().get(self.name, ()):
+            self.streams[tokens.request, tokens.index].take(tokens)
+        self.engine.check_integrity()
+
+    def drain(self, max_steps: int = 20_000) -> None:
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "no end"
+        status = self.engine.status()
+        assert status.kv_blocks_free == status.kv_blocks_total
+        assert (status.running, status.waiting, status.last_step_age_s) == (0, 0, 0.0)
+        assert all(stream.last is not None for stream in self.streams.values())

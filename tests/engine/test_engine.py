@@ -1,0 +1,282 @@
+"""The whole engine on a model whose tokens betray every wrong block, position or chunk."""
+
+import pytest
+from engine.counting import (
+    MAX_LEN,
+    VOCAB_SIZE,
+    Client,
+    CountingRunner,
+    Words,
+    expected,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import MAX_PREEMPTIONS, Limits
+from slipstream.wire import FinishReason, Submit
+from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.sampling import SamplingParams
+
+token_ids = st.integers(0, VOCAB_SIZE - 1)
+prompts = st.lists(token_ids, min_size=1, max_size=20)
+texts = st.binary(min_size=1, max_size=4).map(lambda b: bytes(b"abc"[x % 3] for x in b))
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=draw(st.integers(1, 30)),
+        min_tokens=draw(st.sampled_from([0, 0, 3, 40])),
+        temperature=draw(st.sampled_from([0.0, 1.0])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        n=draw(st.sampled_from([1, 1, 2, 3])),
+        end_ids=tuple(draw(st.lists(token_ids, max_size=2))),
+        stop_token_ids=tuple(draw(st.lists(token_ids, max_size=2))),
+        stop_words=tuple(draw(st.lists(texts, max_size=3))),
+        include_stop=draw(st.booleans()),
+        bad_words=tuple(
+            map(tuple, draw(st.lists(st.lists(token_ids, min_size=1, max_size=2), max_size=3)))
+        ),
+        log_probs=draw(st.booleans()),
+    )
+
+
+def make(
+    num_blocks: int = 64, block_size: int = 4, num_seqs: int = 64, num_tokens: int = 64
+) -> tuple[Client, CountingRunner]:
+    runner = CountingRunner(num_blocks, block_size)
+    runner.max_tokens = num_tokens
+    limits = Limits(num_seqs, num_tokens, 1000)
+    return Client(Engine(limits, runner, Words(), "counting")), runner
+
+
+def check(client: Client, number: int, prompt: list[int], sampling: SamplingParams) -> None:
+    for index in range(sampling.n):
+        stream = client.streams[number, index]
+        assert (stream.text, stream.reason) == expected(prompt, sampling, index)
+        if sampling.log_probs:
+            assert stream.log_probs == [-float(i) for i in range(len(stream.token_ids))]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(prompts, samplings()), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.integers(0, 12),
+    st.integers(1, 6),
+    st.integers(1, 40),
+)
+def test_any_schedule_gives_the_tokens_of_the_definition(
+    requests: list[tuple[list[int], SamplingParams]],
+    block_size: int,
+    spare_blocks: int,
+    num_seqs: int,
+    num_tokens: int,
+) -> None:
+    # The smallest pool that never ends a lone sequence early.
+    num_blocks = -(-MAX_LEN // block_size) + spare_blocks
+    client, _ = make(num_blocks, block_size, num_seqs, num_tokens)
+    numbers = [client.submit(prompt, sampling) for prompt, sampling in requests]
+    client.drain()
+    for number, (prompt, sampling) in zip(numbers, requests, strict=True):
+        check(client, number, prompt, sampling)
+
+
+def greedy(max_tokens: int = 30, **options: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)  # type: ignore[arg-type]
+
+
+def test_alone_in_fifty_in_chunks_and_preempted() -> None:
+    prompt = [7 * i % VOCAB_SIZE for i in range(19)]
+    for num_blocks, num_tokens in [(200, 512), (200, 7), (200, 1), (10, 512), (10, 3)]:
+        for others in (0, 49):
+            client, _ = make(num_blocks, 4, 64, num_tokens)
+            number = client.submit(prompt, greedy(20))
+            for i in range(others):
+                client.submit([i % VOCAB_SIZE] * (1 + i % 11), greedy(1 + i % 17))
+            client.drain()
+            check(client, number, prompt, greedy(20))
+
+
+def test_preemption_is_bounded_and_invisible() -> None:
+    client, _ = make(num_blocks=10, block_size=4, num_tokens=64)
+    asked = [([i] * 3, greedy(35, n=2, seed=i)) for i in range(30)]
+    numbers = [client.submit(*request) for request in asked]
+    sequences = [s for r in client.engine._requests.values() for s in r.sequences]
+    client.drain()
+    for number, request in zip(numbers, asked, strict=True):
+        check(client, number, *request)
+    preemptions = [sequence.num_preemptions for sequence in sequences]
+    assert 0 < max(preemptions) <= MAX_PREEMPTIONS
+    assert client.engine.status().num_preemptions == sum(preemptions)
+
+
+def test_siblings_share_the_full_blocks_of_the_prompt() -> None:
+    client, _ = make(block_size=4)
+    prompt = list(range(13))
+    number = client.submit(prompt, greedy(5, n=3))
+    client.drain()
+    check(client, number, prompt, greedy(5, n=3))
+    for index, shared in [(0, 0), (1, 3), (2, 3)]:
+        last = client.streams[number, index].last
+        assert last is not None
+        assert last.finished is not None
+        assert last.finished.perf.kv_reused_blocks == shared
+        assert last.finished.perf.kv_alloc_total_blocks == 5
+
+
+def test_a_pool_too_small_for_one_ends_it_with_length() -> None:
+    client, _ = make(num_blocks=3, block_size=4)
+    number = client.submit([1] * 11, greedy(20))
+    client.drain()
+    stream = client.streams[number, 0]
+    assert stream.reason is FinishReason.LENGTH
+    assert len(stream.token_ids) == 2  # the 12th is computed in the cache, the 13th no longer
+
+
+def test_nan_ends_one_sequence_and_harms_nobody() -> None:
+    client, runner = make()
+    runner.poisoned = {1}
+    numbers = [client.submit([5, i], greedy(10)) for i in range(3)]
+    client.drain()
+    assert [client.streams[n, 0].reason for n in numbers] == [
+        FinishReason.LENGTH,
+        FinishReason.ERROR,
+        FinishReason.LENGTH,
+    ]
+    last = client.streams[numbers[1], 0].last
+    assert last is not None
+    assert last.finished is not None
+    assert last.finished.error == "numerical error"
+    check(client, numbers[2], [5, 2], greedy(10))
+
+
+def test_a_failing_step_ends_its_batch_and_the_engine_goes_on() -> None:
+    client, runner = make()
+    first = client.submit([1], greedy(10))
+    client.step()
+    runner.error = ValueError("planted")
+    client.step()
+    assert client.streams[first, 0].reason is FinishReason.ERROR
+    second = client.submit([2], greedy(10))
+    client.drain()
+    check(client, second, [2], greedy(10))
+    assert client.engine.fatal is None
+
+
+class AcceleratorError(RuntimeError):
+    """By the name that torch gives to a CUDA error that stays."""
+
+
+def test_a_sticky_error_is_told_and_fatal() -> None:
+    client, runner = make()
+    number = client.submit([1], greedy(10))
+    runner.error = AcceleratorError("illegal address")
+    client.step()
+    assert client.streams[number, 0].reason is FinishReason.ERROR
+    assert client.engine.fatal is not None
+
+
+def test_three_failing_steps_in_a_row_are_fatal() -> None:
+    client, runner = make()
+    for i in range(3):
+        assert client.engine.fatal is None
+        client.submit([i], greedy(10))
+        runner.error = ValueError("planted")
+        client.step()
+    assert client.engine.fatal is not None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([0, VOCAB_SIZE], {}, "token_ids: token id 61 is outside the vocabulary 0 .. 60"),
+        ([-1], {}, "token_ids: token id -1"),
+        ([1] * MAX_LEN, {}, "40 tokens and one to generate do not fit the context of 40"),
+        ([1] * 36, {}, "36 tokens and one to generate need 10 blocks, the KV cache has 9"),
+        ([1], {"end_ids": (99,)}, "end_ids: token id 99"),
+        ([1], {"stop_token_ids": (99,)}, "stop_token_ids: token id 99"),
+        ([1], {"bias": ((99, 1.0),)}, "bias: token id 99"),
+        ([1], {"bad_words": ((1, 99),)}, "bad_words: token id 99"),
+        ([1], {"bad_words": ((),)}, "bad_words[0] is empty"),
+        ([1], {"stop_words": (b"",)}, "a stop word is empty"),
+        ([1], {"n": 10**9}, "n = 1000000000 is not in 1 .. 1024"),
+        ([1], {"n": 0}, "n = 0"),
+        ([1], {"max_tokens": 0}, "max_tokens = 0 is below 1"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(
+    prompt: list[int], options: dict[str, object], words: str
+) -> None:
+    client, _ = make(num_blocks=9, block_size=4)
+    with pytest.raises(ContractError) as caught:
+        client.submit(prompt, greedy(**options))  # type: ignore[arg-type]
+    assert words in caught.value.message
+    assert caught.value.code is Code.INVALID_ARGUMENT
+    assert not client.engine.has_work
+    client.engine.check_integrity()
+
+
+def test_the_largest_prompt_that_fits_is_served() -> None:
+    client, _ = make(num_blocks=9, block_size=4)
+    number = client.submit([1] * 35, greedy(30))
+    client.drain()
+    # The 36th position is computed, its token ends the sequence: the pool is exhausted.
+    assert len(client.streams[number, 0].token_ids) == 2
+
+
+def test_a_full_queue_and_a_number_in_use_are_refused() -> None:
+    client = Client(Engine(Limits(1, 8, 2), CountingRunner(9, 4), Words()))
+    for _ in range(2):
+        client.submit([1], greedy())
+    with pytest.raises(ContractError, match="UNAVAILABLE: .*2 requests wait, max_waiting is 2"):
+        client.submit([1], greedy())
+    with pytest.raises(ContractError, match="ALREADY_EXISTS: request 0 is already running"):
+        client.engine.submit(client.name, Submit(0, [1], greedy(), 1))
+    client.step()
+    client.submit([1], greedy())
+    client.drain()
+
+
+def test_without_a_vocabulary_stop_words_are_refused() -> None:
+    engine = Engine(Limits(), CountingRunner(9, 4), None)
+    with pytest.raises(ContractError, match="stop_words need a tokenizer"):
+        engine.submit(b"x", Submit(0, [1], greedy(stop_words=(b"a",)), 1))
+
+
+def test_cancel_in_every_state() -> None:
+    # Running: 0 decodes, 1 is cut into chunks; waiting: 2 and, parked behind it, its siblings.
+    for victim in range(3):
+        for steps in range(4):
+            client, _ = make(num_blocks=9, block_size=4, num_seqs=2, num_tokens=6)
+            prompts = [[1], [2] * 20, [3] * 9]
+            asked = [greedy(12), greedy(12), greedy(12, n=3)]
+            for prompt, sampling in zip(prompts, asked, strict=True):
+                client.submit(prompt, sampling)
+            for _ in range(steps):
+                client.step()
+            assert client.engine.cancel(client.name, victim)
+            client.drain()
+            assert not client.engine.cancel(client.name, victim)
+            for number in range(3):
+                if number != victim:
+                    check(client, number, prompts[number], asked[number])
+            assert client.streams[victim, 0].reason is FinishReason.CANCELLED
+
+
+def test_times_and_counts() -> None:
+    client, _ = make()
+    number = client.submit([1, 2, 3], greedy(4))
+    client.drain()
+    last = client.streams[number, 0].last
+    assert last is not None
+    assert last.finished is not None
+    perf = last.finished.perf
+    assert perf.arrival_ns < perf.first_scheduled_ns <= perf.first_token_ns <= perf.last_token_ns
+    assert (last.finished.num_input_tokens, last.finished.num_output_tokens) == (3, 4)
+    assert (perf.kv_alloc_new_blocks, perf.kv_reused_blocks, perf.kv_alloc_total_blocks) == (
+        2,
+        0,
+        2,
+    )
