@@ -4,8 +4,8 @@
 
 Writes tokenizer.json and tokenizer_config.json, which transformers and `tokenizers` load. Every
 byte has a token, so every text has an encoding and no text is unknown. Words are cut where people
-stop typing: after a newline, after indentation, after a dot or a bracket. A prompt that ends there is
-encoded as training has seen it, which the patterns of general models do not give.
+stop typing: after a newline, after indentation, after a dot or a bracket. A prompt that ends there
+is encoded as training has seen it, which the patterns of general models do not give.
 """
 
 import argparse

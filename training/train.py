@@ -182,6 +182,7 @@ class Step:
 
     def compile(self, token_ids: Tensor) -> None:
         """Compiles layer and loss and warms them up; on failure says so and stays eager."""
+        torch._dynamo.config.recompile_limit = 64
         try:
             for layer in self.model.model.layers:
                 layer.compile()
