@@ -31,7 +31,7 @@ class ToEngine(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What a bridge says."""
 
 
-class Hello(ToEngine):
+class Hello(ToEngine, frozen=True):
     """First message of a connection."""
 
     protocol: int
@@ -39,7 +39,7 @@ class Hello(ToEngine):
     bridge: str  # the Triton model it serves
 
 
-class Submit(ToEngine):
+class Submit(ToEngine, frozen=True):
     """Generate. `request` is the bridge's own number, used once per connection."""
 
     request: int
@@ -48,19 +48,19 @@ class Submit(ToEngine):
     arrival_ns: int  # time.time_ns() when Triton handed the request over
 
 
-class Cancel(ToEngine):
+class Cancel(ToEngine, frozen=True):
     """Stop all sequences of a request. An unknown number is counted, not an error."""
 
     request: int
 
 
-class Ping(ToEngine):
+class Ping(ToEngine, frozen=True):
     """Ask for `Status`."""
 
     number: int
 
 
-class Bye(ToEngine):
+class Bye(ToEngine, frozen=True):
     """The bridge is unloading; what it still runs is cancelled."""
 
 
@@ -71,7 +71,7 @@ class ToBridge(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What the engine says."""
 
 
-class Welcome(ToBridge):
+class Welcome(ToBridge, frozen=True):
     """The engine is ready to be given requests."""
 
     protocol: int
@@ -82,7 +82,7 @@ class Welcome(ToBridge):
     max_model_len: int
 
 
-class Refused(ToBridge):
+class Refused(ToBridge, frozen=True):
     """Another protocol or version: this connection is of no use."""
 
     reason: str
@@ -122,7 +122,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     finished: Finished | None = None
 
 
-class StepOutputs(ToBridge):
+class StepOutputs(ToBridge, frozen=True):
     """All that one step made for one bridge."""
 
     step: int
@@ -130,7 +130,7 @@ class StepOutputs(ToBridge):
     tokens: list[Tokens]
 
 
-class Rejected(ToBridge):
+class Rejected(ToBridge, frozen=True):
     """A `Submit` that cannot be served; nothing else follows for that request."""
 
     request: int
@@ -138,7 +138,7 @@ class Rejected(ToBridge):
     message: str
 
 
-class Status(ToBridge):
+class Status(ToBridge, frozen=True):
     """Answer to `Ping`. A cached block that no sequence uses counts as free."""
 
     number: int
@@ -169,9 +169,17 @@ def encode(message: ToEngine | ToBridge) -> bytes:
 
 def decode_engine(frame: bytes) -> EngineMessage:
     """What a bridge sent. Raises `msgspec.DecodeError` (`ValidationError` is one)."""
-    return _engine_decoder.decode(frame)
+    try:
+        message: EngineMessage = _engine_decoder.decode(frame)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+    return message
 
 
 def decode_bridge(frame: bytes) -> BridgeMessage:
     """What the engine sent. Raises `msgspec.DecodeError`."""
-    return _bridge_decoder.decode(frame)
+    try:
+        message: BridgeMessage = _bridge_decoder.decode(frame)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+    return message

@@ -91,7 +91,7 @@ class EngineLoop:
                 continue
             try:
                 message = wire.decode_engine(frames[0])
-            except (msgspec.DecodeError, ValueError, RecursionError, MemoryError):
+            except (msgspec.DecodeError, MemoryError):
                 self.num_dropped += 1
                 continue
             try:
