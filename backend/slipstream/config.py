@@ -1,10 +1,10 @@
-"""What the operator asked for. What it resolves to on a machine is another object (`Plan`), made once."""
+"""What the operator asked for. What it resolves to on a machine is another object, the `Plan`."""
 
 import msgspec
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `engine` part of `tensorrt_llm/1/model.json`; unknown keys are errors. None: chosen at start."""
+    """`engine` in `tensorrt_llm/1/model.json`; unknown keys are errors. None: chosen at start."""
 
     checkpoint: str  # a Hugging Face directory; a relative one is relative to the model.json
     model: str = ""  # name shown to users; empty: the checkpoint's folder

@@ -1,9 +1,10 @@
 """Typed messages between bridge and engine: msgspec (MessagePack) frames over ZeroMQ `ipc://`.
 
 The engine binds a ROUTER, every bridge connects a DEALER: one frame is one message. A bridge opens
-with `Hello` and waits for `Welcome`; another protocol or version is answered by `Refused`. The engine
-sends each bridge at most one `StepOutputs` a step, holding all that bridge's sequences.
-Nothing here is ever pickled, and a frame that does not decode is counted and dropped, never asserted on.
+with `Hello` and waits for `Welcome`; another protocol or version is answered by `Refused`. The
+engine sends each bridge at most one `StepOutputs` a step, holding all that bridge's sequences.
+Nothing here is ever pickled, and a frame that does not decode is counted and dropped, never
+asserted on.
 """
 
 from enum import StrEnum
@@ -24,7 +25,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # `Finished.error` says which
 
 
-# --- to the engine ---------------------------------------------------------------------------------
+# --- to the engine -------------------------------------------------------------------------------
 
 
 class ToEngine(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -64,7 +65,7 @@ class Bye(ToEngine, frozen=True):
     """The bridge is unloading; what it still runs is cancelled."""
 
 
-# --- to the bridge ---------------------------------------------------------------------------------
+# --- to the bridge -------------------------------------------------------------------------------
 
 
 class ToBridge(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -118,7 +119,9 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     index: int  # sequence of the request, 0 .. n-1
     token_ids: list[int]
     log_probs: list[float]  # one a token if asked for, else empty
-    drop_bytes: int = 0  # cut from the end of the last token's bytes: a stop word ended or began inside
+    drop_bytes: int = (
+        0  # cut from the last token's bytes at their end: a stop word's border is inside
+    )
     finished: Finished | None = None
 
 

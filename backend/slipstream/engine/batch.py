@@ -7,7 +7,7 @@ from slipstream_contract.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class LogitEdit:
-    """A change to one token's logit before sampling: `l / factor if l > 0 else l * factor`, then `+ addend`."""
+    """A change to one token's logit: `l / factor if l > 0 else l * factor`, then `+ addend`."""
 
     token_id: int
     factor: float
@@ -18,8 +18,8 @@ class LogitEdit:
 class Row:
     """One sequence's share of a step: `token_ids` at positions `start`, `start + 1`, ...
 
-    `block_ids` covers positions `0 .. start + len(token_ids) - 1`. If `samples`, the logits of the last
-    token are turned into token number `num_outputs` of the sequence's output.
+    `block_ids` covers at least positions `0 .. start + len(token_ids) - 1`. If `samples`, the logits
+    of the last token are turned into token number `num_outputs` of the sequence's output.
     """
 
     sequence_id: int
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one token each come first: `rows[:num_decodes]`; then prefill chunks of any length."""
+    """Rows of one token that sample come first: `rows[:num_decodes]`; then chunks of any length."""
 
     rows: tuple[Row, ...]
     num_decodes: int
