@@ -47,6 +47,13 @@ class TokenBytes:
         self._blob = bytes(blob)
         self._pieces = dict(pieces) if chain.is_positional else {}
         self.max_token_bytes = max((b - a for a, b in pairwise(self._offsets)), default=0)
+        ordinary = (i for i in range(self.size) if i not in self.special)
+        # Byte -> a token that stands for it alone; complete where a model can write any text.
+        self.single_bytes = {
+            self._blob[self._offsets[i]]: i
+            for i in ordinary
+            if self._offsets[i + 1] - self._offsets[i] == 1
+        }
 
     @classmethod
     def load(cls, directory: Path) -> "TokenBytes":

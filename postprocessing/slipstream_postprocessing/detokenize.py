@@ -3,6 +3,9 @@
 import codecs
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes
 
@@ -23,3 +26,38 @@ def detokenize(
     data, _ = vocab.join(token_ids, state.is_first, skip_special, state.drop_bytes)
     text, _ = codecs.utf_8_decode(state.tail + data, "replace", state.is_last)
     return text
+
+
+def detokenize_batch(
+    vocab: TokenBytes,
+    tokens: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+    state: StreamState | None = None,
+    skip_special: bool = True,
+) -> list[str]:
+    """Text of every row of one response.
+
+    Args:
+        vocab: the bytes of every token.
+        tokens: int32[..., length], rows padded at the end.
+        lengths: int32[...], tokens that count in each row.
+        state: of the only row of a streamed response; None decodes each row as a whole text.
+        skip_special: leave special tokens out.
+
+    Raises ContractError for lengths that do not fit and for negative ids.
+    """
+    rows = tokens.reshape(-1, tokens.shape[-1]) if tokens.ndim else tokens.reshape(1, 1)
+    counts: list[int] = lengths.reshape(-1).tolist()
+    if len(counts) != len(rows):
+        raise ContractError(f"SEQUENCE_LENGTH has {len(counts)} values for {len(rows)} rows")
+    if state is not None and len(rows) != 1:
+        raise ContractError(f"STREAM_STATE is for one row, TOKENS_BATCH has {len(rows)}")
+    texts = []
+    for row, count in zip(rows, counts, strict=True):
+        if not 0 <= count <= row.size:
+            raise ContractError(f"SEQUENCE_LENGTH is {count}, TOKENS_BATCH has {row.size} tokens")
+        token_ids: list[int] = row[:count].tolist()
+        if token_ids and min(token_ids) < 0:
+            raise ContractError(f"TOKENS_BATCH holds the negative id {clip(min(token_ids))}")
+        texts.append(detokenize(vocab, token_ids, state or ONE_SHOT, skip_special))
+    return texts

@@ -55,7 +55,7 @@ def stream(vocab: TokenBytes, chunks: Iterator[list[int]], skip_special: bool) -
 def one_shot(tokenizer: Tokenizer, ids: list[int], skip_special: bool) -> str:
     """`Tokenizer.decode`, with `errors="replace"` for byte tokens that are no UTF-8.
 
-    Runs of byte tokens are put through the library as private characters and turned into bytes here.
+    Byte tokens go through the library as private characters and are turned into bytes here.
     """
     text: str = tokenizer.decode(ids, skip_special_tokens=skip_special)
     if "�" not in text:
@@ -203,10 +203,10 @@ def test_decoders_that_cannot_be_streamed_are_refused_by_name(decoder: object, n
 
 
 def test_directories_that_hold_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="tokenizer.json"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         TokenBytes.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
-    with pytest.raises(UnsupportedTokenizerError, match="tokenizer.json: .*vocab"):
+    with pytest.raises(UnsupportedTokenizerError, match=r"tokenizer\.json: .*vocab"):
         TokenBytes.load(tmp_path)
 
 

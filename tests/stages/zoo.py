@@ -1,4 +1,4 @@
-"""Tokenizers of every family that can be streamed, trained here in a second on a few lines of text."""
+"""Tokenizers of every family that can be streamed, trained in a second on a few lines of text."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ CORPUS = [
     "def main(argv: list[str]) -> int:\n    return 0 if argv else 1\n",
     "The quick brown fox doesn't jump over the lazy dog. It's we've, they're, I'm; do not!",
     "Größe, naïve café, Cafe\u0301 - élève, Ångström, e\u0301\u0323, ñandú, Žižek",
-    "你好，世界。日本語のテキスト、한국어 텍스트, 漢字かな交じり文",
-    "emoji 😀 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 family; math ∑∀x∈ℝ; العربية עברית हिन्दी ไทย",
+    "你好、世界。日本語のテキスト、한국어 텍스트, 漢字かな交じり文",
+    "emoji 😀 👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 family; math ∑∀x∈∅; العربية עברית हिन्दी ไทย",
     "  leading spaces,\ttabs\tand   runs    of     spaces \n\n newlines \r\n end",
 ]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|tool call|>"]
@@ -144,7 +144,7 @@ def save(tokenizer: Tokenizer, directory: Path, **config: Any) -> Path:
 
 
 def cut(items: list[int], sizes: Iterator[int]) -> Iterator[list[int]]:
-    """The items in chunks of the given sizes, the rest in one; at least one chunk, perhaps empty."""
+    """The items in chunks of the given sizes, the rest in one: at least one chunk."""
     start = 0
     for size in sizes:
         if start + size >= len(items):

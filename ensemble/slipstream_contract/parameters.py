@@ -1,0 +1,57 @@
+"""What Triton tells a model at its start: the parameters of its config.pbtxt, and where it lies."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_TRUE, _FALSE = ("true", "1", "t", "y", "yes", "on"), ("false", "0", "f", "n", "no", "off")
+
+
+class StageParameters:
+    """The arguments of `initialize()` of a stage. A value left as `${name}` counts as not given."""
+
+    def __init__(self, arguments: Mapping[str, str]) -> None:
+        self.config: dict[str, Any] = json.loads(arguments["model_config"])
+        self.version_directory = Path(arguments["model_repository"]) / arguments["model_version"]
+        self.model = arguments["model_name"]
+
+    def text(self, name: str, default: str = "") -> str:
+        """A parameter as it is written."""
+        value = self.config.get("parameters", {}).get(name, {}).get("string_value", "").strip()
+        return default if value in ("", "${" + name + "}") else value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A parameter that is true or false. Raises ValueError for anything else."""
+        value = self.text(name).lower()
+        if not value:
+            return default
+        if value not in _TRUE + _FALSE:
+            raise ValueError(f"{self.model}: parameter {name} is {value!r}, not true or false")
+        return value in _TRUE
+
+    @property
+    def has_dynamic_batching(self) -> bool:
+        """Whether the server collects requests, and so drops cancelled ones by itself."""
+        return "dynamic_batching" in self.config
+
+    def engine(self) -> dict[str, Any]:
+        """The `engine` part of the sibling model `tensorrt_llm`; nothing where there is none."""
+        path = self._engine_file()
+        return json.loads(path.read_bytes()).get("engine", {}) if path.is_file() else {}
+
+    def tokenizer_directory(self) -> Path:
+        """`tokenizer_dir`, relative to the version directory; else the checkpoint of the engine.
+
+        Raises ValueError where neither is known.
+        """
+        given = self.text("tokenizer_dir")
+        if given:
+            return (self.version_directory / given).resolve()
+        checkpoint = self.engine().get("checkpoint")
+        if not checkpoint:
+            raise ValueError(f"{self.model}: parameter tokenizer_dir is not set")
+        return (self._engine_file().parent / str(checkpoint)).resolve()
+
+    def _engine_file(self) -> Path:
+        return self.version_directory.parents[1] / "tensorrt_llm" / "1" / "model.json"

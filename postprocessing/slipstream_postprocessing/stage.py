@@ -1,0 +1,94 @@
+"""The Triton side of postprocessing: token ids in, text out, many requests at a time."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb
+from slipstream_contract.credit import NUM_SLOTS, CreditFile, Heartbeat
+from slipstream_contract.errors import Code, ContractError, clip
+from slipstream_contract.parameters import StageParameters
+from slipstream_contract.runtime import open_runtime
+from slipstream_contract.stream_state import StreamState
+from slipstream_contract.vocab import TokenBytes
+
+from slipstream_postprocessing.detokenize import detokenize_batch
+
+log = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """Model `postprocessing`. Stateless: what a stream needs comes with each of its responses."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Read the vocabulary and map the credit file. Raises where either cannot be had."""
+        parameters = StageParameters(args)
+        self._vocab = TokenBytes.load(parameters.tokenizer_directory())
+        self._skip_special = parameters.flag("skip_special_tokens", True)
+        # With dynamic batching the server itself drops requests whose client is gone.
+        self._sees_cancelled = not parameters.has_dynamic_batching
+        self._credits = CreditFile(open_runtime(os.getppid()).credits)
+        self._heartbeat = Heartbeat(self._credits)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response a request, in their order."""
+        with self._heartbeat.work():
+            return [self._respond(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Stop the heartbeat and unmap the credit file."""
+        self._heartbeat.close()
+        self._credits.close()
+
+    def _respond(self, request: Any) -> Any:
+        """The text of one request, or its error. Its stream gets its credit back either way."""
+        state = None
+        try:
+            state = _stream_state(request)
+            if state and state.slot >= 0 and self._sees_cancelled and request.is_cancelled():
+                self._credits.mark_cancelled(state.slot, state.number)
+            texts = detokenize_batch(
+                self._vocab,
+                _input(request, "TOKENS_BATCH"),
+                _input(request, "SEQUENCE_LENGTH"),
+                state,
+                self._skip_special,
+            )
+            output = np.array([text.encode() for text in texts], dtype=object)
+            return pb.InferenceResponse([pb.Tensor("OUTPUT", output)])
+        except ContractError as error:
+            return _failed(error)
+        except Exception:
+            log.exception("postprocessing failed")
+            return _failed(ContractError("postprocessing failed", Code.INTERNAL))
+        finally:
+            if state and state.slot >= 0:
+                self._credits.acknowledge(state.slot, state.number)
+
+
+def _stream_state(request: Any) -> StreamState | None:
+    tensor = pb.get_input_tensor_by_name(request, "STREAM_STATE")
+    if tensor is None:
+        return None
+    values = tensor.as_numpy().reshape(-1).tolist()
+    try:
+        state = StreamState.unpack(values)
+    except (ValueError, OverflowError):
+        raise ContractError(f"STREAM_STATE is malformed: {clip(values)}") from None
+    if not -1 <= state.slot < NUM_SLOTS or state.drop_bytes < 0 or len(state.tail) > 3:
+        raise ContractError(f"STREAM_STATE is malformed: {clip(values)}")
+    return state
+
+
+def _input(request: Any, name: str) -> Any:
+    tensor = pb.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        raise ContractError(f"{name} is missing")
+    return tensor.as_numpy()
+
+
+def _failed(error: ContractError) -> Any:
+    name = "INVALID_ARG" if error.code is Code.INVALID_ARGUMENT else error.code.value
+    return pb.InferenceResponse(error=pb.TritonError(str(error), getattr(pb.TritonError, name)))

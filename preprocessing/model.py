@@ -1,0 +1,3 @@
+"""What Triton loads as backend `slipstream_preprocessing`."""
+
+from slipstream_preprocessing.stage import TritonPythonModel as TritonPythonModel

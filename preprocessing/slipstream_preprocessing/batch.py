@@ -1,0 +1,155 @@
+"""One request of model `preprocessing`, arrays in, arrays out: a pure function."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from slipstream_contract.errors import ContractError, clip
+
+from slipstream_preprocessing.encode import Encoder
+
+Array = NDArray[Any]
+
+# Input of this model -> the name that clients of the ensemble know; later work, refused until then.
+_LATER = {
+    "DECODER_QUERY": "decoder_text_input",
+    "IMAGE_BYTES": "image_bytes_input",
+    "IMAGE_URL": "image_url_input",
+    "IMAGES": "image_input",
+    "VIDEO_BYTES": "video_bytes_input",
+    "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
+}
+
+
+def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """Outputs of model `preprocessing` for the given inputs, all with a leading batch dimension B.
+
+    Args:
+        encoder: the checkpoint's.
+        inputs: QUERY bytes[B, 1] and REQUEST_OUTPUT_LEN int32[B, 1]; optionally END_ID and PAD_ID
+            int32[B, 1], BAD_WORDS_DICT, STOP_WORDS_DICT and EMBEDDING_BIAS_WORDS bytes[B, n],
+            EMBEDDING_BIAS_WEIGHTS float32[B, n].
+
+    Returns:
+        INPUT_ID int32[B, length] padded with the pad id, REQUEST_INPUT_LEN, REQUEST_OUTPUT_LEN,
+        OUT_END_ID, OUT_PAD_ID int32[B, 1]; and only if there are any words BAD_WORDS_IDS,
+        STOP_WORDS_IDS int32[B, 2, n], EMBEDDING_BIAS float32[B, vocabulary].
+
+    Raises ContractError.
+    """
+    for name, known_as in _LATER.items():
+        if name in inputs and not _is_neutral(inputs[name]):
+            raise ContractError(f"{known_as} is not supported yet")
+    queries = _column(inputs, "QUERY", "text_input", None)
+    size = len(queries)
+    prompts = [encoder.encode(_text(query)) for query in queries]
+    end_id = encoder.end_ids[0] if encoder.end_ids else -1
+    end_ids = _column(inputs, "END_ID", "end_id", size, end_id)
+    pad_ids = _column(inputs, "PAD_ID", "pad_id", size, encoder.pad_id)
+    outputs: dict[str, Array] = {
+        "INPUT_ID": _rectangle(prompts, pad_ids),
+        "REQUEST_INPUT_LEN": _int32_column([len(prompt) for prompt in prompts]),
+        "REQUEST_OUTPUT_LEN": _int32_column(
+            _column(inputs, "REQUEST_OUTPUT_LEN", "max_tokens", size)
+        ),
+        "OUT_END_ID": _int32_column(end_ids),
+        "OUT_PAD_ID": _int32_column(pad_ids),
+    }
+    stop = [encoder.words(row) for row in _rows(inputs, "STOP_WORDS_DICT", "stop_words", size)]
+    bad = [encoder.bad_words(row) for row in _rows(inputs, "BAD_WORDS_DICT", "bad_words", size)]
+    if any(stop):
+        outputs["STOP_WORDS_IDS"] = pack_words(stop)
+    if any(bad):
+        outputs["BAD_WORDS_IDS"] = pack_words(bad)
+    bias = _bias(encoder, inputs, size)
+    if bias is not None:
+        outputs["EMBEDDING_BIAS"] = bias
+    return outputs
+
+
+def pack_words(batch: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
+    """Word lists int32[B, 2, n]: flat ids padded with 0 above their ends padded with -1."""
+    length = max(1, *(sum(map(len, words)) for words in batch))
+    packed = np.zeros((len(batch), 2, length), np.int32)
+    packed[:, 1] = -1
+    for row, words in zip(packed, batch, strict=True):
+        ids = [token_id for word in words for token_id in word]
+        row[0, : len(ids)] = ids
+        row[1, : len(words)] = np.cumsum([len(word) for word in words])
+    return packed
+
+
+def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[np.float32] | None:
+    """Every token of a word is given the word's weight; weights of several words add up."""
+    words = _rows(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words", size)
+    weights = _rows(inputs, "EMBEDDING_BIAS_WEIGHTS", "embedding_bias_weights", size)
+    bias = np.zeros((size, encoder.vocab.size), np.float32)
+    for row, row_words, row_weights in zip(bias, words, weights, strict=True):
+        if len(row_words) != len(row_weights):
+            raise ContractError(
+                f"embedding_bias_weights has {len(row_weights)} values "
+                f"for {len(row_words)} embedding_bias_words"
+            )
+        for ids, weight in zip(encoder.bias_words(row_words), row_weights, strict=True):
+            if not np.isfinite(weight):
+                raise ContractError(f"embedding_bias_weights holds {weight}, not a finite number")
+            row[ids] += weight
+    return bias if any(words) else None
+
+
+def _is_neutral(value: Array) -> bool:
+    """Nothing, zeros or empty strings: what a client sends that does not use the input."""
+    return all(item in (b"", "", 0) for item in value.reshape(-1).tolist())
+
+
+def _text(query: bytes | str) -> str:
+    if isinstance(query, str):
+        return query
+    try:
+        return query.decode()
+    except UnicodeDecodeError as error:
+        raise ContractError(f"text_input is not valid UTF-8 at byte {error.start}") from None
+
+
+def _column(
+    inputs: Mapping[str, Array],
+    name: str,
+    known_as: str,
+    size: int | None,
+    default: int | None = None,
+) -> list[Any]:
+    """One value a row of an input [B, 1]."""
+    value = inputs.get(name)
+    if value is None:
+        if size is None or default is None:
+            raise ContractError(f"{known_as} is missing")
+        return [default] * size
+    if value.ndim == 0 or value.size != value.shape[0] or size not in (None, value.size):
+        rows = "[B, 1]" if size is None else f"[{size}, 1]"
+        raise ContractError(f"{known_as} has shape {clip(list(value.shape))}, not {rows}")
+    return value.reshape(-1).tolist()
+
+
+def _rows(inputs: Mapping[str, Array], name: str, known_as: str, size: int) -> list[list[Any]]:
+    """The rows of an input [B, n]; empty ones where it is not given."""
+    value = inputs.get(name)
+    if value is None:
+        return [[] for _ in range(size)]
+    if value.ndim != 2 or value.shape[0] != size:
+        raise ContractError(f"{known_as} has shape {clip(list(value.shape))}, not [{size}, n]")
+    rows: list[list[Any]] = value.tolist()
+    return rows
+
+
+def _int32_column(values: Sequence[int]) -> NDArray[np.int32]:
+    return np.array(values, np.int32).reshape(-1, 1)
+
+
+def _rectangle(rows: Sequence[Sequence[int]], fill: Sequence[int]) -> NDArray[np.int32]:
+    """Rows of any length as one array, each filled up at its end with its own value."""
+    filled = np.empty((len(rows), max(map(len, rows))), np.int32)
+    filled[:] = np.array(fill, np.int32)[:, None]
+    for target, row in zip(filled, rows, strict=True):
+        target[: len(row)] = row
+    return filled

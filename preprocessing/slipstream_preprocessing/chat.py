@@ -1,0 +1,131 @@
+"""A checkpoint's own chat template, rendered as transformers renders it, in a sandbox.
+
+Templates come with the checkpoint, never with a request.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from slipstream_contract.errors import Code, ContractError, clip
+from slipstream_contract.vocab import read_tokenizer_config, special_token
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """The templates of one checkpoint: `default`, and perhaps `tool_use` for chats with tools."""
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+        """Compile. `variables` are what every template sees, such as `bos_token`.
+
+        Raises ContractError (UNSUPPORTED) for a source that is no template.
+        """
+        environment = _environment()
+        self._variables = dict(variables)
+        self._templates: dict[str, Template] = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except TemplateError as error:
+                message = f"chat template {name!r}: {error}"
+                raise ContractError(message, Code.UNSUPPORTED) from None
+
+    @classmethod
+    def load(cls, directory: Path) -> "ChatTemplate":
+        """Read `chat_template.jinja`, else `tokenizer_config.json`; there may be none."""
+        config = read_tokenizer_config(directory)
+        names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+        tokens = {f"{name}_token": special_token(config, name) for name in names}
+        variables = {name: token for name, token in tokens.items() if token is not None}
+        return cls(_sources(directory, config), variables)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation.
+
+        Raises ContractError for a conversation that the template refuses (INVALID_ARGUMENT) and
+        where the checkpoint has no template (UNSUPPORTED).
+        """
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ContractError(f"messages[{index}] has no role: {clip(message)}")
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name)
+        if template is None:
+            raise ContractError("the checkpoint has no chat template", Code.UNSUPPORTED)
+        try:
+            return template.render(
+                **self._variables | variables,
+                messages=[dict(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            raise ContractError(f"messages: the chat template says: {error}") from None
+
+
+def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Template name -> source. Files go before the configuration, as in transformers."""
+    single = directory / "chat_template.jinja"
+    others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    if single.is_file() or others:
+        found = {path.stem: path.read_text(encoding="utf-8") for path in others}
+        if single.is_file():
+            found["default"] = single.read_text(encoding="utf-8")
+        return found
+    value = config.get("chat_template") or {}
+    if isinstance(value, list):
+        return {entry["name"]: entry["template"] for entry in value}
+    return {"default": value} if isinstance(value, str) else dict(value)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the assistant said, for training; it renders as its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: Jinja's own filter would escape it for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -1,0 +1,116 @@
+"""Text to token ids, for both wirings: the preprocessing stage and the bridge that serves text."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from slipstream_contract.errors import ContractError
+from slipstream_contract.vocab import TokenBytes
+from tokenizers import Tokenizer
+
+from slipstream_preprocessing.chat import ChatTemplate, Message
+from slipstream_preprocessing.tokenizer import (
+    load_tokenizer,
+    max_text_bytes_per_token,
+    read_end_ids,
+    read_pad_id,
+)
+from slipstream_preprocessing.words import decode_words, encode_exact, encode_words
+
+
+class Encoder:
+    """One checkpoint's tokenizer, word encodings, chat template, and end and pad ids.
+
+    Attributes:
+        vocab: the bytes of every token.
+        end_ids: ids that end a text, the tokenizer's own first; perhaps none.
+        pad_id: fills up rectangular tensors.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: Tokenizer,
+        add_special_tokens: bool,
+        max_model_len: int | None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab = TokenBytes.load(directory)
+        self.end_ids = read_end_ids(directory, tokenizer)
+        self.pad_id = read_pad_id(directory, tokenizer, self.end_ids)
+        self._add_special_tokens = add_special_tokens
+        self._max_model_len = max_model_len
+        self._bytes_per_token = max_text_bytes_per_token(tokenizer, self.vocab)
+        self._chat = ChatTemplate.load(directory)
+
+    @classmethod
+    def load(
+        cls, directory: Path, add_special_tokens: bool = True, max_model_len: int | None = None
+    ) -> "Encoder":
+        """Read a checkpoint directory.
+
+        Args:
+            directory: holds `tokenizer.json`; `tokenizer_config.json`, `generation_config.json`,
+                `config.json` and `chat_template.jinja` are read where they exist.
+            add_special_tokens: whether prompts get the tokens that the tokenizer puts around them.
+            max_model_len: tokens of the model's context, if known: longer texts are refused early.
+
+        Raises FileNotFoundError, UnsupportedTokenizerError, ContractError (a broken chat template).
+        """
+        return cls(directory, load_tokenizer(directory), add_special_tokens, max_model_len)
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of a prompt. Raises ContractError if it is empty or cannot fit."""
+        if not text:
+            raise ContractError("text_input is empty")
+        self._check_size(text)
+        add = self._add_special_tokens if add_special_tokens is None else add_special_tokens
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add).ids
+        if not ids:
+            raise ContractError("text_input holds no token of this model")
+        return ids
+
+    def _check_size(self, text: str) -> None:
+        if self._max_model_len is None or self._bytes_per_token is None:
+            return
+        # A character has at least one byte: the cheap test first.
+        limit = self._max_model_len * self._bytes_per_token
+        if len(text) * 4 <= limit:
+            return
+        size = len(text.encode())
+        if size > limit:
+            least = -(-size // self._bytes_per_token)
+            raise ContractError(
+                f"text_input has {size} bytes, at least {least} tokens; "
+                f"the context has {self._max_model_len}"
+            )
+
+    def words(self, words: Iterable[bytes | str], field: str = "stop_words") -> list[list[int]]:
+        """Ids that stand for exactly the bytes of each word, for stop words.
+
+        Empty words are skipped. Raises ContractError naming `field`.
+        """
+        return encode_exact(self.tokenizer, self.vocab, decode_words(words, field), field)
+
+    def bad_words(self, words: Iterable[bytes | str], field: str = "bad_words") -> list[list[int]]:
+        """Ids of each word as the tokenizer encodes it alone; empty words are skipped."""
+        return encode_words(self.tokenizer, decode_words(words, field))
+
+    def bias_words(
+        self, words: Iterable[bytes | str], field: str = "embedding_bias_words"
+    ) -> list[list[int]]:
+        """Ids of each word with special tokens around it, as old clients have it.
+
+        An empty word has an empty entry, so that the list still matches its weights.
+        """
+        encoded = []
+        for word in words:
+            text = decode_words([word], field)
+            encoded += encode_words(self.tokenizer, text, self._add_special_tokens) or [[]]
+        return encoded
+
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The prompt of a conversation, by the checkpoint's template.
+
+        Templates write special tokens themselves: encode it with `add_special_tokens=False`.
+        """
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
