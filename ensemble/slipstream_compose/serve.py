@@ -109,7 +109,7 @@ def _signals_raise() -> Iterator[None]:
 def _bring_up(server: TritonServer, models: list[str], deadline: float) -> None:
     """Start it and return once a token could be had; meanwhile show what the engine says."""
     server.start()
-    with _Follower(server.runtime / "engine.log", sys.stderr) as follower:
+    with _Follower(server.runtime.log, sys.stderr) as follower:
         while not server.is_ready():
             if server.exit_code is not None:
                 raise ServeError(server.reason())

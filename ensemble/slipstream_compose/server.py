@@ -57,6 +57,11 @@ class AssemblyError(Exception):
     """The server cannot be put together; the message is one line that says what to do."""
 
 
+def python_version() -> tuple[int, int]:
+    """Of this interpreter: major, minor."""
+    return sys.version_info.major, sys.version_info.minor
+
+
 def repository_root() -> Path:
     """The checkout this file belongs to."""
     return Path(__file__).resolve().parents[2]
@@ -91,7 +96,7 @@ def server_environment(server: Path, stub: Path) -> dict[str, str]:
 
 def shared_libpython() -> Path | None:
     """The shared library of this interpreter, which the stub embeds; None where there is none."""
-    name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    name = "libpython{}.{}.so.1.0".format(*python_version())
     variables = [sysconfig.get_config_var(key) for key in ("LIBDIR", "LIBPL")]
     multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
     folders = [
@@ -110,8 +115,8 @@ def shared_libpython() -> Path | None:
 
 def missing_parts() -> list[str]:
     """What this Python lacks to carry the stub, each with the remedy; empty when it can."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if sys.version_info[:2] not in STUB_VERSIONS:
+    version = "{}.{}".format(*python_version())
+    if python_version() not in STUB_VERSIONS:
         wanted = " or ".join(f"{major}.{minor}" for major, minor in STUB_VERSIONS)
         return [f"Python {version} cannot carry this server's stub: install Python {wanted}"]
     missing = []
@@ -160,7 +165,7 @@ def _extract(
 def _take_server(wheel: zipfile.ZipFile, server: Path) -> None:
     """Binary, Python backend, the stub of this Python's minor version, and what they load."""
     tree = "pytriton/tritonserver/"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    version = "{}.{}".format(*python_version())
     stub = f"{tree}python_backend_stubs/{version}/triton_python_backend_stub"
     python_backend = server / "backends" / "python"
     _extract(wheel, f"{tree}bin/tritonserver", server / "bin" / "tritonserver", executable=True)
@@ -217,7 +222,7 @@ def assemble_stub(stub: Path, root: Path) -> None:
     python = str(stub / "bin" / "python3")
     install = ("install", "--no-deps", "--only-binary=:all:", *STUB_REQUIREMENTS)
     _run(_pip("--python", python, *install), "installing the stub environment")
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    version = "python{}.{}".format(*python_version())
     for package in STUB_PACKAGES:
         (stub / "lib" / version / "site-packages" / Path(package).name).symlink_to(root / package)
 

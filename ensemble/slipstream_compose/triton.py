@@ -24,14 +24,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream_contract.runtime import VARIABLE, Runtime
+
 from slipstream_compose.server import server_directory, server_environment, stub_directory
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 32 << 20  # bytes: seven stubs begin with one MiB each and grow with tensors
-RUNTIME_VARIABLE = "SLIPSTREAM_RUNTIME_DIR"
 MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
 EXIT_TIMEOUT_S = 2  # for requests in flight; then the server ends them
 _SET_PARENT_DEATH_SIGNAL = 1
+# The log quotes a message like JSON; the reason ends before the traceback, which begins with \\n.
+_LOAD_FAILURE = re.compile(
+    r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
+    r'(?P<reason>(?:(?!\\n)[^\n])*?)(?:\\n|"?\n|"?$)'
+)
 _AWKWARD = re.compile(r"[^\w./+,:@%=-]")
 
 
@@ -130,7 +136,7 @@ class TritonServer:
         base = tempfile.gettempdir()
         if _AWKWARD.search(base) or len(base) > MAX_TEMPORARY_PATH:
             base = "/tmp"
-        self.runtime = Path(tempfile.mkdtemp(prefix="slipstream-", dir=base))
+        self.runtime = Runtime(Path(tempfile.mkdtemp(prefix="slipstream-", dir=base)))
 
     def start(self) -> None:
         """Start the process; it is not ready yet. Raises ServeError where it cannot be run."""
@@ -141,9 +147,11 @@ class TritonServer:
                 f"no tritonserver in {server}: make install (or set SLIPSTREAM_SERVER)"
             )
         environment = server_environment(server, stub)
-        environment[RUNTIME_VARIABLE] = str(self.runtime)
+        environment[VARIABLE] = str(self.runtime.directory)
         environment["SLIPSTREAM_PYTHON"] = sys.executable
-        working = self.runtime / "cwd"  # the stub's sys.path begins with the server's directory
+        working = (
+            self.runtime.directory / "cwd"
+        )  # the stub's sys.path begins with the server's directory
         working.mkdir()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         prctl = ctypes.CDLL(None).prctl  # looked up here: the forked child does as little as it can
@@ -180,7 +188,7 @@ class TritonServer:
         """`path`, or a link to it: the Python backend hands its paths to a shell unquoted."""
         if not _AWKWARD.search(str(path)):
             return path
-        link = self.runtime / name
+        link = self.runtime.directory / name
         link.symlink_to(path)
         return link
 
@@ -218,20 +226,20 @@ class TritonServer:
     def reason(self) -> str:
         """Why it ended, in one line: the engine's own word, else the server's log."""
         with contextlib.suppress(OSError):
-            said = (self.runtime / "engine.error").read_text(errors="replace").strip()
+            said = self.runtime.error.read_text(errors="replace").strip()
             if said:
                 return said.splitlines()[0]
         text = self.log.read_text(errors="replace") if self.log.is_file() else ""
-        found = re.search(r"failed to load '([^']*)' version \d+: \w+: ([^\n]*)", text)
+        found = _LOAD_FAILURE.search(text)
         if found:
-            return f"{found[1]}: {found[2]}"
+            return f"{found['model']}: {found['reason']}"
         errors = [line for line in text.splitlines() if line.startswith(("E1", "E0", "error:"))]
         last = errors[-1].split('] "')[-1].strip('"') if errors else "no reason in its log"
         return f"tritonserver ended with code {self.exit_code}: {last} (log: {self.log})"
 
     def processes(self) -> Iterator[int]:
         """Every living process that belongs to this server, the server itself included."""
-        mark = f"{RUNTIME_VARIABLE}={self.runtime}".encode()
+        mark = f"{VARIABLE}={self.runtime.directory}".encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 with contextlib.suppress(OSError):
@@ -244,6 +252,8 @@ class TritonServer:
         Takes at most `patience_s` + 2 seconds: politely first, then by force. May be called twice.
         """
         if self._process and self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                self.runtime.stopping.touch()
             self._process.terminate()
             try:
                 self._process.wait(patience_s)
@@ -254,7 +264,7 @@ class TritonServer:
         self._end_rest(signal.SIGKILL, 0.5)
         for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
             region.unlink(missing_ok=True)
-        shutil.rmtree(self.runtime, ignore_errors=True)
+        shutil.rmtree(self.runtime.directory, ignore_errors=True)
 
     def _end_rest(self, number: signal.Signals, patience_s: float) -> None:
         for pid in self.processes():

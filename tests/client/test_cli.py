@@ -1,0 +1,103 @@
+"""The frame of the `slipstream` command: help, errors in one line, exit codes, lazy imports."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+from slipstream_client import cli
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream_client.cli", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | variables,
+    )
+
+
+class Failing:
+    """A sub-command that raises what it is given."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def add_parser(self, subparsers) -> None:  # type: ignore[no-untyped-def]
+        subparsers.add_parser("serve")
+
+    def run(self, args) -> int:  # type: ignore[no-untyped-def]
+        raise self._error
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: Failing(error))
+
+
+def test_help_names_every_command_and_imports_none() -> None:
+    code = (
+        "import sys; from slipstream_client import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        f"loaded = [name for name, _ in {cli.COMMANDS!r}.values() if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in cli.COMMANDS:
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_has_help(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"slipstream {command}" in done.stdout
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert done.stdout == f"slipstream {importlib.metadata.version('slipstream')}\n"
+
+
+def test_unknown_and_missing_commands_are_usage_errors() -> None:
+    assert run("sreve").returncode == 2
+    assert run().returncode == 2
+
+
+def test_an_error_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(monkeypatch, FileNotFoundError(2, "No such file or directory", "x/config.json"))
+    assert cli.main(["serve"]) == 1
+    assert capsys.readouterr().err == (
+        "slipstream: [Errno 2] No such file or directory: 'x/config.json'\n"
+    )
+
+
+def test_an_error_that_nobody_foresaw_names_its_type_and_the_way_to_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing(monkeypatch, KeyError("model"))
+    assert cli.main(["serve"]) == 1
+    assert capsys.readouterr().err == (
+        "slipstream: KeyError: 'model' (SLIPSTREAM_TRACEBACK=1 shows where)\n"
+    )
+    monkeypatch.setenv(cli.TRACEBACK_VARIABLE, "1")
+    with pytest.raises(KeyError):
+        cli.main(["serve"])
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["serve"]) == 130
+
+
+def test_a_reader_that_went_away_is_no_traceback() -> None:
+    command = f"{sys.executable} -m slipstream_client.cli --help | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr

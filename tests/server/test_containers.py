@@ -1,0 +1,63 @@
+"""The container files, as far as they can be checked without Docker."""
+
+import re
+
+import pytest
+from slipstream_compose.server import repository_root
+
+ROOT = repository_root()
+yaml = pytest.importorskip("yaml")
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+SERVICE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["triton"]
+
+
+def test_ports_are_loopback_unless_asked() -> None:
+    assert len(SERVICE["ports"]) == 3
+    for port in SERVICE["ports"]:
+        assert port.startswith("${BIND:-127.0.0.1}:")
+
+
+def test_it_runs_without_privileges() -> None:
+    assert SERVICE["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in SERVICE["security_opt"]
+    assert re.search(r"^USER (?!root|0\b)\S+$", DOCKERFILE, re.MULTILINE)
+
+
+def test_the_repository_is_mounted_read_only_where_the_server_looks() -> None:
+    [mount] = [volume for volume in SERVICE["volumes"] if volume.endswith(":ro")]
+    target = mount.rsplit(":", 2)[1]
+    assert f"--model-repository={target}" in DOCKERFILE
+    assert "--disable-auto-complete-config" in DOCKERFILE
+
+
+def test_it_asks_for_a_gpu_and_for_shared_memory() -> None:
+    [device] = SERVICE["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert SERVICE["shm_size"] == "1gb"
+
+
+def test_build_arguments_and_health_are_the_same_in_both_files() -> None:
+    declared = set(re.findall(r"^ARG (\w+)=", DOCKERFILE, re.MULTILINE))
+    assert set(SERVICE["build"]["args"]) == declared
+    for name, value in SERVICE["build"]["args"].items():
+        default = re.search(rf"^ARG {name}=(\S+)$", DOCKERFILE, re.MULTILINE)
+        assert default is not None
+        assert value == f"${{{name}:-{default[1]}}}"
+    command = ", ".join(f'"{word}"' for word in SERVICE["healthcheck"]["test"])
+    assert command.removeprefix('"CMD", ') in DOCKERFILE
+
+
+def test_every_copied_path_exists_and_reaches_the_build() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE):
+        for source in line.split():
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in ignored
+
+
+def test_the_ci_runs_what_the_readme_says() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "make test" in script
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = workflow["jobs"]["test"]["steps"]
+    assert any(step.get("run") == ".ci/run" for step in steps)

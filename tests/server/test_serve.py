@@ -1,0 +1,281 @@
+"""`slipstream serve` itself: what it refuses, how it ends, and that it leaves nothing behind.
+
+The models here are tiny Python models of Triton's own: what is under test is the watcher.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slipstream_compose.server import server_directory
+from slipstream_compose.triton import SHARED_MEMORY, clean_leftovers
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not server_directory().is_dir(), reason="no tritonserver: make install"),
+]
+SLIPSTREAM = [sys.executable, "-m", "slipstream_client.cli", "serve"]
+CONFIG = """
+name: "echo"
+backend: "python"
+max_batch_size: 0
+input [{ name: "IN" data_type: TYPE_STRING dims: [ 1 ] }]
+output [{ name: "OUT" data_type: TYPE_STRING dims: [ 1 ] }]
+instance_group [{ kind: KIND_CPU count: 1 }]
+"""
+ECHO = """
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        inputs = [pb.get_input_tensor_by_name(request, "IN") for request in requests]
+        return [pb.InferenceResponse([pb.Tensor("OUT", tensor.as_numpy())]) for tensor in inputs]
+"""
+BROKEN = """
+class TritonPythonModel:
+    def initialize(self, args):
+        raise ValueError("checkpoint/config.json: no such file")
+"""
+# A model that starts a process which leaves its session and ignores being asked to end.
+STUBBORN = (
+    ECHO
+    + """
+    def initialize(self, args):
+        import os, subprocess
+        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+        subprocess.Popen([os.environ["SLIPSTREAM_PYTHON"], "-c", code], start_new_session=True)
+"""
+)
+
+
+def free_ports() -> tuple[int, int, int]:
+    sockets = [socket.socket() for _ in range(3)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = tuple(one.getsockname()[1] for one in sockets)
+    for one in sockets:
+        one.close()
+    return ports  # type: ignore[return-value]
+
+
+def write_model(folder: Path, code: str = ECHO) -> Path:
+    """A repository with the one model `echo`."""
+    (folder / "echo" / "1").mkdir(parents=True)
+    (folder / "echo" / "config.pbtxt").write_text(CONFIG)
+    (folder / "echo" / "1" / "model.py").write_text(code)
+    return folder
+
+
+class Serve:
+    """A running `slipstream serve`."""
+
+    def __init__(self, repository: Path, scratch: Path) -> None:
+        self.ports = free_ports()
+        self.scratch = scratch
+        scratch.mkdir(exist_ok=True)
+        http, grpc, metrics = map(str, self.ports)
+        self.process = subprocess.Popen(
+            [
+                *SLIPSTREAM,
+                *("--model-repository", str(repository), "--log-file", str(scratch / "server.log")),
+                *("--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics),
+            ],
+            env=os.environ | {"TMPDIR": str(scratch)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}{path}"
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + 30
+        assert self.process.stdout is not None
+        while time.monotonic() < deadline:
+            if self.process.stdout.readline().startswith("Ctrl-C"):
+                return
+            assert self.process.poll() is None, self.process.communicate()
+        raise AssertionError("not ready within 30 s")
+
+    def end(self, number: signal.Signals) -> float:
+        """Seconds from the signal to the end."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(20)
+        return time.monotonic() - began
+
+    def processes(self) -> list[str]:
+        """Command lines of living processes with this server's runtime directory."""
+        mark = f"SLIPSTREAM_RUNTIME_DIR={self.scratch}/".encode()
+        return [line for pid, line in living() if mark in environment(pid)]
+
+    def shared_memory(self) -> list[Path]:
+        return list(SHARED_MEMORY.glob(f"slipstream_{self.process.pid}_*"))
+
+    def assert_gone(self) -> None:
+        assert self.processes() == []
+        assert self.shared_memory() == []
+        assert list(self.scratch.glob("slipstream-*")) == []
+
+
+def living() -> Iterator[tuple[int, str]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            yield int(entry.name), line
+
+
+def environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A short temporary directory: a socket's path must fit under it."""
+    folder = Path(f"/tmp/serve-{os.getpid()}-{time.monotonic_ns() % 10**6}")
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*SLIPSTREAM, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("slipstream: ")
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_it_without_a_trace(
+    tmp_path: Path, scratch: Path, number: signal.Signals
+) -> None:
+    serve = Serve(write_model(tmp_path), scratch)
+    serve.wait_ready()
+    with urllib.request.urlopen(serve.url("/v2/health/ready")) as reply:
+        assert reply.status == 200
+    assert len(serve.processes()) >= 2  # the server and a stub
+    assert serve.shared_memory()
+    assert serve.end(number) < 10
+    assert serve.process.returncode == 0
+    serve.assert_gone()
+
+
+def test_a_process_that_will_not_end_is_ended(tmp_path: Path, scratch: Path) -> None:
+    serve = Serve(write_model(tmp_path, STUBBORN), scratch)
+    serve.wait_ready()
+    assert any("SIG_IGN" in line for line in serve.processes())
+    assert serve.end(signal.SIGTERM) < 10
+    assert serve.process.returncode == 0
+    serve.assert_gone()
+
+
+def test_a_signal_while_starting_ends_it_too(tmp_path: Path, scratch: Path) -> None:
+    serve = Serve(write_model(tmp_path), scratch)
+    assert serve.process.stdout is not None
+    serve.process.stdout.readline()  # "starting ..."
+    assert serve.end(signal.SIGTERM) < 10
+    assert serve.process.returncode == 0
+    serve.assert_gone()
+
+
+def test_a_server_that_dies_is_reported(tmp_path: Path, scratch: Path) -> None:
+    serve = Serve(write_model(tmp_path), scratch)
+    serve.wait_ready()
+    pid = next(pid for pid, line in living() if f"--http-port={serve.ports[0]}" in line)
+    os.kill(pid, signal.SIGKILL)
+    _, errors = serve.process.communicate(timeout=20)
+    assert serve.process.returncode == 1
+    assert errors.startswith("slipstream: tritonserver ")
+    assert errors.count("\n") == 1
+    serve.assert_gone()
+
+
+def test_a_killed_watcher_takes_the_server_with_it(tmp_path: Path, scratch: Path) -> None:
+    serve = Serve(write_model(tmp_path), scratch)
+    serve.wait_ready()
+    serve.end(signal.SIGKILL)
+    deadline = time.monotonic() + 15
+    while serve.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert serve.processes() == []
+
+
+def test_a_path_with_spaces_and_quotes(tmp_path: Path, scratch: Path) -> None:
+    serve = Serve(write_model(tmp_path / "it's a path; with $HOME"), scratch)
+    serve.wait_ready()
+    data = b'{"IN": "to and fro"}'
+    with urllib.request.urlopen(serve.url("/v2/models/echo/generate"), data) as reply:
+        assert b"to and fro" in reply.read()
+    serve.end(signal.SIGTERM)
+    serve.assert_gone()
+
+
+def test_a_model_that_cannot_load_is_named(tmp_path: Path, scratch: Path) -> None:
+    serve = Serve(write_model(tmp_path, BROKEN), scratch)
+    _, errors = serve.process.communicate(timeout=30)
+    assert serve.process.returncode == 1
+    assert errors == "slipstream: echo: checkpoint/config.json: no such file\n"
+    serve.assert_gone()
+
+
+@pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
+def test_a_port_in_use_is_named(tmp_path: Path, name: str) -> None:
+    ports = dict(zip(("http", "grpc", "metrics"), free_ports(), strict=True))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", ports[name]))
+        other.listen()
+        flags = [text for key, port in ports.items() for text in (f"--{key}-port", str(port))]
+        done = run_to_end("--model-repository", str(write_model(tmp_path)), *flags)
+    assert_one_line(done, str(ports[name]), f"--{name}-port")
+
+
+def test_ports_that_are_no_ports(tmp_path: Path) -> None:
+    repository = str(write_model(tmp_path))
+    same = run_to_end("--model-repository", repository, "--http-port", "8001")
+    assert_one_line(same, "differ")
+    beyond = run_to_end("--model-repository", repository, "--http-port", "70000")
+    assert_one_line(beyond, "70000", "--http-port")
+
+
+def test_repositories_that_cannot_be_served(tmp_path: Path) -> None:
+    assert_one_line(run_to_end("--model-repository", str(tmp_path / "none")), "no such directory")
+    assert_one_line(run_to_end("--model-repository", str(tmp_path)), "holds no model")
+    repository = write_model(tmp_path)
+    shutil.rmtree(repository / "echo" / "1")
+    assert_one_line(run_to_end("--model-repository", str(repository)), "version directory")
+
+
+def test_only_leftovers_of_dead_watchers_are_removed() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    dead = SHARED_MEMORY / f"slipstream_{ended.pid}_00000000_test"
+    alive = SHARED_MEMORY / f"slipstream_{os.getpid()}_00000000_test"
+    for region in (dead, alive):
+        region.write_bytes(b"")
+    try:
+        clean_leftovers()
+        assert not dead.exists()
+        assert alive.exists()
+    finally:
+        alive.unlink()
