@@ -1,13 +1,44 @@
 """Gated activations between the two halves of an MLP (Shazeer, 2020)."""
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels import jit
 from slipstream.kernels.op import op
 
 
 @op("gate_up[n,_]:T")
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `gate_up = [gate | up]`, in fp32, rounded once; shape `[n, width / 2]`."""
+    """`silu(gate) * up` of `gate_up = [gate | up]`, in fp32, rounded once: `[n, width / 2]`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def _variant(dtype: torch.dtype, vector: int) -> jit.Variant:
+    return jit.variant("activation.cu", dtype, VECTOR=vector)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    for dtype in jit.DTYPES:
+        for vector in (1, 16 // dtype.itemsize):
+            yield _variant(dtype, vector)
+
+
+@silu_mul.cuda
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    jit.type_name(gate_up.dtype)
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    jit.require(gate_up.shape[1] % 2 == 0, f"silu_mul: width {gate_up.shape[1]} is odd")
+    jit.require(gate_up.stride(1) == 1, "silu_mul: elements of a row must be contiguous")
+    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel() == 0:
+        return out
+    vector = jit.vector_width(width, gate_up)
+    grid = (num_rows, min(64, -(-width // (256 * vector))))
+    wanted = _variant(gate_up.dtype, vector)
+    jit.launch(wanted, "silu_mul", grid, 256, gate_up, gate_up.stride(0), out, width)
+    return out

@@ -1,4 +1,4 @@
-"""Twin dispatch: a kernel's public function is its torch reference; on a GPU the CUDA twin runs instead.
+"""Twin dispatch: a kernel's public function is its torch reference; on a GPU its CUDA twin runs.
 
 The signature string is checked for both twins, so a mistake shows on a laptop:
 `"x[n,d]:T, weight[d]:T"` binds n, d and T at first sight and demands the same ever after.
@@ -14,6 +14,11 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class KernelError(Exception):
+    """A shape, stride or dtype that no kernel is built for (what the plan should have refused)."""
+
 
 _DTYPES = {"f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
 _SPEC = re.compile(r"(\w+)\[([\w,]*)\]:(\w+)")
@@ -37,26 +42,33 @@ class Op(Generic[P, R]):
         return launcher
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Check the tensors, then run the twin of their device."""
         self._check(args)
         first = args[0]
         assert isinstance(first, torch.Tensor)
         if first.is_cuda:
-            assert self.launcher is not None, f"{self.reference.__name__} has no CUDA twin"
+            if self.launcher is None:
+                raise KernelError(f"{self.reference.__name__} has no CUDA twin")
             return self.launcher(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
     def _check(self, args: tuple[object, ...]) -> None:
         sizes: dict[str, int] = {}
         dtypes: dict[str, torch.dtype] = {}
+        devices: set[torch.device] = set()
         op = self.reference.__name__
         for (name, dims, dtype), tensor in zip(self._tensors, args, strict=False):
             assert isinstance(tensor, torch.Tensor), f"{op}: {name} is not a tensor"
             assert tensor.ndim == len(dims), f"{op}: {name} has {tensor.ndim} dims, not {dims}"
             for dim, size in zip(dims, tensor.shape, strict=True):
                 want = int(dim) if dim.isdigit() else sizes.setdefault(dim, size)
-                assert dim == "_" or want == size, f"{op}: {name} disagrees on {dim}: {size} vs {want}"
+                assert dim == "_" or want == size, (
+                    f"{op}: {name} disagrees on {dim}: {size} vs {want}"
+                )
             want_dtype = _DTYPES.get(dtype) or dtypes.setdefault(dtype, tensor.dtype)
             assert tensor.dtype == want_dtype, f"{op}: {name} is {tensor.dtype}, not {want_dtype}"
+            devices.add(tensor.device)
+        assert len(devices) == 1, f"{op}: tensors on several devices: {devices}"
 
 
 def op(signature: str) -> Callable[[Callable[P, R]], Op[P, R]]:

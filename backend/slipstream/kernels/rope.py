@@ -1,8 +1,11 @@
-"""Rotary embedding (Su et al., 2021; the halves convention of Llama) and the write into the paged cache, in one pass."""
+"""Rotary embedding (Su et al., 2021; Llama's halves) and the write into the paged cache, in one pass."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels import jit
 from slipstream.kernels.op import op
 
 
@@ -11,9 +14,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-@op("q[n,hq,d]:T, k[n,h,d]:T, v[n,h,d]:T, cos_sin[_,d]:f32, positions[n]:i64, slots[n]:i64, cache[_,h,2,_,d]:T")
+@op(
+    "q[n,hq,d]:T, k[n,h,d]:T, v[n,h,d]:T, cos_sin[_,d]:f32, positions[n]:i64, slots[n]:i64, "
+    "cache[_,h,2,_,d]:T"
+)
 def rope_and_cache(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
 ) -> None:
     """Rotate `q` in place; write rotated `k`, and `v`, into `cache` at `slots`.
 
@@ -28,3 +40,59 @@ def rope_and_cache(
     block, offset = slots[keep] // cache.shape[3], slots[keep] % cache.shape[3]
     cache[block, :, 0, offset] = _rotate(k, cos, sin)[keep]
     cache[block, :, 1, offset] = v[keep]
+
+
+def _variant(dtype: torch.dtype, head_size: int, vector: int) -> jit.Variant:
+    return jit.variant("rope.cu", dtype, HEAD_SIZE=head_size, VECTOR=vector)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    for dtype in jit.DTYPES:
+        for head_size in jit.HEAD_SIZES:
+            for vector in (1, 16 // dtype.itemsize):
+                yield _variant(dtype, head_size, vector)
+
+
+@rope_and_cache.cuda
+def _rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+) -> None:
+    num_tokens, num_q_heads, head_size = q.shape
+    jit.head_size_of(q.dtype, head_size)
+    shift = jit.block_shift(cache.shape[3])
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
+        jit.require(is_row, f"rope_and_cache: heads of a row of {name} must be contiguous")
+    for name, x in (
+        ("cos_sin", cos_sin),
+        ("cache", cache),
+        ("positions", positions),
+        ("slots", slots),
+    ):
+        jit.require(x.is_contiguous(), f"rope_and_cache: {name} must be contiguous")
+    if num_tokens == 0:
+        return
+    rows = (q.flatten(1), k.flatten(1), v.flatten(1))
+    vector = jit.vector_width(head_size // 2, *rows, cache)
+    strided = [arg for x in rows for arg in (x, x.stride(0))]
+    jit.launch(
+        _variant(q.dtype, head_size, vector),
+        "rope_and_cache",
+        (num_tokens,),
+        256,
+        *strided,
+        cos_sin,
+        positions,
+        slots,
+        cache,
+        num_q_heads,
+        k.shape[1],
+        shift,
+    )

@@ -1,13 +1,16 @@
 """From logits to one token a row, without a sort on the GPU.
 
-A row's random numbers are Philox4x32-10 (Salmon et al., 2011) of (seed, output number, token id), so a
-sequence draws the same tokens whatever else is in the batch. The draw is the Gumbel-max trick:
+A row's random numbers are Philox4x32-10 (Salmon et al., 2011) of (seed, output number, token id),
+so a sequence draws the same tokens whatever else is in the batch. The draw is the Gumbel-max trick:
 the argmax of `logit / temperature + gumbel` over the kept tokens samples their softmax.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels import jit
 from slipstream.kernels.op import op
 
 _MASK32 = 0xFFFFFFFF
@@ -23,7 +26,8 @@ def _mul32(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
 def philox(seeds: Tensor, counters: Tensor, num_tokens: int) -> Tensor:
     """32 random bits for each (row, token id), `[rows, num_tokens]` int64.
 
-    Key: the seed's low and high words. Counter: (token id // 4, output number, 0, 0); word token id % 4.
+    Key: the seed's low and high words. Counter: (token id // 4, output number, 0, 0), of whose four
+    words this is number token id % 4.
     """
     rows = len(seeds)
     quads = -(-num_tokens // 4)
@@ -54,7 +58,8 @@ def _keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
     order = scaled.sort(dim=-1, descending=True).values
     k = torch.where(top_k > 0, top_k, scaled.shape[-1]).clamp(max=scaled.shape[-1]).long()
     kth = order.gather(-1, (k - 1)[:, None])
-    ranked = torch.where(order >= kth, order, float("-inf")).softmax(-1)
+    # In double: the borders of 128k additions should not hang on their order.
+    ranked = torch.where(order >= kth, order, float("-inf")).double().softmax(-1)
     before = ranked.cumsum(-1) - ranked  # the mass of likelier tokens
     kept = (before < top_p[:, None]) | (top_p >= 1)[:, None]  # rounding cuts no tail of a whole
     kept &= (ranked >= min_p[:, None] * ranked[:, :1]) & (order >= kth)
@@ -77,11 +82,13 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(token_ids [n] i64, log_probs [n] f32, is_finite [n] bool)`.
 
-    Temperature 0 is greedy (the lowest id of equal logits). `log_probs` are of the chosen token under
-    the softmax of `logits` as given. A row with a NaN, or with nothing but -inf, is not finite.
+    Temperature 0, or so near it that logits / temperature overflow, is greedy (the lowest id of
+    equal logits). `log_probs` are of the chosen token under the softmax of `logits` as given. A row
+    with a NaN or +inf, or with nothing but -inf, is not finite; its token means nothing.
     """
-    is_finite = ~logits.isnan().any(-1) & (logits.amax(-1) > float("-inf"))
-    greedy = temperature == 0
+    highest = logits.amax(-1)  # NaN if any is
+    is_finite = highest.isfinite()
+    greedy = (temperature == 0) | ~(highest / temperature).isfinite()
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
     scores = scaled
     if not bool(greedy.all()):
@@ -98,6 +105,55 @@ def sample(
 def edit_logits(
     logits: Tensor, rows: Tensor, token_ids: Tensor, factors: Tensor, addends: Tensor
 ) -> None:
-    """In place: `l = (l / factor if l > 0 else l * factor) + addend`; each (row, token) at most once."""
+    """In place: `l = (l / factor if l > 0 else l * factor) + addend`; a (row, token) at most once."""
     picked = logits[rows, token_ids]
     logits[rows, token_ids] = torch.where(picked > 0, picked / factors, picked * factors) + addends
+
+
+def _variant() -> jit.Variant:
+    return jit.variant("sample.cu")
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    yield _variant()
+
+
+@sample.cuda
+def _sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, num_tokens = logits.shape
+    jit.require(0 < num_tokens < 2**31, f"sample: {num_tokens} tokens")
+    jit.require(logits.stride(1) == 1 or num_tokens == 1, "sample: rows must be contiguous")
+    parameters = (temperature, top_k, top_p, min_p, seeds, counters)
+    jit.require(all(p.is_contiguous() for p in parameters), "sample: parameters must be contiguous")
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    if num_rows > 0:
+        strided = (logits, logits.stride(0), num_tokens)
+        results = (token_ids, log_probs, is_finite)
+        jit.launch(_variant(), "sample", (num_rows,), 1024, *strided, *parameters, *results)
+    return token_ids, log_probs, is_finite
+
+
+@edit_logits.cuda
+def _edit_logits(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, factors: Tensor, addends: Tensor
+) -> None:
+    edits = (rows, token_ids, factors, addends)
+    jit.require(
+        logits.stride(1) == 1 or logits.shape[1] == 1, "edit_logits: rows must be contiguous"
+    )
+    jit.require(all(e.is_contiguous() for e in edits), "edit_logits: edits must be contiguous")
+    if len(rows) > 0:
+        grid = (-(-len(rows) // 256),)
+        strided = (logits, logits.stride(0))
+        jit.launch(_variant(), "edit_logits", grid, 256, *strided, *edits, len(rows))

@@ -1,0 +1,70 @@
+// What every kernel shares: 16-bit floats and 16-byte accesses, without any CUDA header, so that NVRTC alone
+// is enough to compile. `T` is the tensors' element type: float, Half or BFloat16 (-D ELEMENT).
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+#define INFINITE __int_as_float(0x7f800000)
+
+struct Half {
+  u16 bits;
+};
+struct BFloat16 {
+  u16 bits;
+};
+
+#ifdef ELEMENT
+using T = ELEMENT;
+#endif
+
+DEVICE float to_float(float value) { return value; }
+DEVICE float to_float(Half value) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
+}
+DEVICE float to_float(BFloat16 value) { return __uint_as_float(u32(value.bits) << 16); }
+
+template <class To>
+DEVICE To from_float(float value);
+template <>
+DEVICE float from_float<float>(float value) { return value; }
+template <>
+DEVICE Half from_float<Half>(float value) {
+  Half result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+  return result;
+}
+template <>
+DEVICE BFloat16 from_float<BFloat16>(float value) {
+  BFloat16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+  return result;
+}
+
+// N elements that move in one access.
+template <class Element, int N>
+struct alignas(N * sizeof(Element)) Pack {
+  Element at[N];
+};
+template <int N, class Element>
+DEVICE Pack<Element, N> load(const Element* address) {
+  return *reinterpret_cast<const Pack<Element, N>*>(address);
+}
+template <int N, class Element>
+DEVICE void store(Element* address, const Pack<Element, N>& pack) {
+  *reinterpret_cast<Pack<Element, N>*>(address) = pack;
+}
+
+DEVICE float warp_sum(float value) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(ALL_LANES, value, mask);
+  return value;
+}

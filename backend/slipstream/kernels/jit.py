@@ -1,0 +1,252 @@
+"""CUDA source to running kernels: NVRTC, a cache on disk, CuPy's `RawModule`, torch's stream.
+
+A `Variant` names a .cu file and the -D macros that make one instantiation of it. Compiling needs no
+GPU (`compile_variant`); only `launch` imports CuPy. Kernels include no header but those beside them.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.op import KernelError
+
+DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+HEAD_SIZES = (64, 80, 96, 128)
+MIN_CAPABILITY = (8, 0)  # cp.async, bf16 mma
+
+_FOLDER = Path(__file__).parent
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One instantiation of a .cu file; equal variants are compiled once."""
+
+    source: str
+    defines: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return " ".join([self.source, *(f"{name}={value}" for name, value in self.defines)])
+
+
+def variant(source: str, dtype: torch.dtype | None = None, **defines: int) -> Variant:
+    """The variant of `source` with `-D ELEMENT=` the CUDA name of `dtype`, and `defines`."""
+    pairs = [] if dtype is None else [("ELEMENT", type_name(dtype))]
+    return Variant(source, (*pairs, *((name, str(value)) for name, value in defines.items())))
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """The CUDA type of a tensor's elements; `KernelError` if no kernel is built for it."""
+    if dtype not in DTYPES:
+        raise KernelError(
+            f"dtype {dtype} has no kernels; they are built for float32, float16, bfloat16"
+        )
+    return DTYPES[dtype]
+
+
+def head_size_of(dtype: torch.dtype, head_size: int) -> int:
+    """`head_size`, or `KernelError` where no kernel is built for it."""
+    type_name(dtype)
+    if head_size not in HEAD_SIZES:
+        raise KernelError(f"head size {head_size} has no kernels; they are built for {HEAD_SIZES}")
+    return head_size
+
+
+def block_shift(block_size: int) -> int:
+    """log2 of the cache's block size; `KernelError` unless a power of two from 8 to 256."""
+    if block_size not in (8, 16, 32, 64, 128, 256):
+        raise KernelError(f"block size {block_size} is not a power of two from 8 to 256")
+    return block_size.bit_length() - 1
+
+
+def vector_width(width: int, *tensors: Tensor) -> int:
+    """Elements of the widest access (16 bytes, or one) to which every row is aligned."""
+    wide = 16 // tensors[0].element_size()
+    is_aligned = width % wide == 0 and all(
+        t.data_ptr() % 16 == 0 and all(stride % wide == 0 for stride in t.stride()[:-1])
+        for t in tensors
+    )
+    return wide if is_aligned else 1
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `KernelError` unless `condition`."""
+    if not condition:
+        raise KernelError(message)
+
+
+# ---- compiling ----
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """NVRTC's options for every kernel; ptxas reports registers and spills in the log."""
+    return (f"-arch={arch}", "-std=c++17", "-lineinfo", "--ptxas-options=-v")
+
+
+def compile_variant(wanted: Variant, arch: str) -> tuple[bytes, str]:
+    """The cubin of a variant for `sm_XX` and the compiler's log; `KernelError` with it on errors."""
+    from cuda.bindings import nvrtc
+
+    def check(result: tuple[Any, ...]) -> Any:
+        if int(result[0]) != 0:
+            raise KernelError(f"{wanted} for {arch}: {result[0]!s}")
+        return result[1] if len(result) > 1 else None
+
+    headers = _headers()
+    program = check(
+        nvrtc.nvrtcCreateProgram(
+            (_FOLDER / wanted.source).read_bytes(),
+            wanted.source.encode(),
+            len(headers),
+            list(headers.values()),
+            [name.encode() for name in headers],
+        )
+    )
+    try:
+        flags = [*options(arch), *(f"-D{name}={value}" for name, value in wanted.defines)]
+        status = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        log = bytearray(check(nvrtc.nvrtcGetProgramLogSize(program)))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        text = log.rstrip(b"\0 \n").decode()
+        if int(status[0]) != 0:
+            raise KernelError(f"{wanted} for {arch} does not compile:\n{text}")
+        cubin = bytearray(check(nvrtc.nvrtcGetCUBINSize(program)))
+        check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return bytes(cubin), text
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def cache_key(wanted: Variant, arch: str) -> str:
+    """A hash of all that decides the cubin: source bytes, macros, options, compiler version."""
+    from cuda.bindings import nvrtc
+
+    digest = hashlib.sha256()
+    parts = [
+        (_FOLDER / wanted.source).read_bytes(),
+        *(part for item in _headers().items() for part in (item[0].encode(), item[1])),
+        str(wanted).encode(),
+        repr(options(arch)).encode(),
+        repr(nvrtc.nvrtcVersion()).encode(),
+    ]
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:40]
+
+
+def _headers() -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(_FOLDER.glob("*.cuh"))}
+
+
+def cubin_path(wanted: Variant, arch: str, folder: Path | None = None) -> Path:
+    """The compiled file of a variant in the cache on disk, made now unless it is there."""
+    folder = folder or Path.home() / ".cache" / "slipstream" / "kernels"
+    path = folder / f"{Path(wanted.source).stem}-{arch}-{cache_key(wanted, arch)}.cubin"
+    if path.exists():
+        return path
+    cubin, log = compile_variant(wanted, arch)
+    _log.debug("compiled %s for %s: %s", wanted, arch, log)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a read-only home: compile for this process alone
+        _log.warning("no kernel cache at %s (%s)", folder, error)
+        path = Path(tempfile.mkdtemp(prefix="slipstream-")) / path.name
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(cubin)
+    os.replace(temporary, path)  # whoever reads meanwhile sees a whole file or none
+    return path
+
+
+# ---- launching ----
+
+
+@functools.cache
+def _architecture(device: int) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    require(
+        capability >= MIN_CAPABILITY,
+        f"{name} has compute capability {capability}; the kernels need {MIN_CAPABILITY} or newer",
+    )
+    return "sm_{}{}".format(*capability)
+
+
+@functools.cache
+def shared_memory_limit(device: int) -> int:
+    """Bytes of shared memory that one CTA may have on the device."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
+
+
+@functools.cache
+def _module(wanted: Variant, device: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.RawModule(path=str(cubin_path(wanted, _architecture(device))))
+
+
+@functools.cache
+def _function(wanted: Variant, entry: str, shared_memory: int, device: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        kernel = _module(wanted, device).get_function(entry)
+        if shared_memory > 48 * 1024:
+            kernel.max_dynamic_shared_size_bytes = shared_memory
+        return kernel.kernel
+
+
+@functools.cache
+def _stream(handle: int) -> Any:
+    import cupy
+
+    return cupy.cuda.ExternalStream(handle)
+
+
+@functools.cache
+def _numpy_types() -> tuple[Any, Any, Any]:
+    import numpy
+
+    return numpy.uint64, numpy.int64, numpy.float32
+
+
+def launch(
+    wanted: Variant,
+    entry: str,
+    grid: tuple[int, ...],
+    block: int,
+    *args: Tensor | int | float,
+    shared_memory: int = 0,
+) -> None:
+    """Start a kernel on torch's current stream.
+
+    Tensors pass as pointers, ints as `i64`, floats as `float`; `shared_memory` is in bytes.
+    """
+    require(
+        grid[0] < 2**31 and all(size < 65536 for size in grid[1:]),
+        f"{entry}: grid {grid} exceeds 2^31 - 1, 65535, 65535",
+    )
+    device = torch.cuda.current_device()
+    pointer, integer, real = _numpy_types()
+    values: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            require(
+                arg.device.index == device, f"{entry}: tensor on {arg.device}, not cuda:{device}"
+            )
+            values.append(pointer(arg.data_ptr()))
+        else:
+            values.append(integer(arg) if isinstance(arg, int) else real(arg))
+    function = _function(wanted, entry, shared_memory, device)
+    stream = _stream(torch.cuda.current_stream(device).cuda_stream)
+    function(grid, (block,), tuple(values), shared_mem=shared_memory, stream=stream)

@@ -1,0 +1,67 @@
+// Tiles of a paged cache: asynchronous 16-byte copies from pages into shared memory, rows padded by 16 bytes
+// so that neither ldmatrix nor a lane-a-row read meets a bank conflict.
+// -D ELEMENT (T), HEAD_SIZE, WARPS
+#pragma once
+#include "common.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int TILE = 16 * WARPS;           // tokens of a tile: 16 for each warp
+constexpr int VECTOR = 16 / sizeof(T);     // elements of a 16-byte access
+constexpr int CHUNKS = HEAD_SIZE / VECTOR;  // 16-byte accesses of a head
+constexpr int PITCH = HEAD_SIZE + VECTOR;  // elements between two tokens of a tile
+constexpr int TILE_ELEMENTS = TILE * PITCH;
+static_assert(TILE * CHUNKS % THREADS == 0, "every thread copies as much as every other");
+
+DEVICE u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
+
+// Copies 16 bytes, or writes 16 zero bytes when not `inside` (the source is not read then).
+DEVICE void copy_async(T* target, const T* source, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)),
+               "l"(source), "r"(inside ? 16 : 0)
+               : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// K and V of one kv head of one sequence.
+struct Pages {
+  const T* head;      // K of this kv head in block 0
+  const int* blocks;  // the sequence's block table
+  i64 block_stride;   // elements
+  int block_shift;
+
+  // Starts the copy of tokens [first, first + TILE): K to `tile`, V behind it; zeros from `end` on,
+  // so that what an unused row holds (NaN even) meets no arithmetic.
+  DEVICE void start_copy(T* tile, int first, int end) const {
+    const int mask = (1 << block_shift) - 1;
+#pragma unroll
+    for (int step = 0; step < TILE * CHUNKS / THREADS; ++step) {
+      const int i = threadIdx.x + step * THREADS;
+      const int row = i / CHUNKS, column = i % CHUNKS * VECTOR;
+      const int token = first + row;
+      const bool inside = token < end;
+      const T* source = head;
+      if (inside)
+        source += blocks[token >> block_shift] * block_stride + (token & mask) * HEAD_SIZE + column;
+      T* target = tile + row * PITCH + column;
+      copy_async(target, source, inside);
+      copy_async(target + TILE_ELEMENTS, source + ((i64(HEAD_SIZE) << block_shift) & -i64(inside)),
+                 inside);
+    }
+  }
+};
+
+// 16 query rows of one warp, `count` of them real; row r sees tokens 0 .. first_position + r * step.
+struct Rows {
+  const T* queries;
+  i64 stride;  // elements between rows
+  int count;
+  int first_position;
+  int step;
+  float scale;  // of the scores, times log2(e): the softmax is in base 2
+
+  DEVICE int last_visible(int row) const { return first_position + row * step; }
+};

@@ -1,0 +1,108 @@
+// 16 query rows of one warp against tokens in shared memory, in fp32 (the same interface as rows_mma.cuh).
+//
+// Scores: lane = token (16) x half of the head. Output: lane = 4 columns, of all rows.
+#pragma once
+#include "pages.cuh"
+
+class WarpRows {
+  const int lane = threadIdx.x % 32;
+  const int count;
+  const T* query;  // [16][HEAD_SIZE] of shared memory
+  float4 output[16];
+  float maximum[16];
+  float total[16];
+
+ public:
+  static constexpr int SCRATCH = 16 * HEAD_SIZE * sizeof(T);
+
+  DEVICE WarpRows(const Rows& rows, T* scratch) : count(rows.count), query(scratch) {
+    for (int row = 0; row < count; ++row)
+      for (int column = lane; column < HEAD_SIZE; column += 32)
+        scratch[row * HEAD_SIZE + column] = rows.queries[row * rows.stride + column];
+    __syncwarp();
+#pragma unroll
+    for (int row = 0; row < 16; ++row) {
+      output[row] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      maximum[row] = -INFINITE;
+      total[row] = 0.0f;
+    }
+  }
+
+  template <int TOKENS>
+  DEVICE void attend(const T* keys, const T* values, int first, const Rows& rows) {
+    for (int i = 0; i < TOKENS; i += 16)
+      if (first + i <= rows.last_visible(15))
+        attend_16(keys + i * PITCH, values + i * PITCH, first + i, rows);
+  }
+
+  template <class Visit>
+  DEVICE void visit(const Visit& f) {
+    if (lane >= HEAD_SIZE / 4) return;
+#pragma unroll
+    for (int row = 0; row < 16; ++row) {
+      f(row, lane * 4, output[row].x, output[row].y, maximum[row], total[row]);
+      f(row, lane * 4 + 2, output[row].z, output[row].w, maximum[row], total[row]);
+    }
+  }
+
+ private:
+  DEVICE void attend_16(const T* keys, const T* values, int first, const Rows& rows) {
+    float scores[16];
+    score(scores, keys + lane % 16 * PITCH + lane / 16 * (HEAD_SIZE / 2), lane / 16 * (HEAD_SIZE / 2));
+    const int token = first + lane % 16;
+#pragma unroll
+    for (int row = 0; row < 16; ++row) {
+      if (row >= count) break;
+      float value = scores[row] + __shfl_xor_sync(ALL_LANES, scores[row], 16);
+      value = token > rows.last_visible(row) ? -INFINITE : value * rows.scale;
+      float highest = value, sum;
+#pragma unroll
+      for (int mask = 8; mask > 0; mask /= 2)
+        highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, mask));
+      highest = fmaxf(highest, maximum[row]);
+      const float base = highest == -INFINITE ? 0.0f : highest;  // nothing seen yet: keep all zero
+      const float factor = exp2f(maximum[row] - base);
+      sum = scores[row] = exp2f(value - base);
+#pragma unroll
+      for (int mask = 8; mask > 0; mask /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, mask);
+      maximum[row] = highest;
+      total[row] = total[row] * factor + sum;
+      output[row].x *= factor;
+      output[row].y *= factor;
+      output[row].z *= factor;
+      output[row].w *= factor;
+    }
+    accumulate(scores, values + lane % (HEAD_SIZE / 4) * 4);
+  }
+
+  // This lane's half of the products of its token's key with every row.
+  DEVICE void score(float (&scores)[16], const T* key, int column) const {
+#pragma unroll
+    for (int row = 0; row < 16; ++row) scores[row] = 0.0f;
+    for (int i = 0; i < HEAD_SIZE / 2; i += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(key + i);
+#pragma unroll
+      for (int row = 0; row < 16; ++row) {
+        if (row >= count) break;
+        const float4 q = *reinterpret_cast<const float4*>(query + row * HEAD_SIZE + column + i);
+        scores[row] = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, scores[row]))));
+      }
+    }
+  }
+
+  DEVICE void accumulate(const float (&scores)[16], const T* values) {
+#pragma unroll
+    for (int token = 0; token < 16; ++token) {
+      const float4 v = *reinterpret_cast<const float4*>(values + token * PITCH);
+#pragma unroll
+      for (int row = 0; row < 16; ++row) {
+        if (row >= count) break;
+        const float p = __shfl_sync(ALL_LANES, scores[row], token);
+        output[row].x = fmaf(p, v.x, output[row].x);
+        output[row].y = fmaf(p, v.y, output[row].y);
+        output[row].z = fmaf(p, v.z, output[row].z);
+        output[row].w = fmaf(p, v.w, output[row].w);
+      }
+    }
+  }
+};

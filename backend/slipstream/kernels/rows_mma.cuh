@@ -1,0 +1,177 @@
+// 16 query rows of one warp against tokens in shared memory, on tensor cores (16-bit elements), with the
+// online softmax of FlashAttention-2 (Dao, 2023).
+//
+// Fragments of m16n8k16, for lane = 4 * g + t: A holds rows g and g + 8, columns 2t, 2t + 1, 2t + 8, 2t + 9; B
+// holds the same of its k dimension at column g; C holds rows g and g + 8, columns 2t, 2t + 1. So a C of scores
+// is, packed, an A of probabilities.
+#pragma once
+#include "pages.cuh"
+
+DEVICE float exp2_fast(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+DEVICE u32 pack_pair(float low, float high) {
+  return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
+}
+
+// Four 8 x 8 matrices; lane 8 m + r gives the address of row r of matrix m.
+DEVICE void load_matrices(u32 (&result)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
+               : "r"(address)
+               : "memory");
+}
+DEVICE void load_transposed(u32 (&result)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
+               : "r"(address)
+               : "memory");
+}
+
+#define M16N8K16(TYPE)                                                                       \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                 \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                 \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, Half) { M16N8K16("f16"); }
+DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, BFloat16) {
+  M16N8K16("bf16");
+}
+#undef M16N8K16
+
+class WarpRows {
+  static constexpr int STEPS = HEAD_SIZE / 16;
+  const int lane = threadIdx.x % 32;
+  u32 query[STEPS][4];
+  float output[HEAD_SIZE / 8][4];
+  float maximum[2];  // of rows g and g + 8
+  float total[2];    // this lane's share of the sum of exponentials
+
+ public:
+  static constexpr int SCRATCH = 0;  // bytes of shared memory a warp needs
+
+  DEVICE WarpRows(const Rows& rows, T*) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+      for (int part = 0; part < 4; ++part) {
+        const int row = lane / 4 + part % 2 * 8;
+        const int column = step * 16 + lane % 4 * 2 + part / 2 * 8;
+        const bool real = row < rows.count;
+        query[step][part] =
+            real ? *reinterpret_cast<const u32*>(rows.queries + row * rows.stride + column) : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) output[i][j] = 0.0f;
+    maximum[0] = maximum[1] = -INFINITE;
+    total[0] = total[1] = 0.0f;
+  }
+
+  // Attend to TOKENS tokens from absolute position `first` on.
+  template <int TOKENS>
+  DEVICE void attend(const T* keys, const T* values, int first, const Rows& rows) {
+    if (first > rows.last_visible(15)) return;
+    float scores[TOKENS / 8][4];
+    score<TOKENS>(scores, keys);
+    const bool masked = first + TOKENS - 1 > rows.first_position;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int token = first + i * 8 + lane % 4 * 2 + j % 2;
+        const int row = lane / 4 + j / 2 * 8;
+        scores[i][j] *= rows.scale;
+        if (masked && token > rows.last_visible(row)) scores[i][j] = -INFINITE;
+      }
+    exponentiate<TOKENS>(scores);
+    accumulate<TOKENS>(scores, values);
+  }
+
+  // f(row, column, value of column, value of column + 1, maximum, total) of every second column.
+  template <class Visit>
+  DEVICE void visit(const Visit& f) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = total[half];
+      sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+      sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+#pragma unroll
+      for (int i = 0; i < HEAD_SIZE / 8; ++i)
+        f(lane / 4 + half * 8, i * 8 + lane % 4 * 2, output[i][half * 2], output[i][half * 2 + 1],
+          maximum[half], sum);
+    }
+  }
+
+ private:
+  template <int TOKENS>
+  DEVICE void score(float (&scores)[TOKENS / 8][4], const T* keys) const {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[i][j] = 0.0f;
+    const u32 base = shared_address(keys + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 8);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int pair = 0; pair < TOKENS / 16; ++pair) {
+        u32 key[4];  // tokens 0-7: dims 0-7, 8-15; tokens 8-15: the same
+        load_matrices(key, base + (pair * 16 * PITCH + step * 16) * int(sizeof(T)));
+        multiply_add(scores[pair * 2], query[step], key[0], key[1], T{});
+        multiply_add(scores[pair * 2 + 1], query[step], key[2], key[3], T{});
+      }
+  }
+
+  // Scores become exponentials; what was summed so far is rescaled to the new maxima.
+  template <int TOKENS>
+  DEVICE void exponentiate(float (&scores)[TOKENS / 8][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float highest = maximum[half];
+#pragma unroll
+      for (int i = 0; i < TOKENS / 8; ++i)
+        highest = fmaxf(highest, fmaxf(scores[i][half * 2], scores[i][half * 2 + 1]));
+      highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
+      const float base = highest == -INFINITE ? 0.0f : highest;  // nothing seen yet: keep all zero
+      const float factor = exp2_fast(maximum[half] - base);
+      maximum[half] = highest;
+      total[half] *= factor;
+#pragma unroll
+      for (int i = 0; i < HEAD_SIZE / 8; ++i) {
+        output[i][half * 2] *= factor;
+        output[i][half * 2 + 1] *= factor;
+      }
+#pragma unroll
+      for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+        for (int j = half * 2; j < half * 2 + 2; ++j) {
+          scores[i][j] = exp2_fast(scores[i][j] - base);
+          total[half] += scores[i][j];
+        }
+    }
+  }
+
+  template <int TOKENS>
+  DEVICE void accumulate(const float (&scores)[TOKENS / 8][4], const T* values) {
+    const u32 base = shared_address(values + (lane % 8 + lane / 8 % 2 * 8) * PITCH + lane / 16 * 8);
+#pragma unroll
+    for (int pair = 0; pair < TOKENS / 16; ++pair) {
+      const float(&low)[4] = scores[pair * 2];
+      const float(&high)[4] = scores[pair * 2 + 1];
+      const u32 probabilities[4] = {pack_pair(low[0], low[1]), pack_pair(low[2], low[3]),
+                                    pack_pair(high[0], high[1]), pack_pair(high[2], high[3])};
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        u32 value[4];  // dims 0-7: tokens 0-7, 8-15; dims 8-15: the same
+        load_transposed(value, base + (pair * 16 * PITCH + step * 16) * int(sizeof(T)));
+        multiply_add(output[step * 2], probabilities, value[0], value[1], T{});
+        multiply_add(output[step * 2 + 1], probabilities, value[2], value[3], T{});
+      }
+    }
+  }
+};
