@@ -181,16 +181,31 @@ class _TokenizerFile(msgspec.Struct):
     decoder: Any = None
 
 
-_SPECIAL_KEYS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """`tokenizer_config.json`, or nothing where there is none."""
-    path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
+    """`tokenizer_config.json`, completed from the files that older checkpoints have beside it.
+
+    `special_tokens_map.json` and `added_tokens.json` count, as in transformers, only where the
+    configuration has no `added_tokens_decoder`. A file that is missing is empty.
+    """
+    config = _read_object(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _read_object(directory / "special_tokens_map.json")
+        named = _named_tokens(config)
+        config["added_tokens_decoder"] = {
+            str(token_id): {"content": content, "special": content in named}
+            for content, token_id in _read_object(directory / "added_tokens.json").items()
+        }
+    return config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
     except msgspec.DecodeError as error:
         raise UnsupportedTokenizerError(f"{path}: {error}") from None
 
@@ -203,6 +218,15 @@ def special_token(config: Mapping[str, Any], name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _named_tokens(config: Mapping[str, Any]) -> set[str | None]:
+    """Texts of all tokens that the configuration gives a role."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if isinstance(extra, dict):
+        extra = list(extra.values())
+    texts = {token if isinstance(token, str) else token.get("content") for token in extra}
+    return texts | {special_token(config, name) for name in SPECIAL_ROLES}
+
+
 def added_tokens(
     tokens: Iterable[AddedToken], config: Mapping[str, Any], pieces: Mapping[int, str]
 ) -> list[AddedToken]:
@@ -210,9 +234,7 @@ def added_tokens(
 
     A token is special if either file says so, or if the configuration uses it as bos, eos, pad...
     """
-    named = {special_token(config, name) for name in _SPECIAL_KEYS}
-    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    named |= {token if isinstance(token, str) else token.get("content") for token in extra}
+    named = _named_tokens(config)
     found = {token.id: token for token in tokens}
     for key, value in (config.get("added_tokens_decoder") or {}).items():
         token = AddedToken(int(key), value["content"], bool(value.get("special", False)))

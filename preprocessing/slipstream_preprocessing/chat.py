@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slipstream_contract.errors import Code, ContractError, clip
-from slipstream_contract.vocab import read_tokenizer_config, special_token
+from slipstream_contract.vocab import SPECIAL_ROLES, read_tokenizer_config, special_token
 
 Message = Mapping[str, Any]
 
@@ -41,8 +41,7 @@ class ChatTemplate:
     def load(cls, directory: Path) -> "ChatTemplate":
         """Read `chat_template.jinja`, else `tokenizer_config.json`; there may be none."""
         config = read_tokenizer_config(directory)
-        names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-        tokens = {f"{name}_token": special_token(config, name) for name in names}
+        tokens = {f"{name}_token": special_token(config, name) for name in SPECIAL_ROLES}
         variables = {name: token for name, token in tokens.items() if token is not None}
         return cls(_sources(directory, config), variables)
 

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream_contract.decoder import UnsupportedTokenizerError
-from slipstream_contract.vocab import TokenBytes, read_tokenizer_config, special_token
+from slipstream_contract.vocab import (
+    SPECIAL_ROLES,
+    TokenBytes,
+    read_tokenizer_config,
+    special_token,
+)
 from tokenizers import AddedToken, Tokenizer
 
 
@@ -50,7 +55,7 @@ def _add_configured_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: P
                 f"it is {tokenizer.token_to_id(value['content'])} after those of tokenizer.json"
             )
     contents = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+    for name in SPECIAL_ROLES:
         content = special_token(config, name)
         if content and content not in contents and tokenizer.token_to_id(content) is not None:
             tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
