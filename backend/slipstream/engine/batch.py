@@ -18,8 +18,8 @@ class LogitEdit:
 class Row:
     """One sequence's share of a step: `token_ids` at positions `start`, `start + 1`, ...
 
-    `block_ids` covers at least positions `0 .. start + len(token_ids) - 1`. If `samples`, the logits
-    of the last token are turned into token number `num_outputs` of the sequence's output.
+    `block_ids` covers at least positions `0 .. start + len(token_ids) - 1`. If `samples`, the
+    logits of the last token are turned into token number `num_outputs` of the sequence's output.
     """
 
     sequence_id: int

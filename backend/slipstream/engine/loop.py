@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +22,7 @@ import zmq
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.vocab import TokenBytes
 
-from slipstream import wire
+from slipstream import __version__, wire
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
@@ -33,7 +32,8 @@ _log = logging.getLogger(__name__)
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_UNSENT = 16_384  # messages to one bridge; a bridge that far behind counts as gone
 _MAX_FRAMES = 1024  # taken between two steps, so that a flood cannot stop the generation
-_IDLE_MS = 1000  # how often an idle loop looks whether its parent is alive
+_IDLE_MS = 1000  # how long an idle loop waits before it looks whether its parent is alive
+_SILENCE_S = 5.0  # a bridge pings every second; one so long silent is probed
 
 
 class EngineLoop:
@@ -44,9 +44,12 @@ class EngineLoop:
         self.num_unknown = 0  # cancels of requests that are not there
         self._engine = engine
         self._welcome = welcome
-        self._bridges: dict[bytes, str] = {}
+        self._bridges: dict[bytes, str] = {}  # those that said hello, and their names
+        self._heard_s: dict[bytes, float] = {}
+        self._next_probe_s = 0.0
         self._parent = os.getppid()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
@@ -56,16 +59,17 @@ class EngineLoop:
 
     def run(self) -> int:
         """Serve until the parent is gone or the runner is beyond repair; the exit code."""
+        linger_ms = 0
         try:
             while os.getppid() == self._parent:
                 self.turn(_IDLE_MS)
                 if self._engine.fatal is not None:
                     _log.error("the runner is beyond repair: %s", self._engine.fatal)
-                    self._socket.setsockopt(zmq.LINGER, 1000)
+                    linger_ms = 1000
                     return 1
             return 0
         finally:
-            self._socket.close()
+            self._context.destroy(linger_ms)
 
     def turn(self, idle_ms: int) -> None:
         """Apply what came in, waiting for it only if there is nothing to do; then one step."""
@@ -77,6 +81,13 @@ class EngineLoop:
             for bridge, tokens in outputs.items():
                 if bridge in self._bridges:
                     self._send(bridge, wire.StepOutputs(self._engine.num_steps, made_ns, tokens))
+        if (now := time.monotonic()) >= self._next_probe_s:
+            self._next_probe_s = now + 1.0
+            self._probe(now - _SILENCE_S)
+
+    def close(self) -> None:
+        """Stop listening, for those who call `turn` themselves."""
+        self._context.destroy(0)
 
     # --- messages ------------------------------------------------------------------------------
 
@@ -94,6 +105,8 @@ class EngineLoop:
             except (msgspec.DecodeError, MemoryError):
                 self.num_dropped += 1
                 continue
+            if bridge in self._heard_s:
+                self._heard_s[bridge] = time.monotonic()
             try:
                 self._apply(bridge, message)
             except Exception:  # one message must not end what all others wait for
@@ -125,6 +138,7 @@ class EngineLoop:
         if bridge in self._bridges:
             self._forget(bridge, "connects anew")
         self._bridges[bridge] = message.bridge
+        self._heard_s[bridge] = time.monotonic()
         _log.info("bridge %.64r is connected", message.bridge)
         self._send(bridge, self._welcome)
 
@@ -151,8 +165,14 @@ class EngineLoop:
             return False
         return True
 
+    def _probe(self, since_s: float) -> None:
+        """Write to those not heard since; whoever died without a word cannot be reached."""
+        for bridge in [b for b, heard_s in self._heard_s.items() if heard_s < since_s]:
+            self._send(bridge, self._engine.status(0, self._bridges.values()))
+
     def _forget(self, bridge: bytes, why: str) -> None:
         name = self._bridges.pop(bridge, None)
+        self._heard_s.pop(bridge, None)
         num_requests = self._engine.drop_bridge(bridge)
         if name is not None:
             _log.info("bridge %.64r %s; %d requests cancelled", name, why, num_requests)
@@ -176,7 +196,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
     engine = Engine(limits, runner, vocab, plan.model_name)
     welcome = wire.Welcome(
         wire.PROTOCOL,
-        version("slipstream"),
+        __version__,
         plan.model_name,
         os.getpid(),
         runner.vocab_size,

@@ -1,0 +1,364 @@
+"""The process around the engine: handshake, cancel, lost bridges, and frames that mean nothing."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from engine.counting import VOCAB_SIZE, CountingRunner, Words, expected
+from slipstream import __version__, wire
+from slipstream.engine.engine import Engine
+from slipstream.engine.loop import EngineLoop
+from slipstream.engine.scheduler import Limits
+from slipstream_contract.sampling import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+LONG = SamplingParams(max_tokens=30, temperature=0.0)
+
+
+class House:
+    """An engine loop that is turned by hand, and bridges in the same thread."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.runner = CountingRunner(20, 4)
+        self.engine = Engine(Limits(8, 64, 16), self.runner, Words(), "counting")
+        welcome = wire.Welcome(wire.PROTOCOL, __version__, "counting", 1, VOCAB_SIZE, 40)
+        self.loop = EngineLoop(self.engine, welcome, address)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def bridge(self, name: str = "model", greet: bool = True) -> "Bridge":
+        bridge = Bridge(self)
+        if greet:
+            bridge.say(wire.Hello(wire.PROTOCOL, __version__, name))
+            assert isinstance(bridge.hear(), wire.Welcome)
+        return bridge
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loop.turn(20)
+            self.engine.check_integrity()
+
+    def turn_until(self, is_done: Callable[[], bool]) -> None:
+        """At most 20 turns with time for the socket: fewer steps than `LONG` has tokens."""
+        for _ in range(20):
+            if is_done():
+                return
+            time.sleep(0.01)
+            self.turn()
+        raise AssertionError("not done")
+
+    def is_idle(self) -> bool:
+        return not self.engine.has_work
+
+
+class Bridge:
+    def __init__(self, house: House) -> None:
+        self.house = house
+        self.socket = house.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(house.address)
+
+    def say(self, message: wire.ToEngine) -> None:
+        self.socket.send(wire.encode(message))
+
+    def hear(self, patience: int = 200) -> wire.BridgeMessage:
+        """The next message, turning the loop until it comes."""
+        for _ in range(patience):
+            if self.socket.poll(0):
+                return wire.decode_bridge(self.socket.recv())
+            self.house.turn()
+        raise AssertionError("no answer")
+
+    def ask(self) -> wire.Status:
+        """Status, skipping what comes before it."""
+        self.say(wire.Ping(77))
+        while True:
+            message = self.hear()
+            if isinstance(message, wire.Status) and message.number == 77:
+                return message
+
+    def complete(self, request: int, prompt: list[int], sampling: SamplingParams = GREEDY) -> None:
+        self.say(wire.Submit(request, prompt, sampling, 1))
+        tokens: list[int] = []
+        while True:
+            message = self.hear()
+            assert isinstance(message, wire.StepOutputs), message
+            for part in message.tokens:
+                assert part.request == request
+                tokens += part.token_ids
+                if part.finished is not None:
+                    text = b"".join(map(Words().raw, tokens))
+                    assert (text, part.finished.reason) == expected(prompt, sampling)
+                    return
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(f"ipc://{tmp_path}/engine")
+    yield house
+    house.loop.close()
+    house.context.destroy(0)
+
+
+def test_hello_tokens_and_status(house: House) -> None:
+    bridge = house.bridge("tensorrt_llm")
+    status = bridge.ask()
+    assert (status.model, status.bridges) == ("counting", ["tensorrt_llm"])
+    assert (status.kv_blocks_free, status.kv_blocks_total, status.running) == (20, 20, 0)
+    bridge.complete(0, [1, 2, 3])
+    assert bridge.ask().kv_blocks_free == 20
+
+
+def test_two_bridges_use_the_same_numbers(house: House) -> None:
+    first, second = house.bridge("first"), house.bridge("second")
+    first.say(wire.Submit(5, [9], LONG, 1))
+    second.complete(5, [4])
+    assert sorted(first.ask().bridges) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "version"), [(wire.PROTOCOL + 1, __version__), (wire.PROTOCOL, "0.0.7")]
+)
+def test_another_version_is_refused(house: House, protocol: int, version: str) -> None:
+    bridge = house.bridge(greet=False)
+    bridge.say(wire.Hello(protocol, version, "old"))
+    answer = bridge.hear()
+    assert isinstance(answer, wire.Refused)
+    assert f"protocol {protocol}, version {version}" in answer.reason
+
+
+def test_a_stranger_is_told_to_say_hello(house: House) -> None:
+    stranger = house.bridge(greet=False)
+    stranger.say(wire.Submit(0, [1], GREEDY, 1))
+    assert isinstance(stranger.hear(), wire.Refused)
+    assert not house.engine.has_work
+
+
+def test_what_cannot_be_served_is_rejected(house: House) -> None:
+    bridge = house.bridge()
+    bridge.say(wire.Submit(3, [VOCAB_SIZE], GREEDY, 1))
+    answer = bridge.hear()
+    assert isinstance(answer, wire.Rejected)
+    assert (answer.request, answer.code) == (3, "INVALID_ARGUMENT")
+    assert "outside the vocabulary" in answer.message
+    bridge.complete(3, [1])
+
+
+def test_cancel_bye_and_a_new_hello_free_everything(house: House) -> None:
+    bridge = house.bridge()
+    bridge.say(wire.Submit(0, [1], LONG, 1))
+    house.turn_until(lambda: house.engine.has_work)
+    bridge.say(wire.Cancel(0))
+    bridge.say(wire.Cancel(99))
+    house.turn_until(lambda: house.loop.num_unknown == 1)
+    while True:
+        message = bridge.hear()
+        assert isinstance(message, wire.StepOutputs)
+        if message.tokens[0].finished is not None:
+            assert message.tokens[0].finished.reason is wire.FinishReason.CANCELLED
+            break
+    for last_word in (wire.Bye(), wire.Hello(wire.PROTOCOL, __version__, "anew")):
+        bridge.say(wire.Submit(0, [1], LONG, 1))
+        house.turn_until(lambda: house.engine.has_work)
+        bridge.say(last_word)
+        house.turn_until(house.is_idle)
+        if isinstance(last_word, wire.Bye):
+            bridge = house.bridge()
+
+
+def test_a_bridge_that_vanishes_is_cancelled(house: House) -> None:
+    bridge, other = house.bridge("dying"), house.bridge("other")
+    bridge.say(wire.Submit(0, [1], LONG, 1))
+    house.turn_until(lambda: house.engine.has_work)
+    bridge.socket.close(0)
+    house.turn_until(house.is_idle)
+    other.complete(0, [2, 3], LONG)
+    assert other.ask().bridges == ["other"]
+
+
+def test_an_idle_bridge_that_vanished_is_found_by_a_probe(house: House) -> None:
+    bridge, other = house.bridge("dying"), house.bridge("other")
+    bridge.socket.close(0)
+    other.ask()
+    house.loop._heard_s = dict.fromkeys(house.loop._heard_s, 0.0)
+    house.loop._next_probe_s = 0.0
+    house.turn_until(lambda: len(house.loop._bridges) == 1)
+    assert other.ask().bridges == ["other"]
+
+
+def seeds() -> list[bytes]:
+    full = SamplingParams(
+        max_tokens=9,
+        n=2,
+        seed=5,
+        end_ids=(3,),
+        stop_words=(b"ab",),
+        bad_words=((1,), (2, 3)),
+        bias=((4, 0.5),),
+    )
+    messages: list[wire.ToEngine] = [
+        wire.Hello(wire.PROTOCOL, __version__, "fuzz"),
+        wire.Submit(1, [1, 2, 3], GREEDY, 1),
+        wire.Submit(2, list(range(30)), full, 1),
+        wire.Cancel(1),
+        wire.Ping(1),
+        wire.Bye(),
+    ]
+    return [wire.encode(message) for message in messages]
+
+
+def mutate(rng: random.Random, frame: bytes) -> bytes:
+    data = bytearray(frame)
+    for _ in range(rng.randint(1, 4)):
+        kind, at = rng.randrange(4), rng.randrange(len(data) + 1)
+        if kind == 0 and data:
+            data[at % len(data)] = rng.randrange(256)
+        elif kind == 1:
+            del data[at : at + rng.randint(1, 5)]
+        elif kind == 2:
+            data[at:at] = rng.randbytes(rng.randint(1, 5))
+        else:
+            data[at:at] = data[: rng.randint(0, 20)]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_frame_ends_the_loop(house: House, seed: int) -> None:
+    rng = random.Random(seed)
+    good = house.bridge("good")
+    fuzzers = [house.bridge("fuzz"), house.bridge(greet=False)]
+    frames = seeds()
+    for number in range(1500):
+        socket = rng.choice(fuzzers).socket
+        if rng.random() < 0.3:
+            socket.send(rng.randbytes(rng.randrange(40)))
+        elif rng.random() < 0.05:
+            socket.send_multipart([rng.choice(frames)] * rng.randint(2, 3))
+        else:
+            socket.send(mutate(rng, rng.choice(frames)))
+        if number % 25 == 0:
+            house.turn()
+        if number % 500 == 0:
+            good.complete(number, [number % 7, 1])
+    for _ in range(300):
+        house.turn()
+        if not house.engine.has_work:
+            break
+    assert house.loop.num_dropped > 500
+    good.complete(1, [5, 6])
+    for fuzzer in fuzzers:
+        fuzzer.say(wire.Bye())
+    house.turn_until(lambda: len(house.loop._bridges) == 1)
+    assert good.ask().kv_blocks_free == 20
+
+
+def test_deep_and_lying_frames_are_dropped(house: House) -> None:
+    good = house.bridge()
+    frames = [
+        b"",
+        b"\x91" * 100_000,
+        b"\x93\xa6Cancel\x01" + b"\x91" * 100_000,  # ends in the decoder's recursion limit
+        b"\x95\xa6Submit\x01\xdd\xff\xff\xff\xff",  # promises 2**32 token ids
+        b"\x94\xa5Hello\x01\xa2\xff\xfe\xa1a",  # no UTF-8
+    ]
+    for frame in frames:
+        good.socket.send(frame)
+    house.turn_until(lambda: house.loop.num_dropped == len(frames))
+    good.complete(0, [1])
+
+
+def checkpoint(folder: Path) -> Path:
+    """A directory of a Llama so small that random weights will do; without a tokenizer."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 101,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def start(folder: Path, address: str = "", **config: object) -> subprocess.Popen[str]:
+    path = folder / "engine.json"
+    path.write_text(json.dumps({"checkpoint": ".", "load_format": "random", **config}))
+    command = [sys.executable, "-m", "slipstream.engine.loop", "--config", str(path)]
+    command += ["--socket", address or f"ipc://{folder}/engine"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_process_serves_a_checkpoint_and_ends_when_told(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/engine"
+    process = start(checkpoint(tmp_path), address, device="cpu", kv_cache_tokens=1024)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address)
+        for message in (
+            wire.Hello(wire.PROTOCOL, __version__, "test"),
+            wire.Submit(0, [1, 2, 3], LONG, 1),
+        ):
+            socket.send(wire.encode(message))
+        assert socket.poll(60_000), process.stderr
+        welcome = wire.decode_bridge(socket.recv())
+        assert isinstance(welcome, wire.Welcome)
+        assert (welcome.engine_pid, welcome.vocab_size) == (process.pid, 101)
+        assert welcome.max_model_len == 128
+        tokens: list[int] = []
+        while socket.poll(10_000):
+            outputs = wire.decode_bridge(socket.recv())
+            assert isinstance(outputs, wire.StepOutputs)
+            tokens += outputs.tokens[0].token_ids
+            if outputs.tokens[0].finished is not None:
+                break
+        assert len(tokens) == LONG.max_tokens
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+    finally:
+        context.destroy(0)
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"checkpoint": "absent"}, "absent"),
+        ({"block_size": 33}, "block_size = 33"),
+        ({"max_seqs": 3}, "max_seqs"),
+        ({"device": "tpu"}, "device"),
+    ],
+)
+def test_a_start_that_fails_is_one_line_and_code_2(
+    tmp_path: Path, config: dict[str, object], words: str
+) -> None:
+    process = start(checkpoint(tmp_path), **config)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert len(text.splitlines()) == 1, text
+    assert words in text
+
+
+def test_an_address_in_use_or_impossible_is_one_line(tmp_path: Path) -> None:
+    process = start(checkpoint(tmp_path), "ipc:///nowhere/engine", device="cpu")
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "nowhere" in text.splitlines()[-1]
+    assert not os.path.exists("/nowhere")
