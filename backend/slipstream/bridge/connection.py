@@ -1,0 +1,242 @@
+"""The bridge's end of the wire: one thread that owns a DEALER socket, and reconnects when it must.
+
+It knows nothing of Triton nor of requests: messages go in by `send`, come out at a `Listener`.
+"""
+
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+import zmq.utils.monitor
+from slipstream_contract.errors import Code, ContractError
+
+from slipstream import __version__, wire
+
+_log = logging.getLogger(__name__)
+
+_POLL_MS = 250
+_RETRY_S = 0.2  # between two attempts to connect
+_REFUSED_RETRY_S = 2.0
+_PING_S = 1.0
+_SILENCE_S = 60.0  # connected, asked, and no word for so long: the engine is stuck
+_LINGER_MS = 200
+
+
+class Listener(Protocol):
+    """Who hears the engine; called from the connection's thread, must not block."""
+
+    def take(self, outputs: wire.StepOutputs) -> None:
+        """New tokens."""
+
+    def reject(self, rejected: wire.Rejected) -> None:
+        """A request that the engine refuses."""
+
+    def lose(self) -> None:
+        """The engine is gone, and with it every request sent so far."""
+
+
+class Connection:
+    """To one engine, and to the one started in its place. Thread-safe."""
+
+    def __init__(
+        self, address: str, bridge: str, listener: Listener, keep_alive: Callable[[], None]
+    ) -> None:
+        """Begin to connect.
+
+        Args:
+            address: of the engine's ROUTER.
+            bridge: name under which the engine knows this connection.
+            listener: told of everything.
+            keep_alive: called about once a second while there is no engine; sees to it that one
+                is started. May raise, which is logged.
+        """
+        self.status: wire.Status | None = None  # the latest
+        self.num_dropped = 0  # frames that were no message
+        self._address = address
+        self._bridge = bridge
+        self._listener = listener
+        self._keep_alive = keep_alive
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._changed = threading.Condition()  # guards the five below
+        self._welcome: wire.Welcome | None = None
+        self._refusal: str | None = None
+        self._outbox: deque[bytes] = deque()
+        self._waiters: dict[int, queue.SimpleQueue[wire.Status]] = {}
+        self._is_closing = False
+        self._numbers = itertools.count(1)
+        self._heard_s = 0.0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="connection", daemon=True)
+        self._thread.start()
+
+    def wait_welcome(self, timeout_s: float) -> wire.Welcome | None:
+        """What the engine said of itself, or None if it is not there in time.
+
+        Raises ContractError if it refuses this bridge.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._welcome or self._refusal, timeout_s)
+            if self._refusal is not None:
+                raise ContractError(self._refusal, Code.UNAVAILABLE)
+            return self._welcome
+
+    def send(self, *messages: wire.ToEngine) -> None:
+        """Queue messages, all or none; never blocks. Raises ContractError if there is no engine."""
+        frames = [wire.encode(message) for message in messages]
+        with self._changed:
+            if self._welcome is None:
+                raise ContractError(
+                    "the engine is not running; it is being restarted", Code.UNAVAILABLE
+                )
+            self._outbox.extend(frames)
+        os.eventfd_write(self._wake, 1)
+
+    def ask_status(self, timeout_s: float) -> wire.Status:
+        """The engine's state now. Raises ContractError if it does not answer in time."""
+        number = next(self._numbers)
+        answer: queue.SimpleQueue[wire.Status] = queue.SimpleQueue()
+        with self._changed:
+            self._waiters[number] = answer
+        try:
+            self.send(wire.Ping(number))
+            return answer.get(timeout=timeout_s)
+        except queue.Empty:
+            message = f"the engine did not answer within {timeout_s:g} s"
+            raise ContractError(message, Code.UNAVAILABLE) from None
+        finally:
+            with self._changed:
+                self._waiters.pop(number, None)
+
+    def close(self) -> None:
+        """Say `Bye` and end the thread. Requests in flight are the caller's to end first."""
+        with self._changed:
+            self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._context.destroy(_LINGER_MS)
+        os.close(self._wake)
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+            socket.set_hwm(0)
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            try:
+                self._refusal = None
+                socket.connect(self._address)
+                socket.send(wire.encode(wire.Hello(wire.PROTOCOL, __version__, self._bridge)))
+                self._serve(socket, monitor)
+                if self._is_closing and self._welcome is not None:
+                    socket.send(wire.encode(wire.Bye()))
+            except Exception:
+                _log.exception("the connection to the engine failed")
+            finally:
+                socket.disable_monitor()
+                socket.close(_LINGER_MS if self._is_closing else 0)
+            self._lose()
+            if not self._is_closing:
+                time.sleep(_RETRY_S if self._refusal is None else _REFUSED_RETRY_S)
+
+    def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+        """Pass messages both ways until the engine is gone or we are closing."""
+        poller = zmq.Poller()
+        for source in (socket, monitor, self._wake):
+            poller.register(source, zmq.POLLIN)
+        next_s = 0.0
+        while not self._is_closing:
+            ready = dict(poller.poll(_POLL_MS))
+            self._receive(socket)
+            if monitor in ready:
+                zmq.utils.monitor.recv_monitor_message(monitor)
+                self._receive(socket)  # what it said before it went
+                _log.warning("the engine is gone")
+                return
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if self._refusal is not None:
+                return
+            self._flush(socket)
+            now = time.monotonic()
+            if now >= next_s:
+                next_s = now + _PING_S
+                if self._welcome is None:
+                    self._try_keep_alive()
+                elif now - self._heard_s > _SILENCE_S:
+                    _log.error("no word from the engine for %.0f s: connecting anew", _SILENCE_S)
+                    return
+                else:
+                    socket.send(wire.encode(wire.Ping(next(self._numbers))))
+
+    def _try_keep_alive(self) -> None:
+        try:
+            self._keep_alive()
+        except Exception as error:
+            _log.error("the engine cannot be started: %s", error)
+
+    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frame = self._outbox.popleft()
+            except IndexError:
+                return
+            socket.send(frame)
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frame = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard_s = time.monotonic()
+            try:
+                message = wire.decode_bridge(frame)
+            except (msgspec.DecodeError, ValueError, RecursionError):
+                self.num_dropped += 1
+                continue
+            try:
+                self._hear(message)
+            except Exception:  # one message must not end what all others wait for
+                _log.exception("a %s message could not be used", type(message).__name__)
+
+    def _hear(self, message: wire.BridgeMessage) -> None:
+        match message:
+            case wire.StepOutputs():
+                self._listener.take(message)
+            case wire.Rejected():
+                self._listener.reject(message)
+            case wire.Status():
+                self.status = message
+                with self._changed:
+                    waiter = self._waiters.pop(message.number, None)
+                if waiter is not None:
+                    waiter.put(message)
+            case wire.Welcome():
+                _log.info(
+                    "connected to the engine of %s, process %d", message.model, message.engine_pid
+                )
+                with self._changed:
+                    self._welcome, self._refusal = message, None
+                    self._changed.notify_all()
+            case wire.Refused():
+                _log.error("the engine refuses this bridge: %s", message.reason)
+                with self._changed:
+                    self._refusal = message.reason
+                    self._changed.notify_all()
+
+    def _lose(self) -> None:
+        with self._changed:  # after this, `send` refuses; before, its requests are known
+            was_welcome, self._welcome = self._welcome is not None, None
+            self.status = None
+            self._outbox.clear()
+        if was_welcome:
+            self._listener.lose()

@@ -1,0 +1,178 @@
+"""Flow control and cancel through a Triton ensemble, the bridge's side of the credit file.
+
+A stream's next response is sent when `postprocessing` has acknowledged the last. The server tells
+it, not us, that a client is gone: it either meets the cancelled request and says so in the file, or
+the server drops the request and the acknowledgement never comes. Requests reach `postprocessing`
+in the order of sending, so ours was dropped once a response that was sent later is acknowledged;
+or, when no other stream moves, once `postprocessing` has been alive and idle for a while. It is
+never concluded from time alone while `postprocessing` is busy or stands still.
+"""
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from slipstream_contract.credit import NUM_SLOTS, CreditFile
+from slipstream_contract.errors import Code, ContractError
+
+from slipstream.bridge.streams import Call, Stream
+
+_log = logging.getLogger(__name__)
+
+_NUMBER_BITS = 24  # responses of one stream; the bits above tell streams apart
+_POLL_S = 0.001
+_DROP_NS = 400_000_000
+_MAX_PAUSE_NS = 200_000_000  # between two polls; longer: this process stood still
+
+
+class SlotCredit:
+    """The credit of one stream. See `streams.Credit`."""
+
+    def __init__(self, flow: "Flow", stream: Stream, slot: int, number: int) -> None:
+        self.stream = stream
+        self.slot = slot
+        self.number = number  # of the last response sent
+        self.begun = 0  # places of its sending in the order of all sendings
+        self.ended = 0
+        self.ended_ns = 0  # time.monotonic_ns()
+        self._flow = flow
+
+    @property
+    def next_number(self) -> int:
+        """Of the response that is about to be written."""
+        return self.number + 1
+
+    def spend(self, send: Callable[[], None]) -> None:
+        """Send one response and watch for its acknowledgement."""
+        self.number += 1
+        self.begun = self._flow.tick()
+        send()
+        self.ended = self._flow.tick()
+        self.ended_ns = time.monotonic_ns()
+        self._flow.watch(self)
+
+    def release(self) -> None:
+        """Give the slot back."""
+        self._flow.release(self)
+
+
+class Flow:
+    """All credits of a bridge, and the thread that waits for them to come back."""
+
+    def __init__(
+        self,
+        file: CreditFile,
+        hand_over: Callable[[Stream], None],
+        cancel: Callable[[Call], None],
+    ) -> None:
+        """`hand_over` passes a stream with pending tokens to the senders, `cancel` ends a call."""
+        self.num_cancelled = 0
+        self._file = file
+        self._hand_over = hand_over
+        self._cancel = cancel
+        self._tick = itertools.count(1)
+        self._lock = threading.Lock()  # guards the slots
+        self._slots = deque(range(NUM_SLOTS))  # the one that is free longest comes first
+        self._generation = secrets.randbits(62 - _NUMBER_BITS)
+        self._watched: dict[int, SlotCredit] = {}  # by slot; those whose credit is spent
+        self._newest = 0  # `begun` of the latest sending that is known to be acknowledged
+        self._alive_ns = 0
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="flow", daemon=True)
+        self._thread.start()
+
+    def open(self, stream: Stream) -> SlotCredit:
+        """Put a stream under flow control. Raises ContractError if there are too many."""
+        with self._lock:
+            if not self._slots:
+                raise ContractError(f"more than {NUM_SLOTS} streams at once", Code.UNAVAILABLE)
+            slot = self._slots.popleft()
+            self._generation = (self._generation + 1) % (1 << 62 - _NUMBER_BITS)
+            credit = SlotCredit(self, stream, slot, self._generation << _NUMBER_BITS)
+        stream.credit = credit
+        return credit
+
+    def release(self, credit: SlotCredit) -> None:
+        """Take a slot back. Once per credit."""
+        with self._lock:
+            self._watched.pop(credit.slot, None)
+            self._slots.append(credit.slot)
+
+    def tick(self) -> int:
+        """The next place in the order of beginnings and ends of sendings."""
+        return next(self._tick)
+
+    def watch(self, credit: SlotCredit) -> None:
+        """Wait for the acknowledgement of what was just sent."""
+        with self._lock:
+            self._watched[credit.slot] = credit
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join()
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last_ns = 0
+        while not self._is_closing:
+            if not self._watched:
+                self._wake.wait()
+                self._alive_ns = last_ns = time.monotonic_ns()
+            self._wake.clear()
+            try:
+                self._poll()
+            except Exception:
+                _log.exception("flow control failed")
+            time.sleep(_POLL_S)
+            now_ns = time.monotonic_ns()
+            if now_ns - last_ns > _MAX_PAUSE_NS:
+                self._alive_ns = now_ns
+            last_ns = now_ns
+
+    def _poll(self) -> None:
+        with self._lock:
+            watched = list(self._watched.values())
+        spent = []
+        for credit in watched:
+            if self._file.is_acknowledged(credit.slot, credit.number):
+                self._newest = max(self._newest, credit.begun)
+                self._give_back(credit)
+            else:
+                spent.append(credit)
+        for credit in spent:
+            if self._is_gone(credit):
+                self.num_cancelled += 1
+                call = credit.stream.call
+                assert call is not None, "its responses are sent"
+                self._cancel(call)
+
+    def _give_back(self, credit: SlotCredit) -> None:
+        with self._lock:
+            if self._watched.get(credit.slot) is not credit:
+                return  # released meanwhile
+            del self._watched[credit.slot]
+        if not credit.stream.let_go():
+            self._hand_over(credit.stream)
+
+    def _is_gone(self, credit: SlotCredit) -> bool:
+        if self._file.is_cancelled(credit.slot, credit.number):
+            return True
+        if credit.ended < self._newest:
+            # Read again: it may have been acknowledged after the first look, before the other.
+            return not self._file.is_acknowledged(credit.slot, credit.number)
+        now_ns = time.monotonic_ns()
+        if now_ns - credit.ended_ns < _DROP_NS:
+            return False
+        idle_ns = self._file.idle_since_ns(now_ns)
+        if idle_ns is None or now_ns - max(idle_ns, self._alive_ns, credit.ended_ns) < _DROP_NS:
+            return False
+        return not self._file.is_acknowledged(credit.slot, credit.number)

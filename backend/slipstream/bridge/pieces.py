@@ -1,0 +1,104 @@
+"""What a response says besides its tokens: log probs, indices, counts and times, as tensors.
+
+Both wirings of the TensorRT-LLM tensors share it. All shapes have the batch dimension, which is 1:
+a request of batch B is answered by B streams.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from slipstream import wire
+from slipstream.bridge.streams import Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one sequence that leave in one response."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    drop_bytes: int
+    finished: wire.Finished | None
+
+
+def merge(tokens: Iterable[wire.Tokens]) -> Piece:
+    """Several `Tokens` of one sequence, in order, as one piece."""
+    token_ids: list[int] = []
+    log_probs: list[float] = []
+    drop_bytes, finished = 0, None
+    for each in tokens:
+        assert drop_bytes == 0, "only the last tokens of a sequence are cut"
+        token_ids += each.token_ids
+        log_probs += each.log_probs
+        drop_bytes, finished = each.drop_bytes, each.finished
+    return Piece(token_ids, log_probs, drop_bytes, finished)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request asks for, and where its sequence belongs.
+
+    `batch_index` is None for a batch of one, `sequence_index` for one sequence a prompt.
+    """
+
+    num_input_tokens: int
+    return_log_probs: bool = False
+    return_perf_metrics: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+    batch_index: int | None = None
+    sequence_index: int | None = None
+
+
+class Extras:
+    """The optional outputs of one sequence, response by response."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._cum_log_prob = 0.0
+
+    def make(self, piece: Piece) -> Outputs:
+        """Those of one response: what was asked for, counting this response's tokens alone.
+
+        `cum_log_probs` sums up all tokens so far; times and block counts come with the last.
+        """
+        wanted = self._wanted
+        outputs: dict[str, np.ndarray] = {}
+        if wanted.batch_index is not None:
+            outputs["batch_index"] = _scalar(wanted.batch_index, np.int32)
+        if wanted.sequence_index is not None:
+            outputs["sequence_index"] = _scalar(wanted.sequence_index, np.int32)
+        if wanted.return_log_probs:
+            self._cum_log_prob += sum(piece.log_probs)
+            outputs["cum_log_probs"] = _scalar(self._cum_log_prob, np.float32)
+            outputs["output_log_probs"] = np.array([[piece.log_probs]], np.float32)
+        if wanted.return_num_input_tokens:
+            outputs["num_input_tokens"] = _scalar(wanted.num_input_tokens, np.int32)
+        if wanted.return_num_output_tokens:
+            outputs["num_output_tokens"] = _scalar(len(piece.token_ids), np.int32)
+        if wanted.return_perf_metrics and piece.finished is not None:
+            outputs |= _perf(piece.finished.perf)
+        return outputs
+
+
+def _perf(perf: wire.Perf) -> dict[str, np.ndarray]:
+    return {
+        "arrival_time_ns": _scalar(perf.arrival_ns, np.int64),
+        "first_scheduled_time_ns": _scalar(perf.first_scheduled_ns, np.int64),
+        "first_token_time_ns": _scalar(perf.first_token_ns, np.int64),
+        "last_token_time_ns": _scalar(perf.last_token_ns, np.int64),
+        "kv_cache_alloc_new_blocks": _scalar(perf.kv_alloc_new_blocks, np.int32),
+        "kv_cache_reused_blocks": _scalar(perf.kv_reused_blocks, np.int32),
+        "kv_cache_alloc_total_blocks": _scalar(perf.kv_alloc_total_blocks, np.int32),
+        # No token was drafted, so none was accepted.
+        "acceptance_rate": _scalar(0.0, np.float32),
+        "total_accepted_draft_tokens": _scalar(0, np.int32),
+        "total_draft_tokens": _scalar(0, np.int32),
+    }
+
+
+def _scalar(value: float, dtype: DTypeLike) -> np.ndarray:
+    return np.array([[value]], dtype)

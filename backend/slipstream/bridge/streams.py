@@ -1,0 +1,326 @@
+"""Calls in flight: what Triton asked, the mailboxes of its responses, and their one certain end.
+
+A `Call` is one Triton request, a `Stream` one series of responses in it. Every call is ended
+exactly once, by whoever comes first: its last tokens, a cancel, an error, or the engine's loss.
+"""
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+from slipstream_contract.errors import Code, ContractError
+
+from slipstream import wire
+
+_log = logging.getLogger(__name__)
+
+Outputs = Mapping[str, np.ndarray]
+
+
+class Reply(Protocol):
+    """Where the responses of a call go. Nothing may follow what was sent as final."""
+
+    def send(self, outputs: Outputs, is_final: bool) -> None:
+        """One response."""
+
+    def fail(self, error: ContractError) -> None:
+        """An error, final."""
+
+    def end(self) -> None:
+        """No response, final."""
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has cancelled."""
+
+
+class Writer(Protocol):
+    """Turns the tokens of one stream into responses. One thread at a time calls it."""
+
+    def write(self, tokens: list[wire.Tokens], is_last: bool) -> Outputs:
+        """The next response: all tokens since the one before."""
+
+
+class Credit(Protocol):
+    """Flow control of one stream, see `flow`."""
+
+    def spend(self, send: Callable[[], None]) -> None:
+        """Send one response; afterwards the stream must wait until it is returned."""
+
+    def release(self) -> None:
+        """The stream has ended."""
+
+
+class Stream:
+    """A mailbox: tokens that were made and not yet sent, in order.
+
+    It is in the hands of at most one sender; `is_held` says whether of any.
+    """
+
+    def __init__(self, writer: Writer, num_sequences: int = 1) -> None:
+        self.credit: Credit | None = None
+        self.call: Call | None = None
+        self.has_sent = False
+        self._writer = writer
+        self._num_running = num_sequences
+        self._lock = threading.Lock()  # guards the two below
+        self._pending: list[wire.Tokens] = []
+        self._is_held = False
+
+    def put(self, tokens: wire.Tokens, is_streaming: bool) -> bool:
+        """Add tokens. True if the caller must now hand the stream to a sender."""
+        with self._lock:
+            self._pending.append(tokens)
+            if tokens.finished is not None:
+                self._num_running -= 1
+            if self._is_held or not (is_streaming or self._num_running == 0):
+                return False
+            self._is_held = True
+            return True
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether its next response is the first or the last one."""
+        return not self.has_sent or self._num_running == 0
+
+    def take(self) -> tuple[list[wire.Tokens], bool]:
+        """All pending tokens, and whether they are the last. For its holder only."""
+        with self._lock:
+            tokens, self._pending = self._pending, []
+            return tokens, self._num_running == 0
+
+    def write(self, tokens: list[wire.Tokens], is_last: bool) -> Outputs:
+        """One response. For its holder only."""
+        return self._writer.write(tokens, is_last)
+
+    def let_go(self) -> bool:
+        """Give the stream back. False if there is more to send: the caller still holds it."""
+        with self._lock:
+            self._is_held = bool(self._pending)
+            return not self._is_held
+
+
+class Call:
+    """One Triton request and everything that is running for it."""
+
+    def __init__(self, reply: Reply, request_id: str, is_streaming: bool) -> None:
+        self.reply = reply
+        self.request_id = request_id
+        self.is_streaming = is_streaming
+        self.is_over = False
+        self.lock = threading.Lock()  # held while sending: responses of a call are in order
+        self.requests: list[int] = []
+        self.streams: list[Stream] = []
+        self.num_open = 0  # streams without their last response
+
+    def add(self, request: int, streams: Iterable[Stream]) -> None:
+        """An engine request of this call. Before the call is opened."""
+        self.requests.append(request)
+        for stream in streams:
+            stream.call = self
+            self.streams.append(stream)
+            self.num_open += 1
+
+
+class Calls:
+    """All calls of a bridge, by the engine's request numbers and by their clients' request ids."""
+
+    def __init__(self, send: Callable[..., None], hand_over: Callable[[Stream], None]) -> None:
+        """`send` passes messages to the engine, `hand_over` streams to the senders."""
+        self.num_calls = 0  # ever opened
+        self.num_tokens = 0  # ever delivered
+        self._send = send
+        self._hand_over = hand_over
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # guards the two below
+        self._routes: dict[int, tuple[Call, tuple[Stream, ...]]] = {}
+        self._ids: dict[str, Call] = {}
+
+    def next_request(self) -> int:
+        """A number for a `Submit`."""
+        return next(self._numbers)
+
+    def open(self, call: Call, routes: Mapping[int, tuple[Stream, ...]]) -> None:
+        """Make a call known before its requests are sent.
+
+        Args:
+            call: with all its streams added.
+            routes: request number -> the stream of each of its sequences.
+
+        Raises ContractError if a call with the same request id is running.
+        """
+        with self._lock:
+            if call.request_id:
+                if call.request_id in self._ids:
+                    raise ContractError(
+                        f"request id {call.request_id!r:.64} is already running",
+                        Code.ALREADY_EXISTS,
+                    )
+                self._ids[call.request_id] = call
+            for request, streams in routes.items():
+                self._routes[request] = (call, streams)
+            self.num_calls += 1
+
+    def snapshot(self) -> list[Call]:
+        """Calls that are running now."""
+        with self._lock:
+            return list({id(call): call for call, _ in self._routes.values()}.values())
+
+    def find(self, request_id: str) -> Call | None:
+        """The running call of that id."""
+        with self._lock:
+            return self._ids.get(request_id)
+
+    # --- from the engine -----------------------------------------------------------------------
+
+    def take(self, outputs: wire.StepOutputs) -> None:
+        """Put tokens into their mailboxes."""
+        for tokens in outputs.tokens:
+            route = self._routes.get(tokens.request)
+            if route is None or tokens.index >= len(route[1]):
+                continue  # cancelled meanwhile
+            self.num_tokens += len(tokens.token_ids)
+            call, streams = route
+            if tokens.finished is not None and tokens.finished.reason is wire.FinishReason.ERROR:
+                message = tokens.finished.error or "the engine failed"
+                self.fail(call, ContractError(message, Code.INTERNAL))
+                continue
+            stream = streams[tokens.index]
+            if stream.put(tokens, call.is_streaming):
+                self._hand_over(stream)
+
+    def reject(self, rejected: wire.Rejected) -> None:
+        """End the call of a request that the engine refuses."""
+        route = self._routes.get(rejected.request)
+        if route is not None:
+            self.fail(route[0], ContractError(rejected.message, Code(rejected.code)))
+
+    def lose(self) -> None:
+        """The engine is gone: every call ends with an error."""
+        self.fail_all(ContractError("the engine ended; try again", Code.UNAVAILABLE))
+
+    # --- ends ----------------------------------------------------------------------------------
+
+    def fail_all(self, error: ContractError) -> None:
+        """End every call with the same error."""
+        for call in self.snapshot():
+            self.fail(call, error)
+
+    def fail(self, call: Call, error: ContractError) -> None:
+        """End a call with an error, unless it is over."""
+        with call.lock:
+            if not call.is_over:
+                self._abandon(call)
+                call.reply.fail(error)
+
+    def cancel(self, call: Call) -> None:
+        """End a call whose client is gone, without a further word."""
+        with call.lock:
+            if not call.is_over:
+                self._abandon(call)
+                call.reply.end()
+
+    def stop(self, request_id: str) -> None:
+        """Let the engine stop the call of that id; it answers with what it has. None: nothing."""
+        call = self.find(request_id)
+        if call is not None:
+            self._cancel_in_engine(call)
+
+    def forget(self, call: Call) -> None:
+        """Make its request id free again; tokens that still come are nobody's."""
+        with self._lock:
+            for request in call.requests:
+                self._routes.pop(request, None)
+            if self._ids.get(call.request_id) is call:
+                del self._ids[call.request_id]
+        for stream in call.streams:
+            credit, stream.credit = stream.credit, None
+            if credit is not None:
+                credit.release()
+
+    def _abandon(self, call: Call) -> None:
+        call.is_over = True
+        self.forget(call)
+        self._cancel_in_engine(call)
+
+    def _cancel_in_engine(self, call: Call) -> None:
+        with contextlib.suppress(ContractError):  # no engine: nothing to cancel
+            self._send(*(wire.Cancel(request) for request in call.requests))
+
+
+class Senders:
+    """The threads in which responses are built and sent.
+
+    Sending blocks for a round trip to the server, so several threads share one queue; what a client
+    waits for most, a stream's first and last response, has a queue and a thread of its own.
+    """
+
+    def __init__(self, num_threads: int = 4) -> None:
+        self.calls: Calls | None = None
+        self._shared: SimpleQueue[Stream | None] = SimpleQueue()
+        self._fast: SimpleQueue[Stream | None] = SimpleQueue()
+        queues = [self._shared] * num_threads + [self._fast]
+        self._threads = [
+            threading.Thread(target=self._run, args=(each,), name=f"sender-{index}", daemon=True)
+            for index, each in enumerate(queues)
+        ]
+        self._queues = queues
+        for thread in self._threads:
+            thread.start()
+
+    def hand_over(self, stream: Stream) -> None:
+        """Send what is pending in a stream that the caller holds."""
+        (self._fast if stream.is_urgent else self._shared).put(stream)
+
+    def close(self) -> None:
+        """End the threads after what was handed over before."""
+        for each in self._queues:
+            each.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, streams: SimpleQueue[Stream | None]) -> None:
+        while (stream := streams.get()) is not None:
+            try:
+                self._send(stream)
+            except Exception:
+                _log.exception("a response could not be sent")
+                self._fail(stream)
+
+    def _fail(self, stream: Stream) -> None:
+        assert self.calls is not None
+        assert stream.call is not None
+        try:
+            error = ContractError("the response could not be made", Code.INTERNAL)
+            self.calls.fail(stream.call, error)
+        except Exception:
+            _log.exception("a call could not be ended")
+
+    def _send(self, stream: Stream) -> None:
+        call, calls = stream.call, self.calls
+        assert calls is not None
+        assert call is not None, "handed over before it was opened"
+        with call.lock:
+            if call.is_over:
+                return
+            tokens, is_last = stream.take()
+            outputs = stream.write(tokens, is_last)
+            if is_last:
+                call.num_open -= 1
+                is_final = call.num_open == 0
+                if is_final:
+                    calls.forget(call)  # first: the client may use the id again at once
+                call.reply.send(outputs, is_final)
+                call.is_over = is_final
+                return
+            stream.has_sent = True
+            if stream.credit is not None:
+                stream.credit.spend(lambda: call.reply.send(outputs, False))
+                return  # held until the credit comes back
+            call.reply.send(outputs, False)
+        if not stream.let_go():
+            self.hand_over(stream)

@@ -1,0 +1,75 @@
+"""What the bridge says to Triton: requests read, responses sent."""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb
+from slipstream_contract.errors import Code, ContractError
+
+from slipstream.bridge.streams import Outputs
+
+_log = logging.getLogger(__name__)
+
+_CODES = {
+    code: getattr(pb.TritonError, code.value) for code in Code if hasattr(pb.TritonError, code)
+}
+_CODES[Code.INVALID_ARGUMENT] = pb.TritonError.INVALID_ARG
+
+
+def triton_error(error: ContractError) -> Any:
+    """The error as Triton has it; its text begins with our code, which a gRPC stream would lose."""
+    return pb.TritonError(str(error), _CODES.get(error.code, pb.TritonError.INTERNAL))
+
+
+def read_inputs(request: Any) -> dict[str, np.ndarray]:
+    """All input tensors by name, as copies: the server takes its memory back."""
+    return {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
+
+
+def read_parameters(request: Any) -> dict[str, object]:
+    """The request's parameters; their values are strings, integers, floats or booleans."""
+    text = request.parameters()
+    return dict(json.loads(text)) if text else {}
+
+
+def make_tensors(outputs: Outputs, requested: frozenset[str] | None = None) -> list[Any]:
+    """Tensors of those outputs that were requested; None: of all."""
+    return [
+        pb.Tensor(name, array)
+        for name, array in outputs.items()
+        if requested is None or name in requested
+    ]
+
+
+class TritonReply:
+    """The responses of one decoupled request. See `streams.Reply`.
+
+    Every response is built in the thread that sends it. Nothing follows the final one.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self.requested = frozenset(request.requested_output_names())
+        self._sender = request.get_response_sender()
+
+    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool) -> None:
+        """One response of the outputs that were requested."""
+        response = pb.InferenceResponse(make_tensors(outputs, self.requested))
+        self._sender.send(
+            response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
+        )
+
+    def fail(self, error: ContractError) -> None:
+        """An error, final."""
+        response = pb.InferenceResponse(error=triton_error(error))
+        self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def end(self) -> None:
+        """No response, final."""
+        self._sender.send(flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has cancelled: a round trip to the server."""
+        return bool(self._sender.is_cancelled())

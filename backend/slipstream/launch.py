@@ -1,0 +1,239 @@
+"""Start the engine's process and keep it running for as long as the tritonserver lives.
+
+    python -m slipstream.launch --runtime DIR --server PID --config FILE --lock FD
+
+The bridge that gets the lock of the runtime directory starts this supervisor and hands the lock
+over, so there is one; when the supervisor is lost, any bridge starts the next. The engine's output
+goes to `engine.log`. If the engine says that it cannot start (exit code 2) and never has, its last
+line goes to `engine.error`, where the bridges find it; an engine that has run before is started
+again for ever, with pauses that grow to 10 s.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+from slipstream_contract.runtime import VARIABLE, Runtime
+
+from slipstream.config import EngineConfig
+
+_log = logging.getLogger(__name__)
+
+CANNOT_START = 2  # the engine's exit code for it
+_MAX_EARLY_ENDS = 5  # in a row, before it has ever been ready
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 10.0
+_FAILED_PAUSE_S = 30.0  # before an engine that could not start is tried again
+_CLOCK_S = 0.02  # how far the clock of files may be behind
+_STEADY_S = 30.0  # an engine that ran so long starts with the first pause again
+_END_S = 3.0  # from SIGTERM to SIGKILL
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+# --- the bridge's side -------------------------------------------------------------------------
+
+
+class Supervision:
+    """Starts the supervisor if none runs. One per bridge."""
+
+    def __init__(self, runtime: Runtime, config: EngineConfig, server_pid: int) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._server_pid = server_pid
+        self._begin = time.time() - _CLOCK_S
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def failure(self) -> str | None:
+        """Why the engine could not start; None if it did, still may, or failed before our time."""
+        try:
+            if self._runtime.error.stat().st_mtime < self._begin:
+                return None
+            return self._runtime.error.read_text(errors="replace").strip() or "no reason given"
+        except FileNotFoundError:
+            return None
+
+    def ensure(self) -> None:
+        """Start the supervisor unless somebody holds its lock.
+
+        Raises OSError if it cannot, RuntimeError for a while after an engine could not start.
+        """
+        self._children = [child for child in self._children if child.poll() is None]
+        with self._runtime.lock.open("ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            failure = self.failure()
+            if failure and time.time() - self._runtime.error.stat().st_mtime < _FAILED_PAUSE_S:
+                raise RuntimeError(failure)
+            self._runtime.error.unlink(missing_ok=True)
+            file = self._runtime.directory / "engine.json"
+            file.write_bytes(msgspec.json.encode(self._config))
+            with self._runtime.log.open("ab") as log:
+                self._children.append(
+                    subprocess.Popen(
+                        self._command(file, lock.fileno()),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=dict(os.environ) | {VARIABLE: str(self._runtime.directory)},
+                        pass_fds=[lock.fileno()],
+                        start_new_session=True,
+                    )
+                )
+
+    def _command(self, config: Path, lock: int) -> list[str]:
+        python = os.environ.get("SLIPSTREAM_PYTHON") or shutil.which("python3") or "python3"
+        return [
+            *(python, "-P", "-m", "slipstream.launch"),
+            *("--runtime", str(self._runtime.directory)),
+            *("--server", str(self._server_pid)),
+            *("--config", str(config)),
+            *("--lock", str(lock)),
+        ]
+
+
+# --- the supervisor's process ------------------------------------------------------------------
+
+
+class Supervisor:
+    """Runs one engine after the other."""
+
+    def __init__(self, runtime: Runtime, config: Path, server_pid: int) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._server = os.pidfd_open(server_pid)
+        self._was_ready = False
+        self._num_early_ends = 0
+
+    def run(self) -> int:
+        """Until the server is gone (0) or the engine cannot start (1)."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            begin = time.monotonic()
+            output = self._runtime.log.stat().st_size if self._runtime.log.exists() else 0
+            code = self._run_engine()
+            if code is None:
+                return 0
+            said = self._last_line(output)
+            _log.error("the engine ended with code %d", code)
+            if not self._was_ready and self._gives_up(code):
+                self._runtime.error.write_text(f"{said}\n")
+                return 1
+            steady = time.monotonic() - begin > _STEADY_S
+            pause_s = _FIRST_PAUSE_S if steady else min(2 * pause_s, _MAX_PAUSE_S)
+            if self._is_server_gone(pause_s):
+                return 0
+
+    def _gives_up(self, code: int) -> bool:
+        self._num_early_ends += 1
+        return code == CANNOT_START or self._num_early_ends == _MAX_EARLY_ENDS
+
+    def _run_engine(self) -> int | None:
+        """The exit code of one engine; None if the server is gone, and then so is the engine."""
+        self._runtime.socket.unlink(missing_ok=True)
+        engine = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "slipstream.engine.loop"),
+                *("--config", str(self._config)),
+                *("--socket", self._runtime.address),
+            ],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent(),
+        )
+        try:
+            ended = os.pidfd_open(engine.pid)
+            try:
+                while not select.select([ended, self._server], [], [], 1.0)[0]:
+                    self._was_ready |= self._runtime.socket.exists()
+            finally:
+                os.close(ended)
+            self._was_ready |= self._runtime.socket.exists()
+            return engine.wait() if not self._is_server_gone(0) else None
+        finally:
+            _end(engine)
+            self._runtime.socket.unlink(missing_ok=True)
+
+    def _is_server_gone(self, wait_s: float) -> bool:
+        return bool(select.select([self._server], [], [], wait_s)[0])
+
+    def _last_line(self, offset: int) -> str:
+        with self._runtime.log.open("rb") as log:
+            log.seek(offset)
+            lines = log.read().decode(errors="replace").split("\n")
+        said = [line.strip() for line in lines if line.strip()]
+        return said[-1].removeprefix("slipstream engine: ") if said else "it said nothing"
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """For a child about to begin: it is killed when this process ends, however that happens."""
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork
+    parent = os.getpid()
+
+    def prepare() -> None:
+        prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def _clean(runtime: Runtime) -> None:
+    """The server is gone: leave nothing of a directory that we made ourselves."""
+    if runtime.directory.name.startswith(f"slipstream-{os.getuid()}-"):
+        shutil.rmtree(runtime.directory, ignore_errors=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The supervisor; its exit code."""
+    parser = argparse.ArgumentParser(prog="slipstream.launch", description=__doc__)
+    parser.add_argument("--runtime", type=Path, required=True, help="the runtime directory")
+    parser.add_argument("--server", type=int, required=True, help="the tritonserver's process id")
+    parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
+    parser.add_argument("--lock", type=int, required=True, help="descriptor of the lock, held")
+    options = parser.parse_args(arguments)
+    os.set_inheritable(options.lock, False)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s launch %(levelname)s %(message)s")
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGINT, _exit)
+    runtime = Runtime(options.runtime)
+    try:
+        supervisor = Supervisor(runtime, options.config, options.server)
+    except ProcessLookupError:
+        _clean(runtime)
+        return 0
+    code = supervisor.run()
+    if code == 0:
+        with contextlib.suppress(OSError):
+            _clean(runtime)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

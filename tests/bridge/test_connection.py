@@ -1,0 +1,188 @@
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import zmq
+from slipstream import __version__, wire
+from slipstream.bridge.connection import Connection
+from slipstream_contract.errors import ContractError
+from slipstream_contract.sampling import SamplingParams
+
+# A peer in a process of its own: answers everything, and echoes the prompt of a Submit as tokens.
+_PEER = textwrap.dedent(
+    """
+    import sys, time, zmq
+    from slipstream import wire
+    socket = zmq.Context().socket(zmq.ROUTER)
+    socket.bind(sys.argv[1])
+    refuse = len(sys.argv) > 2
+    while True:
+        who, frame = socket.recv_multipart()
+        match wire.decode_engine(frame):
+            case wire.Hello():
+                answer = wire.Refused("not you") if refuse else wire.Welcome(1, "v", "m", 42, 9, 99)
+            case wire.Ping(number):
+                answer = wire.Status(number, "m", 42, 1, 2, 3, 4, 0.5, 6, 7, [])
+            case wire.Submit(request, ids):
+                socket.send_multipart([who, b"garbage"])
+                answer = wire.StepOutputs(1, 2, [wire.Tokens(request, 0, ids, [])])
+            case wire.Cancel(request):
+                answer = wire.Rejected(request, "CANCELLED", "as you say")
+            case wire.Bye():
+                print("bye", flush=True)
+                continue
+        socket.send_multipart([who, wire.encode(answer)])
+    """
+)
+
+
+class Peer:
+    def __init__(self, address: str, *arguments: str) -> None:
+        command = [sys.executable, "-c", _PEER, address, *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Ear:
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+        self.event = threading.Event()
+
+    def take(self, outputs: wire.StepOutputs) -> None:
+        self._hear(outputs)
+
+    def reject(self, rejected: wire.Rejected) -> None:
+        self._hear(rejected)
+
+    def lose(self) -> None:
+        self._hear("lost")
+
+    def _hear(self, what: object) -> None:
+        self.heard.append(what)
+        self.event.set()
+
+    def wait(self) -> object:
+        assert self.event.wait(10)
+        self.event.clear()
+        return self.heard[-1]
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"ipc://{tmp_path}/{secrets.token_hex(4)}.sock"
+
+
+@pytest.fixture
+def link(address):
+    """A connection, its listener, and the peers to start: what is still running is ended."""
+    peers: list[Peer] = []
+    asked: list[float] = []
+    ear = Ear()
+    connection = Connection(address, "test", ear, lambda: asked.append(time.monotonic()))
+
+    def start(*arguments: str) -> Peer:
+        peers.append(Peer(address, *arguments))
+        return peers[-1]
+
+    connection.asked = asked  # type: ignore[attr-defined]
+    yield connection, ear, start
+    connection.close()
+    for peer in peers:
+        peer.kill()
+
+
+def test_a_request_goes_out_and_its_tokens_come_back_past_a_broken_frame(link):
+    connection, ear, start = link
+    start()
+    welcome = connection.wait_welcome(10)
+    assert welcome is not None
+    assert (welcome.model, welcome.vocab_size) == ("m", 9)
+    connection.send(wire.Submit(5, [1, 2, 3], SamplingParams(max_tokens=1), 0))
+    assert ear.wait() == wire.StepOutputs(1, 2, [wire.Tokens(5, 0, [1, 2, 3], [])])
+    assert connection.num_dropped == 1
+    connection.send(wire.Cancel(5))
+    assert ear.wait() == wire.Rejected(5, "CANCELLED", "as you say")
+    assert connection.ask_status(5).kv_blocks_total == 2
+
+
+def test_a_request_without_an_engine_is_refused_and_somebody_told_to_start_one(link):
+    connection, _, _ = link
+    assert connection.wait_welcome(0.3) is None
+    with pytest.raises(ContractError, match="UNAVAILABLE: the engine is not running"):
+        connection.send(wire.Cancel(1))
+    assert connection.asked
+
+
+def test_the_end_of_the_engine_is_told_at_once_and_the_next_engine_is_found(link):
+    connection, ear, start = link
+    peer = start()
+    assert connection.wait_welcome(10)
+    begin = time.monotonic()
+    peer.kill()
+    assert ear.wait() == "lost"
+    assert time.monotonic() - begin < 0.5
+    with pytest.raises(ContractError, match="UNAVAILABLE"):
+        connection.send(wire.Cancel(1))
+    start()
+    assert connection.wait_welcome(10)
+    connection.send(wire.Cancel(1))
+    assert isinstance(ear.wait(), wire.Rejected)
+
+
+def test_an_engine_that_stands_still_does_not_answer_in_time(link):
+    connection, _, start = link
+    peer = start()
+    assert connection.wait_welcome(10)
+    peer.process.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(ContractError, match="UNAVAILABLE: the engine did not answer within"):
+        connection.ask_status(0.3)
+    assert time.monotonic() - begin < 1
+    peer.process.send_signal(signal.SIGCONT)
+    assert connection.ask_status(5).running == 3
+
+
+def test_a_refusal_is_told(link):
+    connection, _, start = link
+    start("refuse")
+    with pytest.raises(ContractError, match="UNAVAILABLE: not you"):
+        connection.wait_welcome(10)
+
+
+def test_bye_is_said(address):
+    peer = Peer(address)
+    connection = Connection(address, "test", Ear(), lambda: None)
+    assert connection.wait_welcome(10)
+    connection.close()
+    assert peer.process.stdout.readline() == b"bye\n"
+    peer.kill()
+
+
+def test_hello_carries_protocol_version_and_name(address):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(address)
+        connection = Connection(address, "ensemble", Ear(), lambda: None)
+        assert router.poll(5000)
+        _, frame = router.recv_multipart()
+        assert wire.decode_engine(frame) == wire.Hello(wire.PROTOCOL, __version__, "ensemble")
+        connection.close()
+
+
+def test_no_descriptor_is_left(address):
+    peer = Peer(address)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        connection = Connection(address, "test", Ear(), lambda: None)
+        assert connection.wait_welcome(10)
+        connection.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    peer.kill()
