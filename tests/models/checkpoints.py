@@ -1,0 +1,158 @@
+"""Random-weight checkpoints by transformers, the oracle they come from, and a driver of steps."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from slipstream.config import EngineConfig
+from slipstream.engine.batch import Batch, Row
+from slipstream.engine.plan import resolve
+from slipstream.engine.runner import ModelRunner
+from slipstream_contract.sampling import SamplingParams
+
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+_SIZES = {
+    "vocab_size": 1009,
+    "hidden_size": 128,
+    "intermediate_size": 177,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_model(family: str = "llama", **overrides: object) -> torch.nn.Module:
+    """A transformers model in fp32 whose every parameter matters: biases and norms are random."""
+    config_class, model_class = FAMILIES[family]
+    with torch.random.fork_rng():
+        torch.manual_seed(1234)
+        model = model_class(config_class(**(_SIZES | overrides)))
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.data.normal_(0.0, 0.3)
+            elif "norm" in name:
+                parameter.data.normal_(1.0, 0.2)
+            else:
+                parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
+    return model.float().eval()
+
+
+def save(model: torch.nn.Module, directory: Path, shard: str = "1GB") -> Path:
+    """Write it as transformers does, in one file or in shards of at most `shard`."""
+    model.save_pretrained(directory, max_shard_size=shard)
+    return directory
+
+
+def edit_config(directory: Path, *removed: str, **changes: object) -> None:
+    """Change keys of config.json."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if k not in removed}))
+
+
+def make_runner(directory: Path, **overrides: object) -> ModelRunner:
+    """A runner as the engine makes it, on the CPU in fp32 unless told otherwise."""
+    settings = {"device": "cpu", "dtype": "float32", "kv_cache_tokens": 8192, "block_size": 8}
+    return ModelRunner(resolve(EngineConfig(checkpoint=str(directory), **(settings | overrides))))
+
+
+@dataclass
+class Generation:
+    """One request on its way through a runner."""
+
+    prompt: list[int]
+    num_outputs: int
+    sampling: SamplingParams = GREEDY
+    seed: int = 0
+    outputs: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.outputs
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_computed == len(self.tokens) - 1 and bool(self.outputs)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.outputs) == self.num_outputs
+
+
+class Driver:
+    """Steps a runner as the engine does: decodes first, then chunks; blocks in no order."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0, keep_logits: bool = False) -> None:
+        self.runner = runner
+        self.keep_logits = keep_logits
+        self.free = list(range(runner.num_blocks))
+        random.Random(seed).shuffle(self.free)
+
+    def step(self, generations: list[Generation], chunk: int) -> None:
+        """One batch: a token of each decode, `chunk` tokens of each prefill."""
+        active = sorted(
+            (g for g in generations if not g.is_finished), key=lambda g: not g.is_decode
+        )
+        rows = tuple(self._row(i, g, chunk) for i, g in enumerate(active))
+        batch = Batch(rows, num_decodes=sum(g.is_decode for g in active))
+        logits = self.runner.logits(batch) if self.keep_logits else None
+        sampled = self.runner.run(batch)
+        samplers = [g for g, row in zip(active, rows, strict=True) if row.samples]
+        for g, row in zip(active, rows, strict=True):
+            g.num_computed += len(row.token_ids)
+        for i, g in enumerate(samplers):
+            assert sampled.is_finite[i]
+            g.outputs.append(sampled.token_ids[i])
+            g.log_probs.append(sampled.log_probs[i])
+            if logits is not None:
+                g.logits.append(logits[i].float().cpu())
+
+    def _row(self, number: int, g: Generation, chunk: int) -> Row:
+        token_ids = g.tokens[g.num_computed :][: 1 if g.is_decode else chunk]
+        end = g.num_computed + len(token_ids)
+        while len(g.block_ids) * self.runner.block_size < end:
+            g.block_ids.append(self.free.pop())
+        return Row(
+            sequence_id=number,
+            token_ids=token_ids,
+            start=g.num_computed,
+            block_ids=list(g.block_ids),
+            samples=end == len(g.tokens),
+            sampling=g.sampling,
+            seed=g.seed,
+            num_outputs=len(g.outputs),
+        )
+
+    def preempt(self, g: Generation) -> None:
+        """Take the blocks away; all tokens so far are computed again, in other blocks."""
+        self.free[:0] = g.block_ids
+        g.block_ids, g.num_computed = [], 0
+
+    def finish(self, generations: list[Generation], chunk: int = 1 << 20) -> None:
+        """Step until all have their tokens, then free the blocks."""
+        while not all(g.is_finished for g in generations):
+            self.step(generations, chunk)
+        for g in generations:
+            self.free.extend(g.block_ids)
+
+
+def random_prompts(lengths: list[int], vocab_size: int = 1009, seed: int = 0) -> list[list[int]]:
+    """Token ids drawn evenly."""
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]

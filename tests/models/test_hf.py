@@ -1,0 +1,185 @@
+"""The refusing reader: what it takes, and the one line it gives for everything else."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models.checkpoints import edit_config, make_model, save
+from slipstream.errors import CheckpointError
+from slipstream.layers.dims import RopeConfig
+from slipstream.models.hf import describe, read_config
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 128,
+    "intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def write(directory: Path, **changes: object) -> Path:
+    (directory / "config.json").write_text(json.dumps(BASE | changes))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures = ['GPT2LMHeadModel']"),
+        ({"architectures": None}, "architectures = None"),
+        ({"architectures": ["LlamaForCausalLM", "X"]}, "architectures ="),
+        ({"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"sliding_window": 128}, "sliding_window = 128"),
+        ({"sliding_window": 128, "use_sliding_window": True}, "sliding_window = 128"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types ="),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = "),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"num_experts": 8}, "num_experts = 8"),
+        ({"logit_scale": 0.1}, "logit_scale = 0.1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type = 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type = 'longrope'"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, "rope_scaling.factor = -2"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}}, "rope_scaling.x = 1"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta = 6.0"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "contradicts",
+        ),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"vocab_size": "100"}, "vocab_size = '100'"),
+        ({"vocab_size": 0}, "vocab_size = 0"),
+        ({"hidden_size": True}, "hidden_size = True"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5"),
+        ({"num_attention_heads": 3}, "hidden_size = 128"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        ({"head_dim": 33}, "head_dim = 33"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
+        ({"dtype": "int8"}, "dtype = 'int8'"),
+        ({"eos_token_id": 100}, "eos_token_id = 100"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id = [1, '2']"),
+    ],
+)
+def test_refused_by_key_and_value(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_config(write(tmp_path, **changes))
+    text = str(caught.value)
+    assert words in text
+    assert "config.json" in text
+    assert "\n" not in text
+    assert len(text) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": None, "some_future_flag": False, "labels": {}, "names": []},
+        {"_name_or_path": "x", "transformers_version": "4.30", "use_cache": False},
+        {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
+        {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 2},
+        {"layer_types": ["full_attention"] * 2, "attention_dropout": 0.1, "pretraining_tp": 2},
+        {"hidden_act": "swish", "partial_rotary_factor": 1.0, "pad_token_id": -1},
+    ],
+)
+def test_neutral_and_harmless_keys(changes: dict[str, object], tmp_path: Path) -> None:
+    assert read_config(write(tmp_path, **changes)).dims.num_kv_heads == 2
+
+
+ROPES = [
+    ({}, RopeConfig()),
+    ({"rope_theta": 5e5}, RopeConfig(theta=5e5)),
+    ({"type": "linear", "factor": 2}, RopeConfig("linear", factor=2.0)),
+    (
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+        RopeConfig("llama3", 5e5, 8.0, 128, 1.0, 4.0),
+    ),
+    (
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "truncate": False},
+        RopeConfig("yarn", 1e4, 4.0, 512, attention_factor=1.5, truncate=False),
+    ),
+]
+
+
+@pytest.mark.parametrize(("rope", "expected"), ROPES)
+def test_old_and_new_rope_keys(
+    rope: dict[str, object], expected: RopeConfig, tmp_path: Path
+) -> None:
+    assert read_config(write(tmp_path, rope_parameters=rope)).rope == expected
+    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+    old = {"rope_theta": rope.get("rope_theta", 1e4), "rope_scaling": scaling or None}
+    assert read_config(write(tmp_path, **old)).rope == expected
+    renamed = {"type" if k == "rope_type" else k: v for k, v in scaling.items()}
+    assert read_config(write(tmp_path, **old | {"rope_scaling": renamed})).rope == expected
+
+
+def test_yarn_extends_the_context(tmp_path: Path) -> None:
+    rope = YARN | {"original_max_position_embeddings": 512}
+    assert read_config(write(tmp_path, rope_scaling=rope)).max_positions == 2048
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_describe_what_transformers_wrote(family: str, tmp_path: Path) -> None:
+    info = describe(save(make_model(family), tmp_path))
+    assert info.vocab_size == 1009
+    assert info.max_positions == 256
+    assert info.dtype == "float32"
+    assert info.eos_ids == (2,)
+    assert not info.has_tokenizer
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert describe(str(tmp_path)).has_tokenizer
+
+
+def test_eos_of_generation_config_wins(tmp_path: Path) -> None:
+    write(tmp_path, eos_token_id=3)
+    assert read_config(tmp_path).eos_ids == (3,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9, 7]}')
+    assert read_config(tmp_path).eos_ids == (7, 9)
+
+
+def test_dtype_from_the_weights_when_config_is_silent(tmp_path: Path) -> None:
+    save(make_model("llama").bfloat16(), tmp_path)
+    edit_config(tmp_path, "dtype", "torch_dtype")
+    assert describe(tmp_path).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 10_000, "\xff", '"x"'])
+def test_broken_json(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+def test_no_directory_and_empty_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        describe(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        describe(tmp_path)
+
+
+def test_reading_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from slipstream.models import registry, hf; "
+        f"hf.read_config(__import__('pathlib').Path({str(write(tmp_path))!r})); "
+        "assert registry.supported(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,137 @@
+"""A request's tokens do not depend on its neighbours, its chunks, its blocks or its preemptions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
+from slipstream.engine.batch import Batch, LogitEdit, Row
+from slipstream.engine.runner import ModelRunner
+from slipstream_contract.sampling import SamplingParams
+
+LENGTHS = [3, 60, 17, 1, 33, 8, 45, 26, 64, 2, 31, 12]
+STYLES = [
+    SamplingParams(max_tokens=1, temperature=0.0),
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=0.7, top_p=0.8),
+    SamplingParams(max_tokens=1, temperature=1.3, top_k=20, min_p=0.01),
+]
+
+
+def make_generations() -> list[Generation]:
+    return [
+        Generation(
+            prompt, 5 + i % 4, STYLES[i % len(STYLES)], seed=(i * 0x9E3779B97F4A7C15) % 2**64
+        )
+        for i, prompt in enumerate(random_prompts(LENGTHS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    directory = tmp_path_factory.mktemp("invariance")
+    return make_runner(save(make_model("llama", hidden_size=64), directory))
+
+
+@pytest.fixture(scope="module")
+def alone(runner: ModelRunner) -> list[Generation]:
+    """Every request by itself, its prompt in one piece."""
+    generations = make_generations()
+    for generation in generations:
+        Driver(runner).finish([generation])
+    return generations
+
+
+STEPS = st.tuples(
+    st.integers(0, 4),  # requests that arrive
+    st.none() | st.integers(0, len(LENGTHS) - 1),  # one to preempt
+    st.integers(1, 70),  # tokens of a chunk
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    arrivals=st.permutations(range(len(LENGTHS))),
+    steps=st.lists(STEPS, max_size=30),
+    blocks=st.integers(0, 1000),
+)
+def test_any_schedule_gives_the_same_tokens(
+    runner: ModelRunner,
+    alone: list[Generation],
+    arrivals: list[int],
+    steps: list[tuple[int, int | None, int]],
+    blocks: int,
+) -> None:
+    everyone = make_generations()
+    driver = Driver(runner, seed=blocks)
+    waiting = [everyone[i] for i in arrivals]
+    running: list[Generation] = []
+    for num_arrivals, victim, chunk in steps:
+        running += waiting[:num_arrivals]
+        del waiting[:num_arrivals]
+        if victim is not None and not everyone[victim].is_finished:
+            driver.preempt(everyone[victim])
+        if not all(g.is_finished for g in running):
+            driver.step(running, chunk)
+    driver.finish(everyone)
+    for ours, expected in zip(everyone, alone, strict=True):
+        assert ours.outputs == expected.outputs
+        assert ours.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+
+
+def test_a_batch_of_fifty(runner: ModelRunner, alone: list[Generation]) -> None:
+    crowd = [g for _ in range(5) for g in make_generations()][:50]
+    Driver(runner).finish(crowd, chunk=40)
+    for i, generation in enumerate(crowd):
+        assert generation.outputs == alone[i % len(alone)].outputs
+
+
+def test_three_preemptions(runner: ModelRunner, alone: list[Generation]) -> None:
+    generations = make_generations()
+    driver = Driver(runner)
+    for _ in range(3):
+        driver.step(generations, chunk=64)
+        for generation in generations:
+            driver.preempt(generation)
+    driver.finish(generations)
+    assert [g.outputs for g in generations] == [g.outputs for g in alone]
+
+
+def make_row(token_ids: list[int], blocks: list[int], edits: tuple[LogitEdit, ...] = ()) -> Row:
+    return Row(0, token_ids, 0, blocks, True, STYLES[0], 0, 0, edits)
+
+
+def test_edits_reach_their_own_row(runner: ModelRunner) -> None:
+    prompts = random_prompts([9, 9])
+    plain = Batch(tuple(make_row(p, [2 * i, 2 * i + 1]) for i, p in enumerate(prompts)), 0)
+    first, second = runner.run(plain).token_ids
+    ban = (LogitEdit(first, 1.0, float("-inf")), LogitEdit(7, 1.0, 1e4))
+    edited = Batch((make_row(prompts[0], [0, 1], ban), make_row(prompts[1], [2, 3])), 0)
+    assert runner.run(edited).token_ids == [7, second]
+
+
+def test_rows_that_do_not_sample_return_nothing(runner: ModelRunner) -> None:
+    (prompt,) = random_prompts([12])
+    row = Row(0, prompt, 0, [5, 3], False, STYLES[0], 0, 0)
+    assert runner.run(Batch((row,), 0)).token_ids == []
+    sampled = runner.run(Batch((row, make_row(prompt, [9, 1])), 0))
+    assert len(sampled.token_ids) == len(sampled.log_probs) == len(sampled.is_finite) == 1
+
+
+def test_nan_is_told_and_stays_in_its_row(tmp_path: Path) -> None:
+    model = make_model("llama", hidden_size=64)
+    runner = make_runner(save(model, tmp_path))
+    healthy, sick = random_prompts([12, 12])
+    expected = runner.run(Batch((make_row(healthy, [0, 1]),), 0)).token_ids
+    with torch.inference_mode():
+        runner._model.embedding.weight[sick[3]] = float("nan")
+    assert sick[3] not in healthy
+    both = runner.run(Batch((make_row(sick, [4, 5]), make_row(healthy, [2, 3])), 0))
+    assert both.is_finite == [False, True]
+    assert both.token_ids[1:] == expected
+    # Blocks that hold another's NaN beyond the new owner's length do no harm.
+    again = runner.run(Batch((make_row(healthy, [5, 4]),), 0))
+    assert again.is_finite == [True]
+    assert again.token_ids == expected

@@ -1,0 +1,121 @@
+"""Logits within 1e-4 of transformers', equal greedy tokens: a grid of shapes, fp32, on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GRID = {
+    "gqa": ("llama", {}),
+    "mha": ("llama", {"num_key_value_heads": 4}),
+    "mqa": ("llama", {"num_key_value_heads": 1}),
+    "wide group": ("llama", {"num_attention_heads": 14, "hidden_size": 112}),
+    "odd heads": (
+        "llama",
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144},
+    ),
+    "heads of 80": ("llama", {"head_dim": 80}),
+    "heads of 96": ("llama", {"head_dim": 96, "hidden_size": 80}),
+    "heads of 128": ("llama", {"head_dim": 128, "num_attention_heads": 2}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "attention biases": ("llama", {"attention_bias": True}),
+    "mlp biases": ("llama", {"mlp_bias": True}),
+    "all biases, tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "one layer, tiny vocabulary": ("llama", {"num_hidden_layers": 1, "vocab_size": 17}),
+    "large eps": ("llama", {"rms_norm_eps": 0.1}),
+    "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.1e6}}),
+    "linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
+    ),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "yarn, own attention factor": (
+        "llama",
+        {"rope_parameters": YARN | {"attention_factor": 0.7, "beta_fast": 16, "beta_slow": 2}},
+    ),
+    "yarn, mscale": (
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}},
+    ),
+    "yarn, heads of 80": ("llama", {"rope_parameters": YARN, "head_dim": 80}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 mha, tied": ("qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 biases, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3 mqa, heads of 128": ("qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
+}
+
+
+def check_against(model: torch.nn.Module, generation: Generation, tolerance: float) -> None:
+    """Every sampled position against one dense pass of the oracle over the whole sequence."""
+    with torch.no_grad():
+        truth = model(torch.tensor([generation.tokens])).logits[0]
+    first = len(generation.prompt) - 1
+    for i, (token, logits) in enumerate(zip(generation.outputs, generation.logits, strict=True)):
+        expected = truth[first + i]
+        assert (logits - expected).abs().max() <= tolerance
+        assert token == int(expected.argmax())
+        log_prob = expected.log_softmax(-1)[token]
+        assert abs(generation.log_probs[i] - float(log_prob)) <= tolerance
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_logits_and_greedy_tokens(name: str, tmp_path: Path) -> None:
+    family, overrides = GRID[name]
+    model = make_model(family, **overrides)
+    runner = make_runner(save(model, tmp_path))
+    prompts = random_prompts([37, 1, 90, 8, 16], model.config.vocab_size)
+    generations = [Generation(prompt, 6 + i) for i, prompt in enumerate(prompts)]
+    driver = Driver(runner, keep_logits=True)
+    driver.step(generations[:1], 7)  # so that prefill chunks of others meet running decodes
+    driver.finish(generations, chunk=13)
+    for generation in generations:
+        check_against(model, generation, 1e-4)
+
+
+def test_prefill_in_chunks_of_every_size(tmp_path: Path) -> None:
+    model = make_model("llama", num_attention_heads=2, hidden_size=64)
+    driver = Driver(make_runner(save(model, tmp_path)), keep_logits=True)
+    (prompt,) = random_prompts([41])
+    for chunk in range(1, len(prompt) + 1):
+        generation = Generation(prompt, 3)
+        driver.finish([generation], chunk)
+        check_against(model, generation, 1e-4)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+def test_every_block_size(block_size: int, tmp_path: Path) -> None:
+    model = make_model("llama", hidden_size=64)
+    driver = Driver(make_runner(save(model, tmp_path), block_size=block_size), keep_logits=True)
+    generations = [Generation(p, 4) for p in random_prompts([min(block_size - 1, 200), 9, 130])]
+    driver.finish(generations, 50)
+    for generation in generations:
+        check_against(model, generation, 1e-4)
+
+
+def test_long_context_of_the_whole_table(tmp_path: Path) -> None:
+    model = make_model("llama", max_position_embeddings=1024, rope_parameters=LLAMA3)
+    driver = Driver(make_runner(save(model, tmp_path)), keep_logits=True)
+    generation = Generation(random_prompts([1020])[0], 4)  # the last input is position 1,022
+    driver.finish([generation], 300)
+    check_against(model, generation, 1e-4)

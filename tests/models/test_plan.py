@@ -1,0 +1,98 @@
+"""What a configuration resolves to, and the impossible ones: field, value and limit in one line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from models.checkpoints import edit_config, make_model, save
+from slipstream.config import EngineConfig
+from slipstream.engine.plan import resolve
+from slipstream.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("llama", hidden_size=64), tmp_path_factory.mktemp("plan") / "Tiny-1B")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block_size": 24}, "block_size = 24"),
+        ({"block_size": 4}, "block_size = 4"),
+        ({"block_size": 512}, "block_size = 512"),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0 is below 1"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens = -1"),
+        ({"max_waiting": 0}, "max_waiting = 0"),
+        ({"max_model_len": 257}, "max_model_len = 257 is above the checkpoint's context of 256"),
+        ({"max_model_len": 0}, "max_model_len = 0 is below 1"),
+        ({"kv_cache_tokens": 31}, "kv_cache_tokens = 31 is below 32"),
+        ({"device": "tpu"}, "device = 'tpu'"),
+        ({"dtype": "int8"}, "dtype = 'int8'"),
+        ({"load_format": "gguf"}, "load_format = 'gguf'"),
+    ],
+)
+def test_impossible(changes: dict[str, object], words: str, checkpoint: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(EngineConfig(checkpoint=str(checkpoint), **changes))
+    assert words in str(caught.value)
+
+
+def test_defaults_on_a_cpu(checkpoint: Path) -> None:
+    plan = resolve(EngineConfig(checkpoint=str(checkpoint), device="cpu"))
+    assert plan.device == torch.device("cpu")
+    assert plan.dtype == torch.float32
+    assert plan.max_model_len == 256
+    assert plan.kv_tokens == 65_536
+    assert plan.model_name == "Tiny-1B"
+    assert not plan.has_tokenizer
+
+
+def test_no_more_blocks_than_the_sequences_can_use(checkpoint: Path) -> None:
+    config = EngineConfig(
+        checkpoint=str(checkpoint), device="cpu", max_num_seqs=3, max_model_len=100
+    )
+    assert resolve(config).num_blocks == 3 * 4
+
+
+def test_as_asked(checkpoint: Path) -> None:
+    config = EngineConfig(
+        checkpoint=str(checkpoint),
+        model="shown",
+        device="cpu",
+        dtype="bfloat16",
+        kv_cache_tokens=1000,
+        block_size=16,
+    )
+    plan = resolve(config)
+    assert (plan.num_blocks, plan.kv_tokens, plan.dtype) == (62, 992, torch.bfloat16)
+    banner = plan.banner()
+    for fact in ("shown", "LlamaForCausalLM", "bfloat16", "992 tokens", "3.9 sequences of 256"):
+        assert fact in banner
+    assert "\n" not in banner
+
+
+def test_threads_from_the_environment(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(checkpoint=str(checkpoint), device="cpu")
+    monkeypatch.setenv("SLIPSTREAM_CPU_THREADS", "3")
+    assert resolve(config).num_threads == 3
+    monkeypatch.setenv("SLIPSTREAM_CPU_THREADS", "many")
+    with pytest.raises(ConfigError, match="SLIPSTREAM_CPU_THREADS = 'many'"):
+        resolve(config)
+
+
+def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be decided on a GPU with 1 GiB free beyond what is reserved."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 << 30, 80 << 30))
+    edit_config(checkpoint, dtype="bfloat16")
+    plan = resolve(EngineConfig(checkpoint=str(checkpoint), max_num_seqs=4000))
+    assert plan.device.type == "cuda"
+    assert plan.dtype == torch.bfloat16
+    assert 0.7 * 2**30 < plan.kv_bytes <= 0.9 * 2**30
+    with pytest.raises(ConfigError, match=r"kv_cache_tokens = 10000000 takes .* GB"):
+        resolve(EngineConfig(checkpoint=str(checkpoint), kv_cache_tokens=10_000_000))
+    edit_config(checkpoint, head_dim=48)
+    with pytest.raises(ConfigError, match="64, 80, 96, 128"):
+        resolve(EngineConfig(checkpoint=str(checkpoint)))
+    edit_config(checkpoint, head_dim=64, dtype="float32")
