@@ -1,7 +1,7 @@
 """CUDA source to running kernels: NVRTC, a cache on disk, CuPy's `RawModule`, torch's stream.
 
 A `Variant` names a .cu file and the -D macros that make one instantiation of it. Compiling needs no
-GPU (`compile_variant`); only `launch` imports CuPy. Kernels include no header but those beside them.
+GPU (`compile_variant`); only `launch` imports CuPy. Kernels include no headers but ours.
 """
 
 import functools
@@ -92,7 +92,7 @@ def options(arch: str) -> tuple[str, ...]:
 
 
 def compile_variant(wanted: Variant, arch: str) -> tuple[bytes, str]:
-    """The cubin of a variant for `sm_XX` and the compiler's log; `KernelError` with it on errors."""
+    """The cubin of a variant for `sm_XX` and the compiler's log, or a `KernelError` with it."""
     from cuda.bindings import nvrtc
 
     def check(result: tuple[Any, ...]) -> Any:

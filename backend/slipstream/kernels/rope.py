@@ -1,4 +1,4 @@
-"""Rotary embedding (Su et al., 2021; Llama's halves) and the write into the paged cache, in one pass."""
+"""Rotary embedding (Su et al., 2021; Llama's halves) and the write to the paged cache in one."""
 
 from collections.abc import Iterator
 

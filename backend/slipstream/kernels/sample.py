@@ -105,7 +105,7 @@ def sample(
 def edit_logits(
     logits: Tensor, rows: Tensor, token_ids: Tensor, factors: Tensor, addends: Tensor
 ) -> None:
-    """In place: `l = (l / factor if l > 0 else l * factor) + addend`; a (row, token) at most once."""
+    """In place: `l = (l / factor if l > 0 else l * factor) + addend`; a (row, token) once."""
     picked = logits[rows, token_ids]
     logits[rows, token_ids] = torch.where(picked > 0, picked / factors, picked * factors) + addends
 

@@ -1,0 +1,87 @@
+"""Paged caches with NaN wherever nothing may be read; attention over them in any precision."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Case:
+    """Sequences whose K and V lie scattered over a cache."""
+
+    q: Tensor  # [n, hq, d]
+    cache: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    lengths: Tensor
+    chunks: list[int]
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[2] ** -0.5
+
+
+def make_case(
+    chunks: list[int],
+    lengths: list[int],
+    heads: tuple[int, int],
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: str = "cuda",
+    seed: int = 0,
+) -> Case:
+    """Random blocks in random places; block 0 (where tables end) and unused rows are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = [-(-length // block_size) for length in lengths]
+    total = sum(num_blocks) + 2
+    shape = (total, heads[1], 2, block_size, head_size)
+    cache = torch.randn(shape, generator=generator).to(dtype)
+    order = (torch.randperm(total - 1, generator=generator) + 1).tolist()
+    cache[0] = float("nan")
+    width = max(num_blocks) + 3
+    tables = torch.zeros((len(lengths), width), dtype=torch.int32)
+    used = 0
+    for s, (length, count) in enumerate(zip(lengths, num_blocks, strict=True)):
+        ids = order[used : used + count]
+        used += count
+        tables[s, :count] = torch.tensor(ids, dtype=torch.int32)
+        if length % block_size:
+            cache[ids[-1], :, :, length % block_size :] = float("nan")
+    cache[order[used:]] = float("nan")
+    # Rows of a wider matrix, as a model's qkv projection gives them.
+    rows = torch.randn((sum(chunks), (heads[0] + 2) * head_size), generator=generator).to(dtype)
+    rows = rows.to(device)
+    q = rows[:, : heads[0] * head_size].unflatten(1, (heads[0], head_size))
+    starts = torch.tensor([0, *chunks]).cumsum(0).to(torch.int32)
+    return Case(
+        q,
+        cache.to(device),
+        tables.to(device),
+        starts.to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        chunks,
+    )
+
+
+def attend(case: Case, dtype: torch.dtype) -> Tensor:
+    """Softmax attention, every intermediate in `dtype`; rows of empty sequences are zero."""
+    out = torch.zeros(case.q.shape, dtype=dtype, device=case.q.device)
+    block_size, group = case.cache.shape[3], case.q.shape[1] // case.cache.shape[1]
+    start = 0
+    for s, chunk in enumerate(case.chunks):
+        length = int(case.lengths[s])
+        rows = slice(start, start + chunk)
+        start += chunk
+        if length == 0 or chunk == 0:
+            continue
+        blocks = case.block_tables[s, : -(-length // block_size)].long()
+        flat = case.cache[blocks].to(dtype).permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        k, v = (x.repeat_interleave(group, 0) for x in flat)
+        scores = case.q[rows].to(dtype).transpose(0, 1) @ k.transpose(1, 2) * case.scale
+        positions = torch.arange(length - chunk, length, device=case.q.device)
+        hidden = torch.arange(length, device=case.q.device) > positions[:, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[rows] = (weights @ v).transpose(0, 1)
+    return out

@@ -1,0 +1,98 @@
+"""One judge for every kernel: error against fp64 at most twice that of naive same-dtype arithmetic.
+
+A test runs all its configurations and reports each failure in one line: a GPU is lent, not owned.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NUM_REPETITIONS = 20
+
+
+def short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Half a unit in the last place of 1."""
+    return torch.finfo(dtype).eps / 2
+
+
+def bits(x: Tensor) -> Tensor:
+    """The same memory as integers, so that NaN equals NaN."""
+    return x.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    )
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def poison(*shapes: Sequence[int], dtype: torch.dtype, device: str = "cuda") -> None:
+    """Leave NaN in the memory that the allocator hands out next for tensors of these shapes."""
+    kept = [torch.full(tuple(shape), float("nan"), dtype=dtype, device=device) for shape in shapes]
+    del kept
+
+
+@dataclass
+class Judge:
+    """Collects what failed; `verdict` fails the test with all of it."""
+
+    name: str
+    num_checks: int = 0
+    worst: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+    def close(self, case: str, actual: Tensor, exact: Tensor, naive: Tensor) -> None:
+        """`|actual - exact| <= 2 |naive - exact| + tiny`, as root mean square and as maximum."""
+        self.num_checks += 1
+        assert actual.shape == exact.shape == naive.shape, f"{case}: shapes differ"
+        if exact.numel() == 0:
+            return
+        error, allowed = (actual.double() - exact).abs(), (naive.double() - exact).abs()
+        tiny = unit(actual.dtype)
+        ratios = [
+            float(measure(error) / (2 * measure(allowed) + tiny * measure(exact.abs()) + 1e-30))
+            for measure in (lambda x: x.pow(2).mean().sqrt(), torch.max)
+        ]
+        ratio = max(ratios, key=lambda r: float("inf") if r != r else r)
+        self.worst = max(self.worst, ratio)
+        if not ratio <= 1:
+            num_nan = int(actual.isnan().sum())
+            where = tuple(
+                int(i)
+                for i in (
+                    error.nan_to_num(float("inf")) == error.nan_to_num(float("inf")).max()
+                ).nonzero()[0]
+            )
+            self.failures.append(
+                f"{case}: error {ratio:.3g} x allowed (rms {ratios[0]:.3g}, max {ratios[1]:.3g}), "
+                f"{num_nan} NaN of {actual.numel()}, worst at {where}"
+            )
+
+    def true(self, case: str, condition: bool) -> None:
+        self.num_checks += 1
+        if not condition:
+            self.failures.append(case)
+
+    def repeats(self, case: str, run: Callable[[], Tensor]) -> None:
+        """`run` gives the same bits every time."""
+        first = run()
+        differing = sum(not same_bits(first, run()) for _ in range(NUM_REPETITIONS - 1))
+        self.true(
+            f"{case}: {differing} of {NUM_REPETITIONS - 1} repetitions differ", differing == 0
+        )
+
+    def verdict(self) -> None:
+        print(
+            f"{self.name}: {self.num_checks} checks, {len(self.failures)} failed, "
+            f"worst error {self.worst:.2f} x allowed"
+        )
+        shown = self.failures[:25]
+        rest = [f"... and {len(self.failures) - 25} more"] if len(self.failures) > 25 else []
+        assert not self.failures, "\n".join([f"{self.name}:", *shown, *rest])

@@ -1,0 +1,262 @@
+"""Every kernel, every legal configuration, on a GPU: against fp64, poisoned, repeated bitwise."""
+
+import pytest
+import torch
+from kernels.attention_cases import attend, make_case
+from kernels.checking import DTYPES, Judge, bits, poison, same_bits, short
+from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.attention import decode_attention, prefill_attention
+from slipstream.kernels.norm import add_rms_norm, rms_norm
+from slipstream.kernels.rope import rope_and_cache
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+
+HEAD_SIZES = (64, 80, 96, 128)
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+HEADS = ((1, 1), (32, 8), (8, 8), (7, 1), (6, 2), (28, 4), (16, 1), (32, 1), (48, 2), (40, 5))
+LENGTHS = [1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 1100, 64, 5000, 8193]
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def layouts(n: int, width: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The same random rows: contiguous, with aligned gaps, and one element off any alignment."""
+    rows = random(n, width, dtype=dtype, seed=n + width)
+    gaps = torch.full((n, width + 24), float("nan"), dtype=dtype, device="cuda")[:, 8 : 8 + width]
+    odd = torch.full((n, width + 3), float("nan"), dtype=dtype, device="cuda")[:, 1 : 1 + width]
+    return {"contiguous": rows, "gaps": gaps.copy_(rows), "odd": odd.copy_(rows)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_norms(dtype: torch.dtype) -> None:
+    judge = Judge(f"norm {short(dtype)}")
+    for width in (1, 8, 37, 64, 100, 128, 512, 520, 1000, 4096, 8193, 16384):
+        weight = 1 + 0.1 * random(width, dtype=dtype, seed=1)
+        for n in (1, 3, 5, 130):
+            for layout, x in layouts(n, width, dtype).items():
+                case = f"{n} x {width} {layout}"
+                naive = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+                wide = x.double()
+                exact = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+                exact *= weight.double()
+                poison((n, width), dtype=dtype)
+                judge.close(f"rms_norm {case}", rms_norm(x, weight, 1e-5), exact, naive)
+                judge.repeats(f"rms_norm {case}", lambda x=x, w=weight: rms_norm(x, w, 1e-5))
+
+                residual = layouts(n, width, dtype)[layout] * 0.5 + 1
+                want = residual + x
+                wide = want.double()
+                exact = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+                exact *= weight.double()
+                naive = want * torch.rsqrt((want * want).mean(-1, keepdim=True) + 1e-5) * weight
+                poison((n, width), dtype=dtype)
+                out = add_rms_norm(x, residual, weight, 1e-5)
+                judge.close(f"add_rms_norm {case}", out, exact, naive)
+                judge.true(f"add_rms_norm {case}: residual", same_bits(residual, want))
+    assert rms_norm(random(0, 64, dtype=dtype), weight[:64], 1e-5).shape == (0, 64)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    judge = Judge(f"silu_mul {short(dtype)}")
+    for width in (1, 8, 37, 100, 1000, 4096, 14336):
+        for n in (1, 3, 300):
+            for layout, x in layouts(n, 2 * width, dtype).items():
+                x *= 4
+                gate, up = x.chunk(2, -1)
+                naive = torch.nn.functional.silu(gate) * up
+                exact = torch.nn.functional.silu(gate.double()) * up.double()
+                poison((n, width), dtype=dtype)
+                judge.close(f"{n} x {width} {layout}", silu_mul(x), exact, naive)
+                judge.repeats(f"{n} x {width} {layout}", lambda x=x: silu_mul(x))
+    judge.verdict()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def check_rope(
+    judge: Judge, dtype: torch.dtype, heads: tuple[int, int], d: int, block: int, odd: bool
+) -> None:
+    hq, h = heads
+    case = f"heads {heads} d {d} block {block}{' odd' if odd else ''}"
+    n, num_blocks = 37, 300 // block + 2
+    width = (hq + 2 * h) * d
+    rows = random(n, width + 1, dtype=dtype, seed=d)[:, int(odd) : width + int(odd)]
+    if not odd:
+        rows = rows.contiguous()
+    q, k, v = (x.unflatten(1, (-1, d)) for x in rows.split((hq * d, h * d, h * d), 1))
+    angles = torch.rand(500, d // 2, device="cuda") * 6.3
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = torch.randint(0, 500, (n,), device="cuda")
+    slots = torch.randperm(num_blocks * block, device="cuda")[:n]
+    slots[::5] = -1
+    cache = torch.full((num_blocks, h, 2, block, d), float("nan"), dtype=dtype, device="cuda")
+    tables = [cos_sin[positions][:, None].chunk(2, -1)]
+    exact_q, exact_k = (rotate(x.double(), *(t.double() for t in tables[0])) for x in (q, k))
+    naive_q, naive_k = (rotate(x, *(t.to(dtype) for t in tables[0])) for x in (q, k))
+    before = [x.clone() for x in (q, k, v, rows)]
+    outputs = []
+    for _ in range(3):
+        q.copy_(before[0])
+        cache.fill_(float("nan"))
+        rope_and_cache(q, k, v, cos_sin, positions, slots, cache)
+        outputs.append((q.clone(), cache.clone()))
+    judge.close(f"q {case}", q, exact_q, naive_q)
+    keep = slots >= 0
+    at, row = slots[keep] // block, slots[keep] % block
+    judge.close(f"k {case}", cache[at, :, 0, row], exact_k[keep], naive_k[keep])
+    judge.true(f"v {case}", same_bits(cache[at, :, 1, row], before[2][keep]))
+    judge.true(f"k, v unchanged {case}", same_bits(rows[:, hq * d :], before[3][:, hq * d :]))
+    cache[at, :, :, row] = float("nan")
+    judge.true(f"elsewhere {case}", bool(cache.isnan().all()))
+    repeated = all(same_bits(a, b) for out in outputs for a, b in zip(out, outputs[0], strict=True))
+    judge.true(f"repetition {case}", repeated)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_rope_and_cache(dtype: torch.dtype) -> None:
+    judge = Judge(f"rope_and_cache {short(dtype)}")
+    for d in HEAD_SIZES:
+        for block in BLOCK_SIZES:
+            for odd in (False, True):
+                check_rope(judge, dtype, (6, 2), d, block, odd)
+        for heads in HEADS:
+            check_rope(judge, dtype, heads, d, 32, False)
+    judge.verdict()
+
+
+def configurations(dtype: torch.dtype) -> list[tuple[tuple[int, int], int, int]]:
+    """(heads, head size, block size): every head size with every block size and every group."""
+    with_blocks = [((6, 2), d, block) for d in HEAD_SIZES for block in BLOCK_SIZES]
+    with_heads = [(heads, d, 32) for d in HEAD_SIZES for heads in HEADS]
+    return with_blocks + with_heads
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_decode_attention(dtype: torch.dtype) -> None:
+    judge = Judge(f"decode_attention {short(dtype)}")
+    for heads, d, block in configurations(dtype):
+        name = f"heads {heads} d {d} block {block}"
+        case = make_case([1] * len(LENGTHS), LENGTHS, heads, d, block, dtype)
+        inputs = (case.cache, case.block_tables, case.lengths)
+
+        def run(case=case, inputs=inputs) -> torch.Tensor:
+            poison(case.q.shape, dtype=dtype)
+            return decode_attention(case.q, *inputs, case.scale)
+
+        out = run()
+        judge.close(name, out, attend(case, torch.float64), attend(case, dtype))
+        judge.true(f"{name}: length 0", not out[LENGTHS.index(0)].any())
+        judge.repeats(name, run)
+        for s in (0, 4, 8, len(LENGTHS) - 1):  # alone, through a table just as wide as needed
+            width = max(1, -(-LENGTHS[s] // block))
+            tables = case.block_tables[s : s + 1, :width].contiguous()
+            alone = decode_attention(
+                case.q[s : s + 1], case.cache, tables, case.lengths[s : s + 1], case.scale
+            )
+            judge.true(f"{name}: alone, length {LENGTHS[s]}", same_bits(alone[0], out[s]))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_long_decode(dtype: torch.dtype) -> None:
+    judge = Judge(f"long decode {short(dtype)}")
+    lengths = [33001, 300, 20000]
+    case = make_case([1] * 3, lengths, (8, 2), 128, 32, dtype)
+    out = decode_attention(case.q, case.cache, case.block_tables, case.lengths, case.scale)
+    judge.close(f"{lengths}", out, attend(case, torch.float64), attend(case, dtype))
+    judge.verdict()
+
+
+CHUNKS = [1, 5, 0, 64, 65, 100, 17, 128, 1, 33, 3]
+CHUNK_LENGTHS = [1, 5, 50, 64, 65, 300, 2049, 1000, 777, 33, 259]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_prefill_attention(dtype: torch.dtype) -> None:
+    judge = Judge(f"prefill_attention {short(dtype)}")
+    for heads, d, block in configurations(dtype):
+        name = f"heads {heads} d {d} block {block}"
+        case = make_case(CHUNKS, CHUNK_LENGTHS, heads, d, block, dtype)
+
+        def run(case=case) -> torch.Tensor:
+            poison(case.q.shape, dtype=dtype)
+            return prefill_attention(
+                case.q,
+                case.cache,
+                case.block_tables,
+                case.query_starts,
+                case.lengths,
+                case.scale,
+                max(CHUNKS),
+            )
+
+        judge.close(name, run(), attend(case, torch.float64), attend(case, dtype))
+        judge.repeats(name, run)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_chunks_change_nothing(dtype: torch.dtype) -> None:
+    """A prompt cut anywhere gives a row the same bits: tiles of keys always start at token 0."""
+    judge = Judge(f"chunk cuts {short(dtype)}")
+    length = 300
+    for d in HEAD_SIZES:
+        whole = make_case([length], [length], (6, 2), d, 16, dtype)
+        arguments = (whole.q, whole.cache, whole.block_tables)
+        want = prefill_attention(*arguments, whole.query_starts, whole.lengths, whole.scale, length)
+        for size in (1, 7, 63, 64, 65, 128, 299):
+            for start in range(0, length, size):
+                end = min(length, start + size)
+                got = prefill_attention(
+                    whole.q[start:end],
+                    whole.cache,
+                    whole.block_tables,
+                    torch.tensor([0, end - start], dtype=torch.int32, device="cuda"),
+                    torch.tensor([end], dtype=torch.int32, device="cuda"),
+                    whole.scale,
+                    end - start,
+                )
+                judge.true(f"d {d} rows {start}:{end}", same_bits(got, want[start:end]))
+    judge.verdict()
+
+
+def test_streams_and_graphs() -> None:
+    """Kernels run on torch's current stream; a captured graph reads its inputs at replay."""
+    judge = Judge("streams and graphs")
+    lengths = [300, 1, 1000, 64]
+    case = make_case([1] * 4, lengths, (8, 2), 128, 32, torch.bfloat16)
+    arguments = (case.q, case.cache, case.block_tables, case.lengths, case.scale)
+    want = decode_attention(*arguments)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        busy = torch.randn(4096, 4096, device="cuda")
+        for _ in range(20):
+            busy = busy @ busy * 1e-2
+        got = decode_attention(*arguments)
+    stream.synchronize()
+    judge.true("side stream", same_bits(got, want))
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decode_attention(*arguments)
+    for change in ([1, 300, 64, 0], [1000, 999, 257, 30]):
+        fitting = torch.minimum(torch.tensor(change), torch.tensor(lengths))
+        case.lengths.copy_(fitting)
+        captured.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        judge.true(f"graph {change}", same_bits(captured, decode_attention(*arguments)))
+        assert bits(captured).ndim == 3
+    judge.verdict()
