@@ -85,6 +85,9 @@ def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be decided on a GPU with 1 GiB free beyond what is reserved."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    monkeypatch.setattr("slipstream.engine.plan.find_spec", lambda _: True)
     edit_config(checkpoint, dtype="bfloat16")
     plan = resolve(EngineConfig(checkpoint=str(checkpoint), max_num_seqs=4000))
     assert plan.device.type == "cuda"
@@ -95,4 +98,11 @@ def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit_config(checkpoint, head_dim=48)
     with pytest.raises(ConfigError, match="64, 80, 96, 128"):
         resolve(EngineConfig(checkpoint=str(checkpoint)))
-    edit_config(checkpoint, head_dim=64, dtype="float32")
+    edit_config(checkpoint, head_dim=64)
+    monkeypatch.setattr("slipstream.engine.plan.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="pip install"):
+        resolve(EngineConfig(checkpoint=str(checkpoint)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(ConfigError, match=r"compute capability \(7, 5\)"):
+        resolve(EngineConfig(checkpoint=str(checkpoint)))
+    edit_config(checkpoint, dtype="float32")

@@ -2,17 +2,18 @@
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.kernels import jit
 from slipstream.models.hf import ModelConfig, read_config, weights_dtype
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_CUDA_HEAD_SIZES = (64, 80, 96, 128)
-_CUDA_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _CPU_KV_TOKENS = 65_536  # default on a CPU, where the cache is not the limit
 _RESERVED = 1 << 30  # bytes of GPU memory for the context, cuBLAS and fragmentation
 
@@ -80,6 +81,26 @@ def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("device = 'cuda', but torch sees no GPU")
     return torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
+
+
+def _check_cuda(model: ModelConfig, device: torch.device) -> None:
+    """What the kernels need of GPU, packages and model, said before weights are loaded."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < jit.MIN_CAPABILITY:
+        raise ConfigError(
+            f"device = 'cuda': {torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability}, the kernels need {jit.MIN_CAPABILITY}; device = 'cpu' works"
+        )
+    if any(find_spec(name) is None for name in ("cupy", "cuda")):
+        raise ConfigError(
+            "device = 'cuda', but CuPy or cuda-bindings is not installed: "
+            "pip install 'slipstream[cuda13]' (or cuda12); device = 'cpu' works without"
+        )
+    if model.dims.head_size not in jit.HEAD_SIZES:
+        raise ConfigError(
+            f"device = 'cuda' with heads of {model.dims.head_size} (config.json's head_dim): only "
+            f"{', '.join(map(str, jit.HEAD_SIZES))} have kernels; device = 'cpu' takes any"
+        )
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -173,7 +194,7 @@ def resolve(config: EngineConfig) -> Plan:
     """
     for field in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
         _at_least(config, field, 1)
-    if config.block_size not in _CUDA_BLOCK_SIZES:
+    if config.block_size not in _BLOCK_SIZES:
         raise ConfigError(
             f"block_size = {config.block_size} is not a power of two between 8 and 256"
         )
@@ -182,11 +203,8 @@ def resolve(config: EngineConfig) -> Plan:
     checkpoint = Path(config.checkpoint)
     model = read_config(checkpoint)
     device = _device(config)
-    if device.type == "cuda" and model.dims.head_size not in _CUDA_HEAD_SIZES:
-        raise ConfigError(
-            f"device = 'cuda' with heads of {model.dims.head_size} (config.json's head_dim): only "
-            f"{', '.join(map(str, _CUDA_HEAD_SIZES))} have kernels; device = 'cpu' takes any"
-        )
+    if device.type == "cuda":
+        _check_cuda(model, device)
     dtype = _dtype(config, model, device)
     max_model_len = _max_model_len(config, model)
     return Plan(

@@ -1,0 +1,76 @@
+"""On a GPU: our error at most twice that of the same model computed naively in the same dtype.
+
+The truth is transformers in fp64 on the rounded weights; the naive computation is transformers with
+eager attention, in the dtype, on the same GPU.
+"""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
+from models.test_engine_parity import LENGTHS, engine_greedy
+from models.test_parity import GRID
+from slipstream.engine.scheduler import Limits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+NAMES = [name for name in GRID if name != "one layer, tiny vocabulary"]
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def sampled_logits(model: torch.nn.Module, generations: list[Generation]) -> torch.Tensor:
+    """The oracle's logits at every sampled position, teacher-forced on our tokens."""
+    parts = []
+    for g in generations:
+        token_ids = torch.tensor([g.tokens], device=next(model.parameters()).device)
+        with torch.no_grad():
+            parts.append(model(token_ids).logits[0, len(g.prompt) - 1 : -1])
+    return torch.cat(parts).double().cpu()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_error_is_at_most_twice_the_naive_one(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    family, overrides = GRID[name]
+    model = make_model(family, attn_implementation="eager", **overrides).to(dtype)
+    runner = make_runner(
+        save(model, tmp_path), device="cuda", dtype=str(dtype).removeprefix("torch."), block_size=16
+    )
+    generations = [Generation(p, 6 + i) for i, p in enumerate(random_prompts([37, 1, 90, 8, 160]))]
+    driver = Driver(runner, keep_logits=True)
+    driver.step(generations[:1], 7)
+    driver.finish(generations, chunk=50)
+    ours = torch.stack([logits for g in generations for logits in g.logits]).double()
+    truth = sampled_logits(copy.deepcopy(model).double(), generations)
+    naive = sampled_logits(model.cuda(), generations)
+    error, naive_error = (ours - truth).abs().max(), (naive - truth).abs().max()
+    assert error <= 2 * naive_error + TOLERANCES[dtype]
+    if dtype == torch.float32:
+        assert [t for g in generations for t in g.outputs] == truth.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_engine_gives_the_cpu_tokens_in_fp32(family: str, tmp_path: Path) -> None:
+    directory = save(make_model(family), tmp_path)
+    prompts = random_prompts(LENGTHS * 5)
+    limits = Limits(40, 150)
+    expected = engine_greedy(make_runner(directory), limits, prompts)
+    small_cache = make_runner(directory, device="cuda", kv_cache_tokens=1000, block_size=16)
+    assert engine_greedy(small_cache, limits, prompts) == expected
+
+
+def test_alone_or_in_a_crowd_in_fp32(tmp_path: Path) -> None:
+    runner = make_runner(save(make_model("llama"), tmp_path), device="cuda")
+    prompts = random_prompts([11, 60, 3, 128] * 12)
+    crowd = [Generation(p, 8) for p in prompts]
+    Driver(runner).finish(crowd, chunk=33)
+    for prompt, in_crowd in list(zip(prompts, crowd, strict=True))[:8]:
+        alone = Generation(prompt, 8)
+        Driver(runner, seed=1).finish([alone])
+        assert alone.outputs == in_crowd.outputs
