@@ -93,6 +93,8 @@ class Judge:
             f"{self.name}: {self.num_checks} checks, {len(self.failures)} failed, "
             f"worst error {self.worst:.2f} x allowed"
         )
-        shown = self.failures[:25]
-        rest = [f"... and {len(self.failures) - 25} more"] if len(self.failures) > 25 else []
-        assert not self.failures, "\n".join([f"{self.name}:", *shown, *rest])
+        for failure in self.failures[:25]:
+            print(f"  FAILED {failure}")
+        if len(self.failures) > 25:
+            print(f"  ... and {len(self.failures) - 25} more")
+        assert not self.failures, f"{self.name}: {len(self.failures)} of {self.num_checks} failed"

@@ -1,0 +1,236 @@
+"""Every kernel at the shapes of Llama-3.1-8B: microseconds, rate, share of the limit.
+
+Times are medians of CUDA graph replays over inputs that together exceed the L2 cache. The limit is
+the larger of bytes / read bandwidth and operations / matrix rate; both were measured once on the
+device that `LIMITS` names. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.attention import decode_attention, prefill_attention
+from slipstream.kernels.norm import add_rms_norm, rms_norm
+from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.sample import sample
+
+LIMITS = {"NVIDIA H200": (4.707e12, 790e12)}  # bytes/s read, bf16 FLOP/s
+HIDDEN, FFN, Q_HEADS, KV_HEADS, HEAD_SIZE, VOCAB, BLOCK = 4096, 14336, 32, 8, 128, 128256, 32
+DTYPE = torch.bfloat16
+ROTATION = 256 << 20  # bytes of inputs to walk through, several times the L2 cache
+
+
+@dataclass
+class Result:
+    """One line of the table."""
+
+    kernel: str
+    case: str
+    microseconds: float
+    gigabytes_per_s: float
+    teraflops: float
+    share_of_limit: float | None
+
+
+def time_graph(runs: list[Callable[[], object]], replays: int = 15) -> float:
+    """Median seconds of one run, all of them captured in one graph."""
+    runs[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    times = []
+    for _ in range(replays + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3 / len(runs))
+    return sorted(times[3:])[replays // 2]
+
+
+def measure(
+    kernel: str, case: str, make: Callable[[], Callable[[], object]], num_bytes: float, flops: float
+) -> Result:
+    copies = max(4, min(64, math.ceil(ROTATION / num_bytes)))
+    seconds = time_graph([make() for _ in range(copies)])
+    limits = LIMITS.get(torch.cuda.get_device_name())
+    share = max(num_bytes / limits[0], flops / limits[1]) / seconds if limits else None
+    result = Result(
+        kernel, case, seconds * 1e6, num_bytes / seconds / 1e9, flops / seconds / 1e12, share
+    )
+    shown = "-" if share is None else f"{share:6.1%}"
+    print(
+        f"{kernel:18} {case:26} {result.microseconds:10.2f} us {result.gigabytes_per_s:8.0f} GB/s "
+        f"{result.teraflops:7.1f} TFLOP/s {shown:>7}",
+        flush=True,
+    )
+    torch.cuda.empty_cache()
+    return result
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=DTYPE)
+
+
+def rowwise() -> list[Result]:
+    results = []
+    for n in (1, 16, 256, 4096):
+        weight = rows(HIDDEN)
+        size = n * HIDDEN * 2
+
+        def make_norm(n: int = n, w: torch.Tensor = weight) -> Callable[[], object]:
+            x = rows(n, HIDDEN)
+            return lambda: rms_norm(x, w, 1e-5)
+
+        def make_add(n: int = n, w: torch.Tensor = weight) -> Callable[[], object]:
+            x, residual = rows(n, HIDDEN), rows(n, HIDDEN)
+            return lambda: add_rms_norm(x, residual, w, 1e-5)
+
+        def make_silu(n: int = n) -> Callable[[], object]:
+            x = rows(n, 2 * FFN)
+            return lambda: silu_mul(x)
+
+        def make_rope(n: int = n) -> Callable[[], object]:
+            qkv = rows(n, (Q_HEADS + 2 * KV_HEADS) * HEAD_SIZE)
+            q, k, v = (
+                part.unflatten(1, (-1, HEAD_SIZE))
+                for part in qkv.split([h * HEAD_SIZE for h in (Q_HEADS, KV_HEADS, KV_HEADS)], 1)
+            )
+            cos_sin = torch.randn(8192, HEAD_SIZE, device="cuda")
+            positions = torch.arange(n, device="cuda")
+            cache = rows(n // BLOCK + 1, KV_HEADS, 2, BLOCK, HEAD_SIZE)
+            return lambda: rope_and_cache(q, k, v, cos_sin, positions, positions, cache)
+
+        results += [
+            measure("rms_norm", f"{n} x {HIDDEN}", make_norm, 2 * size, 0),
+            measure("add_rms_norm", f"{n} x {HIDDEN}", make_add, 4 * size, 0),
+            measure("silu_mul", f"{n} x {FFN}", make_silu, 3 * n * FFN * 2, 0),
+            measure(
+                "rope_and_cache",
+                f"{n} tokens",
+                make_rope,
+                n * HEAD_SIZE * (2 * 2 * (Q_HEADS + 2 * KV_HEADS) + 4),
+                0,
+            ),
+        ]
+    return results
+
+
+def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cache, block tables and lengths of sequences in shuffled blocks."""
+    counts = [-(-length // BLOCK) for length in lengths]
+    order = torch.randperm(sum(counts), dtype=torch.int32)
+    tables = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
+    for s, ids in enumerate(order.split(counts)):
+        tables[s, : len(ids)] = ids
+    cache = rows(sum(counts), KV_HEADS, 2, BLOCK, HEAD_SIZE)
+    return cache, tables.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda")
+
+
+def decode() -> list[Result]:
+    cases = {
+        "1 x 256": [256],
+        "1 x 4096": [4096],
+        "1 x 32768": [32768],
+        "1 x 131072": [131072],
+        "16 x 16384": [16384] * 16,
+        "32 x 384": [384] * 32,
+        "128 x 384": [384] * 128,
+        "256 x 384": [384] * 256,
+        "256 x 1100": [1100] * 256,
+        "1 x 32768 + 200 x 300": [32768] + [300] * 200,
+    }
+    results = []
+    for case, lengths in cases.items():
+
+        def make(lengths: list[int] = lengths) -> Callable[[], object]:
+            q = rows(len(lengths), Q_HEADS, HEAD_SIZE)
+            cache = paged(lengths)
+            return lambda: decode_attention(q, *cache, HEAD_SIZE**-0.5)
+
+        tokens = sum(lengths)
+        num_bytes = tokens * KV_HEADS * HEAD_SIZE * 4
+        results.append(measure("decode_attention", case, make, num_bytes, 0))
+    return results
+
+
+def prefill() -> list[Result]:
+    cases = {
+        "2048": [(2048, 2048)],
+        "8192": [(8192, 8192)],
+        "16384": [(16384, 16384)],
+        "8 x 512": [(512, 512)] * 8,
+        "512 after 8192": [(512, 8704)],
+        "4 x 512 after 4096": [(512, 4608)] * 4,
+    }
+    results = []
+    for case, sequences in cases.items():
+        chunks = [chunk for chunk, _ in sequences]
+
+        def make(
+            sequences: list[tuple[int, int]] = sequences, chunks: list[int] = chunks
+        ) -> Callable[[], object]:
+            q = rows(sum(chunks), Q_HEADS, HEAD_SIZE)
+            cache, tables, lengths = paged([length for _, length in sequences])
+            starts = torch.tensor([0, *chunks]).cumsum(0).to(torch.int32).cuda()
+            scale = HEAD_SIZE**-0.5
+            return lambda: prefill_attention(q, cache, tables, starts, lengths, scale, max(chunks))
+
+        pairs = sum(
+            chunk * (length - chunk) + chunk * (chunk + 1) / 2 for chunk, length in sequences
+        )
+        num_bytes = sum(length * KV_HEADS + chunk * Q_HEADS for chunk, length in sequences)
+        flops = 4 * pairs * Q_HEADS * HEAD_SIZE
+        results.append(measure("prefill_attention", case, make, num_bytes * HEAD_SIZE * 4, flops))
+    return results
+
+
+def sampling() -> list[Result]:
+    parameters = {
+        "greedy": (0.0, 0, 1.0, 0.0),
+        "temperature": (0.8, 0, 1.0, 0.0),
+        "top-k 50": (0.8, 50, 1.0, 0.0),
+        "top-p 0.95": (0.8, 0, 0.95, 0.0),
+        "all": (0.8, 50, 0.95, 0.05),
+    }
+    results = []
+    for n in (1, 16, 256):
+        for case, values in parameters.items():
+
+            def make(
+                n: int = n, values: tuple[float, int, float, float] = values
+            ) -> Callable[[], object]:
+                logits = torch.randn(n, VOCAB, device="cuda") * 3
+                dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
+                columns = [
+                    torch.full((n,), v, dtype=t, device="cuda")
+                    for v, t in zip(values, dtypes, strict=True)
+                ]
+                seeds = torch.arange(n, device="cuda")
+                return lambda: sample(logits, *columns, seeds, seeds)
+
+            results.append(measure("sample", f"{n} x {VOCAB} {case}", make, n * VOCAB * 4, 0))
+    return results
+
+
+def main() -> None:
+    """Run the suites named on the command line, all by default."""
+    suites = {"rowwise": rowwise, "decode": decode, "prefill": prefill, "sampling": sampling}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suites", nargs="*", choices=[*suites, []], help="default: all")
+    names = parser.parse_args().suites or list(suites)
+    torch.manual_seed(0)
+    results = [result for name in names for result in suites[name]()]
+    device = torch.cuda.get_device_name()
+    print(json.dumps({"device": device, "results": [asdict(result) for result in results]}))
+
+
+if __name__ == "__main__":
+    main()
