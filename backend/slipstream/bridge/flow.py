@@ -34,12 +34,17 @@ class SlotCredit:
 
     def __init__(self, flow: "Flow", stream: Stream, slot: int, number: int) -> None:
         self.stream = stream
-        self.slot = slot
         self.number = number  # of the last response sent
         self.begun = 0  # places of its sending in the order of all sendings
         self.ended = 0
         self.ended_ns = 0  # time.monotonic_ns()
         self._flow = flow
+        self._slot = slot
+
+    @property
+    def slot(self) -> int:
+        """Its place in the credit file."""
+        return self._slot
 
     @property
     def next_number(self) -> int:
@@ -93,9 +98,7 @@ class Flow:
                 raise ContractError(f"more than {NUM_SLOTS} streams at once", Code.UNAVAILABLE)
             slot = self._slots.popleft()
             self._generation = (self._generation + 1) % (1 << 62 - _NUMBER_BITS)
-            credit = SlotCredit(self, stream, slot, self._generation << _NUMBER_BITS)
-        stream.credit = credit
-        return credit
+            return SlotCredit(self, stream, slot, self._generation << _NUMBER_BITS)
 
     def release(self, credit: SlotCredit) -> None:
         """Take a slot back. Once per credit."""

@@ -38,15 +38,16 @@ class Reply(Protocol):
         """Whether the client has cancelled."""
 
 
-class Writer(Protocol):
-    """Turns the tokens of one stream into responses. One thread at a time calls it."""
-
-    def write(self, tokens: list[wire.Tokens], is_last: bool) -> Outputs:
-        """The next response: all tokens since the one before."""
-
-
 class Credit(Protocol):
     """Flow control of one stream, see `flow`."""
+
+    @property
+    def slot(self) -> int:
+        """Its place in the credit file."""
+
+    @property
+    def next_number(self) -> int:
+        """Of the response that is written next."""
 
     def spend(self, send: Callable[[], None]) -> None:
         """Send one response; afterwards the stream must wait until it is returned."""
@@ -55,29 +56,38 @@ class Credit(Protocol):
         """The stream has ended."""
 
 
+class Writer(Protocol):
+    """Turns the tokens of one stream into responses. One thread at a time calls it."""
+
+    def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
+        """The next response: all tokens since the one before."""
+
+
 class Stream:
     """A mailbox: tokens that were made and not yet sent, in order.
 
     It is in the hands of at most one sender; `is_held` says whether of any.
     """
 
-    def __init__(self, writer: Writer, num_sequences: int = 1) -> None:
+    def __init__(self, writer: Writer, is_streaming: bool, num_sequences: int = 1) -> None:
+        """Not streaming, it has one response, when all its sequences have ended."""
         self.credit: Credit | None = None
         self.call: Call | None = None
         self.has_sent = False
         self._writer = writer
+        self.is_streaming = is_streaming
         self._num_running = num_sequences
         self._lock = threading.Lock()  # guards the two below
         self._pending: list[wire.Tokens] = []
         self._is_held = False
 
-    def put(self, tokens: wire.Tokens, is_streaming: bool) -> bool:
+    def put(self, tokens: wire.Tokens) -> bool:
         """Add tokens. True if the caller must now hand the stream to a sender."""
         with self._lock:
             self._pending.append(tokens)
             if tokens.finished is not None:
                 self._num_running -= 1
-            if self._is_held or not (is_streaming or self._num_running == 0):
+            if self._is_held or not (self.is_streaming or self._num_running == 0):
                 return False
             self._is_held = True
             return True
@@ -95,7 +105,7 @@ class Stream:
 
     def write(self, tokens: list[wire.Tokens], is_last: bool) -> Outputs:
         """One response. For its holder only."""
-        return self._writer.write(tokens, is_last)
+        return self._writer.write(tokens, is_last, self.credit)
 
     def let_go(self) -> bool:
         """Give the stream back. False if there is more to send: the caller still holds it."""
@@ -107,20 +117,22 @@ class Stream:
 class Call:
     """One Triton request and everything that is running for it."""
 
-    def __init__(self, reply: Reply, request_id: str, is_streaming: bool) -> None:
+    def __init__(self, reply: Reply, request_id: str) -> None:
         self.reply = reply
         self.request_id = request_id
-        self.is_streaming = is_streaming
         self.is_over = False
         self.lock = threading.Lock()  # held while sending: responses of a call are in order
-        self.requests: list[int] = []
+        self.routes: dict[int, tuple[Stream, ...]] = {}  # request -> stream of each sequence
         self.streams: list[Stream] = []
         self.num_open = 0  # streams without their last response
 
     def add(self, request: int, streams: Iterable[Stream]) -> None:
-        """An engine request of this call. Before the call is opened."""
-        self.requests.append(request)
-        for stream in streams:
+        """An engine request of this call, and the stream of each of its sequences.
+
+        Before the call is opened. Several sequences may share a stream.
+        """
+        self.routes[request] = tuple(streams)
+        for stream in dict.fromkeys(self.routes[request]):
             stream.call = self
             self.streams.append(stream)
             self.num_open += 1
@@ -137,19 +149,15 @@ class Calls:
         self._hand_over = hand_over
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the two below
-        self._routes: dict[int, tuple[Call, tuple[Stream, ...]]] = {}
+        self._routes: dict[int, Call] = {}
         self._ids: dict[str, Call] = {}
 
     def next_request(self) -> int:
         """A number for a `Submit`."""
         return next(self._numbers)
 
-    def open(self, call: Call, routes: Mapping[int, tuple[Stream, ...]]) -> None:
-        """Make a call known before its requests are sent.
-
-        Args:
-            call: with all its streams added.
-            routes: request number -> the stream of each of its sequences.
+    def open(self, call: Call) -> None:
+        """Make a call known, with all that was added to it, before its requests are sent.
 
         Raises ContractError if a call with the same request id is running.
         """
@@ -161,14 +169,14 @@ class Calls:
                         Code.ALREADY_EXISTS,
                     )
                 self._ids[call.request_id] = call
-            for request, streams in routes.items():
-                self._routes[request] = (call, streams)
+            for request in call.routes:
+                self._routes[request] = call
             self.num_calls += 1
 
     def snapshot(self) -> list[Call]:
         """Calls that are running now."""
         with self._lock:
-            return list({id(call): call for call, _ in self._routes.values()}.values())
+            return list(dict.fromkeys(self._routes.values()))
 
     def find(self, request_id: str) -> Call | None:
         """The running call of that id."""
@@ -180,24 +188,23 @@ class Calls:
     def take(self, outputs: wire.StepOutputs) -> None:
         """Put tokens into their mailboxes."""
         for tokens in outputs.tokens:
-            route = self._routes.get(tokens.request)
-            if route is None or tokens.index >= len(route[1]):
+            call = self._routes.get(tokens.request)
+            if call is None:
                 continue  # cancelled meanwhile
             self.num_tokens += len(tokens.token_ids)
-            call, streams = route
             if tokens.finished is not None and tokens.finished.reason is wire.FinishReason.ERROR:
                 message = tokens.finished.error or "the engine failed"
                 self.fail(call, ContractError(message, Code.INTERNAL))
                 continue
-            stream = streams[tokens.index]
-            if stream.put(tokens, call.is_streaming):
+            stream = call.routes[tokens.request][tokens.index]
+            if stream.put(tokens):
                 self._hand_over(stream)
 
     def reject(self, rejected: wire.Rejected) -> None:
         """End the call of a request that the engine refuses."""
-        route = self._routes.get(rejected.request)
-        if route is not None:
-            self.fail(route[0], ContractError(rejected.message, Code(rejected.code)))
+        call = self._routes.get(rejected.request)
+        if call is not None:
+            self.fail(call, ContractError(rejected.message, Code(rejected.code)))
 
     def lose(self) -> None:
         """The engine is gone: every call ends with an error."""
@@ -233,7 +240,7 @@ class Calls:
     def forget(self, call: Call) -> None:
         """Make its request id free again; tokens that still come are nobody's."""
         with self._lock:
-            for request in call.requests:
+            for request in call.routes:
                 self._routes.pop(request, None)
             if self._ids.get(call.request_id) is call:
                 del self._ids[call.request_id]
@@ -249,7 +256,7 @@ class Calls:
 
     def _cancel_in_engine(self, call: Call) -> None:
         with contextlib.suppress(ContractError):  # no engine: nothing to cancel
-            self._send(*(wire.Cancel(request) for request in call.requests))
+            self._send(*(wire.Cancel(request) for request in call.routes))
 
 
 class Senders:

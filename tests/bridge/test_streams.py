@@ -1,0 +1,326 @@
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from slipstream import wire
+from slipstream.bridge.flow import Flow
+from slipstream.bridge.pieces import merge
+from slipstream.bridge.streams import Call, Calls, Senders, Stream
+from slipstream_contract.credit import CreditFile, Heartbeat
+from slipstream_contract.errors import Code, ContractError
+
+PERF = wire.Perf(1, 2, 3, 4, 5, 6, 7)
+
+
+def finished(reason: wire.FinishReason = wire.FinishReason.LENGTH) -> wire.Finished:
+    return wire.Finished(reason, 1, 1, PERF)
+
+
+def step(*tokens: wire.Tokens) -> wire.StepOutputs:
+    return wire.StepOutputs(1, 1, list(tokens))
+
+
+class Ids:
+    """Writes the token ids, and where the response belongs."""
+
+    def write(self, tokens, is_last, credit):
+        if any(7777 in each.token_ids for each in tokens):
+            raise KeyError("planted")
+        ids = [i for each in tokens for i in merge([each]).token_ids]
+        stamp = [-1, 0] if credit is None else [credit.slot, credit.next_number]
+        return {"ids": np.array(ids, np.int32), "stamp": np.array(stamp, np.int64)}
+
+
+class Recorder:
+    """A client: keeps what came, and breaks the test if anything follows the final response."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.responses: list[tuple[list[int], list[int]]] = []
+        self.error: ContractError | None = None
+        self.done = threading.Event()
+        self.num_after_end = 0
+        self.is_gone = False
+        self._delay_s = delay_s
+
+    def send(self, outputs, is_final):
+        time.sleep(self._delay_s)
+        self.num_after_end += self.done.is_set()
+        if outputs:
+            self.responses.append((outputs["ids"].tolist(), outputs["stamp"].tolist()))
+        if is_final:
+            self.done.set()
+
+    def fail(self, error):
+        self.error = error
+        self.send({}, True)
+
+    def end(self):
+        self.send({}, True)
+
+    def is_cancelled(self):
+        return self.is_gone
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for ids, _ in self.responses for i in ids]
+
+
+class Desk:
+    """Calls and senders with a list in place of the engine's socket."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.ToEngine] = []
+        self.senders = Senders()
+        self.calls = Calls(lambda *messages: self.sent.extend(messages), self.senders.hand_over)
+        self.senders.calls = self.calls
+
+    def open(self, reply, n=1, is_streaming=True, request_id="", flow=None, num_requests=1):
+        call = Call(reply, request_id)
+        for _ in range(num_requests):
+            streams = [Stream(Ids(), is_streaming) for _ in range(n)]
+            call.add(self.calls.next_request(), streams)
+        for stream in call.streams if flow else ():
+            stream.credit = flow.open(stream)
+        self.calls.open(call)
+        return call
+
+
+@pytest.fixture
+def desk():
+    desk = Desk()
+    yield desk
+    desk.senders.close()
+
+
+def test_streams_of_many_calls_are_in_order_and_each_has_one_end(desk):
+    draw = random.Random(1)
+    replies = [Recorder(draw.choice([0, 0.0003])) for _ in range(40)]
+    numbers = [next(iter(desk.open(reply).routes)) for reply in replies]
+    for position in range(50):
+        desk.calls.take(step(*(wire.Tokens(n, 0, [position], []) for n in numbers)))
+    desk.calls.take(step(*(wire.Tokens(n, 0, [50], [], finished=finished()) for n in numbers)))
+    for reply in replies:
+        assert reply.done.wait(10)
+        assert reply.ids == list(range(51))
+        assert reply.num_after_end == 0
+        assert reply.error is None
+    assert desk.calls.snapshot() == []
+    assert desk.sent == []  # nothing to cancel in the engine
+
+
+def test_what_piles_up_while_a_response_is_sent_leaves_as_one(desk):
+    reply = Recorder(0.1)
+    (number,) = desk.open(reply).routes
+    for position in range(20):
+        desk.calls.take(step(wire.Tokens(number, 0, [position], [])))
+        time.sleep(0.02 * (position == 0))
+    desk.calls.take(step(wire.Tokens(number, 0, [], [], finished=finished())))
+    assert reply.done.wait(5)
+    assert reply.ids == list(range(20))
+    assert len(reply.responses) == 2
+
+
+def test_without_streaming_there_is_one_response(desk):
+    reply = Recorder()
+    (number,) = desk.open(reply, is_streaming=False).routes
+    for position in range(20):
+        desk.calls.take(step(wire.Tokens(number, 0, [position], [])))
+    time.sleep(0.05)
+    assert reply.responses == []
+    desk.calls.take(step(wire.Tokens(number, 0, [20], [], finished=finished())))
+    assert reply.done.wait(5)
+    assert [ids for ids, _ in reply.responses] == [list(range(21))]
+
+
+def test_a_call_of_several_sequences_ends_after_the_last_of_them(desk):
+    reply = Recorder(0.001)
+    call = desk.open(reply, n=3, num_requests=2)
+    ends = [(n, i) for n in call.routes for i in range(3)]
+    for number, index in ends[:-1]:
+        desk.calls.take(step(wire.Tokens(number, index, [index], [], finished=finished())))
+    time.sleep(0.1)
+    assert not reply.done.is_set()
+    number, index = ends[-1]
+    desk.calls.take(step(wire.Tokens(number, index, [index], [], finished=finished())))
+    assert reply.done.wait(5)
+    assert len(reply.responses) == 6
+    assert reply.num_after_end == 0
+
+
+def test_an_id_that_is_running_is_refused_without_harm_and_free_again_after_the_end(desk):
+    first, second = Recorder(), Recorder()
+    (number,) = desk.open(first, request_id="42").routes
+    with pytest.raises(ContractError, match=r"ALREADY_EXISTS.*42"):
+        desk.open(second, request_id="42")
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=finished())))
+    assert first.done.wait(5)
+    assert first.ids == [1]
+    desk.open(second, request_id="42")
+
+
+def test_a_cancel_ends_the_call_and_the_engines_work_once(desk):
+    reply = Recorder()
+    call = desk.open(reply, num_requests=2, request_id="x")
+    for _ in range(2):
+        desk.calls.cancel(call)
+    assert reply.done.is_set()
+    assert desk.sent == [wire.Cancel(number) for number in call.routes]
+    number = next(iter(call.routes))
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=finished())))
+    time.sleep(0.05)
+    assert reply.num_after_end == 0
+    assert reply.responses == []
+
+
+def test_stop_lets_the_engine_end_the_call(desk):
+    reply = Recorder()
+    (number,) = desk.open(reply, request_id="7").routes
+    desk.calls.stop("8")
+    assert desk.sent == []
+    desk.calls.stop("7")
+    assert desk.sent == [wire.Cancel(number)]
+    end = finished(wire.FinishReason.CANCELLED)
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=end)))
+    assert reply.done.wait(5)
+    assert reply.error is None
+
+
+def test_the_loss_of_the_engine_ends_every_call_with_an_error(desk):
+    replies = [Recorder() for _ in range(10)]
+    for reply in replies:
+        desk.open(reply)
+    desk.calls.lose()
+    for reply in replies:
+        assert reply.done.is_set()
+        assert reply.error.code is Code.UNAVAILABLE
+
+
+def test_an_error_of_one_sequence_ends_its_call_alone(desk):
+    reply, other = Recorder(), Recorder()
+    number = next(iter(desk.open(reply, num_requests=2).routes))
+    (neighbour,) = desk.open(other).routes
+    end = wire.Finished(wire.FinishReason.ERROR, 1, 1, PERF, error="NaN in the logits")
+    desk.calls.take(step(wire.Tokens(number, 0, [], [], finished=end)))
+    assert reply.done.wait(5)
+    assert str(reply.error) == "INTERNAL: NaN in the logits"
+    desk.calls.reject(wire.Rejected(neighbour, "INVALID_ARGUMENT", "too long"))
+    assert str(other.error) == "INVALID_ARGUMENT: too long"
+
+
+def test_a_response_that_cannot_be_made_ends_the_call_with_an_error_that_tells_nothing(desk):
+    reply = Recorder()
+    (number,) = desk.open(reply).routes
+    desk.calls.take(step(wire.Tokens(number, 0, [7777], [])))
+    assert reply.done.wait(5)
+    assert str(reply.error) == "INTERNAL: the response could not be made"
+    assert desk.sent == [wire.Cancel(number)]
+
+
+# --- flow control ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flow(desk, tmp_path):
+    """Flow control, and postprocessing's end of its file."""
+    flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, desk.calls.cancel)
+    flow.other_end = CreditFile(tmp_path / "credits")
+    yield flow
+    flow.close()
+
+
+def wait_for(condition, timeout_s: float = 5.0) -> float:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout_s
+        time.sleep(0.002)
+    return time.monotonic() - begin
+
+
+def test_the_next_response_waits_for_the_acknowledgement_of_the_last(desk, flow):
+    reply = Recorder()
+    (number,) = desk.open(reply, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(number, 0, [0], [])))
+    wait_for(lambda: reply.responses)
+    for position in range(1, 10):
+        desk.calls.take(step(wire.Tokens(number, 0, [position], [])))
+    time.sleep(0.05)
+    assert len(reply.responses) == 1
+    slot, first = reply.responses[0][1]
+    flow.other_end.acknowledge(slot, first - 1)  # late, of somebody who had the slot before
+    time.sleep(0.05)
+    assert len(reply.responses) == 1
+    flow.other_end.acknowledge(slot, first)
+    wait_for(lambda: len(reply.responses) == 2)
+    assert reply.ids == list(range(10))
+    flow.other_end.acknowledge(slot, first + 1)
+    desk.calls.take(step(wire.Tokens(number, 0, [], [], finished=finished())))
+    assert reply.done.wait(5)
+
+
+def test_a_cancel_that_postprocessing_meets_ends_the_call(desk, flow):
+    reply = Recorder()
+    (number,) = desk.open(reply, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+    wait_for(lambda: reply.responses)
+    flow.other_end.mark_cancelled(*reply.responses[0][1])
+    assert wait_for(reply.done.is_set) < 0.3
+    assert desk.sent == [wire.Cancel(number)]
+
+
+def test_a_later_response_that_is_acknowledged_proves_that_ours_was_dropped(desk, flow):
+    ours, theirs = Recorder(), Recorder()
+    (one,) = desk.open(ours, flow=flow).routes
+    (two,) = desk.open(theirs, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(one, 0, [1], [])))
+    wait_for(lambda: ours.responses)
+    desk.calls.take(step(wire.Tokens(two, 0, [1], [])))
+    wait_for(lambda: theirs.responses)
+    time.sleep(0.05)
+    assert not ours.done.is_set()
+    flow.other_end.acknowledge(*theirs.responses[0][1])
+    assert wait_for(ours.done.is_set) < 0.3
+    assert desk.sent == [wire.Cancel(one)]
+    assert not theirs.done.is_set()
+
+
+def test_an_earlier_response_that_is_acknowledged_proves_nothing(desk, flow):
+    ours, theirs = Recorder(), Recorder()
+    (two,) = desk.open(theirs, flow=flow).routes
+    (one,) = desk.open(ours, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(two, 0, [1], [])))
+    wait_for(lambda: theirs.responses)
+    desk.calls.take(step(wire.Tokens(one, 0, [1], [])))
+    wait_for(lambda: ours.responses)
+    flow.other_end.acknowledge(*theirs.responses[0][1])
+    time.sleep(0.6)  # and nothing from time alone, while nobody tells that postprocessing is idle
+    assert not ours.done.is_set()
+
+
+def test_alone_a_drop_is_concluded_only_from_an_idle_postprocessing(desk, flow):
+    reply = Recorder()
+    (number,) = desk.open(reply, flow=flow).routes
+    heart = Heartbeat(flow.other_end)
+    with heart.work():
+        desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+        wait_for(lambda: reply.responses)
+        time.sleep(0.6)
+        assert not reply.done.is_set()  # it is busy: ours may be the next
+    idle = time.monotonic()
+    wait_for(reply.done.is_set)
+    assert 0.35 < time.monotonic() - idle < 0.7
+    heart.close()
+
+
+def test_slots_are_used_oldest_first_and_given_back_once(desk, flow):
+    before = len(flow._slots)
+    seen = []
+    for _ in range(5):
+        reply = Recorder()
+        call = desk.open(reply, flow=flow)
+        seen.append(call.streams[0].credit.slot)
+        desk.calls.cancel(call)
+        desk.calls.forget(call)
+    assert seen == [0, 1, 2, 3, 4]
+    assert len(flow._slots) == before
