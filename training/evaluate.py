@@ -1,7 +1,7 @@
 """Bits per byte of a trained candidate, gzip and xz beside it; the choice of the best.
 
     python evaluate.py DIRECTORY --data data.tar.xz      writes DIRECTORY/figures.json
-    python evaluate.py --choose OUTPUT DIRECTORY...      table; copies the best by validation
+    python evaluate.py --choose OUTPUT DIRECTORY...      table; keeps the best of them
 
 Every token is scored once, in windows of the whole context that overlap by half, so that a token
 beyond the first window sees at least half a context of its own file and nothing of another.
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import torch
+from card import card
 from data import SPLITS, Document, of_split, unpack
 from model import Llama, load
 from tokenizer import END_OF_TEXT
@@ -153,9 +154,11 @@ def choose(directories: list[Path], output: Path) -> None:
         bits = " ".join(f"{figures[f'bits_per_byte_{split}']:16.4f}" for split in SPLITS)
         print(f"{directory.name:10} {figures['tokens']:12,} {bits}")
     output.mkdir(parents=True, exist_ok=True)
-    for file in sorted(rows[0][1].iterdir()):
-        if file.name != "training.json":
+    figures, best = rows[0]
+    for file in sorted(best.iterdir()):
+        if file.name not in ("training.json", "figures.json"):
             shutil.copy(file, output / file.name)
+    (output / "README.md").write_text(card(figures, best.name))
     table = {directory.name: figures for figures, directory in rows}
     (output / "candidates.json").write_text(json.dumps(table, indent=2) + "\n")
 

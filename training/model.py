@@ -182,7 +182,9 @@ def save(model: Llama, directory: Path, end_id: int) -> None:
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     tensors = {name: tensor.to(torch.bfloat16).contiguous().cpu()
                for name, tensor in model.state_dict().items()}  # fmt: skip
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    file = directory / "model.safetensors"
+    save_file(tensors, file, {"format": "pt"})
+    file.chmod(0o644)  # safetensors makes it private
 
 
 def load(directory: Path, device: torch.device) -> Llama:

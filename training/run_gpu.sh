@@ -2,12 +2,12 @@
 # Trains the candidates side by side, scores them and keeps the best.
 #   DATA           data.tar.xz and tokenizer-N/ (made here when missing)      default .train
 #   OUT            receives default-model/ and the logs                       default .train/out
-#   CANDIDATES     names from train.py                                        default "base dropout wide deep"
+#   CANDIDATES     names from train.py                                        default "dropout dropout20 dropout30 deep20"
 #   TIME_BUDGET_S  seconds of training for each; they share the GPUs          default 360
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 DATA=${DATA:-.train} OUT=${OUT:-.train/out} PYTHON=${PYTHON:-python3}
-CANDIDATES=${CANDIDATES:-base dropout wide deep} TIME_BUDGET_S=${TIME_BUDGET_S:-360}
+CANDIDATES=${CANDIDATES:-dropout dropout20 dropout30 deep20} TIME_BUDGET_S=${TIME_BUDGET_S:-360}
 EVERY=${EVERY:-1}
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=true
 

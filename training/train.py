@@ -44,6 +44,12 @@ CANDIDATES = {
     "dropout": Candidate(Shape(), dropout=0.1),
     "wide": Candidate(Shape(hidden_size=320, num_layers=5, intermediate_size=608)),
     "deep": Candidate(Shape(hidden_size=192, num_layers=11, intermediate_size=480)),
+    "dropout20": Candidate(Shape(), dropout=0.2),
+    "dropout30": Candidate(Shape(), dropout=0.3),
+    "decay": Candidate(Shape(), dropout=0.2, weight_decay=0.3),
+    "deep20": Candidate(
+        Shape(hidden_size=192, num_layers=11, intermediate_size=480), dropout=0.2
+    ),
     "words": Candidate(Shape(vocab_size=3072, intermediate_size=608)),
     "library": Candidate(Shape(), library_share=0.6),
     "tiny": Candidate(
