@@ -1,0 +1,178 @@
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from slipstream import wire
+from slipstream.bridge.connection import Connection
+from slipstream.config import EngineConfig
+from slipstream.launch import Supervision
+from slipstream_contract.runtime import Runtime, open_runtime
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+class Deaf:
+    def take(self, outputs: wire.StepOutputs) -> None: ...
+
+    def reject(self, rejected: wire.Rejected) -> None: ...
+
+    def lose(self) -> None: ...
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    return False
+
+
+def wait_for(condition, timeout_s: float = 30.0) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout_s
+        time.sleep(0.02)
+
+
+class Server:
+    """A process in a tritonserver's place, and the runtime directory of its bridges."""
+
+    def __init__(self, directory: Path, config: EngineConfig) -> None:
+        self.process = subprocess.Popen(["sleep", "600"])
+        directory.mkdir(mode=0o700)
+        self.runtime = Runtime(directory)
+        self.supervisions = [Supervision(self.runtime, config, self.process.pid) for _ in range(3)]
+
+    def connect(self) -> Connection:
+        keep_alive = self.supervisions[0].ensure
+        return Connection(self.runtime.address, "test", Deaf(), keep_alive)
+
+    @property
+    def supervisor(self) -> int:
+        return self._find("slipstream.launch")
+
+    @property
+    def engine(self) -> int:
+        return self._find("slipstream.engine.loop")
+
+    def _find(self, module: str) -> int:
+        mark = str(self.runtime.directory).encode()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+                if mark in command and module.encode() in command and is_alive(int(entry.name)):
+                    return int(entry.name)
+        return 0
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def server(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
+    config = EngineConfig(checkpoint=str(checkpoint), load_format="random", device="cpu")
+    server = Server(tmp_path / "run", config)
+    yield server
+    server.stop()
+    wait_for(lambda: not server.supervisor and not server.engine, 10)
+
+
+def test_one_engine_serves_all_and_is_replaced_when_it_dies_and_ends_with_the_server(server):
+    for supervision in server.supervisions:
+        supervision.ensure()
+    connection = server.connect()
+    first = connection.wait_welcome(60)
+    assert first is not None, server.runtime.log.read_text()
+    assert first.engine_pid == server.engine
+    with server.runtime.lock.open("ab") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.kill(first.engine_pid, signal.SIGKILL)
+    wait_for(lambda: connection.wait_welcome(0) is None)
+    second = connection.wait_welcome(60)
+    assert second is not None
+    assert second.engine_pid != first.engine_pid
+    # A supervisor that is killed takes its engine along, and the bridges start the next.
+    os.kill(server.supervisor, signal.SIGKILL)
+    wait_for(lambda: not is_alive(second.engine_pid), 5)
+    wait_for(lambda: connection.wait_welcome(0) is None)
+    third = connection.wait_welcome(60)
+    assert third is not None
+    assert third.engine_pid not in (first.engine_pid, second.engine_pid)
+    connection.close()
+    begin = time.monotonic()
+    server.stop()
+    wait_for(lambda: not server.supervisor and not server.engine, 10)
+    assert time.monotonic() - begin < 3
+    assert not server.runtime.socket.exists()
+    assert not server.runtime.error.exists()
+
+
+def test_an_engine_that_cannot_start_leaves_one_line_and_no_process(server, checkpoint):
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["Gpt5"]}))
+    for supervision in server.supervisions:
+        supervision.ensure()
+    wait_for(lambda: server.supervisions[2].failure() is not None)
+    text = server.runtime.error.read_text()
+    assert "Gpt5" in text
+    assert text.count("\n") == 1
+    assert "Traceback" not in text
+    wait_for(lambda: not server.supervisor)
+    with pytest.raises(RuntimeError, match="Gpt5"):
+        server.supervisions[1].ensure()  # the others need not try the same
+    # A bridge that comes later begins with a clean slate.
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG))
+    time.sleep(0.1)
+    later = Supervision(server.runtime, server.supervisions[0]._config, server.process.pid)
+    assert later.failure() is None
+    later.ensure()
+    connection = server.connect()
+    assert connection.wait_welcome(60)
+    connection.close()
+
+
+def test_the_runtime_directory_is_private(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLIPSTREAM_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    runtime = open_runtime(123)
+    assert runtime == open_runtime(123)
+    assert runtime != open_runtime(124)
+    assert runtime.directory.stat().st_mode & 0o777 == 0o700
+    runtime.directory.chmod(0o777)
+    with pytest.raises(PermissionError):
+        open_runtime(123)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    runtime.directory.rmdir()
+    runtime.directory.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError):
+        open_runtime(123)
+    monkeypatch.setenv("SLIPSTREAM_RUNTIME_DIR", str(tmp_path / ("x" * 90)))
+    with pytest.raises(ValueError, match="longer than"):
+        open_runtime(123)
