@@ -22,7 +22,7 @@ DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat
 HEAD_SIZES = (64, 80, 96, 128)
 MIN_CAPABILITY = (8, 0)  # cp.async, bf16 mma
 
-_FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent
 _log = logging.getLogger(__name__)
 
 
@@ -103,7 +103,7 @@ def compile_variant(wanted: Variant, arch: str) -> tuple[bytes, str]:
     headers = _headers()
     program = check(
         nvrtc.nvrtcCreateProgram(
-            (_FOLDER / wanted.source).read_bytes(),
+            (FOLDER / wanted.source).read_bytes(),
             wanted.source.encode(),
             len(headers),
             list(headers.values()),
@@ -131,7 +131,7 @@ def cache_key(wanted: Variant, arch: str) -> str:
 
     digest = hashlib.sha256()
     parts = [
-        (_FOLDER / wanted.source).read_bytes(),
+        (FOLDER / wanted.source).read_bytes(),
         *(part for item in _headers().items() for part in (item[0].encode(), item[1])),
         str(wanted).encode(),
         repr(options(arch)).encode(),
@@ -143,7 +143,7 @@ def cache_key(wanted: Variant, arch: str) -> str:
 
 
 def _headers() -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(_FOLDER.glob("*.cuh"))}
+    return {path.name: path.read_bytes() for path in sorted(FOLDER.glob("*.cuh"))}
 
 
 def cubin_path(wanted: Variant, arch: str, folder: Path | None = None) -> Path:
@@ -156,10 +156,11 @@ def cubin_path(wanted: Variant, arch: str, folder: Path | None = None) -> Path:
     _log.debug("compiled %s for %s: %s", wanted, arch, log)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder)
     except OSError as error:  # a read-only home: compile for this process alone
         _log.warning("no kernel cache at %s (%s)", folder, error)
         path = Path(tempfile.mkdtemp(prefix="slipstream-")) / path.name
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "wb") as file:
         file.write(cubin)
     os.replace(temporary, path)  # whoever reads meanwhile sees a whole file or none

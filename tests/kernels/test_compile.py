@@ -1,0 +1,57 @@
+"""Every instantiation of every kernel compiles for three architectures, without a spill."""
+
+import re
+
+import pytest
+from slipstream.kernels import activation, attention, jit, norm, rope, sample
+from slipstream.kernels.jit import Variant
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extra")
+
+VARIANTS = [v for module in (activation, attention, norm, rope, sample) for v in module.variants()]
+ENTRIES = {
+    "activation.cu": {"silu_mul"},
+    "attention.cu": {"decode_attention", "prefill_attention", "combine_splits"},
+    "norm.cu": {"rms_norm", "add_rms_norm"},
+    "rope.cu": {"rope_and_cache"},
+    "sample.cu": {"sample", "edit_logits"},
+}
+REPORT = re.compile(
+    r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+def compile_and_check(wanted: Variant, arch: str) -> None:
+    cubin, log = jit.compile_variant(wanted, arch)
+    assert cubin[:4] == b"\x7fELF"
+    assert "warning" not in log.lower(), log
+    reports = list(REPORT.finditer(log))
+    assert {report["entry"] for report in reports} == ENTRIES[wanted.source], log
+    for report in reports:
+        spilled = int(report["stores"]) + int(report["loads"])
+        assert spilled == 0, f"{wanted} {arch} {report['entry']} spills {spilled} bytes"
+
+
+@pytest.mark.parametrize("wanted", VARIANTS, ids=str)
+def test_hopper(wanted: Variant) -> None:
+    compile_and_check(wanted, "sm_90")
+
+
+def is_widest(wanted: Variant) -> bool:
+    """The variants that need most: the largest head, the widest accesses."""
+    defines = dict(wanted.defines)
+    return defines.get("HEAD_SIZE", "128") == "128" and defines.get("VECTOR") != "1"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
+@pytest.mark.parametrize("wanted", list(filter(is_widest, VARIANTS)), ids=str)
+def test_other_architectures(wanted: Variant, arch: str) -> None:
+    compile_and_check(wanted, arch)
+
+
+def test_every_cu_file_is_covered() -> None:
+    sources = {path.name for path in jit.FOLDER.glob("*.cu")}
+    assert sources == {wanted.source for wanted in VARIANTS} == set(ENTRIES)

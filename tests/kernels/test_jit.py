@@ -1,0 +1,176 @@
+"""The cache of compiled kernels, and what the launchers refuse; no GPU needed."""
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from slipstream.kernels import jit
+from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.attention import decode_attention, prefill_attention
+from slipstream.kernels.norm import rms_norm
+from slipstream.kernels.op import KernelError, op
+from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.sample import sample
+from torch import Tensor
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extra")
+
+SMALL = jit.variant("activation.cu", torch.float16, VECTOR=8)
+
+
+def test_cubin_is_compiled_once(tmp_path: Path) -> None:
+    first = jit.cubin_path(SMALL, "sm_90", tmp_path)
+    before = os.stat(first)
+    assert jit.cubin_path(SMALL, "sm_90", tmp_path) == first
+    assert os.stat(first).st_mtime_ns == before.st_mtime_ns
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    other = jit.variant("activation.cu", torch.float16, VECTOR=1)
+    assert jit.cubin_path(other, "sm_90", tmp_path) != first
+    assert jit.cubin_path(SMALL, "sm_80", tmp_path) != first
+
+
+@pytest.mark.parametrize("name", ["activation.cu", "common.cuh", "rows_mma.cuh"])
+def test_every_source_byte_counts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (*jit.FOLDER.glob("*.cu"), *jit.FOLDER.glob("*.cuh")):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    original = jit.cache_key(SMALL, "sm_90")
+    monkeypatch.setattr(jit, "FOLDER", tmp_path)
+    assert jit.cache_key(SMALL, "sm_90") == original
+    with (tmp_path / name).open("a") as file:
+        file.write(" ")
+    assert jit.cache_key(SMALL, "sm_90") != original
+
+
+def test_options_and_arch_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = jit.cache_key(SMALL, "sm_90")
+    assert jit.cache_key(SMALL, "sm_100") != original
+    monkeypatch.setattr(jit, "options", lambda arch: (f"-arch={arch}", "-std=c++20"))
+    assert jit.cache_key(SMALL, "sm_90") != original
+
+
+def test_unwritable_cache_still_compiles(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    path = jit.cubin_path(SMALL, "sm_90", blocker / "kernels")
+    assert path.read_bytes()[:4] == b"\x7fELF"
+
+
+def test_compile_error_names_the_variant() -> None:
+    broken = jit.variant("activation.cu", torch.float16, VECTOR=3)
+    with pytest.raises(KernelError, match=r"activation\.cu ELEMENT=Half VECTOR=3 for sm_90"):
+        jit.compile_variant(broken, "sm_90")
+
+
+def attention_arguments(
+    head_size: int = 64, block_size: int = 16, heads: tuple[int, int] = (4, 2), dtype=torch.float16
+) -> tuple[Tensor, ...]:
+    q = torch.zeros(3, heads[0], head_size, dtype=dtype)
+    cache = torch.zeros(4, heads[1], 2, block_size, head_size, dtype=dtype)
+    return q, cache, torch.zeros(3, 4, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+
+
+def decode(*args: Tensor) -> object:
+    assert decode_attention.launcher is not None
+    return decode_attention.launcher(*args, 0.125)
+
+
+def prefill(q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor) -> object:
+    assert prefill_attention.launcher is not None
+    starts = torch.arange(4, dtype=torch.int32)
+    return prefill_attention.launcher(q, cache, tables, starts, lengths, 0.125, 1)
+
+
+@pytest.mark.parametrize("run", [decode, prefill])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_size": 112}, "head size 112"),
+        ({"head_size": 256}, "head size 256"),
+        ({"block_size": 24}, "block size 24"),
+        ({"block_size": 4}, "block size 4"),
+        ({"block_size": 512}, "block size 512"),
+        ({"heads": (5, 2)}, "5 query heads"),
+        ({"dtype": torch.float64}, "float64"),
+    ],
+)
+def test_attention_refuses(
+    run: Callable[..., object], changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(KernelError, match=message):
+        run(*attention_arguments(**changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("run", [decode, prefill])
+def test_attention_refuses_layouts(run: Callable[..., object]) -> None:
+    q, cache, tables, lengths = attention_arguments()
+    wide = torch.zeros(3, 4 * 64 + 1, dtype=torch.float16)
+    with pytest.raises(KernelError, match="aligned"):
+        run(wide[:, :-1].unflatten(1, (4, 64)), cache, tables, lengths)
+    with pytest.raises(KernelError, match="heads of a row"):
+        run(torch.zeros(3, 64, 4, dtype=torch.float16).transpose(1, 2), cache, tables, lengths)
+    with pytest.raises(KernelError, match="cache must be contiguous"):
+        run(q, torch.zeros(4, 2, 2, 16, 128, dtype=torch.float16)[..., :64], tables, lengths)
+    with pytest.raises(KernelError, match="block_tables"):
+        run(q, cache, torch.zeros(4, 3, dtype=torch.int32).T, lengths)
+
+
+def test_rowwise_kernels_refuse() -> None:
+    assert rms_norm.launcher is not None
+    assert silu_mul.launcher is not None
+    assert sample.launcher is not None
+    assert rope_and_cache.launcher is not None
+    x = torch.zeros(4, 8)
+    with pytest.raises(KernelError, match="contiguous"):
+        rms_norm.launcher(x.T, torch.zeros(4), 1e-5)
+    with pytest.raises(KernelError, match="float64"):
+        rms_norm.launcher(x.double(), torch.zeros(8).double(), 1e-5)
+    with pytest.raises(KernelError, match="odd"):
+        silu_mul.launcher(x[:, :7])
+    row = torch.zeros(4)
+    with pytest.raises(KernelError, match="contiguous"):
+        sample.launcher(x.T.contiguous().T, row, row.int(), row, row, row.long(), row.long())
+    heads = torch.zeros(4, 2, 112)
+    cache = torch.zeros(2, 2, 2, 16, 112)
+    ids = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(KernelError, match="head size 112"):
+        rope_and_cache.launcher(heads, heads, heads, torch.zeros(9, 112), ids, ids, cache)
+
+
+def test_vector_width() -> None:
+    x = torch.zeros(4, 64, dtype=torch.bfloat16)
+    assert jit.vector_width(64, x) == 8
+    assert jit.vector_width(32, x[:, 8:40]) == 8
+    assert jit.vector_width(32, x[:, 1:33]) == 1
+    assert jit.vector_width(60, x[:, :60]) == 1
+    assert jit.vector_width(63, torch.zeros(4, 63)) == 1
+    assert jit.vector_width(64, torch.zeros(4, 64)) == 4
+
+
+def test_signature_is_checked() -> None:
+    @op("x[n,d]:T, weight[d]:T")
+    def scale(x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    with pytest.raises(AssertionError, match="weight disagrees on d: 5 vs 4"):
+        scale(torch.zeros(3, 4), torch.zeros(5))
+    with pytest.raises(AssertionError, match="weight is torch"):
+        scale(torch.zeros(3, 4), torch.zeros(4).half())
+    with pytest.raises(AssertionError, match="x has 1 dims"):
+        scale(torch.zeros(3), torch.zeros(3))
+    with pytest.raises(AssertionError, match="several devices"):
+        scale(torch.zeros(3, 4), torch.zeros(4, device="meta"))
+
+
+def test_splits_fit_what_is_allocated() -> None:
+    """The launcher's bound on splits holds for every length that the table can hold."""
+    for tile in (32, 64):
+        for capacity in range(8, 40_000, 264):
+            bound = max(1, min(32, math.ceil(capacity / 256)))
+            for length in {1, capacity // 2 + 1, capacity - 1, capacity}:
+                share = max(256, math.ceil(math.ceil(length / 32) / tile) * tile)
+                assert math.ceil(length / share) <= bound
