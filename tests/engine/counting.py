@@ -86,6 +86,18 @@ class CountingRunner:
             assert len(set(row.block_ids)) == len(row.block_ids)
         ids = [row.sequence_id for row in batch.rows]
         assert len(ids) == len(set(ids))
+        # No row reads or writes what another row of the same step writes.
+        writers: dict[int, int] = {}
+        for row in batch.rows:
+            for block in self._blocks(row, row.start):
+                assert writers.setdefault(block, row.sequence_id) == row.sequence_id
+        for row in batch.rows:
+            for block in self._blocks(row, 0):
+                assert writers.get(block, row.sequence_id) == row.sequence_id
+
+    def _blocks(self, row: Row, start: int) -> list[int]:
+        end = row.start + len(row.token_ids)
+        return row.block_ids[start // self.block_size : -(-end // self.block_size)]
 
     def _sample(self, row: Row) -> int:
         history: list[int] = []

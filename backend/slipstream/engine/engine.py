@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable
+from math import inf
 from typing import Protocol
 
 from slipstream_contract.errors import Code, ContractError, clip
@@ -20,6 +21,21 @@ from slipstream.engine.stop import Ending, RawBytes
 from slipstream.wire import FinishReason, Status, Submit, Tokens
 
 MAX_SEQUENCES = 1024  # of one request
+_MAX_STOP_BYTES = 1 << 16  # of all stop words of a request: their automaton is built between steps
+_MAX_FLOAT = 3e38  # what fp32 holds
+# Outside of these the runner might raise, and that would end a whole step.
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, inf),
+    ("min_tokens", 0, inf),
+    ("n", 1, MAX_SEQUENCES),
+    ("temperature", 0, _MAX_FLOAT),
+    ("top_k", 0, 2**31 - 1),
+    ("top_p", 1e-9, 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 1e-30, _MAX_FLOAT),
+    ("presence_penalty", -_MAX_FLOAT, _MAX_FLOAT),
+    ("frequency_penalty", -_MAX_FLOAT, _MAX_FLOAT),
+)
 _MAX_FAILED_STEPS = 3  # in a row: then it is the device, not the requests
 # Exceptions after which a CUDA context answers every call with the same error.
 _STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError"}
@@ -214,12 +230,17 @@ class Engine:
             self._check_ids("bad_words", word)
         if any(not word for word in sampling.stop_words):
             raise ContractError("stop_words: a stop word is empty")
+        if (num_bytes := sum(map(len, sampling.stop_words))) > _MAX_STOP_BYTES:
+            raise ContractError(f"stop_words: {num_bytes} bytes, the limit is {_MAX_STOP_BYTES}")
         if sampling.stop_words and self._vocab is None:
             raise ContractError("stop_words need a tokenizer, and the checkpoint has none")
-        if sampling.max_tokens < 1:
-            raise ContractError(f"max_tokens = {sampling.max_tokens} is below 1")
-        if not 1 <= sampling.n <= MAX_SEQUENCES:
-            raise ContractError(f"n = {sampling.n} is not in 1 .. {MAX_SEQUENCES}")
+        for field, low, high in _RANGES:
+            value = getattr(sampling, field)
+            if not low <= value <= high:  # NaN is in no range
+                raise ContractError(f"{field} = {clip(value)} is not in {low} .. {high}")
+        for token_id, weight in sampling.bias:
+            if not -inf <= weight < inf:
+                raise ContractError(f"bias: {weight} for token id {token_id} is not a number")
 
     def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
         size = self._runner.vocab_size

@@ -1,0 +1,120 @@
+"""The engine under random submits, cancels, steps, lost bridges, NaN rows and failing steps."""
+
+import random
+
+import pytest
+from engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected
+from engine.test_engine import samplings
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import MAX_PREEMPTIONS, Limits
+from slipstream.wire import FinishReason
+from slipstream_contract.errors import ContractError
+from slipstream_contract.sampling import SamplingParams
+
+MAX_MODEL_LEN = 24
+
+
+class Machine(RuleBasedStateMachine):
+    """Every sequence ends once; unless something was done to it, with the defined tokens."""
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(0, 10),
+        num_seqs=st.integers(1, 6),
+        num_tokens=st.integers(1, 30),
+        max_waiting=st.integers(1, 8),
+    )
+    def begin(
+        self, block_size: int, num_blocks: int, num_seqs: int, num_tokens: int, max_waiting: int
+    ) -> None:
+        num_blocks += -(-MAX_MODEL_LEN // block_size)
+        self.runner = CountingRunner(num_blocks, block_size, MAX_MODEL_LEN)
+        self.runner.max_tokens = num_tokens
+        self.engine = Engine(Limits(num_seqs, num_tokens, max_waiting), self.runner, Words())
+        self.client = Client(self.engine)
+        self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
+        self.cancelled: set[int] = set()
+        self.may_fail: set[int] = set()  # requests in flight when something was broken on purpose
+
+    def in_flight(self) -> set[int]:
+        return {number for _, number in self.engine._requests}
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
+        sampling=samplings(),
+    )
+    def submit(self, prompt: list[int], sampling: SamplingParams) -> None:
+        scheduler = self.engine._scheduler
+        if scheduler._num_queued == scheduler.limits.max_waiting:
+            with pytest.raises(ContractError, match="UNAVAILABLE"):
+                self.client.submit(prompt, sampling)
+            return
+        self.asked[self.client.submit(prompt, sampling)] = (prompt, sampling)
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.client.step()
+
+    @precondition(lambda self: self.in_flight())
+    @rule(choice=st.integers(0, 99))
+    def cancel(self, choice: int) -> None:
+        flying = sorted(self.in_flight())
+        number = flying[choice % len(flying)]
+        assert self.engine.cancel(self.client.name, number)
+        self.cancelled.add(number)
+
+    @rule()
+    def cancel_the_unknown(self) -> None:
+        assert not self.engine.cancel(b"stranger", 0)
+        assert not self.engine.cancel(self.client.name, 10**6)
+
+    @precondition(lambda self: self.in_flight())
+    @rule()
+    def fail(self) -> None:
+        self.may_fail |= self.in_flight()
+        self.runner.error = ValueError("planted")
+        self.client.step()
+        self.runner.error = None
+        self.engine._num_failed_steps = 0
+
+    @precondition(lambda self: self.in_flight())
+    @rule(choice=st.integers(0, 99))
+    def poison(self, choice: int) -> None:
+        requests = sorted(self.engine._requests.items())
+        (_, number), request = requests[choice % len(requests)]
+        self.may_fail.add(number)
+        self.runner.poisoned.add(random.Random(choice).choice(request.sequences).id)
+
+    @rule()
+    def drop_all(self) -> None:
+        self.cancelled |= self.in_flight()
+        self.engine.drop_bridge(self.client.name)
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.engine.check_integrity()
+        assert self.engine.fatal is None
+        for request in self.engine._requests.values():
+            assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in request.sequences)
+
+    def teardown(self) -> None:
+        self.client.drain()
+        for (number, index), stream in self.client.streams.items():
+            prompt, sampling = self.asked[number]
+            text, reason = expected(prompt, sampling, index, MAX_MODEL_LEN)
+            if stream.reason is FinishReason.CANCELLED:
+                assert number in self.cancelled
+            elif stream.reason is FinishReason.ERROR:
+                assert number in self.may_fail
+            else:
+                assert (stream.text, stream.reason) == (text, reason)
+                continue
+            assert not sampling.include_stop or text.startswith(stream.text)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
