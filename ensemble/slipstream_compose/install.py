@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 STAMP = VENV / ".installed"
 SERVER = Path(__file__).resolve().with_name("server.py")
-CANDIDATES = ("python3.12", "python3.11")  # tried in this order when python3 itself will not do
+CANDIDATES = ("python3.12", "python3.11")  # for which everything is ready
+COMPILING = (3, 13)  # from here on numpy 1 must be compiled for the stub: the last resort
 TORCH = "torch==2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 DEFAULT_EXTRAS = "dev,load"
@@ -60,15 +61,16 @@ def quiet(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def find_python() -> str:
     """A Python that can carry the stub, `python3` first. Ends with the remedy where none can."""
-    first = quiet([sys.executable, str(SERVER), "--missing"])
-    if first.returncode == 0:
-        return sys.executable
-    for name in CANDIDATES:
-        found = shutil.which(name)
-        if found and quiet([found, str(SERVER), "--missing"]).returncode == 0:
-            return found
+    others = [found for found in map(shutil.which, CANDIDATES) if found]
+    must_compile = sys.version_info[:2] >= COMPILING
+    for python in [*others, sys.executable] if must_compile else [sys.executable, *others]:
+        if quiet([python, str(SERVER), "--missing"]).returncode == 0:
+            if must_compile and python == sys.executable:
+                say("numpy 1 is compiled for this Python's stub: some minutes, once")
+            return python
+    lacks = quiet([sys.executable, str(SERVER), "--missing"])
     version = ".".join(map(str, sys.version_info[:3]))
-    fail(f"{sys.executable} (Python {version}): {first.stdout.strip() or first.stderr.strip()}")
+    fail(f"{sys.executable} (Python {version}): {lacks.stdout.strip() or lacks.stderr.strip()}")
 
 
 def digest(extras: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import shlex
 import signal
 import sys
@@ -30,7 +31,9 @@ from slipstream_compose.triton import (
 
 DEMO_PROMPT = "def read_lines(path):\n    "
 DEMO_TOKENS = 64
-_WATCH_INTERVAL_S = 0.2
+_START_INTERVAL_S, _WATCH_INTERVAL_S = 0.05, 0.2
+_LOG_ENTRY = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ \S+ (?P<level>[A-Z]+) (?P<text>.*)")
+_BANNER_MARK = ": KV cache of "  # as the engine writes it
 
 
 class _Asked(BaseException):
@@ -77,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         server = TritonServer(args.model_repository, endpoints, log)
         try:
             print(f"starting tritonserver on {args.model_repository}: {', '.join(models)}")
-            _bring_up(server, models, began + args.start_timeout)
-            _print_ready(server, models, time.monotonic() - began)
+            banner = _bring_up(server, models, began + args.start_timeout)
+            _print_ready(server, banner, time.monotonic() - began)
             if args.demo:
                 _demo(endpoints, models)
             print("Ctrl-C ends it.", flush=True)
@@ -106,49 +109,60 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _bring_up(server: TritonServer, models: list[str], deadline: float) -> None:
-    """Start it and return once a token could be had; meanwhile show what the engine says."""
+def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
+    """Start it and return once a token could be had; meanwhile show what the engine is doing.
+
+    Returns the engine's banner: model, dtype, size of the cache, how many sequences fit.
+    """
     server.start()
-    with _Follower(server.runtime.log, sys.stderr) as follower:
-        while not server.is_ready():
-            if server.exit_code is not None:
-                raise ServeError(server.reason())
-            if time.monotonic() > deadline:
-                raise ServeError(f"no token could be had in time: see {server.log}")
-            follower.show()
-            time.sleep(0.05)
-        first_token(server.endpoints.http, models)
-        follower.show()
+    engine = _EngineLog(server.runtime.log, sys.stderr)
+    while not server.is_ready():
+        if server.exit_code is not None:
+            raise ServeError(server.reason())
+        if time.monotonic() > deadline:
+            raise ServeError(f"no token could be had in time: see {server.log}")
+        engine.show()
+        time.sleep(_START_INTERVAL_S)
+    engine.show()
+    first_token(server.endpoints.http, models)
+    return engine.banner
 
 
-class _Follower:
-    """Shows what is appended to a file that may not exist yet: progress bars stay bars."""
+class _EngineLog:
+    """Shows progress bars and warnings of a log that may not exist yet, and finds the banner."""
 
     def __init__(self, path: Path, sink: TextIO) -> None:
+        self.banner = ""
         self._path = path
         self._sink = sink
         self._position = 0
 
-    def __enter__(self) -> _Follower:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.show()
-
     def show(self) -> None:
-        """Copy what is new."""
+        """Look at what is new. A bar is redrawn on a terminal and shown once in a file."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as source:
             source.seek(self._position)
             data = source.read()
-            self._position += len(data)
-            self._sink.write(data.decode(errors="replace"))
+            whole = data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
+            self._position += len(whole)
+            for piece in re.findall(r"[^\r\n]*[\r\n]", whole.decode(errors="replace")):
+                self._show_piece(piece)
             self._sink.flush()
 
+    def _show_piece(self, piece: str) -> None:
+        entry = _LOG_ENTRY.match(piece)
+        if entry is None:
+            if piece.endswith("\n") or self._sink.isatty():
+                self._sink.write(piece)
+        elif entry["level"] not in ("DEBUG", "INFO"):
+            self._sink.write(f"{entry['level'].lower()}: {entry['text']}\n")
+        elif _BANNER_MARK in entry["text"]:
+            self.banner = entry["text"]
 
-def _print_ready(server: TritonServer, models: list[str], seconds: float) -> None:
+
+def _print_ready(server: TritonServer, banner: str, seconds: float) -> None:
     ends = server.endpoints
     print(
-        f"ready in {seconds:.1f} s\n"
+        f"ready in {seconds:.1f} s{': ' if banner else ''}{banner}\n"
         f"  HTTP     {ends.http}\n"
         f"  gRPC     {ends.grpc}\n"
         f"  metrics  {ends.metrics}\n"

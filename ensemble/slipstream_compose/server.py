@@ -36,7 +36,8 @@ STUB_REQUIREMENTS = (
     "jinja2==3.1.6",
     "markupsafe==3.0.4",
 )
-STUB_VERSIONS = ((3, 11), (3, 12))  # this server has stubs for them, and numpy 1 has wheels
+STUB_VERSIONS = ((3, 11), (3, 12), (3, 13))  # this server has stubs for them
+NUMPY_WHEELS_UNTIL = (3, 12)  # later ones must compile numpy 1, which takes some minutes
 
 BACKENDS = {
     "slipstream": "backend",
@@ -49,6 +50,8 @@ STUB_PACKAGES = (
     "preprocessing/slipstream_preprocessing",
     "postprocessing/slipstream_postprocessing",
 )
+# One stub asks for a libpython by the name that the wheel gave its own: it gets the machine's.
+WHEEL_LIBPYTHON = {(3, 13): "libpython3-419a3a08.13.so.1.0"}
 # What perf_analyzer asks the loader for, and the library of the server's wheel that answers.
 PERF_LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
 
@@ -113,11 +116,18 @@ def shared_libpython() -> Path | None:
     return None
 
 
+def _can_compile() -> bool:
+    """Whether C, C++ and this Python's headers are there."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return header.is_file() and all(shutil.which(name) for name in ("cc", "c++"))
+
+
 def missing_parts() -> list[str]:
     """What this Python lacks to carry the stub, each with the remedy; empty when it can."""
     version = "{}.{}".format(*python_version())
     if python_version() not in STUB_VERSIONS:
-        wanted = " or ".join(f"{major}.{minor}" for major, minor in STUB_VERSIONS)
+        *others, last = (f"{major}.{minor}" for major, minor in STUB_VERSIONS)
+        wanted = f"{', '.join(others)} or {last}"
         return [f"Python {version} cannot carry this server's stub: install Python {wanted}"]
     missing = []
     try:
@@ -125,6 +135,11 @@ def missing_parts() -> list[str]:
         import venv  # noqa: F401
     except ImportError:
         missing.append(f"no venv module: sudo apt-get install python{version}-venv")
+    if python_version() > NUMPY_WHEELS_UNTIL and not _can_compile():
+        missing.append(
+            f"no compiler for numpy 1: sudo apt-get install gcc g++ python{version}-dev "
+            "(or use Python 3.11 or 3.12, for which it is ready)"
+        )
     if shared_libpython() is None:
         missing.append(
             f"no shared libpython{version}.so.1.0: sudo apt-get install libpython{version} "
@@ -192,10 +207,11 @@ def link_backends(server: Path, root: Path) -> None:
 
 
 def _link_libraries(server: Path) -> None:
-    """The shared libpython, and the names that perf_analyzer asks for."""
+    """The shared libpython by the name that the stub has for it, and perf_analyzer's libraries."""
     libpython = shared_libpython()
     assert libpython is not None, "missing_parts() comes first"
-    (server / "lib" / libpython.name).symlink_to(libpython)
+    name = WHEEL_LIBPYTHON.get(python_version(), libpython.name)
+    (server / "lib" / name).symlink_to(libpython)
     for wanted, pattern in PERF_LIBRARIES.items():
         (server / "lib" / wanted).symlink_to(next((server / "lib").glob(pattern)).name)
 
@@ -220,7 +236,8 @@ def assemble_stub(stub: Path, root: Path) -> None:
     """
     _run([sys.executable, "-m", "venv", "--without-pip", str(stub)], "making the stub environment")
     python = str(stub / "bin" / "python3")
-    install = ("install", "--no-deps", "--only-binary=:all:", *STUB_REQUIREMENTS)
+    binary = "--only-binary=:all:" if python_version() <= NUMPY_WHEELS_UNTIL else "--prefer-binary"
+    install = ("install", "--no-deps", binary, *STUB_REQUIREMENTS)
     _run(_pip("--python", python, *install), "installing the stub environment")
     version = "python{}.{}".format(*python_version())
     for package in STUB_PACKAGES:

@@ -23,14 +23,26 @@ def test_a_missing_libpython_names_the_package(monkeypatch: pytest.MonkeyPatch) 
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("version", [(3, 10), (3, 13), (3, 14)])
+@pytest.mark.parametrize("version", [(3, 10), (3, 14)])
 def test_a_python_without_a_stub_is_refused_by_number(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(server, "python_version", lambda: version)
     [line] = server.missing_parts()
     assert f"Python {version[0]}.{version[1]} " in line
-    assert "3.11 or 3.12" in line
+    assert "3.11, 3.12 or 3.13" in line
+
+
+def test_a_python_that_must_compile_numpy_asks_for_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "python_version", lambda: (3, 13))
+    monkeypatch.setattr(server, "shared_libpython", lambda: Path("libpython3.13.so.1.0"))
+    monkeypatch.setattr(server, "_can_compile", lambda: False)
+    [line] = server.missing_parts()
+    assert "sudo apt-get install gcc g++ python3.13-dev" in line
+    monkeypatch.setattr(server, "_can_compile", lambda: True)
+    assert server.missing_parts() == []
 
 
 def test_this_python_can_carry_it() -> None:
