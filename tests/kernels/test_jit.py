@@ -115,6 +115,8 @@ def test_attention_refuses_layouts(run: Callable[..., object]) -> None:
         run(torch.zeros(3, 64, 4, dtype=torch.float16).transpose(1, 2), cache, tables, lengths)
     with pytest.raises(KernelError, match="cache must be contiguous"):
         run(q, torch.zeros(4, 2, 2, 16, 128, dtype=torch.float16)[..., :64], tables, lengths)
+    with pytest.raises(KernelError, match="lengths must be contiguous"):
+        run(q, cache, tables, torch.ones(6, dtype=torch.int32)[::2])
     with pytest.raises(KernelError, match="block_tables"):
         run(q, cache, torch.zeros(4, 3, dtype=torch.int32).T, lengths)
 

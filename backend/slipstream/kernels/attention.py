@@ -108,7 +108,7 @@ def variants() -> Iterator[jit.Variant]:
                 yield _variant(dtype, head_size, stages)
 
 
-def _check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor) -> None:
+def _check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors: Tensor) -> None:
     """What the kernels assume of layouts, beyond the signature."""
     head_size, num_q_heads, num_kv_heads = q.shape[2], q.shape[1], cache.shape[1]
     jit.head_size_of(q.dtype, head_size)
@@ -119,6 +119,10 @@ def _check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor) -> None
     is_row = q.stride(2) == 1 and (q.stride(1) == head_size or num_q_heads == 1)
     jit.require(is_row, f"{op_name}: heads of a row of q must be contiguous")
     jit.require(cache.is_contiguous(), f"{op_name}: cache must be contiguous")
+    jit.require(
+        all(x.is_contiguous() for x in vectors),
+        f"{op_name}: query_starts and lengths must be contiguous",
+    )
     wide = 16 // q.element_size()
     is_aligned = q.data_ptr() % 16 == 0 and cache.data_ptr() % 16 == 0 and q.stride(0) % wide == 0
     jit.require(is_aligned, f"{op_name}: rows of q and cache must be aligned to 16 bytes")
@@ -138,7 +142,7 @@ def _stages(q: Tensor, wish: int) -> int:
 def _decode_attention(
     q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
-    _check("decode_attention", q, cache, block_tables)
+    _check("decode_attention", q, cache, block_tables, lengths)
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     shift = jit.block_shift(block_size)
@@ -187,7 +191,7 @@ def _prefill_attention(
     scale: float,
     max_queries: int,
 ) -> Tensor:
-    _check("prefill_attention", q, cache, block_tables)
+    _check("prefill_attention", q, cache, block_tables, query_starts, lengths)
     num_q_heads, head_size = q.shape[1:]
     jit.require(
         len(query_starts) == len(lengths) + 1,
