@@ -1,0 +1,187 @@
+"""The asynchronous client: as `client.py`, with `async for` and `await`."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from slipstream_contract.errors import Code, ContractError
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL, TRUE_STATUS
+from slipstream_client.codec import HEALTH_MODEL, chunk_of, health_of, request_of
+from slipstream_client.failures import error_from_rpc, error_from_text
+from slipstream_client.results import Chunk, Completion, join
+
+
+class AsyncChunkStream(AsyncIterator[Chunk]):
+    """The chunks of one request. Leaving it before its end cancels the request on the server:
+    `cancel()`, the end of an `async with` block, a cancelled task, or a `break` that lets it go.
+    """
+
+    def __init__(self, call: Any, url: str, request_id: str) -> None:
+        self.request_id = request_id
+        self._call = call
+        self._url = url
+        self._is_over = False
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk. Raises ContractError, or RequestTimeoutError (a TimeoutError)."""
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            response = await self._call.read()
+        except asyncio.CancelledError:
+            was_cancelled_here = self._is_over
+            self.cancel()
+            if was_cancelled_here:  # by cancel(), in another task: the end, not an error
+                raise StopAsyncIteration from None
+            raise
+        except grpc.RpcError as error:
+            self._is_over = True
+            raise error_from_rpc(error, self._url) from None
+        if response is grpc.aio.EOF:
+            self._is_over = True
+            raise StopAsyncIteration
+        if response.error_message:
+            self.cancel()
+            raise error_from_text(response.error_message)
+        return chunk_of(response.infer_response)
+
+    def cancel(self) -> None:
+        """Stops the generation on the server; the iteration ends. Harmless when it has ended."""
+        self._is_over = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self.cancel()
+
+
+class AsyncSlipstreamClient:
+    """A server's models, asked over gRPC from one event loop; usable in an `async with` block.
+
+    Models and parameters are those of `SlipstreamClient`.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        model: str = DEFAULT_MODEL,
+        timeout_s: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.url = url
+        self.model = model
+        self.timeout_s = timeout_s
+        self._credentials = credentials
+        self._channel: Any = None  # belongs to the loop of the first request
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **parameters: object,
+    ) -> AsyncChunkStream:
+        """Generates; chunks arrive as they are made. Raises ContractError for a wrong parameter."""
+        return self._start(prompt, True, model, request_id, timeout_s, parameters)
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **parameters: object,
+    ) -> Completion:
+        """Generates and waits for the end. Raises ContractError or RequestTimeoutError."""
+        stream = self._start(prompt, False, model, request_id, timeout_s, parameters)
+        async with stream as chunks:
+            return join([chunk async for chunk in chunks])
+
+    async def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """What the engine says of itself, as `SlipstreamClient.health`."""
+        request = service_pb2.ModelInferRequest(model_name=HEALTH_MODEL)
+        call = self._stub().ModelStreamInfer(
+            iter([request]), timeout=timeout_s, metadata=TRUE_STATUS
+        )
+        try:
+            response = await call.read()
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.url) from None
+        finally:
+            call.cancel()
+        if response is grpc.aio.EOF:
+            raise ContractError(f"{HEALTH_MODEL} gave no answer", Code.INTERNAL)
+        if response.error_message:
+            raise error_from_text(response.error_message)
+        return health_of(response.infer_response)
+
+    async def is_ready(self, model: str | None = None, timeout_s: float = 5.0) -> bool:
+        """True where the server says that the model is loaded; False also where none answers."""
+        request = service_pb2.ModelReadyRequest(name=model or self.model)
+        try:
+            return bool((await self._stub().ModelReady(request, timeout=timeout_s)).ready)
+        except grpc.RpcError:
+            return False
+
+    async def close(self) -> None:
+        """Closes the connection; what still runs on it is cancelled."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _stub(self) -> Any:
+        if self._channel is None:
+            self._channel = (
+                grpc.aio.secure_channel(self.url, self._credentials, options=CHANNEL_OPTIONS)
+                if self._credentials
+                else grpc.aio.insecure_channel(self.url, options=CHANNEL_OPTIONS)
+            )
+        return service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def _start(
+        self,
+        prompt: str | Sequence[int],
+        is_streaming: bool,
+        model: str | None,
+        request_id: str | None,
+        timeout_s: float | None,
+        parameters: Mapping[str, object],
+    ) -> AsyncChunkStream:
+        request_id = request_id or uuid.uuid4().hex
+        request = request_of(model or self.model, prompt, parameters, is_streaming, request_id)
+        call = self._stub().ModelStreamInfer(
+            iter([request]),
+            timeout=self.timeout_s if timeout_s is None else timeout_s,
+            metadata=TRUE_STATUS,
+        )
+        return AsyncChunkStream(call, self.url, request_id)

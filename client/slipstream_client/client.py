@@ -1,0 +1,187 @@
+"""The synchronous client: one gRPC stream a request, so that a request can be cancelled alone."""
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from slipstream_contract.errors import Code, ContractError
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from slipstream_client.codec import HEALTH_MODEL, chunk_of, health_of, request_of
+from slipstream_client.failures import error_from_rpc, error_from_text
+from slipstream_client.results import Chunk, Completion, join
+
+DEFAULT_URL = "127.0.0.1:8001"
+DEFAULT_MODEL = "ensemble"
+CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+TRUE_STATUS = (("triton_grpc_error", "true"),)
+"""Asks Triton to end a failed stream with the error's status instead of a text without one."""
+
+
+class ChunkStream(Iterator[Chunk]):
+    """The chunks of one request. Leaving it before its end cancels the request on the server:
+    `cancel()`, the end of a `with` block, or `break` out of a `for` that holds the only reference.
+    """
+
+    def __init__(self, call: Any, url: str, request_id: str) -> None:
+        self.request_id = request_id
+        self._call = call
+        self._url = url
+        self._is_over = False
+
+    def __next__(self) -> Chunk:
+        """The next chunk. Raises ContractError, or RequestTimeoutError (a TimeoutError)."""
+        if self._is_over:
+            raise StopIteration
+        try:
+            response = next(self._call)
+        except StopIteration:
+            self._is_over = True
+            raise
+        except grpc.RpcError as error:
+            if self._is_over:  # cancel() in another thread: the end, not an error
+                raise StopIteration from None
+            self._is_over = True
+            raise error_from_rpc(error, self._url) from None
+        except BaseException:  # Ctrl-C while waiting
+            self.cancel()
+            raise
+        if response.error_message:
+            self.cancel()
+            raise error_from_text(response.error_message)
+        return chunk_of(response.infer_response)
+
+    def cancel(self) -> None:
+        """Stops the generation on the server; the iteration ends. Harmless when it has ended."""
+        self._is_over = True
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self.cancel()
+
+
+class SlipstreamClient:
+    """A server's models, asked over gRPC. Safe to share between threads; usable in a `with` block.
+
+    `model` is `ensemble` (the default), `tensorrt_llm_bls` or `vllm_model` for text, `tensorrt_llm`
+    for token ids. A request's parameters are the inputs of that model, by the contract's names
+    (`max_tokens`, `temperature`, `stop_words`, ...); `vllm_model` takes vLLM's sampling parameters.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        model: str = DEFAULT_MODEL,
+        timeout_s: float | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.url = url
+        self.model = model
+        self.timeout_s = timeout_s
+        self._channel = (
+            grpc.secure_channel(url, credentials, options=CHANNEL_OPTIONS)
+            if credentials
+            else grpc.insecure_channel(url, options=CHANNEL_OPTIONS)
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **parameters: object,
+    ) -> ChunkStream:
+        """Generates; chunks arrive as they are made. Raises ContractError for a wrong parameter."""
+        return self._start(prompt, True, model, request_id, timeout_s, parameters)
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **parameters: object,
+    ) -> Completion:
+        """Generates and waits for the end. Raises ContractError or RequestTimeoutError."""
+        with self._start(prompt, False, model, request_id, timeout_s, parameters) as chunks:
+            return join(chunks)
+
+    def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """What the engine says of itself: model, engine_pid, kv_blocks_free, ... (see the docs).
+
+        Raises ContractError where no server or no engine answers.
+        """
+        request = service_pb2.ModelInferRequest(model_name=HEALTH_MODEL)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s, metadata=TRUE_STATUS)
+        try:
+            for response in call:
+                if response.error_message:
+                    raise error_from_text(response.error_message)
+                return health_of(response.infer_response)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.url) from None
+        finally:
+            call.cancel()
+        raise ContractError(f"{HEALTH_MODEL} gave no answer", Code.INTERNAL)
+
+    def is_ready(self, model: str | None = None, timeout_s: float = 5.0) -> bool:
+        """True where the server says that the model is loaded; False also where none answers.
+
+        Whether tokens can be had now is another question: ask `health` and for a token.
+        """
+        request = service_pb2.ModelReadyRequest(name=model or self.model)
+        try:
+            return bool(self._stub.ModelReady(request, timeout=timeout_s).ready)
+        except grpc.RpcError:
+            return False
+
+    def close(self) -> None:
+        """Closes the connection; what still runs on it is cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(
+        self,
+        prompt: str | Sequence[int],
+        is_streaming: bool,
+        model: str | None,
+        request_id: str | None,
+        timeout_s: float | None,
+        parameters: Mapping[str, object],
+    ) -> ChunkStream:
+        request_id = request_id or uuid.uuid4().hex
+        request = request_of(model or self.model, prompt, parameters, is_streaming, request_id)
+        call = self._stub.ModelStreamInfer(
+            iter([request]),
+            timeout=self.timeout_s if timeout_s is None else timeout_s,
+            metadata=TRUE_STATUS,
+        )
+        return ChunkStream(call, self.url, request_id)

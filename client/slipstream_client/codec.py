@@ -1,0 +1,190 @@
+"""Parameters to tensors and tensors to chunks, by the contract's own declaration. No network.
+
+Three families of models: text (`ensemble`, `tensorrt_llm_bls`), vLLM (`vllm_model`, whose sampling
+parameters travel as JSON) and token ids (`tensorrt_llm`, where some names differ).
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from slipstream_contract.errors import Code, ContractError, clip
+from slipstream_contract.tensors import MODELS, Model, Tensor
+from tritonclient.grpc import InferResult, service_pb2
+from tritonclient.utils import serialize_byte_tensor
+
+from slipstream_client.results import Array, Chunk
+
+HEALTH_MODEL = "slipstream_health"
+TOKEN_MODEL = "tensorrt_llm"
+VLLM_MODEL = "vllm_model"
+
+_TOKEN_NAMES = {
+    "max_tokens": "request_output_len",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+}
+"""Names of the text models that the token model spells otherwise; it takes either."""
+
+
+def request_of(
+    model: str,
+    prompt: str | Sequence[int],
+    parameters: Mapping[str, object],
+    is_streaming: bool,
+    request_id: str,
+) -> Any:
+    """A `ModelInferRequest`. Raises ContractError for what the model does not take."""
+    declared = MODELS.get(model)
+    if declared is None:
+        raise ContractError(
+            f"no model {clip(model)}; there are {', '.join(MODELS)}", Code.NOT_FOUND
+        )
+    values = _values(model, declared, prompt, parameters, is_streaming)
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name, value in values.items():
+        tensor = _input(declared, model, name)
+        array = to_array(tensor, value)
+        if declared.max_batch_size:
+            array = array[None]
+        request.inputs.add(name=name, datatype=_wire_type(tensor), shape=array.shape)
+        request.raw_input_contents.append(_to_bytes(array))
+    return request
+
+
+def _values(
+    model: str,
+    declared: Model,
+    prompt: str | Sequence[int],
+    parameters: Mapping[str, object],
+    is_streaming: bool,
+) -> dict[str, object]:
+    """Input name -> value: the prompt, the flags that a client always wants, the parameters."""
+    given = {name: value for name, value in parameters.items() if value is not None}
+    counts: dict[str, object] = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    flags = counts | {"exclude_input_in_output": True}
+    if model == TOKEN_MODEL:
+        if isinstance(prompt, str):
+            raise ContractError(f"{model} takes token ids, not text: ask ensemble")
+        token_ids = list(prompt)
+        named = {_TOKEN_NAMES.get(name, name): value for name, value in given.items()}
+        own = {"input_ids": token_ids, "input_lengths": len(token_ids), "streaming": is_streaming}
+        return own | flags | named
+    if not isinstance(prompt, str):
+        raise ContractError(f"{model} takes text, not {clip(prompt)}: ask {TOKEN_MODEL}")
+    own = {"text_input": prompt, "stream": is_streaming}
+    if model != VLLM_MODEL:
+        return own | flags | given
+    inputs = {tensor.name for tensor in declared.inputs}
+    tensors = {name: value for name, value in given.items() if name in inputs}
+    sampling = {name: value for name, value in given.items() if name not in inputs}
+    flags["return_finish_reason"] = True
+    return own | flags | {"sampling_parameters": json.dumps(sampling)} | tensors
+
+
+def _input(declared: Model, model: str, name: str) -> Tensor:
+    for tensor in declared.inputs:
+        if tensor.name == name:
+            return tensor
+    names = [tensor.name for tensor in declared.inputs]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; do you mean {near[0]}?" if near else f"; it has {', '.join(names)}"
+    raise ContractError(f"{model} has no input {clip(name)}{hint}")
+
+
+def to_array(tensor: Tensor, value: object) -> Array:
+    """The value as an array of the tensor's type and at least one dimension.
+
+    Raises ContractError where a number would be changed by the conversion.
+    """
+    if tensor.dtype == "STRING":
+        return _strings(tensor.name, value)
+    try:
+        array = np.atleast_1d(np.asarray(value))
+        kind = np.dtype(_NUMPY[tensor.dtype])
+        if array.dtype.kind not in _ACCEPTED[kind.kind] and array.size:
+            raise TypeError
+        converted = array.astype(kind)
+        if kind.kind in "iu" and not np.array_equal(converted, array):
+            raise OverflowError
+    except (TypeError, ValueError, OverflowError):
+        message = f"{tensor.name} is {clip(value)}, which is no {tensor.dtype}"
+        raise ContractError(message) from None
+    return converted
+
+
+def _strings(name: str, value: object) -> Array:
+    items = [value] if isinstance(value, str | bytes) else value
+    if not isinstance(items, Sequence) or not all(isinstance(i, str | bytes) for i in items):
+        raise ContractError(f"{name} is {clip(value)}, which is neither a text nor a list of texts")
+    encoded = [item.encode() if isinstance(item, str) else item for item in items]
+    array = np.empty(len(encoded), dtype=np.object_)
+    array[:] = encoded
+    return array
+
+
+_NUMPY = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "FP16": "float16",
+    "FP32": "float32",
+}
+_ACCEPTED = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
+"""Kind of the tensor -> kinds of values that it takes without loss of meaning."""
+
+
+def _to_bytes(array: Array) -> bytes:
+    if array.dtype == np.object_:
+        serialized = serialize_byte_tensor(array)
+        return bytes(serialized.item()) if serialized.size else b""
+    return array.tobytes()
+
+
+def _wire_type(tensor: Tensor) -> str:
+    return "BYTES" if tensor.dtype == "STRING" else str(tensor.dtype)
+
+
+def chunk_of(response: Any) -> Chunk:
+    """The chunk in a `ModelInferResponse`."""
+    result = InferResult(response)
+    outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
+    return Chunk(
+        text=_text(outputs.get("text_output")),
+        sequence_index=_number(outputs.get("sequence_index")) or 0,
+        token_ids=_token_ids(outputs),
+        num_input_tokens=_number(outputs.get("num_input_tokens")),
+        num_output_tokens=_number(outputs.get("num_output_tokens")),
+        finish_reason=_text(outputs.get("finish_reason")) or None,
+        outputs=outputs,
+    )
+
+
+def health_of(response: Any) -> dict[str, Any]:
+    """The object in a response of the health model."""
+    text = _text(InferResult(response).as_numpy(response.outputs[0].name))
+    state = json.loads(text)
+    assert isinstance(state, dict), "the health model answers with a JSON object"
+    return state
+
+
+def _text(array: Array | None) -> str:
+    return b"".join(array.ravel().tolist()).decode() if array is not None else ""
+
+
+def _number(array: Array | None) -> int | None:
+    return int(array.ravel()[0]) if array is not None and array.size else None
+
+
+def _token_ids(outputs: Mapping[str, Array]) -> tuple[int, ...]:
+    """Of `output_ids` [1, n] as many as `sequence_length` says."""
+    token_ids, length = outputs.get("output_ids"), _number(outputs.get("sequence_length"))
+    if token_ids is None:
+        return ()
+    return tuple(int(token_id) for token_id in token_ids.ravel()[:length])

@@ -1,0 +1,1 @@
+"""The client's sub-commands of `slipstream`: each module has `add_parser` and `run`."""

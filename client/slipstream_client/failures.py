@@ -1,0 +1,41 @@
+"""From what gRPC and Triton say to typed errors.
+
+A refusal of ours starts with its code (`INVALID_ARGUMENT: top_p ...`), behind the name of the
+ensemble where Triton puts it first; a refusal of Triton's own has only a gRPC status.
+"""
+
+import re
+
+import grpc
+from slipstream_contract.errors import Code, ContractError
+
+_OURS = re.compile(rf"(?:^|[\s,;:'\"])({'|'.join(Code)}): (.*)", re.DOTALL)
+_STATUS = {
+    "UNIMPLEMENTED": Code.UNSUPPORTED,
+    "FAILED_PRECONDITION": Code.UNAVAILABLE,
+    "RESOURCE_EXHAUSTED": Code.UNAVAILABLE,
+    "OUT_OF_RANGE": Code.INVALID_ARGUMENT,
+}
+
+
+class RequestTimeoutError(TimeoutError):
+    """The request had not ended within the client's `timeout_s`; it is cancelled on the server."""
+
+
+def error_from_text(text: str, status: str = "INTERNAL") -> ContractError:
+    """The error that `text` tells; `status` is gRPC's name for it, for texts without a code."""
+    found = _OURS.search(text)
+    if found:
+        return ContractError(found[2].strip(), Code(found[1]))
+    code = Code(status) if status in Code.__members__ else _STATUS.get(status, Code.INTERNAL)
+    return ContractError(text.strip() or status, code)
+
+
+def error_from_rpc(error: grpc.RpcError, url: str) -> ContractError | RequestTimeoutError:
+    """The error that a broken call tells."""
+    status, details = error.code(), error.details() or ""
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestTimeoutError(f"no complete answer from {url} in time")
+    if status is grpc.StatusCode.UNAVAILABLE and not _OURS.search(details):
+        return ContractError(f"no server answers at {url}: {details}", Code.UNAVAILABLE)
+    return error_from_text(details, status.name)

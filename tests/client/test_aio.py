@@ -1,0 +1,99 @@
+"""The asynchronous client against real gRPC."""
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+
+import pytest
+from client.triton import HEALTH
+from slipstream_client import AsyncSlipstreamClient, Code, ContractError, RequestTimeoutError
+
+
+def run(url: str, body: Callable[[AsyncSlipstreamClient], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with AsyncSlipstreamClient(url, timeout_s=20) as client:
+            await body(client)
+
+    asyncio.run(main())
+
+
+async def wait_cancelled(triton, request_id: str) -> None:
+    event = triton.cancelled[request_id]
+    assert await asyncio.to_thread(event.wait, 5), "the server never heard of the cancel"
+
+
+def test_streams_and_completions(served):
+    async def body(client):
+        chunks = [chunk async for chunk in client.stream("say one two", max_tokens=2)]
+        assert [chunk.text for chunk in chunks] == ["one ", "two "]
+        completions = await asyncio.gather(*(client.complete(f"say {i}") for i in range(20)))
+        assert [completion.text for completion in completions] == [f"{i} " for i in range(20)]
+        assert await client.health() == HEALTH
+        assert await client.is_ready()
+        assert not await client.is_ready("nothing")
+
+    run(served[1], body)
+
+
+def test_break_cancels_on_the_server(served):
+    async def body(client):
+        async for chunk in client.stream("forever", max_tokens=4, request_id="left"):
+            assert chunk.text == "x"
+            break
+        gc.collect()
+        await wait_cancelled(served[0], "left")
+
+    run(served[1], body)
+
+
+def test_with_block_cancels_on_the_server(served):
+    async def body(client):
+        async with client.stream("forever", max_tokens=4, request_id="with") as chunks:
+            await anext(chunks)
+        await wait_cancelled(served[0], "with")
+        assert [chunk async for chunk in chunks] == []
+
+    run(served[1], body)
+
+
+def test_a_cancelled_task_cancels_on_the_server(served):
+    async def body(client):
+        task = asyncio.create_task(client.complete("silent", max_tokens=4, request_id="task"))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await wait_cancelled(served[0], "task")
+
+    run(served[1], body)
+
+
+def test_cancel_in_another_task_ends_the_iteration(served):
+    async def body(client):
+        chunks = client.stream("silent", max_tokens=4, request_id="other")
+        asyncio.get_running_loop().call_later(0.2, chunks.cancel)
+        assert [chunk async for chunk in chunks] == []
+        await wait_cancelled(served[0], "other")
+
+    run(served[1], body)
+
+
+def test_errors_are_typed(served, free_port):
+    async def body(client):
+        with pytest.raises(ContractError) as caught:
+            await client.complete(
+                "refuse INVALID_ARGUMENT INVALID_ARGUMENT: top_p is 2", max_tokens=1
+            )
+        assert (caught.value.code, caught.value.message) == (Code.INVALID_ARGUMENT, "top_p is 2")
+        with pytest.raises(ContractError, match="max_tokens is 0"):
+            await client.complete("fail INVALID_ARGUMENT: max_tokens is 0")
+        with pytest.raises(RequestTimeoutError):
+            await client.complete("silent", timeout_s=0.3, request_id="late")
+        await wait_cancelled(served[0], "late")
+
+    async def nobody(client):
+        with pytest.raises(ContractError, match="no server answers"):
+            await client.complete("a")
+
+    run(served[1], body)
+    run(f"127.0.0.1:{free_port}", nobody)

@@ -1,0 +1,120 @@
+"""The commands, without a server: how text is shown, how a conversation becomes a prompt."""
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream_client.cli import main
+from slipstream_client.commands import chat, common
+from slipstream_client.results import Chunk
+from slipstream_contract.errors import ContractError
+
+
+class Stream:
+    """Chunks with the `with` block of a `ChunkStream`."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = iter(texts)
+        self.was_left = False
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.was_left = True
+
+    def __iter__(self):
+        return (Chunk(text) for text in self.texts)
+
+
+def cut(text: str, sizes: list[int]) -> list[str]:
+    pieces = []
+    for size in sizes:
+        pieces.append(text[:size])
+        text = text[size:]
+    return [*pieces, text]
+
+
+@given(
+    text=st.text(alphabet="ab\n:", max_size=30),
+    stop_word=st.sampled_from(["", "\nab:", "aa", "aab", ":", "\n\n"]),
+    sizes=st.lists(st.integers(0, 4), max_size=20),
+)
+def test_printer_shows_exactly_what_comes_before_the_stop_word(text, stop_word, sizes):
+    sink = io.StringIO()
+    printer = common.Printer(sink, stop_word)
+    stream = Stream(cut(text, sizes))
+    printer.print(stream)
+    assert printer.written == sink.getvalue()
+    assert printer.written == (text.split(stop_word)[0] if stop_word else text)
+    assert stream.was_left
+
+
+def test_printer_does_not_hold_back_what_cannot_begin_the_stop_word():
+    seen = []
+
+    class Sink(io.StringIO):
+        def write(self, text: str) -> int:
+            seen.append(text)
+            return len(text)
+
+    common.Printer(Sink(), "\nUser:").print(Stream(["one\n", "two\nUs", "er", "?"]))
+    assert seen == ["one", "\ntwo", "", "\nUser?", ""]
+
+
+def test_plain_prompt_ends_where_the_assistant_speaks():
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+    ]
+    assert chat.plain_prompt(messages) == (
+        "System: Be brief.\nUser: Hi\nAssistant: Hello\nUser: Bye\nAssistant:"
+    )
+
+
+def test_template_is_rendered_without_the_token_that_the_server_adds(tmp_path: Path):
+    config = {
+        "bos_token": "<s>",
+        "chat_template": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    render = chat.renderer(tmp_path, is_plain=False)
+    assert render([{"role": "user", "content": "<s>Hi"}]) == "[user]<s>Hi[assistant]"
+
+
+def test_chat_without_a_template_says_what_to_do():
+    with pytest.raises(ContractError, match="--template DIR, or use --plain"):
+        chat.renderer(None, is_plain=False)
+
+
+def test_chat_with_a_checkpoint_without_a_template_says_so(tmp_path: Path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    render = chat.renderer(tmp_path, is_plain=False)
+    with pytest.raises(ContractError, match="no chat template"):
+        render([{"role": "user", "content": "Hi"}])
+
+
+def test_only_given_sampling_options_are_sent():
+    parser = argparse.ArgumentParser()
+    common.add_sampling(parser, max_tokens=7)
+    args = parser.parse_args(["--temperature", "0", "--top-k", "3"])
+    assert common.sampling_of(args) == {"max_tokens": 7, "temperature": 0.0, "top_k": 3}
+
+
+@pytest.mark.parametrize("command", [["complete", "a"], ["health"], ["health", "--json"]])
+def test_no_server_is_one_line_and_not_zero(command, capsys, free_port):
+    code = main([*command, "--grpc-port", str(free_port), "--timeout", "5"])
+    captured = capsys.readouterr()
+    assert code == 1
+    assert "Traceback" not in captured.err
+    said = captured.err if command[0] == "complete" else captured.out
+    assert "no server answers at 127.0.0.1" in said
+    if "--json" in command:
+        assert json.loads(captured.out)["ok"] is False
