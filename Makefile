@@ -9,6 +9,8 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 MODEL_REPOSITORY ?= model_repository
 PYTEST_ARGS ?=
+PERF_ARGS ?=
+LOCUST_ARGS ?=
 BIN := .venv/bin
 
 help:            ## this list
@@ -36,6 +38,12 @@ test: check      ## the checks, and every test that needs no GPU, the real serve
 
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+perf: install    ## perf_analyzer on the default repository; report in benchmarks/out/
+	@$(BIN)/python load/run_perf.py $(PERF_ARGS)
+
+locust: install  ## locust, gRPC and HTTP users, on the default repository; report likewise
+	@$(BIN)/python load/run_locust.py $(LOCUST_ARGS)
 
 compose-check: install ## the committed model_repository/ is what compose writes today
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \

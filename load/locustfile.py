@@ -1,0 +1,112 @@
+"""Users for locust: gRPC streams through the SDK, and HTTP server-sent events.
+
+    locust -f load/locustfile.py --headless -u 16 -r 8 -t 20s --host http://127.0.0.1:8000
+
+Environment: GRPC (host:port), MODEL, MAX_TOKENS. Beside whole requests every user fires the events
+`ttft` (start to first response) and `itl` (mean time between responses of one request).
+"""
+
+import grpc.experimental.gevent
+
+grpc.experimental.gevent.init_gevent()  # before any channel: gRPC's own threads would block gevent
+
+import json  # noqa: E402
+import os  # noqa: E402
+import random  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Iterable  # noqa: E402
+from typing import Any  # noqa: E402
+
+from locust import HttpUser, User, task  # noqa: E402
+from serving import PROMPTS  # noqa: E402
+from slipstream_client import SlipstreamClient  # noqa: E402
+
+GRPC = os.environ.get("GRPC", "127.0.0.1:8001")
+MODEL = os.environ.get("MODEL", "ensemble")
+MAX_TOKENS = int(os.environ.get("MAX_TOKENS", "32"))
+
+
+class Clock:
+    """Times the responses of one request and fires its events."""
+
+    def __init__(self, environment: Any, kind: str) -> None:
+        self._fire = environment.events.request.fire
+        self._kind = kind
+
+    def watch(self, responses: Iterable[int]) -> None:
+        """Consumes the responses (each given as its size in bytes); an error is an event too."""
+        start, times, size = time.perf_counter(), [], 0
+        error: Exception | None = None
+        try:
+            for length in responses:
+                times.append(time.perf_counter())
+                size += length
+            if not times:
+                error = RuntimeError("ended without a response")
+        except Exception as raised:
+            error = raised
+        self._event("request", time.perf_counter() - start, size, error)
+        if error is None:
+            self._event("ttft", times[0] - start, 0, None)
+        if error is None and len(times) > 1:
+            self._event("itl", (times[-1] - times[0]) / (len(times) - 1), 0, None)
+
+    def _event(self, name: str, seconds: float, size: int, error: Exception | None) -> None:
+        self._fire(
+            request_type=self._kind,
+            name=name,
+            response_time=seconds * 1e3,
+            response_length=size,
+            exception=error,
+            context={},
+        )
+
+
+class GrpcUser(User):
+    """One stream after the other through the SDK."""
+
+    def on_start(self) -> None:
+        """Connects."""
+        self.client = SlipstreamClient(GRPC, model=MODEL, timeout_s=120)
+
+    def on_stop(self) -> None:
+        """Disconnects."""
+        self.client.close()
+
+    @task
+    def complete(self) -> None:
+        """One completion."""
+
+        def sizes() -> Iterable[int]:
+            with self.client.stream(random.choice(PROMPTS), max_tokens=MAX_TOKENS) as chunks:
+                for chunk in chunks:
+                    yield len(chunk.text.encode())
+
+        Clock(self.environment, "gRPC").watch(sizes())
+
+
+class SseUser(HttpUser):
+    """One `generate_stream` after the other."""
+
+    @task
+    def complete(self) -> None:
+        """One completion."""
+        body: dict[str, Any] = {"text_input": random.choice(PROMPTS), "stream": True}
+        if MODEL == "vllm_model":
+            body["parameters"] = {"max_tokens": MAX_TOKENS, "temperature": 0}
+        else:
+            body |= {"max_tokens": MAX_TOKENS, "exclude_input_in_output": True}
+
+        def sizes() -> Iterable[int]:
+            path = f"/v2/models/{MODEL}/generate_stream"
+            with self.client.request(
+                "POST", path, json=body, stream=True, timeout=120, name="headers"
+            ) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith(b"data:"):
+                        event = json.loads(line[5:])
+                        if "error" in event:
+                            raise RuntimeError(event["error"])
+                        yield len(line)
+
+        Clock(self.environment, "SSE").watch(sizes())

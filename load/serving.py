@@ -1,0 +1,66 @@
+"""A server to load: one that runs already, or the default repository on free ports."""
+
+import argparse
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream_compose.probe import first_token
+from slipstream_compose.server import repository_root
+from slipstream_compose.triton import Endpoints, TritonServer, check_repository
+
+REPORTS = repository_root() / "benchmarks" / "out"
+PROMPTS = (
+    "def read_lines(path):\n    ",
+    "import os\nimport sys\n\n\ndef main():\n",
+    'class Stack:\n    """A last-in, first-out stack."""\n\n',
+    "    def test_append(self):\n        ",
+    "try:\n    import json\nexcept ImportError:\n",
+    "for name in sorted(names):\n    ",
+    "with open(filename) as file:\n    ",
+    "# Copyright\n\n__all__ = [",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that say which server to load."""
+    parser.add_argument("--http", metavar="HOST:PORT", help="a running server; also give --grpc")
+    parser.add_argument("--grpc", metavar="HOST:PORT")
+    parser.add_argument(
+        "--model-repository", type=Path, default=repository_root() / "model_repository"
+    )
+    parser.add_argument("--model", default="ensemble", help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=32, help="a request (%(default)s)")
+
+
+@contextlib.contextmanager
+def serving(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """HTTP and gRPC address (host:port) of a server that has made a token."""
+    if args.http and args.grpc:
+        yield args.http, args.grpc
+        return
+    if args.http or args.grpc:
+        raise SystemExit("give both --http and --grpc, or neither")
+    endpoints = Endpoints(*_free_ports(3))
+    models = check_repository(args.model_repository)
+    log = REPORTS / "tritonserver.log"
+    server = TritonServer(args.model_repository, endpoints, log)
+    try:
+        print(f"starting a server on {args.model_repository}", file=sys.stderr)
+        server.start()
+        server.wait_ready(timeout_s=300)
+        first_token(endpoints.http, models)
+        yield endpoints.http.removeprefix("http://"), endpoints.grpc
+    finally:
+        server.stop()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody has at this moment; all are held until the last is known."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
