@@ -13,15 +13,11 @@ from slipstream.bridge.streams import Outputs
 
 _log = logging.getLogger(__name__)
 
-_CODES = {
-    code: getattr(pb.TritonError, code.value) for code in Code if hasattr(pb.TritonError, code)
-}
-_CODES[Code.INVALID_ARGUMENT] = pb.TritonError.INVALID_ARG
-
 
 def triton_error(error: ContractError) -> Any:
     """The error as Triton has it; its text begins with our code, which a gRPC stream would lose."""
-    return pb.TritonError(str(error), _CODES.get(error.code, pb.TritonError.INTERNAL))
+    name = "INVALID_ARG" if error.code is Code.INVALID_ARGUMENT else error.code.value
+    return pb.TritonError(str(error), getattr(pb.TritonError, name))
 
 
 def read_inputs(request: Any) -> dict[str, np.ndarray]:

@@ -1,0 +1,129 @@
+"""Everything that runs in a stub for one served model, whatever its tensors are."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from slipstream_contract.credit import CreditFile
+from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.runtime import Runtime
+from slipstream_contract.sampling import SamplingParams
+
+from slipstream import wire
+from slipstream.bridge.connection import Connection
+from slipstream.bridge.flow import Flow
+from slipstream.bridge.streams import Call, Calls, Reply, Senders, Stream
+from slipstream.bridge.watch import Watch
+from slipstream.config import EngineConfig
+from slipstream.launch import Supervision
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.1  # how often a bridge that waits for its engine looks whether it still may
+
+
+@dataclass(frozen=True)
+class Question:
+    """A Triton request, read. Arrays have their batch dimension."""
+
+    inputs: dict[str, np.ndarray]
+    parameters: dict[str, object]
+    request_id: str
+    reply: Reply
+    requested: frozenset[str]  # outputs
+    arrival_ns: int  # time.time_ns()
+
+
+def batch_size(inputs: Mapping[str, np.ndarray]) -> int:
+    """Of a request to a model with a batch dimension. Raises ContractError if inputs disagree."""
+    sizes = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
+    if len(sizes) != 1:
+        raise ContractError(f"inputs have different batch sizes: {sorted(sizes)}")
+    return sizes.pop()
+
+
+def row(inputs: Mapping[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
+    """One element of the batch."""
+    return {name: array[index] for name, array in inputs.items()}
+
+
+class Bridge:
+    """Connection, calls, senders, watch and flow control of one model."""
+
+    def __init__(self, name: str, runtime: Runtime, config: EngineConfig, server_pid: int) -> None:
+        """Start the threads and see to it that an engine is started; does not wait for it."""
+        self._server_pid = server_pid
+        self._supervision = Supervision(runtime, config, server_pid)
+        self._senders = Senders()
+        self.calls = Calls(self._send, self._senders.hand_over)
+        self._senders.calls = self.calls
+        self.connection = Connection(runtime.address, name, self.calls, self._supervision.ensure)
+        self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, self.calls.cancel)
+        self._watch = Watch(self.calls, runtime.stopping.exists)
+
+    def wait(self) -> wire.Welcome:
+        """Until the engine is ready. Raises RuntimeError, with its reason, if it cannot start."""
+        while True:
+            welcome = self.connection.wait_welcome(_LOOK_S)
+            if welcome is not None:
+                return welcome
+            failure = self._supervision.failure()
+            if failure is not None:
+                raise RuntimeError(f"the engine cannot start: {failure}")
+            if os.getppid() != self._server_pid:
+                raise RuntimeError("the server is gone")
+
+    def submit(
+        self,
+        call: Call,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        streams: Sequence[Stream],
+        arrival_ns: int,
+    ) -> wire.Submit:
+        """Add an engine request to a call that is not begun yet; one stream for each sequence."""
+        number = self.calls.next_request()
+        call.add(number, streams)
+        return wire.Submit(number, token_ids, sampling, arrival_ns)
+
+    def begin(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:
+        """Let a call run: from here on it will be ended.
+
+        Raises ContractError if it cannot begin. `has_flow` puts its streams under flow control.
+        """
+        try:
+            for stream in call.streams:
+                if has_flow and stream.is_streaming:
+                    stream.credit = self.flow.open(stream)
+            self.calls.open(call)
+        except ContractError:
+            self.calls.forget(call)
+            raise
+        try:
+            self._send(*submits)
+        except ContractError as error:
+            self.calls.fail(call, error)
+
+    def close(self) -> None:
+        """End everything; calls that still run end with an error."""
+        self.calls.fail_all(ContractError("the model is being unloaded", Code.UNAVAILABLE))
+        self._watch.close()
+        self.flow.close()
+        self.connection.close()
+        self._senders.close()
+
+    def _send(self, *messages: wire.ToEngine) -> None:
+        self.connection.send(*messages)
+
+
+def answer(reply: Reply, begin: Callable[[], None]) -> None:
+    """Run `begin`; what it raises becomes the one, final response, never a traceback."""
+    try:
+        begin()
+    except ContractError as error:
+        reply.fail(error)
+    except Exception:
+        _log.exception("a request could not be begun")
+        reply.fail(ContractError("the request could not be begun", Code.INTERNAL))

@@ -1,0 +1,102 @@
+"""Model `tensorrt_llm`: token ids in, token ids out, alone or in the middle of the ensemble."""
+
+import numpy as np
+from slipstream_contract.request import LlmRequest, llm_request
+from slipstream_contract.stream_state import StreamState
+from slipstream_contract.vocab import TokenBytes, state_after
+
+from slipstream import wire
+from slipstream.bridge.bridge import Bridge, Question, batch_size, row
+from slipstream.bridge.pieces import Extras, Wanted, merge
+from slipstream.bridge.streams import Call, Credit, Outputs, Stream
+
+_STATE = "STREAM_STATE"
+
+
+class Composed:
+    """The wiring of the true Triton ensemble.
+
+    A caller who asks for `STREAM_STATE`, but not for every output, is the ensemble: it is given
+    flow control. One who names no outputs asks for all of them, and would not acknowledge anything.
+    """
+
+    def __init__(self, bridge: Bridge, vocab: TokenBytes | None, outputs: frozenset[str]) -> None:
+        """`vocab` is the checkpoint's, if it has a tokenizer; `outputs` are all of the model's."""
+        self._bridge = bridge
+        self._vocab = vocab
+        self._outputs = outputs
+
+    def begin(self, question: Question) -> None:
+        """Start a request. Raises ContractError."""
+        size = batch_size(question.inputs)
+        requests = [
+            llm_request(row(question.inputs, index), question.parameters, self._vocab)
+            for index in range(size)
+        ]
+        if any(request.stop for request in requests):
+            self._bridge.calls.stop(question.request_id)
+            question.reply.send({}, is_final=True)
+            return
+        is_ensemble = _STATE in question.requested and question.requested != self._outputs
+        call = Call(question.reply, question.request_id)
+        submits = []
+        for index, request in enumerate(requests):
+            batch_index = index if size > 1 else None
+            streams = self._streams(request, batch_index)
+            arguments = (call, request.token_ids, request.sampling, streams)
+            submits.append(self._bridge.submit(*arguments, question.arrival_ns))
+        self._bridge.begin(call, submits, has_flow=is_ensemble)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _streams(self, request: LlmRequest, batch_index: int | None) -> list[Stream]:
+        streams = []
+        for index in range(request.sampling.n):
+            sequence_index = index if request.sampling.n > 1 else None
+            writer = ComposedWriter(request, self._vocab, batch_index, sequence_index)
+            streams.append(Stream(writer, request.streaming))
+        return streams
+
+
+class ComposedWriter:
+    """Responses of one sequence as token ids, with what postprocessing needs to know of them."""
+
+    def __init__(
+        self,
+        request: LlmRequest,
+        vocab: TokenBytes | None,
+        batch_index: int | None,
+        sequence_index: int | None,
+    ) -> None:
+        is_echo = not request.streaming and not request.exclude_input_in_output
+        self._prompt = request.token_ids if is_echo else []
+        self._vocab = vocab
+        self._state = StreamState(number=1)
+        self._extras = Extras(
+            Wanted(
+                len(request.token_ids),
+                request.return_log_probs,
+                request.return_perf_metrics,
+                request.return_num_input_tokens,
+                request.return_num_output_tokens,
+                batch_index,
+                sequence_index,
+            )
+        )
+
+    def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
+        """The new tokens; the prompt before them if it is to be echoed."""
+        piece = merge(tokens)
+        token_ids = self._prompt + piece.token_ids
+        state = self._state._replace(is_last=is_last, drop_bytes=piece.drop_bytes)
+        if credit is not None:
+            state = state._replace(slot=credit.slot, number=credit.next_number)
+        if self._vocab is not None and not is_last:
+            self._state = state_after(self._vocab, token_ids, state)
+        return {
+            "output_ids": np.array([[token_ids]], np.int32),
+            "sequence_length": np.array([[len(token_ids)]], np.int32),
+            _STATE: np.array([state.pack()], np.int64),
+            **self._extras.make(piece),
+        }

@@ -1,0 +1,162 @@
+"""What Triton runs in the stub of every model of backend `slipstream`."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import triton_python_backend_utils as pb
+from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.parameters import StageParameters
+from slipstream_contract.runtime import open_runtime
+from slipstream_contract.vocab import TokenBytes
+
+from slipstream import wire
+from slipstream.bridge.bridge import Bridge, Question, answer
+from slipstream.bridge.composed import Composed
+from slipstream.bridge.fused import Fused
+from slipstream.bridge.health import health
+from slipstream.bridge.triton import (
+    TritonReply,
+    make_tensors,
+    read_inputs,
+    read_parameters,
+    triton_error,
+)
+from slipstream.bridge.vllm import Vllm
+from slipstream.config import EngineConfig
+
+_log = logging.getLogger(__name__)
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`1/model.json`. One model holds the engine's configuration, the others name that model."""
+
+    wiring: str
+    engine: EngineConfig | None = None
+    engine_of: str | None = None
+
+
+class Wiring(Protocol):
+    """What a model's tensors mean."""
+
+    def begin(self, question: Question) -> None:
+        """Start a request, which is then answered by itself. Raises ContractError if it cannot."""
+
+    def close(self) -> None:
+        """Free what it holds besides the bridge."""
+
+
+class TritonPythonModel:
+    """A served model. `1/model.json` says which tensors it speaks."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Start the engine if nobody has, and wait for it. Raises what keeps it from starting."""
+        logging.basicConfig(
+            level=logging.INFO,
+            stream=sys.stderr,
+            format=f"%(asctime)s {args['model_name']} %(levelname)s %(message)s",
+        )
+        parameters = StageParameters(args)
+        wiring, config = read_settings(parameters.version_directory)
+        self._is_decoupled = bool(
+            parameters.config.get("model_transaction_policy", {}).get("decoupled")
+        )
+        self._outputs = [output["name"] for output in parameters.config["output"]]
+        server_pid = os.getppid()
+        self._bridge = Bridge(parameters.model, open_runtime(server_pid), config, server_pid)
+        try:
+            welcome = self._bridge.wait()
+            self._wiring = self._make_wiring(wiring, parameters, Path(config.checkpoint), welcome)
+        except BaseException:
+            self._bridge.close()
+            raise
+
+    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
+        """Begin every request; never waits for a token."""
+        if self._wiring is None:
+            return self._report(requests)
+        for request in requests:
+            reply = TritonReply(request)
+            answer(reply, lambda request=request, reply=reply: self._begin(request, reply))
+        return None
+
+    def finalize(self) -> None:
+        """End all threads and connections; the engine goes on for the other models."""
+        self._bridge.close()
+        if self._wiring is not None:
+            self._wiring.close()
+
+    def _begin(self, request: Any, reply: TritonReply) -> None:
+        assert self._wiring is not None
+        self._wiring.begin(
+            Question(
+                read_inputs(request),
+                read_parameters(request),
+                request.request_id(),
+                reply,
+                reply.requested,
+                time.time_ns(),
+            )
+        )
+
+    def _report(self, requests: Sequence[Any]) -> list[Any] | None:
+        responses = []
+        for _ in requests:
+            try:
+                outputs = health(self._bridge, self._outputs[0])
+                responses.append(pb.InferenceResponse(make_tensors(outputs)))
+            except ContractError as error:
+                responses.append(pb.InferenceResponse(error=triton_error(error)))
+        if not self._is_decoupled:
+            return responses
+        for request, response in zip(requests, responses, strict=True):
+            sender = request.get_response_sender()
+            sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        return None
+
+    def _make_wiring(
+        self, name: str, parameters: StageParameters, checkpoint: Path, welcome: wire.Welcome
+    ) -> Wiring | None:
+        has_tokenizer = (checkpoint / "tokenizer.json").is_file()
+        match name:
+            case "health":
+                return None
+            case "composed":
+                vocab = TokenBytes.load(checkpoint) if has_tokenizer else None
+                return Composed(self._bridge, vocab, frozenset(self._outputs))
+            case "fused":
+                return Fused(self._bridge, parameters, checkpoint, welcome.max_model_len)
+            case "vllm":
+                return Vllm(self._bridge, parameters, checkpoint, welcome.max_model_len)
+            case _:
+                raise ContractError(f"model.json: no wiring {name!r:.64}", Code.NOT_FOUND)
+
+
+def read_settings(version_directory: Path) -> tuple[str, EngineConfig]:
+    """The wiring of a model, and its engine's configuration with an absolute checkpoint.
+
+    Raises ValueError that names the file and what is wrong with it.
+    """
+    path = version_directory / "model.json"
+    settings = _read(path)
+    if settings.engine is None and settings.engine_of is not None:
+        path = version_directory.parents[1] / settings.engine_of / "1" / "model.json"
+        engine = _read(path).engine
+    else:
+        engine = settings.engine
+    if engine is None:
+        raise ValueError(f"{path}: holds no `engine`")
+    checkpoint = (path.parent / engine.checkpoint).resolve()
+    return settings.wiring, msgspec.structs.replace(engine, checkpoint=str(checkpoint))
+
+
+def _read(path: Path) -> Settings:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Settings)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
