@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve test check format test-gpu bench perf locust compose-check clean loc
+.PHONY: help install serve check format test test-gpu bench perf locust compose-check clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -9,6 +9,7 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 MODEL_REPOSITORY ?= model_repository
 PYTEST_ARGS ?=
+ARGS ?=
 PERF_ARGS ?=
 LOCUST_ARGS ?=
 BIN := .venv/bin
@@ -38,6 +39,9 @@ test: check      ## the checks, and every test that needs no GPU, the real serve
 
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... NAME ...")
+	@$(BIN)/python benchmarks/engine.py $(ARGS)
 
 perf: install    ## perf_analyzer on the default repository; report in benchmarks/out/
 	@$(BIN)/python load/run_perf.py $(PERF_ARGS)
