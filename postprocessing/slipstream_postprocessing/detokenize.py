@@ -1,6 +1,7 @@
 """Tokens of one response as text: a pure function, since all state travels with the response."""
 
 import codecs
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -46,7 +47,9 @@ def detokenize_batch(
 
     Raises ContractError for lengths that do not fit and for negative ids.
     """
-    rows = tokens.reshape(-1, tokens.shape[-1]) if tokens.ndim else tokens.reshape(1, 1)
+    if tokens.ndim == 0:
+        raise ContractError("TOKENS_BATCH is a scalar")
+    rows = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
     counts: list[int] = lengths.reshape(-1).tolist()
     if len(counts) != len(rows):
         raise ContractError(f"SEQUENCE_LENGTH has {len(counts)} values for {len(rows)} rows")

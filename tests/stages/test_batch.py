@@ -1,0 +1,190 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from slipstream_contract.errors import ContractError
+from slipstream_contract.stream_state import StreamState
+from slipstream_contract.vocab import TokenBytes
+from slipstream_postprocessing.detokenize import detokenize_batch
+from slipstream_preprocessing.batch import encode_batch
+from slipstream_preprocessing.encode import Encoder
+from stages.zoo import llama_bpe, save
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    return Encoder.load(save(llama_bpe(), tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory: pytest.TempPathFactory) -> TokenBytes:
+    directory: Path = save(llama_bpe(), tmp_path_factory.mktemp("vocab"))
+    return TokenBytes.load(directory)
+
+
+def strings(*rows: list[str | bytes]) -> Any:
+    data = [[item.encode() if isinstance(item, str) else item for item in row] for row in rows]
+    return np.array(data, dtype=object)
+
+
+def ints(*rows: list[int]) -> Any:
+    return np.array(rows, np.int32)
+
+
+def minimal(*texts: str) -> dict[str, Any]:
+    return {
+        "QUERY": strings(*([text] for text in texts)),
+        "REQUEST_OUTPUT_LEN": ints(*([7 + i] for i in range(len(texts)))),
+    }
+
+
+def unpack(packed: Any) -> list[list[int]]:
+    """Words of one row of a word list, read as its documentation says."""
+    ids, ends = packed.tolist()
+    starts = [0, *ends]
+    return [ids[a:b] for a, b in zip(starts, ends, strict=False) if b >= 0]
+
+
+def test_the_outputs_of_a_batch(encoder: Encoder) -> None:
+    outputs = encode_batch(encoder, minimal("fox", "the quick brown fox"))
+    short, long = encoder.encode("fox"), encoder.encode("the quick brown fox")
+    padding = [encoder.pad_id] * (len(long) - len(short))
+    assert outputs["INPUT_ID"].tolist() == [short + padding, long]
+    assert outputs["REQUEST_INPUT_LEN"].tolist() == [[len(short)], [len(long)]]
+    assert outputs["REQUEST_OUTPUT_LEN"].tolist() == [[7], [8]]
+    assert outputs["OUT_END_ID"].tolist() == [[encoder.end_ids[0]]] * 2
+    assert outputs["OUT_PAD_ID"].tolist() == [[encoder.pad_id]] * 2
+    assert set(outputs) == {
+        "INPUT_ID",
+        "REQUEST_INPUT_LEN",
+        "REQUEST_OUTPUT_LEN",
+        "OUT_END_ID",
+        "OUT_PAD_ID",
+    }
+    assert {value.dtype for value in outputs.values()} == {np.dtype(np.int32)}
+
+
+def test_given_end_and_pad_ids_win(encoder: Encoder) -> None:
+    ids = {"END_ID": ints([-1], [9]), "PAD_ID": ints([4], [5])}
+    outputs = encode_batch(encoder, minimal("the fox", "a") | ids)
+    assert outputs["OUT_END_ID"].tolist() == [[-1], [9]]
+    assert outputs["OUT_PAD_ID"].tolist() == [[4], [5]]
+    assert outputs["INPUT_ID"][1, -1] == 5
+
+
+def test_word_lists(encoder: Encoder) -> None:
+    words = {
+        "STOP_WORDS_DICT": strings(["fox", "", "\n"], ["", "", ""]),
+        "BAD_WORDS_DICT": strings([""], ["dog"]),
+    }
+    outputs = encode_batch(encoder, minimal("a", "b") | words)
+    stop, bad = outputs["STOP_WORDS_IDS"], outputs["BAD_WORDS_IDS"]
+    assert stop.dtype == bad.dtype == np.int32
+    assert stop.shape[:2] == bad.shape[:2] == (2, 2)
+    assert unpack(stop[0]) == encoder.words(["fox", "\n"])
+    assert unpack(stop[1]) == unpack(bad[0]) == []
+    assert unpack(bad[1]) == encoder.bad_words(["dog"])
+
+
+@pytest.mark.parametrize("name", ["STOP_WORDS_DICT", "BAD_WORDS_DICT"])
+def test_empty_words_are_no_words(encoder: Encoder, name: str) -> None:
+    outputs = encode_batch(encoder, minimal("a") | {name: strings([""])})
+    assert not {"STOP_WORDS_IDS", "BAD_WORDS_IDS"} & set(outputs)
+
+
+def test_weights_of_several_words_add_up(encoder: Encoder) -> None:
+    given = {
+        "EMBEDDING_BIAS_WORDS": strings(["fox", "fox"]),
+        "EMBEDDING_BIAS_WEIGHTS": np.array([[1.5, -4]], np.float32),
+    }
+    bias = encode_batch(encoder, minimal("a") | given)["EMBEDDING_BIAS"]
+    assert bias.dtype == np.float32
+    assert bias.shape == (1, encoder.vocab.size)
+    [ids] = encoder.bias_words(["fox"])
+    assert {int(i): float(bias[0, i]) for i in np.flatnonzero(bias)} == dict.fromkeys(ids, -2.5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"QUERY": strings([""])}, "text_input is empty"),
+        ({"QUERY": strings([b"a\xffb"])}, "text_input is not valid UTF-8 at byte 1"),
+        ({"QUERY": strings(["a", "b"])}, r"text_input has shape \[1, 2\], not \[B, 1\]"),
+        ({"REQUEST_OUTPUT_LEN": ints([1], [2])}, r"max_tokens has shape \[2, 1\], not \[1, 1\]"),
+        ({"STOP_WORDS_DICT": strings(["a"], ["b"])}, r"stop_words has shape \[2, 1\]"),
+        ({"STOP_WORDS_DICT": strings([b"\xe4"])}, r"stop_words\[0\] is not valid UTF-8"),
+        ({"BAD_WORDS_DICT": strings(["a", b"\xe4"])}, r"bad_words\[1\] is not valid UTF-8"),
+        (
+            {"EMBEDDING_BIAS_WORDS": strings(["a"])},
+            "embedding_bias_weights has 0 values for 1 embedding_bias_words",
+        ),
+        (
+            {
+                "EMBEDDING_BIAS_WORDS": strings(["a"]),
+                "EMBEDDING_BIAS_WEIGHTS": np.array([[np.nan]], np.float32),
+            },
+            "embedding_bias_weights holds nan",
+        ),
+        ({"DECODER_QUERY": strings(["x"])}, "decoder_text_input is not supported yet"),
+        ({"IMAGE_URL": strings(["http://x"])}, "image_url_input is not supported yet"),
+        (
+            {"PROMPT_TABLE_EXTRA_ID": np.array([[3]], np.uint64)},
+            "prompt_table_extra_id is not supported yet",
+        ),
+    ],
+)
+def test_bad_input_is_named(encoder: Encoder, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ContractError, match=f"INVALID_ARGUMENT: {message}"):
+        encode_batch(encoder, minimal("a") | changed)
+
+
+def test_missing_input_is_named(encoder: Encoder) -> None:
+    for name, known_as in {"QUERY": "text_input", "REQUEST_OUTPUT_LEN": "max_tokens"}.items():
+        inputs = minimal("a")
+        del inputs[name]
+        with pytest.raises(ContractError, match=f"{known_as} is missing"):
+            encode_batch(encoder, inputs)
+
+
+def test_neutral_values_of_later_work_are_accepted(encoder: Encoder) -> None:
+    neutral = {
+        "DECODER_QUERY": strings([""]),
+        "PROMPT_TABLE_EXTRA_ID": np.array([[0]], np.uint64),
+        "IMAGE_BYTES": np.zeros((1, 0, 1, 1, 1), np.uint8),
+    }
+    assert "INPUT_ID" in encode_batch(encoder, minimal("a") | neutral)
+
+
+def test_rows_of_a_response_are_cut_to_their_lengths(encoder: Encoder, vocab: TokenBytes) -> None:
+    fox, dog = encoder.encode("fox"), encoder.encode("lazy dog")
+    tokens = np.full((1, 2, len(dog)), encoder.pad_id, np.int32)
+    tokens[0, 0, : len(fox)], tokens[0, 1] = fox, dog
+    lengths = ints([len(fox), len(dog)])
+    assert detokenize_batch(vocab, tokens, lengths) == ["fox", "lazy dog"]
+    assert detokenize_batch(vocab, tokens, lengths, skip_special=False)[0] == "<s> fox"
+    state = StreamState(is_first=False)
+    assert detokenize_batch(vocab, tokens[:, :1], lengths[:, :1], state) == [" fox"]
+    assert detokenize_batch(vocab, ints([]), ints([0])) == [""]  # an ending without tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "state", "message"),
+    [
+        (ints([1, 2]), ints([3]), None, "SEQUENCE_LENGTH is 3, TOKENS_BATCH has 2"),
+        (ints([1, 2]), ints([-1]), None, "SEQUENCE_LENGTH is -1"),
+        (ints([1, 2]), ints([1, 1]), None, "SEQUENCE_LENGTH has 2 values for 1 rows"),
+        (ints([1, -2]), ints([2]), None, "negative id -2"),
+        (ints([1], [2]), ints([1], [1]), StreamState(), "STREAM_STATE is for one row"),
+    ],
+)
+def test_responses_that_do_not_fit_are_refused(
+    vocab: TokenBytes, tokens: Any, lengths: Any, state: StreamState | None, message: str
+) -> None:
+    with pytest.raises(ContractError, match=message):
+        detokenize_batch(vocab, tokens, lengths, state)
+
+
+def test_padding_may_hold_anything(vocab: TokenBytes) -> None:
+    assert detokenize_batch(vocab, ints([-1, 2**31 - 1]), ints([0])) == [""]
+    assert detokenize_batch(vocab, ints([2**31 - 1]), ints([1])) == [""]  # beyond the vocabulary

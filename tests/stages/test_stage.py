@@ -1,0 +1,204 @@
+"""The stages' Triton side, with a stand-in for the module that only exists inside the server.
+
+What the stand-in cannot show (dtypes on the wire, ordering, dynamic batching) is in tests/server.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from slipstream_contract.credit import CreditFile
+from slipstream_contract.parameters import StageParameters
+from slipstream_contract.stream_state import StreamState
+from stages.zoo import byte_level_bpe, save
+
+
+class Tensor:
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def as_numpy(self) -> Any:
+        return self.value
+
+
+class TritonError:
+    INVALID_ARG, INTERNAL = "invalid", "internal"
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message, self.code = message, code
+
+
+class Response:
+    def __init__(self, tensors: list[Tensor] = [], error: TritonError | None = None) -> None:  # noqa: B006
+        self.outputs = {tensor.name: tensor.value for tensor in tensors}
+        self.error = error
+
+
+class Request:
+    def __init__(self, is_cancelled: bool = False, **tensors: Any) -> None:
+        self.tensors, self._is_cancelled = tensors, is_cancelled
+
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled
+
+
+@pytest.fixture
+def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module: Any = ModuleType("triton_python_backend_utils")
+    module.Tensor, module.TritonError, module.InferenceResponse = Tensor, TritonError, Response
+    module.get_input_tensor_by_name = lambda request, name: (
+        Tensor(name, request.tensors[name]) if name in request.tensors else None
+    )
+    stages = ("slipstream_preprocessing.stage", "slipstream_postprocessing.stage")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield
+    for name in stages:
+        sys.modules.pop(name, None)
+
+
+def arguments(repository: Path, model: str, **config: Any) -> dict[str, str]:
+    parameters = {key: {"string_value": config.pop(key)} for key in list(config) if key != "config"}
+    (repository / model / "1").mkdir(parents=True, exist_ok=True)
+    given = {"parameters": parameters, "input": []}
+    return {
+        "model_config": json.dumps(given),
+        "model_repository": str(repository / model),
+        "model_version": "1",
+        "model_name": model,
+    }
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    save(byte_level_bpe(), tmp_path / "tensorrt_llm" / "1" / "checkpoint")
+    engine = {"wiring": "composed", "engine": {"checkpoint": "checkpoint", "max_model_len": 9}}
+    (tmp_path / "tensorrt_llm" / "1" / "model.json").write_text(json.dumps(engine))
+    return tmp_path
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv("SLIPSTREAM_RUNTIME_DIR", str(directory))
+    return directory
+
+
+def post_stage(repository: Path, dynamic: bool) -> Any:
+    args = arguments(repository, "postprocessing")
+    config = json.loads(args["model_config"]) | ({"dynamic_batching": {}} if dynamic else {})
+    model = importlib.import_module("slipstream_postprocessing.stage").TritonPythonModel()
+    model.initialize(args | {"model_config": json.dumps(config)})
+    return model
+
+
+def streamed(ids: list[int], slot: int, number: int, **more: Any) -> Request:
+    state = np.array([StreamState(slot, number).pack()], np.int64)
+    tokens, length = np.array([[ids]], np.int32), np.array([[len(ids)]], np.int32)
+    return Request(TOKENS_BATCH=tokens, SEQUENCE_LENGTH=length, STREAM_STATE=state, **more)
+
+
+@pytest.mark.usefixtures("utils")
+def test_postprocessing_answers_in_order_and_gives_credits_back(
+    repository: Path, runtime: Path
+) -> None:
+    model = post_stage(repository, dynamic=True)
+    file = CreditFile(runtime / "credits")
+    tokenizer = byte_level_bpe()
+    fox, dog = tokenizer.encode("fox").ids, tokenizer.encode("dog").ids
+    bad = streamed([-5], slot=3, number=12)
+    requests = [streamed(fox, 1, 10), streamed(dog, 2, 11), bad]
+    first, second, third = model.execute(requests)
+    assert first.outputs["OUTPUT"].tolist() == [b"fox"]
+    assert second.outputs["OUTPUT"].tolist() == [b"dog"]
+    assert third.error.code == TritonError.INVALID_ARG
+    assert third.error.message.startswith("INVALID_ARGUMENT: TOKENS_BATCH")
+    assert [file.is_acknowledged(slot, slot + 9) for slot in (1, 2, 3)] == [True] * 3
+    plain = Request(**{k: v for k, v in requests[0].tensors.items() if k != "STREAM_STATE"})
+    assert model.execute([plain])[0].outputs["OUTPUT"].tolist() == [b"fox"]
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_postprocessing_flags_cancelled_streams_where_the_server_does_not_drop_them(
+    repository: Path, runtime: Path, dynamic: bool
+) -> None:
+    model = post_stage(repository, dynamic)
+    file = CreditFile(runtime / "credits")
+    model.execute([streamed([5], 1, 10), streamed([5], 2, 11, is_cancelled=True)])
+    assert not file.is_cancelled(1, 10)
+    assert file.is_cancelled(2, 11) == (not dynamic)
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
+@pytest.mark.parametrize(
+    "state", [[0, 1, 1], [-2, 1, 1, 0, 0, 0], [1 << 20, 1, 1, 0, 0, 0], [0, 1, 1, 0, 9, 0]]
+)
+def test_a_malformed_stream_state_is_refused(
+    repository: Path, runtime: Path, state: list[int]
+) -> None:
+    model = post_stage(repository, dynamic=True)
+    request = streamed([5], 1, 10)
+    request.tensors["STREAM_STATE"] = np.array([state], np.int64)
+    assert "STREAM_STATE is malformed" in model.execute([request])[0].error.message
+    missing = Request(TOKENS_BATCH=request.tensors["TOKENS_BATCH"])
+    assert "SEQUENCE_LENGTH is missing" in model.execute([missing])[0].error.message
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
+def test_a_bug_in_a_stage_shows_no_traceback_and_keeps_the_credit(
+    repository: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = post_stage(repository, dynamic=True)
+    monkeypatch.setattr(model, "_vocab", None)
+    [response] = model.execute([streamed([5], 1, 10)])
+    assert response.error.message == "INTERNAL: postprocessing failed"
+    assert response.error.code == TritonError.INTERNAL
+    assert CreditFile(runtime / "credits").is_acknowledged(1, 10)
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
+def test_preprocessing_takes_the_checkpoint_and_the_context_of_the_engine(repository: Path) -> None:
+    model = importlib.import_module("slipstream_preprocessing.stage").TritonPythonModel()
+    args = arguments(repository, "preprocessing", tokenizer_dir="${tokenizer_dir}")
+    names = ["QUERY", "REQUEST_OUTPUT_LEN", "STOP_WORDS_DICT"]
+    config = json.loads(args["model_config"]) | {"input": [{"name": name} for name in names]}
+    model.initialize(args | {"model_config": json.dumps(config)})
+    limit = np.array([[4]], np.int32)
+    texts = ["fox", "", "x" * 1000]
+    queries = [np.array([[text.encode()]], object) for text in texts]
+    good, empty, long = model.execute([Request(QUERY=q, REQUEST_OUTPUT_LEN=limit) for q in queries])
+    assert good.outputs["INPUT_ID"].tolist() == [byte_level_bpe().encode("fox").ids]
+    assert empty.error.message == "INVALID_ARGUMENT: text_input is empty"
+    assert "the context has 9" in long.error.message
+
+
+def test_parameters_that_are_not_given(repository: Path) -> None:
+    unset = StageParameters(
+        arguments(repository, "postprocessing", skip_special_tokens="${skip_special_tokens}")
+    )
+    assert unset.flag("skip_special_tokens", True)
+    checkpoint = (repository / "tensorrt_llm/1/checkpoint").resolve()
+    assert unset.tokenizer_directory() == checkpoint
+    args = arguments(
+        repository, "postprocessing", skip_special_tokens="False", tokenizer_dir="../../other"
+    )
+    given = StageParameters(args)
+    assert not given.flag("skip_special_tokens", True)
+    assert given.tokenizer_directory() == (repository / "other").resolve()
+    wrong = StageParameters(arguments(repository, "postprocessing", skip_special_tokens="maybe"))
+    with pytest.raises(ValueError, match="skip_special_tokens is 'maybe'"):
+        wrong.flag("skip_special_tokens", True)
+    (repository / "tensorrt_llm/1/model.json").unlink()
+    with pytest.raises(ValueError, match="tokenizer_dir is not set"):
+        unset.tokenizer_directory()
