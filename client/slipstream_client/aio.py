@@ -12,7 +12,7 @@ from slipstream_contract.errors import Code, ContractError
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL, TRUE_STATUS
-from slipstream_client.codec import HEALTH_MODEL, chunk_of, health_of, request_of
+from slipstream_client.codec import chunk_of, health_of, health_request, request_of
 from slipstream_client.failures import error_from_rpc, error_from_text
 from slipstream_client.results import Chunk, Completion, join
 
@@ -119,9 +119,8 @@ class AsyncSlipstreamClient:
 
     async def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """What the engine says of itself, as `SlipstreamClient.health`."""
-        request = service_pb2.ModelInferRequest(model_name=HEALTH_MODEL)
         call = self._stub().ModelStreamInfer(
-            iter([request]), timeout=timeout_s, metadata=TRUE_STATUS
+            iter([health_request()]), timeout=timeout_s, metadata=TRUE_STATUS
         )
         try:
             response = await call.read()
@@ -130,7 +129,7 @@ class AsyncSlipstreamClient:
         finally:
             call.cancel()
         if response is grpc.aio.EOF:
-            raise ContractError(f"{HEALTH_MODEL} gave no answer", Code.INTERNAL)
+            raise ContractError("the health model gave no answer", Code.INTERNAL)
         if response.error_message:
             raise error_from_text(response.error_message)
         return health_of(response.infer_response)

@@ -7,14 +7,15 @@ from typing import Any, Self
 
 import grpc
 from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.tensors import ENSEMBLE
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from slipstream_client.codec import HEALTH_MODEL, chunk_of, health_of, request_of
+from slipstream_client.codec import chunk_of, health_of, health_request, request_of
 from slipstream_client.failures import error_from_rpc, error_from_text
 from slipstream_client.results import Chunk, Completion, join
 
 DEFAULT_URL = "127.0.0.1:8001"
-DEFAULT_MODEL = "ensemble"
+DEFAULT_MODEL = ENSEMBLE.name
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 TRUE_STATUS = (("triton_grpc_error", "true"),)
 """Asks Triton to end a failed stream with the error's status instead of a text without one."""
@@ -129,8 +130,9 @@ class SlipstreamClient:
 
         Raises ContractError where no server or no engine answers.
         """
-        request = service_pb2.ModelInferRequest(model_name=HEALTH_MODEL)
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s, metadata=TRUE_STATUS)
+        call = self._stub.ModelStreamInfer(
+            iter([health_request()]), timeout=timeout_s, metadata=TRUE_STATUS
+        )
         try:
             for response in call:
                 if response.error_message:
@@ -140,7 +142,7 @@ class SlipstreamClient:
             raise error_from_rpc(error, self.url) from None
         finally:
             call.cancel()
-        raise ContractError(f"{HEALTH_MODEL} gave no answer", Code.INTERNAL)
+        raise ContractError("the health model gave no answer", Code.INTERNAL)
 
     def is_ready(self, model: str | None = None, timeout_s: float = 5.0) -> bool:
         """True where the server says that the model is loaded; False also where none answers.

@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 from slipstream_contract.errors import Code, ContractError, clip
-from slipstream_contract.tensors import MODELS, Model, Tensor
+from slipstream_contract.tensors import BLS, ENSEMBLE, HEALTH, TENSORRT_LLM, VLLM, Model, Tensor
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from slipstream_client.results import Array, Chunk
 
-HEALTH_MODEL = "slipstream_health"
-TOKEN_MODEL = "tensorrt_llm"
-VLLM_MODEL = "vllm_model"
+GENERATING = {model.name: model for model in (ENSEMBLE, BLS, VLLM, TENSORRT_LLM)}
 
 _TOKEN_NAMES = {
     "max_tokens": "request_output_len",
@@ -38,15 +36,14 @@ def request_of(
     request_id: str,
 ) -> Any:
     """A `ModelInferRequest`. Raises ContractError for what the model does not take."""
-    declared = MODELS.get(model)
+    declared = GENERATING.get(model)
     if declared is None:
-        raise ContractError(
-            f"no model {clip(model)}; there are {', '.join(MODELS)}", Code.NOT_FOUND
-        )
-    values = _values(model, declared, prompt, parameters, is_streaming)
+        names = ", ".join(GENERATING)
+        raise ContractError(f"no model {clip(model)} generates; {names} do", Code.NOT_FOUND)
+    values = _values(declared, prompt, parameters, is_streaming)
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in values.items():
-        tensor = _input(declared, model, name)
+        tensor = _input(declared, name)
         array = to_array(tensor, value)
         if declared.max_batch_size:
             array = array[None]
@@ -56,7 +53,6 @@ def request_of(
 
 
 def _values(
-    model: str,
     declared: Model,
     prompt: str | Sequence[int],
     parameters: Mapping[str, object],
@@ -66,33 +62,34 @@ def _values(
     given = {name: value for name, value in parameters.items() if value is not None}
     counts: dict[str, object] = {"return_num_input_tokens": True, "return_num_output_tokens": True}
     flags = counts | {"exclude_input_in_output": True}
-    if model == TOKEN_MODEL:
+    if declared is TENSORRT_LLM:
         if isinstance(prompt, str):
-            raise ContractError(f"{model} takes token ids, not text: ask ensemble")
+            raise ContractError(f"{declared.name} takes token ids, not text: ask {ENSEMBLE.name}")
         token_ids = list(prompt)
         named = {_TOKEN_NAMES.get(name, name): value for name, value in given.items()}
         own = {"input_ids": token_ids, "input_lengths": len(token_ids), "streaming": is_streaming}
         return own | flags | named
     if not isinstance(prompt, str):
-        raise ContractError(f"{model} takes text, not {clip(prompt)}: ask {TOKEN_MODEL}")
+        raise ContractError(
+            f"{declared.name} takes text, not {clip(prompt)}: ask {TENSORRT_LLM.name}"
+        )
     own = {"text_input": prompt, "stream": is_streaming}
-    if model != VLLM_MODEL:
+    if declared is not VLLM:
         return own | flags | given
-    inputs = {tensor.name for tensor in declared.inputs}
-    tensors = {name: value for name, value in given.items() if name in inputs}
-    sampling = {name: value for name, value in given.items() if name not in inputs}
+    tensors = {name: value for name, value in given.items() if declared.input(name)}
+    sampling = {name: value for name, value in given.items() if name not in tensors}
     flags["return_finish_reason"] = True
     return own | flags | {"sampling_parameters": json.dumps(sampling)} | tensors
 
 
-def _input(declared: Model, model: str, name: str) -> Tensor:
-    for tensor in declared.inputs:
-        if tensor.name == name:
-            return tensor
+def _input(declared: Model, name: str) -> Tensor:
+    tensor = declared.input(name)
+    if tensor is not None:
+        return tensor
     names = [tensor.name for tensor in declared.inputs]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; do you mean {near[0]}?" if near else f"; it has {', '.join(names)}"
-    raise ContractError(f"{model} has no input {clip(name)}{hint}")
+    raise ContractError(f"{declared.name} has no input {clip(name)}{hint}")
 
 
 def to_array(tensor: Tensor, value: object) -> Array:
@@ -107,8 +104,10 @@ def to_array(tensor: Tensor, value: object) -> Array:
         kind = np.dtype(_NUMPY[tensor.dtype])
         if array.dtype.kind not in _ACCEPTED[kind.kind] and array.size:
             raise TypeError
-        converted = array.astype(kind)
-        if kind.kind in "iu" and not np.array_equal(converted, array):
+        with np.errstate(over="ignore"):
+            converted = array.astype(kind)
+        is_kept = np.isinf(converted) == np.isinf(array) if kind.kind == "f" else converted == array
+        if not np.all(is_kept):
             raise OverflowError
     except (TypeError, ValueError, OverflowError):
         message = f"{tensor.name} is {clip(value)}, which is no {tensor.dtype}"
@@ -120,7 +119,10 @@ def _strings(name: str, value: object) -> Array:
     items = [value] if isinstance(value, str | bytes) else value
     if not isinstance(items, Sequence) or not all(isinstance(i, str | bytes) for i in items):
         raise ContractError(f"{name} is {clip(value)}, which is neither a text nor a list of texts")
-    encoded = [item.encode() if isinstance(item, str) else item for item in items]
+    try:
+        encoded = [item.encode() if isinstance(item, str) else item for item in items]
+    except UnicodeEncodeError:
+        raise ContractError(f"{name} holds half of a surrogate pair, which is no text") from None
     array = np.empty(len(encoded), dtype=np.object_)
     array[:] = encoded
     return array
@@ -166,9 +168,18 @@ def chunk_of(response: Any) -> Chunk:
     )
 
 
+def health_request() -> Any:
+    """A `ModelInferRequest` to the health model."""
+    request = service_pb2.ModelInferRequest(model_name=HEALTH.name)
+    [probe] = HEALTH.inputs
+    request.inputs.add(name=probe.name, datatype=probe.dtype, shape=[1])
+    request.raw_input_contents.append(b"\x01")
+    return request
+
+
 def health_of(response: Any) -> dict[str, Any]:
     """The object in a response of the health model."""
-    text = _text(InferResult(response).as_numpy(response.outputs[0].name))
+    text = _text(InferResult(response).as_numpy(HEALTH.outputs[0].name))
     state = json.loads(text)
     assert isinstance(state, dict), "the health model answers with a JSON object"
     return state
