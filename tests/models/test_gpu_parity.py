@@ -54,7 +54,7 @@ def test_error_is_at_most_twice_the_naive_one(
     driver.step(generations[:1], 7)
     driver.finish(generations, chunk=50)
     ours = torch.stack([logits for g in generations for logits in g.logits]).double()
-    truth = sampled_logits(oracle(tmp_path, torch.float32).double(), generations)
+    truth = sampled_logits(oracle(tmp_path, torch.float32).double().cuda(), generations)
     naive = sampled_logits(oracle(tmp_path, dtype).cuda(), generations)
     error, naive_error = (ours - truth).abs().max(), (naive - truth).abs().max()
     assert error <= 2 * naive_error + TOLERANCES[dtype]

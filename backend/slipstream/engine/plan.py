@@ -135,14 +135,26 @@ def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtyp
     return config.max_num_batched_tokens * widest * dtype.itemsize + logits
 
 
+def _available_memory() -> int:
+    """Bytes of host memory to be had: what the kernel says, within what the container may use."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if meminfo.is_file():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        available = 1024 * int(fields["MemAvailable"].split()[0])
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
+
+
 def _free_for_cache(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> int:
     """Bytes for the cache: of a GPU 0.9 of what weights and a step leave, of a host half."""
     weights = model.dims.num_parameters * dtype.itemsize
     if device.type == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return (free - weights) // 2
+        return (_available_memory() - weights) // 2
     free = torch.cuda.mem_get_info(device)[0]
     return int(0.9 * (free - weights - _workspace_bytes(config, model, dtype) - _RESERVED))
 

@@ -67,19 +67,18 @@ class Attention:
     def _attend(self, q: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:
         """Decodes and chunks by a kernel each; `[n, heads, d]`."""
         n, tables, lengths = inputs.num_decodes, inputs.block_tables, inputs.lengths
-        parts = []
-        if n > 0:
-            decodes = attention.decode_attention(q[:n], cache, tables[:n], lengths[:n], self.scale)
-            parts.append(decodes)
-        if inputs.max_queries > 0:
-            chunks = attention.prefill_attention(
-                q[n:],
-                cache,
-                tables[n:],
-                inputs.query_starts,
-                lengths[n:],
-                self.scale,
-                inputs.max_queries,
-            )
-            parts.append(chunks)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        if inputs.max_queries == 0:
+            return attention.decode_attention(q, cache, tables, lengths, self.scale)
+        chunks = attention.prefill_attention(
+            q[n:],
+            cache,
+            tables[n:],
+            inputs.query_starts,
+            lengths[n:],
+            self.scale,
+            inputs.max_queries,
+        )
+        if n == 0:
+            return chunks
+        decodes = attention.decode_attention(q[:n], cache, tables[:n], lengths[:n], self.scale)
+        return torch.cat((decodes, chunks))

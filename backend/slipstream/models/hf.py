@@ -229,6 +229,8 @@ def _rope(config: _Reader, max_positions: int) -> RopeConfig:
         if low >= high:
             raise rope.refusal("low_freq_factor", f"is not below high_freq_factor = {high}")
         return RopeConfig(kind, theta, factor, original, low, high)
+    if theta <= 1:
+        raise config.refusal("rope_theta", f"gives theta = {theta}: yarn needs more than 1")
     return RopeConfig(
         kind,
         theta,
