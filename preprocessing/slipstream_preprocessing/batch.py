@@ -86,6 +86,8 @@ def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[n
     weights = _rows(inputs, "EMBEDDING_BIAS_WEIGHTS", "embedding_bias_weights", size)
     bias = np.zeros((size, encoder.vocab.size), np.float32)
     for row, row_words, row_weights in zip(bias, words, weights, strict=True):
+        if not any(row_words) and not any(row_weights):
+            continue  # clients that do not use the field send one empty word and one zero
         if len(row_words) != len(row_weights):
             raise ContractError(
                 f"embedding_bias_weights has {len(row_weights)} values "
@@ -95,7 +97,7 @@ def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[n
             if not np.isfinite(weight):
                 raise ContractError(f"embedding_bias_weights holds {weight}, not a finite number")
             row[ids] += weight
-    return bias if any(words) else None
+    return bias if bias.any() else None
 
 
 def _is_neutral(value: Array) -> bool:

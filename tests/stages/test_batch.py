@@ -151,9 +151,13 @@ def test_neutral_values_of_later_work_are_accepted(encoder: Encoder) -> None:
     neutral = {
         "DECODER_QUERY": strings([""]),
         "PROMPT_TABLE_EXTRA_ID": np.array([[0]], np.uint64),
+        "EMBEDDING_BIAS_WORDS": strings([""]),
+        "EMBEDDING_BIAS_WEIGHTS": np.zeros((1, 1), np.float32),
         "IMAGE_BYTES": np.zeros((1, 0, 1, 1, 1), np.uint8),
     }
-    assert "INPUT_ID" in encode_batch(encoder, minimal("a") | neutral)
+    outputs = encode_batch(encoder, minimal("a") | neutral)
+    assert "INPUT_ID" in outputs
+    assert "EMBEDDING_BIAS" not in outputs
 
 
 def test_rows_of_a_response_are_cut_to_their_lengths(encoder: Encoder, vocab: TokenBytes) -> None:
