@@ -1,0 +1,142 @@
+"""The references, which are the CPU path, against fp64 written another way."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.attention_cases import attend, make_case
+from kernels.checking import DTYPES, Judge, same_bits, short
+from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.attention import decode_attention, prefill_attention
+from slipstream.kernels.norm import add_rms_norm, rms_norm
+from slipstream.kernels.rope import rope_and_cache
+
+sizes = st.integers(1, 70)
+seeds = st.integers(0, 2**31 - 1)
+dtypes = st.sampled_from(DTYPES)
+
+
+def rows(n: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Strided rows: a view of a wider matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, width + 3, generator=generator).to(dtype)[:, 2 : width + 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, sizes, dtypes, seeds)
+def test_norms(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    x, residual, weight = (rows(k, width, dtype, seed + i) for i, k in enumerate((n, n, 1)))
+    judge = Judge("norm")
+
+    def norm_in(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
+        values = values.to(dtype)
+        rms = (values.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        return values / rms * weight[0].to(dtype)
+
+    out = rms_norm(x, weight[0], 1e-6)
+    judge.close("rms_norm", out, norm_in(torch.float64, x), norm_in(dtype, x))
+    want = residual + x
+    out = add_rms_norm(x, residual, weight[0], 1e-6)
+    judge.close("add_rms_norm", out, norm_in(torch.float64, want), norm_in(dtype, want))
+    judge.true("residual", same_bits(residual, want))
+    judge.verdict()
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, sizes, dtypes, seeds)
+def test_silu_mul(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    x = rows(n, 2 * width, dtype, seed)
+    gate, up = x.double().chunk(2, -1)
+    exact = gate / (1 + torch.exp(-gate)) * up
+    judge = Judge("silu_mul")
+    judge.close("silu_mul", silu_mul(x), exact, exact.to(dtype))
+    judge.verdict()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), dtypes, seeds)
+def test_rope_and_cache(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
+    """Complex multiplication by e^(i angle); the cache changes at the slots alone."""
+    torch.manual_seed(seed)
+    n, hq, h = (data.draw(st.integers(1, 6)) for _ in range(3))
+    d, block = data.draw(st.sampled_from((4, 16, 80))), data.draw(st.sampled_from((8, 16)))
+    matrix = torch.randn(n, (hq + 2 * h) * d).to(dtype)
+    before = matrix.clone()
+    q, k, v = (x.unflatten(1, (-1, d)) for x in matrix.split((hq * d, h * d, h * d), 1))
+    angles = torch.rand(9, d // 2) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = torch.randint(0, 9, (n,))
+    slots = torch.randperm(4 * block)[:n]
+    slots[0] = -1
+    cache = torch.full((4, h, 2, block, d), math.nan, dtype=dtype)
+    old_q, old_k, old_v = (x.clone() for x in (q, k, v))
+    rope_and_cache(q, k, v, cos_sin, positions, slots, cache)
+
+    turn = torch.complex(*cos_sin[positions][:, None].double().chunk(2, -1))
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        turned = torch.complex(*x.double().chunk(2, -1)) * turn
+        return torch.cat((turned.real, turned.imag), -1)
+
+    judge = Judge("rope")
+    judge.close("q", q, rotated(old_q), rotated(old_q).to(dtype))
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            entry = cache[slot // block, :, :, slot % block]
+            exact = rotated(old_k)[i]
+            judge.close("k", entry[:, 0], exact, exact.to(dtype))
+            judge.true("v", same_bits(entry[:, 1], old_v[i]))
+            entry.fill_(math.nan)
+    judge.true("elsewhere", bool(cache.isnan().all()))
+    judge.true("k, v unchanged", same_bits(matrix[:, hq * d :], before[:, hq * d :]))
+    judge.verdict()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), dtypes, seeds)
+def test_attention(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
+    """Both kinds of attention over paged caches that hold NaN wherever nothing may be read."""
+    h, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
+    block = data.draw(st.sampled_from((8, 16, 32)))
+    lengths = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=4))
+    chunks = [data.draw(st.integers(0, min(20, length))) for length in lengths]
+    shape = ((h * group, h), 16, block, dtype, "cpu", seed)
+    judge = Judge("attention")
+    case = make_case(chunks, lengths, *shape)
+    out = prefill_attention(
+        case.q,
+        case.cache,
+        case.block_tables,
+        case.query_starts,
+        case.lengths,
+        case.scale,
+        max(chunks),
+    )
+    judge.close(
+        f"prefill {chunks} {lengths}", out, attend(case, torch.float64), attend(case, dtype)
+    )
+    case = make_case([1] * len(lengths), lengths, *shape)
+    out = decode_attention(case.q, case.cache, case.block_tables, case.lengths, case.scale)
+    name = f"decode {lengths}"
+    judge.close(name, out, attend(case, torch.float64), attend(case, dtype))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_the_judge_sees_errors(dtype: torch.dtype) -> None:
+    exact = torch.randn(64, 64, dtype=torch.float64)
+    rounded = exact.to(dtype)
+    good = Judge("good")
+    good.close("rounding", rounded, exact, rounded)
+    assert not good.failures
+    for spoil in (lambda x: x * (1 + 16 * torch.finfo(dtype).eps), lambda x: x.roll(1, 0)):
+        bad = Judge("bad")
+        bad.close("spoilt", spoil(rounded), exact, rounded)
+        assert len(bad.failures) == 1
+    nan = rounded.clone()
+    nan[3, 5] = math.nan
+    bad = Judge("bad")
+    bad.close("nan", nan, exact, rounded)
+    assert "worst at (3, 5)" in bad.failures[0]
