@@ -21,12 +21,15 @@ from typing import TextIO
 from slipstream_compose.probe import first_token, stream_text, text_model
 from slipstream_compose.server import repository_root, server_directory
 from slipstream_compose.triton import (
+    ENDING,
     Endpoints,
     ServeError,
     TritonServer,
     check_repository,
     check_shared_memory,
     clean_leftovers,
+    is_running,
+    signals_held,
 )
 
 DEMO_PROMPT = "def read_lines(path):\n    "
@@ -76,22 +79,28 @@ def run(args: argparse.Namespace) -> int:
     check_shared_memory()
     clean_leftovers()
     log = args.log_file or server_directory().parent / "logs" / f"tritonserver-{args.http_port}.log"
+    server = None
     with _signals_raise():
-        server = TritonServer(args.model_repository, endpoints, log)
         try:
-            print(f"starting tritonserver on {args.model_repository}: {', '.join(models)}")
+            with signals_held():
+                server = TritonServer(args.model_repository, endpoints, log)
+            print(
+                f"starting tritonserver on {args.model_repository}: {', '.join(models)}", flush=True
+            )
             banner = _bring_up(server, models, began + args.start_timeout)
+            stubs = server.stubs()
             _print_ready(server, banner, time.monotonic() - began)
             if args.demo:
                 _demo(endpoints, models)
             print("Ctrl-C ends it.", flush=True)
-            _watch(server)
+            _watch(server, stubs)
         except _Asked:
             print("\nending ...", flush=True)
         finally:
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            for number in ENDING:
                 signal.signal(number, signal.SIG_IGN)
-            server.stop()
+            if server is not None:
+                server.stop()
     return 0
 
 
@@ -100,8 +109,7 @@ def _signals_raise() -> Iterator[None]:
     def asked(number: int, frame: FrameType | None) -> None:
         raise _Asked
 
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.signal(number, asked) for number in numbers}
+    before = {number: signal.signal(number, asked) for number in ENDING}
     try:
         yield
     finally:
@@ -197,8 +205,18 @@ def _demo(endpoints: Endpoints, models: list[str]) -> None:
     )
 
 
-def _watch(server: TritonServer) -> None:
-    """Return never while the server lives; raises ServeError with the reason when it ends."""
+def _watch(server: TritonServer, stubs: dict[int, str]) -> None:
+    """Return never while all is well; raises ServeError with the reason when something ended.
+
+    A model's process that ended is the end too: the server goes on calling itself ready, never
+    starts another, and clients of that model would wait for ever.
+    """
     while server.exit_code is None:
+        for pid, instance in stubs.items():
+            if not is_running(pid):
+                name = instance.rsplit("_", 2)[0]
+                raise ServeError(
+                    f"the process of model {name} ended; start again (log: {server.log})"
+                )
         time.sleep(_WATCH_INTERVAL_S)
     raise ServeError(server.reason())

@@ -32,12 +32,15 @@ SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 32 << 20  # bytes: seven stubs begin with one MiB each and grow with tensors
 MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
 EXIT_TIMEOUT_S = 2  # for requests in flight; then the server ends them
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SET_PARENT_DEATH_SIGNAL = 1
 # The log quotes a message like JSON; the reason ends before the traceback, which begins with \\n.
 _LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
     r'(?P<reason>(?:(?!\\n)[^\n])*?)(?:\\n|"?\n|"?$)'
 )
+_STUB = "triton_python_backend_stub"
+_INSTANCE = re.compile(r"_\d+_\d+$")
 _AWKWARD = re.compile(r"[^\w./+,:@%=-]")
 
 
@@ -114,14 +117,26 @@ def check_shared_memory() -> None:
         )
 
 
-def _is_alive(pid: int) -> bool:
+@contextlib.contextmanager
+def signals_held() -> Iterator[set[signal.Signals]]:
+    """What asks a server to end waits until the block is left; yields the mask from before.
+
+    Between a fork and its exec a process has no mark of its own yet, and nobody would find it.
+    """
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        yield {signal.Signals(number) for number in usual}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended (a zombie has)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+    except OSError:
         return False
-    except PermissionError:
-        return True
-    return True
+    return state.split()[0] not in "ZX"
 
 
 class TritonServer:
@@ -155,7 +170,7 @@ class TritonServer:
         working.mkdir()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         prctl = ctypes.CDLL(None).prctl  # looked up here: the forked child does as little as it can
-        with self.log.open("wb") as log:
+        with self.log.open("wb") as log, signals_held() as usual:
             self._process = subprocess.Popen(
                 [str(binary), *self._arguments(server)],
                 env=environment,
@@ -165,7 +180,10 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 # Ctrl-C is ours: the stubs must not see it. But our death is the server's.
                 start_new_session=True,
-                preexec_fn=lambda: prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM),
+                preexec_fn=lambda: (
+                    prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM),
+                    signal.pthread_sigmask(signal.SIG_SETMASK, usual),
+                ),
             )
 
     def _arguments(self, server: Path) -> list[str]:
@@ -246,6 +264,18 @@ class TritonServer:
                     if mark in (entry / "environ").read_bytes().split(b"\0"):
                         yield int(entry.name)
 
+    def stubs(self) -> dict[int, str]:
+        """The models' own processes: pid -> instance of a model, as Triton names it (`m_0_0`)."""
+        found = {}
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                words = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                )
+                if Path(words[0]).name == _STUB:
+                    found[pid] = next((word for word in words if _INSTANCE.search(word)), "?")
+        return found
+
     def stop(self, patience_s: float = 6.0) -> None:
         """End it and all it started, remove its shared memory and runtime directory.
 
@@ -279,6 +309,6 @@ def clean_leftovers() -> None:
     """Remove shared memory of servers whose watcher was killed before it could."""
     for region in SHARED_MEMORY.glob("slipstream_*_*"):
         owner = region.name.split("_")[1]
-        if owner.isdigit() and not _is_alive(int(owner)):
+        if owner.isdigit() and not is_running(int(owner)):
             with contextlib.suppress(OSError):
                 region.unlink()

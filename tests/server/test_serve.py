@@ -190,10 +190,12 @@ def test_a_process_that_will_not_end_is_ended(tmp_path: Path, scratch: Path) -> 
     serve.assert_gone()
 
 
-def test_a_signal_while_starting_ends_it_too(tmp_path: Path, scratch: Path) -> None:
+@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.01, 0.05, 0.2])
+def test_a_signal_while_starting_ends_it_too(tmp_path: Path, scratch: Path, delay_s: float) -> None:
     serve = Serve(write_model(tmp_path), scratch)
     assert serve.process.stdout is not None
     serve.process.stdout.readline()  # "starting ..."
+    time.sleep(delay_s)
     assert serve.end(signal.SIGTERM) < 10
     assert serve.process.returncode == 0
     serve.assert_gone()
@@ -207,6 +209,22 @@ def test_a_server_that_dies_is_reported(tmp_path: Path, scratch: Path) -> None:
     _, errors = serve.process.communicate(timeout=20)
     assert serve.process.returncode == 1
     assert errors.startswith("slipstream: tritonserver ")
+    assert errors.count("\n") == 1
+    serve.assert_gone()
+
+
+def test_a_model_process_that_dies_ends_it(tmp_path: Path, scratch: Path) -> None:
+    """The server itself would go on calling itself ready, and its clients would wait for ever."""
+    serve = Serve(write_model(tmp_path), scratch)
+    serve.wait_ready()
+    mark = f"slipstream_{serve.process.pid}_"
+    [stub] = [
+        pid for pid, line in living() if "triton_python_backend_stub" in line and mark in line
+    ]
+    os.kill(stub, signal.SIGKILL)
+    _, errors = serve.process.communicate(timeout=20)
+    assert serve.process.returncode == 1
+    assert errors.startswith("slipstream: the process of model echo ended")
     assert errors.count("\n") == 1
     serve.assert_gone()
 
