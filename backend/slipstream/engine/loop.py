@@ -40,7 +40,7 @@ class EngineLoop:
     """A ROUTER socket around an `Engine`: knows who said hello, and tells each bridge its own."""
 
     def __init__(self, engine: Engine, welcome: wire.Welcome, address: str) -> None:
-        self.num_dropped = 0  # frames that were no message, or came out of turn
+        self.num_dropped = 0  # frames that were no message, out of turn, or could not be applied
         self.num_unknown = 0  # cancels of requests that are not there
         self._engine = engine
         self._welcome = welcome
@@ -98,26 +98,31 @@ class EngineLoop:
             except zmq.Again:
                 return
             if len(frames) != 1:
-                self.num_dropped += 1
+                self._drop(f"{len(frames)} frames for one message")
                 continue
             try:
                 message = wire.decode_engine(frames[0])
-            except (msgspec.DecodeError, MemoryError):
-                self.num_dropped += 1
+            except (msgspec.DecodeError, MemoryError) as error:
+                self._drop(str(error))
                 continue
             if bridge in self._heard_s:
                 self._heard_s[bridge] = time.monotonic()
             try:
                 self._apply(bridge, message)
             except Exception:  # one message must not end what all others wait for
-                self.num_dropped += 1
-                _log.exception("a %s message could not be applied", type(message).__name__)
+                _log.exception("a %s message", type(message).__name__)
+                self._drop("it could not be applied")
+
+    def _drop(self, reason: str) -> None:
+        self.num_dropped += 1
+        if self.num_dropped % 1000 == 1:
+            _log.warning("message number %d dropped: %.200s", self.num_dropped, reason)
 
     def _apply(self, bridge: bytes, message: wire.EngineMessage) -> None:
         if isinstance(message, wire.Hello):
             self._greet(bridge, message)
         elif bridge not in self._bridges:
-            self.num_dropped += 1
+            self._drop("its sender never said hello")
             self._reply(bridge, wire.Refused("say Hello first: this connection is not known"))
         elif isinstance(message, wire.Submit):
             self._submit(bridge, message)

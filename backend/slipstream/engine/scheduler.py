@@ -223,7 +223,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self._running[sequence.id] = sequence
         if not sequence.first_scheduled_ns:
-            sequence.first_scheduled_ns = time_ns()
+            sequence.start(time_ns())
             self._num_queued -= sequence.index == 0
         return True
 

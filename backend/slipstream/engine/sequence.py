@@ -92,13 +92,13 @@ class Sequence:
         self.index = index
         self.sampling = sampling
         self.seed = mix_seed(seed, index)
-        self.token_ids = list(prompt)
+        self.token_ids = prompt  # shared with the siblings until `start`
         self.num_prompt = len(prompt)
         self.max_outputs = min(sampling.max_tokens, max_model_len - len(prompt))
         self.num_computed = 0
         self.block_ids: list[int] = []
         self.status = Status.WAITING
-        self.edits = Edits(sampling, prompt) if needs_edits(sampling) else None
+        self.edits: Edits | None = None
         self.stop = StopChecker(sampling, vocab, self.max_outputs)
         self.log_probs: list[float] = []  # of the output, if asked for
         self.num_sent = 0
@@ -114,6 +114,13 @@ class Sequence:
     def num_outputs(self) -> int:
         """Tokens sampled so far; an end id does not count."""
         return len(self.token_ids) - self.num_prompt
+
+    def start(self, now_ns: int) -> None:
+        """First time scheduled: only now a copy of the prompt is worth its memory."""
+        self.first_scheduled_ns = now_ns
+        self.token_ids = list(self.token_ids)
+        if needs_edits(self.sampling):
+            self.edits = Edits(self.sampling, self.token_ids)
 
     def append(self, token_id: int, log_prob: float, now_ns: int) -> Ending | None:
         """Take one sampled token; how the sequence ends with it, if it does."""
@@ -145,10 +152,12 @@ class Sequence:
         self.num_sent = end
         token_ids = self.token_ids[self.num_prompt + begin : self.num_prompt + end]
         log_probs = self.log_probs[begin:end] if self.sampling.log_probs else []
-        request, finished = self.request.number, None
-        if self.ending is not None:
-            finished = self._finished(self.ending)
-        return Tokens(request, self.index, token_ids, log_probs, self.stop.drop_bytes, finished)
+        finished = None if self.ending is None else self._finished(self.ending)
+        if finished is not None:  # all is told: a sibling may keep the request alive for long
+            self.token_ids, self.log_probs, self.edits = [], [], None
+        return Tokens(
+            self.request.number, self.index, token_ids, log_probs, self.stop.drop_bytes, finished
+        )
 
     def _finished(self, ending: Ending) -> Finished:
         new, shared = self.num_allocated_blocks, self.num_shared_blocks
