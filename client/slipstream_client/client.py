@@ -7,15 +7,14 @@ from typing import Any, Self
 
 import grpc
 from slipstream_contract.errors import Code, ContractError
-from slipstream_contract.tensors import ENSEMBLE
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from slipstream_client.codec import chunk_of, health_of, health_request, request_of
+from slipstream_client.codec import ENSEMBLE, chunk_of, health_of, health_request, request_of
 from slipstream_client.failures import error_from_rpc, error_from_text
 from slipstream_client.results import Chunk, Completion, join
 
 DEFAULT_URL = "127.0.0.1:8001"
-DEFAULT_MODEL = ENSEMBLE.name
+DEFAULT_MODEL = ENSEMBLE
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 TRUE_STATUS = (("triton_grpc_error", "true"),)
 """Asks Triton to end a failed stream with the error's status instead of a text without one."""

@@ -11,20 +11,18 @@ from typing import Any
 
 import numpy as np
 from slipstream_contract.errors import Code, ContractError, clip
-from slipstream_contract.tensors import BLS, ENSEMBLE, HEALTH, TENSORRT_LLM, VLLM, Model, Tensor
+from slipstream_contract.tensors import MODELS, TO_LLM, Model, Tensor
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from slipstream_client.results import Array, Chunk
 
-GENERATING = {model.name: model for model in (ENSEMBLE, BLS, VLLM, TENSORRT_LLM)}
+ENSEMBLE, BLS, VLLM = "ensemble", "tensorrt_llm_bls", "vllm_model"
+TENSORRT_LLM = "tensorrt_llm"
+HEALTH = "slipstream_health"
+GENERATING = {name: MODELS[name] for name in (ENSEMBLE, BLS, VLLM, TENSORRT_LLM)}
 
-_TOKEN_NAMES = {
-    "max_tokens": "request_output_len",
-    "top_k": "runtime_top_k",
-    "top_p": "runtime_top_p",
-    "length_penalty": "len_penalty",
-}
+_TOKEN_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
 """Names of the text models that the token model spells otherwise; it takes either."""
 
 
@@ -40,10 +38,10 @@ def request_of(
     if declared is None:
         names = ", ".join(GENERATING)
         raise ContractError(f"no model {clip(model)} generates; {names} do", Code.NOT_FOUND)
-    values = _values(declared, prompt, parameters, is_streaming)
+    values = _values(model, prompt, parameters, is_streaming)
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in values.items():
-        tensor = _input(declared, name)
+        tensor = _input(declared, model, name)
         array = to_array(tensor, value)
         if declared.max_batch_size:
             array = array[None]
@@ -53,7 +51,7 @@ def request_of(
 
 
 def _values(
-    declared: Model,
+    model: str,
     prompt: str | Sequence[int],
     parameters: Mapping[str, object],
     is_streaming: bool,
@@ -62,34 +60,32 @@ def _values(
     given = {name: value for name, value in parameters.items() if value is not None}
     counts: dict[str, object] = {"return_num_input_tokens": True, "return_num_output_tokens": True}
     flags = counts | {"exclude_input_in_output": True}
-    if declared is TENSORRT_LLM:
+    if model == TENSORRT_LLM:
         if isinstance(prompt, str):
-            raise ContractError(f"{declared.name} takes token ids, not text: ask {ENSEMBLE.name}")
+            raise ContractError(f"{model} takes token ids, not text: ask {ENSEMBLE}")
         token_ids = list(prompt)
         named = {_TOKEN_NAMES.get(name, name): value for name, value in given.items()}
         own = {"input_ids": token_ids, "input_lengths": len(token_ids), "streaming": is_streaming}
         return own | flags | named
     if not isinstance(prompt, str):
-        raise ContractError(
-            f"{declared.name} takes text, not {clip(prompt)}: ask {TENSORRT_LLM.name}"
-        )
+        raise ContractError(f"{model} takes text, not {clip(prompt)}: ask {TENSORRT_LLM}")
     own = {"text_input": prompt, "stream": is_streaming}
-    if declared is not VLLM:
+    if model != VLLM:
         return own | flags | given
-    tensors = {name: value for name, value in given.items() if declared.input(name)}
-    sampling = {name: value for name, value in given.items() if name not in tensors}
+    inputs = {tensor.name for tensor in GENERATING[model].inputs}
+    tensors = {name: value for name, value in given.items() if name in inputs}
+    sampling = {name: value for name, value in given.items() if name not in inputs}
     flags["return_finish_reason"] = True
     return own | flags | {"sampling_parameters": json.dumps(sampling)} | tensors
 
 
-def _input(declared: Model, name: str) -> Tensor:
-    tensor = declared.input(name)
-    if tensor is not None:
-        return tensor
-    names = [tensor.name for tensor in declared.inputs]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; do you mean {near[0]}?" if near else f"; it has {', '.join(names)}"
-    raise ContractError(f"{declared.name} has no input {clip(name)}{hint}")
+def _input(declared: Model, model: str, name: str) -> Tensor:
+    inputs = {tensor.name: tensor for tensor in declared.inputs}
+    if name in inputs:
+        return inputs[name]
+    near = difflib.get_close_matches(name, inputs, n=1)
+    hint = f"; do you mean {near[0]}?" if near else f"; it has {', '.join(inputs)}"
+    raise ContractError(f"{model} has no input {clip(name)}{hint}")
 
 
 def to_array(tensor: Tensor, value: object) -> Array:
@@ -170,16 +166,16 @@ def chunk_of(response: Any) -> Chunk:
 
 def health_request() -> Any:
     """A `ModelInferRequest` to the health model."""
-    request = service_pb2.ModelInferRequest(model_name=HEALTH.name)
-    [probe] = HEALTH.inputs
-    request.inputs.add(name=probe.name, datatype=probe.dtype, shape=[1])
-    request.raw_input_contents.append(b"\x01")
+    request = service_pb2.ModelInferRequest(model_name=HEALTH)
+    for tensor in MODELS[HEALTH].inputs:
+        request.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=[1])
+        request.raw_input_contents.append(b"\x01")
     return request
 
 
 def health_of(response: Any) -> dict[str, Any]:
     """The object in a response of the health model."""
-    text = _text(InferResult(response).as_numpy(HEALTH.outputs[0].name))
+    text = _text(InferResult(response).as_numpy(MODELS[HEALTH].outputs[0].name))
     state = json.loads(text)
     assert isinstance(state, dict), "the health model answers with a JSON object"
     return state

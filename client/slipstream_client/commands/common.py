@@ -3,11 +3,10 @@
 import argparse
 from typing import Any, TextIO
 
-from slipstream_contract.tensors import BLS, ENSEMBLE, VLLM
-
 from slipstream_client.client import DEFAULT_MODEL, ChunkStream, SlipstreamClient
+from slipstream_client.codec import BLS, ENSEMBLE, VLLM
 
-TEXT_MODELS = (ENSEMBLE.name, BLS.name, VLLM.name)
+TEXT_MODELS = (ENSEMBLE, BLS, VLLM)
 """Take text, in the order in which a command prefers them."""
 
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "repetition_penalty")
@@ -50,7 +49,7 @@ def stop_at(model: str, stop_words: list[str]) -> dict[str, Any]:
     """The stop words under the name that the model gives them."""
     if not stop_words:
         return {}
-    return {"stop" if model == VLLM.name else "stop_words": stop_words}
+    return {"stop" if model == VLLM else "stop_words": stop_words}
 
 
 def connect(args: argparse.Namespace) -> SlipstreamClient:
