@@ -1,0 +1,257 @@
+"""Typed look-ups in one request: tensors checked against their declaration, and request parameters.
+
+A request parameter (gRPC `parameters`, or an unknown key of a JSON body) may stand for any scalar
+input, under its own name, the ensemble's or an older one. Parameters of Triton itself are ignored,
+all others are refused by name: a misspelt `temprature` must not pass in silence.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.limits import INT32_MAX
+from slipstream_contract.tensors import DType, Model, Tensor
+
+Array = NDArray[Any]
+
+NUMPY: dict[DType, np.dtype[Any]] = {
+    DType.BOOL: np.dtype(np.bool_),
+    DType.UINT8: np.dtype(np.uint8),
+    DType.UINT32: np.dtype(np.uint32),
+    DType.UINT64: np.dtype(np.uint64),
+    DType.INT32: np.dtype(np.int32),
+    DType.INT64: np.dtype(np.int64),
+    DType.FP16: np.dtype(np.float16),
+    DType.FP32: np.dtype(np.float32),
+    DType.STRING: np.dtype(np.object_),
+}
+
+TRITON_PARAMETERS = frozenset(
+    {
+        "id",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "priority",
+        "timeout",
+        "binary_data_output",
+        "binary_data_size",
+        "classification",
+        "traceparent",
+        "tracestate",
+        "authorization",
+        "user-agent",
+        "content-type",
+    }
+)
+TRITON_PREFIXES = ("triton_", "triton-", "x-")  # x-: headers that the server was told to forward
+_TRUE, _FALSE = ("true", "1"), ("false", "0")
+
+
+def is_triton_parameter(name: str) -> bool:
+    """Whether the server or a proxy puts it into a request, rather than someone who asks for it."""
+    return name.lower() in TRITON_PARAMETERS or name.lower().startswith(TRITON_PREFIXES)
+
+
+def refuse_parameter(name: str, known: Mapping[str, object] | frozenset[str]) -> ContractError:
+    """The error for a request parameter that nobody knows."""
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=1)
+    hint = f"; do you mean {near[0]}?" if near else ""
+    return ContractError(f"unknown request parameter {clip(name)}{hint}")
+
+
+class Inputs:
+    """What one request says. Arrays come without the batch dimension.
+
+    Args:
+        model: whose inputs they are.
+        arrays: by input name.
+        parameters: the request's, already without Triton's own.
+        names: parameter or older input name -> input name, beside the inputs' own names.
+        labels: input name -> how errors call it, where that differs.
+
+    Raises ContractError for undeclared, misshapen, repeated and not yet supported inputs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        arrays: Mapping[str, Array],
+        parameters: Mapping[str, object],
+        names: Mapping[str, str],
+        labels: Mapping[str, str],
+    ) -> None:
+        self._labels = labels
+        self._tensors = {tensor.name: tensor for tensor in model.inputs}
+        self._values: dict[str, object] = {}
+        self._given: dict[str, str] = {}  # canonical name -> what the request calls it
+        for name, value in arrays.items():
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                raise ContractError(f"{clip(name)} is not an input of {model.name}")
+            array = _checked(tensor, value, self.label(name))
+            _refuse_later(tensor, array)
+            self._put(names.get(name, name), name, array)
+        for name, value in parameters.items():
+            self._put_parameter(name, value, names)
+
+    def label(self, name: str) -> str:
+        """What errors call an input."""
+        return self._labels.get(name, name)
+
+    def has(self, name: str) -> bool:
+        """Whether it is given."""
+        return name in self._values
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number. Raises ContractError if it is missing without a default."""
+        return to_whole(self._called(name), self._scalar_or(name, default))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number, perhaps not a finite one. Raises ContractError."""
+        return to_number(self._called(name), self._scalar_or(name, default))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false. Raises ContractError."""
+        return to_flag(self._called(name), self._scalar_or(name, default))
+
+    def text(self, name: str) -> str:
+        """A text in UTF-8. Raises ContractError if it is missing or is none."""
+        return decode(self._called(name), self._scalar_or(name, None))
+
+    def texts(self, name: str) -> list[str]:
+        """All texts of an input, none if it is not given. Raises ContractError."""
+        array = self.array(name)
+        if array is None:
+            return []
+        return [decode(f"{self.label(name)}[{i}]", item) for i, item in enumerate(array.tolist())]
+
+    def array(self, name: str) -> Array | None:
+        """The tensor as it came."""
+        value = self._values.get(name)
+        return value if isinstance(value, np.ndarray) else None
+
+    def _called(self, name: str) -> str:
+        return self.label(self._given.get(name, name))
+
+    def _scalar_or(self, name: str, default: object) -> object:
+        value = self._values.get(name, default)
+        if value is None:
+            raise ContractError(f"{self.label(name)} is missing")
+        return value.reshape(-1)[0] if isinstance(value, np.ndarray) else value
+
+    def _put(self, name: str, given_as: str, value: object) -> None:
+        if name in self._values:
+            both = f"{self._given[name]} and {given_as}"
+            raise ContractError(f"{both} are both given and mean the same")
+        self._values[name], self._given[name] = value, given_as
+
+    def _put_parameter(self, name: str, value: object, names: Mapping[str, str]) -> None:
+        canonical = names.get(name, name)
+        tensor = self._tensors.get(canonical)
+        if tensor is None:
+            raise refuse_parameter(name, frozenset(self._tensors) | frozenset(names))
+        if tensor.dims != (1,) or tensor.dtype is DType.STRING:
+            raise ContractError(f"{name} is a request parameter here, but must be a tensor")
+        if tensor.neutral is not None:
+            cast = to_flag if tensor.dtype is DType.BOOL else to_number
+            if cast(name, value) not in tensor.neutral:
+                raise ContractError(f"{name} is not supported yet")
+            return
+        self._put(canonical, name, value)
+
+
+def _checked(tensor: Tensor, array: object, label: str) -> Array:
+    """The array, if its type and shape are as declared. A scalar input has no dimension or one."""
+    if isinstance(array, np.generic):  # an element of a batch of scalars
+        array = np.asarray(array)
+    if not isinstance(array, np.ndarray):
+        raise ContractError(f"{label} is {clip(array)}, not an array")
+    wanted = NUMPY[tensor.dtype]
+    if array.dtype.kind not in "OSU" if wanted.kind == "O" else array.dtype != wanted:
+        raise ContractError(f"{label} has type {clip(str(array.dtype))}, not {tensor.dtype}")
+    shape = array.shape or (1,) * (tensor.dims == (1,))
+    fits = len(shape) == len(tensor.dims) and all(
+        dim in (-1, size) for dim, size in zip(tensor.dims, shape, strict=False)
+    )
+    if not fits:
+        raise ContractError(f"{label} has shape {clip(list(array.shape))}, not {list(tensor.dims)}")
+    return array
+
+
+def _refuse_later(tensor: Tensor, array: Array) -> None:
+    """Inputs of later work may only say that they are not used."""
+    if tensor.neutral is None or array.size == 0:
+        return
+    if tensor.dtype is DType.STRING:
+        is_neutral = all(item in ("", b"") for item in array.reshape(-1).tolist())
+    else:
+        is_neutral = bool(np.isin(array, np.array(tensor.neutral, array.dtype)).all())
+    if not is_neutral:
+        raise ContractError(f"{tensor.name} is not supported yet")
+
+
+# --- casts: tensors hold typed elements, parameters strings, numbers and booleans ----------------
+
+
+def to_whole(field: str, value: object) -> int:
+    """A whole number; texts of one count. Raises ContractError."""
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and len(value) <= 32:
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    raise ContractError(f"{field} is {clip(value)}, not a whole number")
+
+
+def to_number(field: str, value: object) -> float:
+    """A number; texts of one count. Raises ContractError."""
+    if isinstance(value, int | float | np.number | str | np.bool_):
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            pass
+    raise ContractError(f"{field} is {clip(value)}, not a number")
+
+
+def to_flag(field: str, value: object) -> bool:
+    """True or false; the texts "true", "false", "1", "0" count. Raises ContractError."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    text = str(value).lower() if isinstance(value, str | int) else ""
+    if text not in _TRUE + _FALSE:
+        raise ContractError(f"{field} is {clip(value)}, neither true nor false")
+    return text in _TRUE
+
+
+def decode(field: str, value: object) -> str:
+    """A text in UTF-8; NUL characters are as good as others. Raises ContractError."""
+    try:
+        if isinstance(value, bytes | np.bytes_):
+            return value.decode()
+        if isinstance(value, str):
+            value.encode()  # no lone surrogates
+            return str(value)
+    except UnicodeError as error:
+        at = getattr(error, "start", 0)
+        raise ContractError(f"{field} is not valid UTF-8 at byte {at}: {clip(value)}") from None
+    raise ContractError(f"{field} is {clip(value)}, not a text")
+
+
+def token_ids(field: str, array: Array) -> list[int]:
+    """Ids of an integer array, none of them negative. Raises ContractError."""
+    if array.size and int(array.min()) < 0:
+        at = int(array.argmin())
+        raise ContractError(
+            f"{field}[{at}] is {int(array[at])}, not a token id from 0 to {INT32_MAX}"
+        )
+    ids: list[int] = array.tolist()
+    return ids

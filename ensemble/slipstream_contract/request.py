@@ -1,0 +1,389 @@
+"""Requests in TensorRT-LLM's tensors, from arrays to validated structs.
+
+`text_request` reads the text models (`ensemble` fused, `tensorrt_llm_bls`), `llm_request` the token
+model (`tensorrt_llm`, alone or as a step of the ensemble). Arrays come without the batch dimension.
+Every refusal is a ContractError that names field, value and limit.
+
+Sampling follows what clients of these tensors rely on: without top_k and top_p (or both 0) decoding
+is greedy; top_k above 0 with top_p 0 counts top_p as 1; top_k 0 with top_p above 0 is plain nucleus
+sampling; temperature is 1 unless given, and 0 is greedy. `min_p`, a request parameter of ours, asks
+for sampling too.
+
+Request parameters: any scalar input (see `inputs`), and `min_p`, `ignore_eos`, `request_type`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream_contract import limits
+from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.inputs import (
+    Inputs,
+    is_triton_parameter,
+    refuse_parameter,
+    to_flag,
+    to_number,
+    token_ids,
+)
+from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.tensors import ALIASES, MODELS, TO_LLM
+from slipstream_contract.words import unpack_word_list
+
+Arrays = Mapping[str, NDArray[Any]]
+
+_TEXT_NAMES = {"top_k": "top_k", "top_p": "top_p", "max_tokens": "max_tokens", "stream": "stream"}
+_LLM_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
+_LLM_LABELS = {name: f"{name} ({text})" for text, name in _LLM_NAMES.items()} | {
+    "stop_words_list": "stop_words_list (stop_words)",
+    "bad_words_list": "bad_words_list (bad_words)",
+    "embedding_bias": "embedding_bias (embedding_bias_words)",
+}
+_OWN_PARAMETERS = frozenset({"min_p", "ignore_eos", "request_type"})
+_TEXT_TENSORS = frozenset(tensor.name for tensor in MODELS["ensemble"].inputs)
+
+
+class Vocabulary(Protocol):
+    """The part of TokenBytes that is needed here."""
+
+    def raw(self, token_id: int) -> bytes:
+        """What a token stands for, empty if the vocabulary does not have it."""
+
+
+class LlmRequest(msgspec.Struct, frozen=True):
+    """One element of the batch of a `tensorrt_llm` request."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    stop: bool = False  # cancel the request of the same id; nothing else of this one counts
+    streaming: bool = False
+    exclude_input_in_output: bool = False
+    return_log_probs: bool = False
+    return_perf_metrics: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+
+
+class TextRequest(msgspec.Struct, frozen=True):
+    """One element of the batch of a text request. Words are not token ids yet: see `sampling`."""
+
+    text: str
+    base: SamplingParams  # all but end ids, bad words and bias; stop words are in it, as bytes
+    bad_words: tuple[str, ...] = ()
+    bias_words: tuple[str, ...] = ()
+    bias_weights: tuple[float, ...] = ()
+    end_id: int | None = None  # None: the tokenizer's; -1: none
+    pad_id: int | None = None
+    ignore_eos: bool = False
+    streaming: bool = False
+    exclude_input_in_output: bool = False
+    return_log_probs: bool = False
+    return_perf_metrics: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+
+    def sampling(
+        self,
+        end_ids: Sequence[int],
+        bad_words: Sequence[Sequence[int]] = (),
+        bias_words: Sequence[Sequence[int]] = (),
+    ) -> SamplingParams:
+        """What goes to the engine.
+
+        Args:
+            end_ids: the checkpoint's.
+            bad_words, bias_words: token ids of the words of the same names, in their order.
+
+        Raises ContractError if the words have more tokens than are served.
+        """
+        assert len(bad_words) <= len(self.bad_words), "one entry a word, at most"
+        bias: dict[int, float] = {}
+        for ids, weight in zip(bias_words, self.bias_weights, strict=True):
+            for token_id in set(ids):
+                bias[token_id] = bias.get(token_id, 0.0) + weight
+        return msgspec.structs.replace(
+            self.base,
+            end_ids=() if self.ignore_eos else choose_end_ids(self.end_id, end_ids),
+            bad_words=_bad_words("bad_words", bad_words),
+            bias=_bias("embedding_bias_words", bias),
+        )
+
+
+def choose_end_ids(given: int | None, own: Sequence[int]) -> tuple[int, ...]:
+    """Which ids end a sequence.
+
+    Some checkpoints have several, a client can name one: if it is one of them, all of them count.
+    None given: the checkpoint's; -1: none.
+    """
+    if given is None or given in own:
+        return tuple(own)
+    return () if given == -1 else (given,)
+
+
+def text_request(
+    inputs: Arrays, parameters: Mapping[str, object], exclude_input_in_output: bool = False
+) -> TextRequest:
+    """A request of `ensemble` or `tensorrt_llm_bls`. Raises ContractError.
+
+    `exclude_input_in_output` counts where the request does not say.
+    """
+    scalars, own = _split(parameters)
+    read = Inputs(MODELS["tensorrt_llm_bls"], inputs, scalars, ALIASES, {})
+    text = read.text("text_input")
+    if not text:
+        raise ContractError("text_input is empty")
+    stop_words = _texts(read, "stop_words", limits.MAX_WORDS)
+    bias_words = read.texts("embedding_bias_words")
+    base = _sampling(read, own, "max_tokens", _TEXT_NAMES)
+    end_id, pad_id = _id(read, "end_id"), _id(read, "pad_id")
+    return TextRequest(
+        text=text,
+        base=msgspec.structs.replace(base, stop_words=tuple(w.encode() for w in stop_words)),
+        bad_words=_texts(read, "bad_words", limits.MAX_WORDS),
+        bias_words=tuple(bias_words),
+        bias_weights=_weights(read, len(bias_words)),
+        end_id=end_id,
+        pad_id=pad_id,
+        ignore_eos=to_flag("ignore_eos", own.get("ignore_eos", False)),
+        streaming=read.flag("stream"),
+        exclude_input_in_output=read.flag("exclude_input_in_output", exclude_input_in_output),
+        **_returns(read),
+    )
+
+
+def llm_request(
+    inputs: Arrays,
+    parameters: Mapping[str, object],
+    vocab: Vocabulary | None = None,
+    exclude_input_in_output: bool = False,
+    end_ids: Sequence[int] = (),
+) -> LlmRequest:
+    """A request of `tensorrt_llm`. Raises ContractError.
+
+    Args:
+        inputs, parameters: what came.
+        vocab: the checkpoint's. Without one, stop words of several tokens are refused.
+        exclude_input_in_output: counts where the request does not say.
+        end_ids: the checkpoint's, of which `end_id` may name one. Without `end_id`, which
+            preprocessing always sets, nothing but stop words ends a sequence early.
+    """
+    scalars, own = _split(parameters)
+    read = Inputs(MODELS["tensorrt_llm"], inputs, scalars, ALIASES | _LLM_NAMES, _LLM_LABELS)
+    if read.flag("stop"):
+        return LlmRequest([], SamplingParams(max_tokens=1), stop=True)
+    prompt = _prompt(read)
+    sampling = _sampling(read, own, "request_output_len", _LLM_NAMES)
+    stop_words, stop_token_ids = _stop_words(_word_ids(read, "stop_words_list"), vocab)
+    ignore_eos = to_flag("ignore_eos", own.get("ignore_eos", False))
+    end_id, _ = _id(read, "end_id"), _id(read, "pad_id")
+    if end_id is None:
+        end_id = -1
+    sampling = msgspec.structs.replace(
+        sampling,
+        end_ids=() if ignore_eos else choose_end_ids(end_id, end_ids),
+        stop_words=stop_words,
+        stop_token_ids=stop_token_ids,
+        bad_words=_bad_words(read.label("bad_words_list"), _word_ids(read, "bad_words_list")),
+        bias=_dense_bias(read),
+    )
+    return LlmRequest(
+        prompt,
+        sampling,
+        streaming=read.flag("streaming"),
+        exclude_input_in_output=read.flag("exclude_input_in_output", exclude_input_in_output),
+        **_returns(read),
+    )
+
+
+# --- parts of both -------------------------------------------------------------------------------
+
+
+def _split(parameters: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Parameters that stand for inputs, and those of our own."""
+    mine = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
+    own = {name: mine.pop(name) for name in _OWN_PARAMETERS & mine.keys()}
+    request_type = own.get("request_type", "context_and_generation")
+    if request_type in ("context_only", "generation_only"):
+        raise ContractError(f"request_type {request_type} is not supported yet")
+    if request_type != "context_and_generation":
+        raise refuse_parameter(str(request_type), frozenset({"context_and_generation"}))
+    return mine, own
+
+
+def _sampling(
+    read: Inputs, own: Mapping[str, object], max_name: str, names: Mapping[str, str]
+) -> SamplingParams:
+    """All that is numbers and flags. `names` has what the model calls top_k and top_p."""
+    max_tokens = limits.check_whole(read.label(max_name), read.whole(max_name), 1, limits.INT32_MAX)
+    n = limits.check_whole(
+        "num_return_sequences", read.whole("num_return_sequences", 1), 1, limits.MAX_SEQUENCES
+    )
+    penalty = limits.MAX_PENALTY
+    repetition = limits.check_repetition_penalty(
+        "repetition_penalty", read.number("repetition_penalty", 1.0)
+    )
+    presence, frequency = (
+        limits.check_number(name, read.number(name, 0.0), -penalty, penalty)
+        for name in ("presence_penalty", "frequency_penalty")
+    )
+    # The default of the old contract is 1, which has no effect; impossible for max_tokens 0 only.
+    least = limits.check_min_tokens("min_tokens", read.whole("min_tokens", 0), max_tokens)
+    seed = None
+    if read.has("seed"):
+        seed = limits.check_whole("seed", read.whole("seed"), 0, limits.UINT64_MAX)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=least,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        seed=seed,
+        n=n,
+        log_probs=read.flag("return_log_probs"),
+        **_filters(read, own, names["top_k"], names["top_p"]),
+    )
+
+
+def _filters(
+    read: Inputs, own: Mapping[str, object], top_k_name: str, top_p_name: str
+) -> dict[str, Any]:
+    """Temperature, top_k, top_p and min_p by the rules at the head of this file."""
+    temperature = limits.check_temperature("temperature", read.number("temperature", 1.0))
+    top_k_label, top_p_label = read.label(top_k_name), read.label(top_p_name)
+    top_k = limits.check_whole(top_k_label, read.whole(top_k_name, 0), 0, limits.INT32_MAX)
+    top_p = limits.check_number(top_p_label, read.number(top_p_name, 0.0), 0.0, 1.0)
+    min_p = limits.check_number("min_p", to_number("min_p", own.get("min_p", 0.0)), 0.0, 1.0)
+    samples = top_k > 0 or top_p > 0.0 or min_p > 0.0
+    if not samples or temperature == 0.0 or top_k == 1:
+        return {"temperature": 0.0}
+    return {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p or 1.0,
+        "min_p": min_p,
+    }
+
+
+def _returns(read: Inputs) -> dict[str, bool]:
+    return {
+        name: read.flag(name)
+        for name in (
+            "return_log_probs",
+            "return_perf_metrics",
+            "return_num_input_tokens",
+            "return_num_output_tokens",
+        )
+    }
+
+
+def _id(read: Inputs, name: str) -> int | None:
+    """An end or pad id; -1 is none."""
+    if not read.has(name):
+        return None
+    return limits.check_whole(name, read.whole(name), -1, limits.INT32_MAX)
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def _texts(read: Inputs, name: str, limit: int) -> tuple[str, ...]:
+    """Words; empty ones are left out."""
+    words = [word for word in read.texts(name) if word]
+    limits.check_count(name, len(words), limit, "words")
+    for word in words:
+        limits.check_word(name, word.encode())
+    return tuple(words)
+
+
+def _weights(read: Inputs, num_words: int) -> tuple[float, ...]:
+    name = "embedding_bias_weights"
+    array = read.array(name)
+    weights = [] if array is None else [float(weight) for weight in array]
+    if len(weights) != num_words:
+        raise ContractError(
+            f"{name} has {len(weights)} values for {num_words} embedding_bias_words"
+        )
+    limits.check_count("embedding_bias_words", num_words, limits.MAX_BIASED_TOKENS, "words")
+    return tuple(
+        limits.check_number(f"{name}[{i}]", weight, -limits.MAX_BIAS, limits.MAX_BIAS)
+        for i, weight in enumerate(weights)
+    )
+
+
+# --- tokens --------------------------------------------------------------------------------------
+
+
+def _prompt(read: Inputs) -> list[int]:
+    """`input_ids` as far as `input_lengths` says; what follows is padding."""
+    array = read.array("input_ids")
+    if array is None:
+        raise ContractError("input_ids is missing")
+    if array.size == 0:
+        raise ContractError("input_ids is empty: a prompt has at least 1 token")
+    length = limits.check_whole("input_lengths", read.whole("input_lengths"), 1, array.size)
+    return token_ids("input_ids", array[:length])
+
+
+def _word_ids(read: Inputs, name: str) -> list[list[int]]:
+    array = read.array(name)
+    return [] if array is None else unpack_word_list(array, read.label(name))
+
+
+def _stop_words(
+    words: Sequence[Sequence[int]], vocab: Vocabulary | None
+) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    """Stop words as bytes; without a vocabulary as token ids, which one token each can be."""
+    field = "stop_words_list (stop_words)"
+    limits.check_count(field, len(words), limits.MAX_WORDS, "words")
+    if vocab is None:
+        for word in words:
+            if len(word) > 1:
+                raise ContractError(
+                    f"{field} has a word of {len(word)} tokens; without a tokenizer in the "
+                    "checkpoint, words of 1 token are served"
+                )
+        return (), tuple(word[0] for word in words)
+    texts, ids = [], []
+    for word in words:
+        text = b"".join(vocab.raw(token_id) for token_id in word)
+        if text:
+            texts.append(limits.check_word(field, text))
+        elif len(word) == 1:  # models pad their vocabulary
+            ids.append(word[0])
+        else:
+            raise ContractError(f"{field} has a word of tokens without a text: {clip(word)}")
+    return tuple(texts), tuple(ids)
+
+
+def _bad_words(field: str, words: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    limits.check_count(field, len(words), limits.MAX_WORDS, "words")
+    for word in words:
+        limits.check_count(f"a word of {field}", len(word), limits.MAX_WORD_TOKENS, "tokens")
+    return tuple(tuple(word) for word in words if len(word))
+
+
+def _dense_bias(read: Inputs) -> tuple[tuple[int, float], ...]:
+    array = read.array("embedding_bias")
+    if array is None:
+        return ()
+    ids = np.flatnonzero(array)  # NaN is not zero
+    return _bias(
+        read.label("embedding_bias"),
+        {int(i): float(array[i]) for i in ids[: limits.MAX_BIASED_TOKENS + 1]},
+        len(ids),
+    )
+
+
+def _bias(
+    field: str, bias: Mapping[int, float], size: int | None = None
+) -> tuple[tuple[int, float], ...]:
+    size = len(bias) if size is None else size
+    limits.check_count(field, size, limits.MAX_BIASED_TOKENS, "biased tokens")
+    for token_id, weight in bias.items():
+        limits.check_number(
+            f"{field} of token {token_id}", weight, -limits.MAX_BIAS, limits.MAX_BIAS
+        )
+    return tuple((token_id, weight) for token_id, weight in sorted(bias.items()) if weight)

@@ -1,0 +1,397 @@
+"""Every tensor of every model, declared once: config.pbtxt, requests and clients read it here.
+
+A line of the tables below is `name DTYPE[dims]flags =neutral`:
+
+- flags: `?` optional, `~` ragged batches, `r` the model sees a scalar (`reshape { shape: [] }`).
+- neutral: the tensor belongs to later work. These values, and no elements at all, have no effect
+  and are accepted; everything else is refused as "not supported yet". `=` alone: no value is.
+
+Dims leave the batch dimension out where `max_batch_size` is above 0. `STREAM_STATE` is ours,
+between `tensorrt_llm` and `postprocessing`. `random_seed`, `min_length` and
+`return_kv_cache_reuse_stats` are what clients before 2025 call `seed`, `min_tokens` and
+`return_perf_metrics`; they are inputs of their own because Triton refuses undeclared ones.
+"""
+
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+MAX_BATCH_SIZE = 64
+"""Prompts in one request; each of them is answered by a stream of its own."""
+
+
+class DType(StrEnum):
+    """Triton's data types; in config.pbtxt they are `TYPE_` and this name."""
+
+    BOOL = "BOOL"
+    UINT8 = "UINT8"
+    UINT32 = "UINT32"
+    UINT64 = "UINT64"
+    INT32 = "INT32"
+    INT64 = "INT64"
+    FP16 = "FP16"
+    FP32 = "FP32"
+    STRING = "STRING"
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """One input or output of a model."""
+
+    name: str
+    dtype: DType
+    dims: tuple[int, ...]
+    is_optional: bool = False
+    is_ragged: bool = False
+    is_scalar: bool = False  # reshape { shape: [] }
+    neutral: tuple[float | str, ...] | None = None  # None: implemented
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The interface of a model. `backend` is empty for the true ensemble."""
+
+    name: str
+    backend: str
+    max_batch_size: int
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    is_decoupled: bool = False
+    has_dynamic_batching: bool = False
+    instance_kind: str = "KIND_MODEL"
+
+    def input(self, name: str) -> Tensor:
+        """Raises KeyError."""
+        return _named(self.inputs, name)
+
+    def output(self, name: str) -> Tensor:
+        """Raises KeyError."""
+        return _named(self.outputs, name)
+
+
+def _named(tensors: Iterable[Tensor], name: str) -> Tensor:
+    for tensor in tensors:
+        if tensor.name == name:
+            return tensor
+    raise KeyError(name)
+
+
+ALIASES = {
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "return_kv_cache_reuse_stats": "return_perf_metrics",
+}
+"""Name of an older contract -> name of this one."""
+
+TO_LLM = {
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+    "stream": "streaming",
+}
+"""Input of `ensemble` -> what `tensorrt_llm` calls it. All others that both have share a name."""
+
+_LINE = re.compile(r"(\w+) (\w+)\[([-\d, ]+)\]([?~r]*)( =.*)?")
+
+
+def _tensors(table: str) -> tuple[Tensor, ...]:
+    return tuple(_tensor(line.strip()) for line in table.splitlines() if line.strip())
+
+
+def _tensor(line: str) -> Tensor:
+    match = _LINE.fullmatch(line)
+    assert match is not None, line
+    name, dtype, dims, flags, neutral = match.groups()
+    return Tensor(
+        name,
+        DType(dtype),
+        tuple(int(dim) for dim in dims.split(",")),
+        is_optional="?" in flags,
+        is_ragged="~" in flags,
+        is_scalar="r" in flags,
+        neutral=None if neutral is None else _neutral(DType(dtype), neutral[2:]),
+    )
+
+
+def _neutral(dtype: DType, text: str) -> tuple[float | str, ...]:
+    if dtype is DType.STRING:
+        return ("", *text.split())
+    return tuple(float(value) for value in text.split())
+
+
+# --- ensemble and tensorrt_llm_bls ---------------------------------------------------------------
+
+_TEXT_INPUTS = """
+    text_input STRING[1]
+    decoder_text_input STRING[1]? =
+    max_tokens INT32[1]
+    num_return_sequences INT32[1]?
+    bad_words STRING[-1]?
+    stop_words STRING[-1]?
+    exclude_input_in_output BOOL[1]?
+    end_id INT32[1]?
+    pad_id INT32[1]?
+    top_k INT32[1]?
+    top_p FP32[1]?
+    temperature FP32[1]?
+    length_penalty FP32[1]? =0 1
+    repetition_penalty FP32[1]?
+    min_tokens INT32[1]?
+    min_length INT32[1]?
+    presence_penalty FP32[1]?
+    frequency_penalty FP32[1]?
+    seed UINT64[1]?
+    random_seed UINT64[1]?
+    return_log_probs BOOL[1]?
+    return_context_logits BOOL[1]? =0
+    return_generation_logits BOOL[1]? =0
+    return_perf_metrics BOOL[1]?
+    return_kv_cache_reuse_stats BOOL[1]?
+    return_num_input_tokens BOOL[1]?
+    return_num_output_tokens BOOL[1]?
+    beam_width INT32[1]? =1
+    stream BOOL[1]?
+    prompt_embedding_table FP16[-1,-1]? =
+    prompt_table_extra_id UINT64[1]? =0
+    prompt_vocab_size INT32[1]? =0
+    embedding_bias_words STRING[-1]?
+    embedding_bias_weights FP32[-1]?
+    lora_task_id UINT64[1]? =0
+    lora_weights FP16[-1,-1]?~ =
+    lora_config INT32[-1,3]?~ =
+    guided_decoding_guide_type STRING[1]?~ =
+    guided_decoding_guide STRING[1]?~ =
+"""
+
+_BLS_INPUTS = """
+    image_input FP16[-1,3,-1,-1]? =
+    image_bytes_input UINT8[-1,-1,-1,-1]? =
+    image_url_input STRING[1]? =
+    video_bytes_input UINT8[-1,-1,-1,-1]? =
+    num_draft_tokens INT32[1]? =0
+    use_draft_logits BOOL[1]?r =0
+"""
+
+_BLS_SCALARS = """
+    num_return_sequences lora_task_id return_log_probs return_context_logits
+    return_generation_logits return_perf_metrics return_kv_cache_reuse_stats
+    return_num_input_tokens return_num_output_tokens
+"""
+
+_EXTRA_OUTPUTS = """
+    cum_log_probs FP32[-1]
+    output_log_probs FP32[-1,-1]
+    context_logits FP32[-1,-1] =
+    generation_logits FP32[-1,-1,-1] =
+    batch_index INT32[1]
+    sequence_index INT32[1]
+    kv_cache_alloc_new_blocks INT32[1]
+    kv_cache_reused_blocks INT32[1]
+    kv_cache_alloc_total_blocks INT32[1]
+    arrival_time_ns INT64[1]
+    first_scheduled_time_ns INT64[1]
+    first_token_time_ns INT64[1]
+    last_token_time_ns INT64[1]
+    acceptance_rate FP32[1]
+    total_accepted_draft_tokens INT32[1]
+    total_draft_tokens INT32[1]
+    num_input_tokens INT32[1]
+    num_output_tokens INT32[1]
+"""
+
+_TEXT_OUTPUTS = f"text_output STRING[-1]{_EXTRA_OUTPUTS}"
+
+# --- preprocessing and postprocessing ------------------------------------------------------------
+
+_PREPROCESSING_INPUTS = """
+    QUERY STRING[1]
+    DECODER_QUERY STRING[1]? =
+    IMAGE_BYTES UINT8[-1,-1,-1,-1]? =
+    IMAGE_URL STRING[1]? =
+    IMAGES STRING[-1]? =
+    VIDEO_BYTES UINT8[-1,-1,-1,-1]? =
+    REQUEST_OUTPUT_LEN INT32[1]
+    BAD_WORDS_DICT STRING[-1]?
+    STOP_WORDS_DICT STRING[-1]?
+    EMBEDDING_BIAS_WORDS STRING[-1]?
+    EMBEDDING_BIAS_WEIGHTS FP32[-1]?
+    END_ID INT32[1]?
+    PAD_ID INT32[1]?
+    PROMPT_TABLE_EXTRA_ID UINT64[1]? =0
+"""
+
+_PREPROCESSING_OUTPUTS = """
+    INPUT_ID INT32[-1]
+    REQUEST_INPUT_LEN INT32[1]
+    DECODER_INPUT_ID INT32[-1] =
+    REQUEST_DECODER_INPUT_LEN INT32[1] =
+    BAD_WORDS_IDS INT32[2,-1]
+    STOP_WORDS_IDS INT32[2,-1]
+    EMBEDDING_BIAS FP32[-1]
+    REQUEST_OUTPUT_LEN INT32[-1]
+    OUT_END_ID INT32[1]
+    OUT_PAD_ID INT32[1]
+    OUT_PROMPT_TABLE_EXTRA_IDS UINT64[-1] =
+    PIXEL_VALUES FP16[-1,-1,-1,-1] =
+    ASPECT_RATIO_IDS INT64[-1] =
+    ASPECT_RATIO_MASK INT64[-1,-1] =
+    CROSS_ATTENTION_MASK INT64[-1,-1,-1] =
+    IMAGE_SIZES INT64[-1,2] =
+    IS_VIDEO_INPUT BOOL[1] =
+    ATTENTION_MASK INT64[-1] =
+    IMAGE_GRID_THW INT64[3] =
+    VISION_INPUT_ID INT32[-1] =
+"""
+
+# Ragged: responses of different lengths share one call of the dynamic batcher.
+_POSTPROCESSING_INPUTS = """
+    TOKENS_BATCH INT32[-1,-1]~
+    SEQUENCE_LENGTH INT32[-1]
+    STREAM_STATE INT64[6]?
+"""
+
+# --- tensorrt_llm --------------------------------------------------------------------------------
+
+_LLM_INPUTS = """
+    input_ids INT32[-1]?~
+    encoder_input_features FP16[-1,-1]?~ =
+    encoder_output_lengths INT32[1]?r =0
+    input_lengths INT32[1]r
+    request_output_len INT32[1]r
+    num_return_sequences INT32[1]?r
+    draft_input_ids INT32[-1]?~ =
+    decoder_input_ids INT32[-1]?~ =
+    decoder_input_lengths INT32[1]?r =0
+    draft_logits FP32[-1,-1]?~ =
+    draft_acceptance_threshold FP32[1]?r =0
+    end_id INT32[1]?r
+    pad_id INT32[1]?r
+    stop_words_list INT32[2,-1]?~
+    bad_words_list INT32[2,-1]?~
+    embedding_bias FP32[-1]?~
+    beam_width INT32[1]?r =1
+    temperature FP32[1]?r
+    runtime_top_k INT32[1]?r
+    runtime_top_p FP32[1]?r
+    runtime_top_p_min FP32[1]?r =0 1e-6
+    runtime_top_p_decay FP32[1]?r =1
+    runtime_top_p_reset_ids INT32[1]?r =-1
+    len_penalty FP32[1]?r =0 1
+    early_stopping BOOL[1]?r =0
+    repetition_penalty FP32[1]?r
+    min_tokens INT32[1]?r
+    min_length INT32[1]?r
+    beam_search_diversity_rate FP32[1]?r =0
+    presence_penalty FP32[1]?r
+    frequency_penalty FP32[1]?r
+    seed UINT64[1]?r
+    random_seed UINT64[1]?r
+    return_log_probs BOOL[1]?r
+    return_context_logits BOOL[1]?r =0
+    return_generation_logits BOOL[1]?r =0
+    return_perf_metrics BOOL[1]?r
+    return_kv_cache_reuse_stats BOOL[1]?r
+    return_num_input_tokens BOOL[1]?r
+    return_num_output_tokens BOOL[1]?r
+    exclude_input_in_output BOOL[1]?r
+    stop BOOL[1]?r
+    streaming BOOL[1]?r
+    prompt_embedding_table FP16[-1,-1]?~ =
+    prompt_table_extra_ids UINT64[-1]?~ =0
+    prompt_vocab_size INT32[1]?r =0
+    cross_attention_mask BOOL[-1,-1]?~ =
+    mrope_rotary_cos_sin FP32[-1]? =
+    mrope_position_deltas INT64[1]? =0
+    lora_task_id UINT64[1]?r =0
+    lora_weights FP16[-1,-1]?~ =
+    lora_config INT32[-1,3]?~ =
+    context_phase_params UINT8[-1]?~ =
+    skip_cross_attn_blocks BOOL[1]?~ =0
+    retention_token_range_starts INT32[-1]?~ =
+    retention_token_range_ends INT32[-1]?~ =
+    retention_token_range_priorities INT32[-1]?~ =
+    retention_token_range_durations_ms INT32[-1]?~ =
+    retention_decode_priority INT32[1]?~ =
+    retention_decode_duration_ms INT32[1]?~ =
+    guided_decoding_guide_type STRING[1]?~ =
+    guided_decoding_guide STRING[1]?~ =
+    lookahead_window_size INT32[1]?~ =
+    lookahead_ngram_size INT32[1]?~ =
+    lookahead_verification_set_size INT32[1]?~ =
+"""
+
+_LLM_OUTPUTS = f"""
+    output_ids INT32[-1,-1]
+    sequence_length INT32[-1]
+    context_phase_params UINT8[-1] =
+    {_EXTRA_OUTPUTS}
+    STREAM_STATE INT64[6]
+"""
+
+# --- vllm_model ----------------------------------------------------------------------------------
+
+_VLLM_INPUTS = """
+    text_input STRING[1]
+    image STRING[-1]? =
+    stream BOOL[1]?
+    sampling_parameters STRING[1]?
+    exclude_input_in_output BOOL[1]?
+    return_finish_reason BOOL[1]?
+    return_cumulative_logprob BOOL[1]?
+    return_logprobs BOOL[1]?
+    return_num_input_tokens BOOL[1]?
+    return_num_output_tokens BOOL[1]?
+    embedding_request STRING[1]? =
+"""
+
+_VLLM_OUTPUTS = """
+    text_output STRING[-1]
+    finish_reason STRING[-1]
+    cumulative_logprob FP32[-1]
+    logprobs STRING[-1]
+    num_input_tokens UINT32[1]
+    num_output_tokens UINT32[-1]
+"""
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def _bridge(name: str, size: int, inputs: str, outputs: str, is_decoupled: bool = True) -> Model:
+    return Model(name, "slipstream", size, _tensors(inputs), _tensors(outputs), is_decoupled)
+
+
+def _stage(name: str, inputs: str, outputs: str) -> Model:
+    return Model(
+        name,
+        f"slipstream_{name}",
+        MAX_BATCH_SIZE,
+        _tensors(inputs),
+        _tensors(outputs),
+        has_dynamic_batching=True,
+        instance_kind="KIND_CPU",
+    )
+
+
+def _bls() -> Model:
+    model = _bridge("tensorrt_llm_bls", MAX_BATCH_SIZE, _TEXT_INPUTS + _BLS_INPUTS, _TEXT_OUTPUTS)
+    scalars = _BLS_SCALARS.split()
+    inputs = (
+        msgspec.structs.replace(tensor, is_scalar=tensor.is_scalar or tensor.name in scalars)
+        for tensor in model.inputs
+    )
+    return msgspec.structs.replace(model, inputs=tuple(inputs))
+
+
+_ALL = (
+    Model("ensemble", "", MAX_BATCH_SIZE, _tensors(_TEXT_INPUTS), _tensors(_TEXT_OUTPUTS)),
+    _stage("preprocessing", _PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS),
+    _bridge("tensorrt_llm", MAX_BATCH_SIZE, _LLM_INPUTS, _LLM_OUTPUTS),
+    _stage("postprocessing", _POSTPROCESSING_INPUTS, "OUTPUT STRING[-1]"),
+    _bls(),
+    _bridge("vllm_model", 0, _VLLM_INPUTS, _VLLM_OUTPUTS),
+    # Not decoupled, so that probes can be plain `/infer` and gRPC calls.
+    _bridge("slipstream_health", 0, "probe BOOL[1]?", "status STRING[1]", is_decoupled=False),
+)
+
+MODELS = {model.name: model for model in _ALL}
+"""Name -> model. The fused wiring serves `ensemble` by backend `slipstream`, decoupled."""
