@@ -1,37 +1,51 @@
-"""Runs locust on a server and writes its reports: locust.html and locust_stats.csv."""
+"""Runs locust on a server and writes its report: locust.html, and the figures as locust.json."""
 
 import argparse
-import csv
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from serving import REPORTS, add_arguments, serving
 
-COLUMNS = {
-    "Type": 6,
-    "Name": 10,
-    "Request Count": 10,
-    "Failure Count": 10,
-    "Requests/s": 12,
-    "50%": 8,
-    "90%": 8,
-    "99%": 8,
-}
-"""Columns of locust's table that the summary shows, with their widths; times in ms."""
+PERCENTILES = (50, 90, 99)
 
 
-def summary(stats: Path) -> str:
-    """locust_stats.csv as a table."""
-    with stats.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    lines = ["".join(f"{name:>{width + 5}}" for name, width in COLUMNS.items())]
-    for row in rows:
-        cells = (row[name] for name in COLUMNS)
-        short = (f"{float(cell):.1f}" if "." in cell else cell for cell in cells)
-        widths = COLUMNS.values()
-        lines.append("".join(f"{c:>{w + 5}}" for c, w in zip(short, widths, strict=True)))
+def rows_of(stats: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    """Locust's final statistics, an entry a kind of event; times in ms."""
+    return [
+        {
+            "type": entry["method"],
+            "event": entry["name"],
+            "count": entry["num_requests"],
+            "failures": entry["num_failures"],
+            "per_s": round(entry["num_requests"] / seconds, 2),
+            **percentiles({float(ms): count for ms, count in entry["response_times"].items()}),
+        }
+        for entry in sorted(stats, key=lambda entry: (entry["method"], entry["name"]))
+    ]
+
+
+def percentiles(counts: dict[float, int]) -> dict[str, float]:
+    """Percentiles of a histogram value -> count; empty for no values."""
+    total, result = sum(counts.values()), {}
+    for percent in PERCENTILES if total else ():
+        seen = 0
+        for value in sorted(counts):
+            seen += counts[value]
+            if seen * 100 >= total * percent:
+                result[f"p{percent}_ms"] = value
+                break
+    return result
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows in columns."""
+    names = list(max(rows, key=len))
+    lines = ["".join(f"{name:>10}" for name in names)]
+    lines += ["".join(f"{row.get(name, '')!s:>10}" for name in names) for row in rows]
     return "\n".join(lines)
 
 
@@ -43,19 +57,27 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=20, help="(%(default)s)")
     args = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
-    with serving(args) as (http, grpc):
+    log = REPORTS / "locust.log"
+    with serving(args) as (http, grpc), log.open("w") as errors:
         variables = {"GRPC": grpc, "MODEL": args.model, "MAX_TOKENS": str(args.max_tokens)}
         command = [
             *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py"))),
-            *("--headless", "--only-summary", "--host", f"http://{http}"),
+            *("--headless", "--json", "--host", f"http://{http}"),
             *("-u", str(args.users), "-r", str(args.users), "-t", f"{args.seconds}s"),
-            *("--stop-timeout", "30", "--loglevel", "WARNING"),
-            *("--csv", str(REPORTS / "locust"), "--html", str(REPORTS / "locust.html")),
+            *("--stop-timeout", "30", "--html", str(REPORTS / "locust.html")),
         ]
-        environment = os.environ | variables
-        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
-    print(summary(REPORTS / "locust_stats.csv"))
+        done = subprocess.run(
+            command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=errors, check=False
+        )
+    stats = json.loads(done.stdout or "[]")
+    if not stats:
+        raise SystemExit(f"locust: no request was made; see {log}")
+    rows = rows_of(stats, args.seconds)
+    about = {"model": args.model, "users": args.users, "max_tokens": args.max_tokens}
+    (REPORTS / "locust.json").write_text(json.dumps(about | {"rows": rows}, indent=2) + "\n")
+    print(table(rows))
     print(f"report: {REPORTS / 'locust.html'}", file=sys.stderr)
+    print(json.dumps(about | {"rows": rows}))
     return done.returncode
 
 

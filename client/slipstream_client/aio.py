@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import grpc
 import grpc.aio
-from slipstream_contract.errors import Code, ContractError
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL, TRUE_STATUS
@@ -119,20 +118,11 @@ class AsyncSlipstreamClient:
 
     async def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """What the engine says of itself, as `SlipstreamClient.health`."""
-        call = self._stub().ModelStreamInfer(
-            iter([health_request()]), timeout=timeout_s, metadata=TRUE_STATUS
-        )
         try:
-            response = await call.read()
+            response = await self._stub().ModelInfer(health_request(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.url) from None
-        finally:
-            call.cancel()
-        if response is grpc.aio.EOF:
-            raise ContractError("the health model gave no answer", Code.INTERNAL)
-        if response.error_message:
-            raise error_from_text(response.error_message)
-        return health_of(response.infer_response)
+        return health_of(response)
 
     async def is_ready(self, model: str | None = None, timeout_s: float = 5.0) -> bool:
         """True where the server says that the model is loaded; False also where none answers."""

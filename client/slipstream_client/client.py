@@ -6,7 +6,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from slipstream_contract.errors import Code, ContractError
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from slipstream_client.codec import ENSEMBLE, chunk_of, health_of, health_request, request_of
@@ -129,19 +128,11 @@ class SlipstreamClient:
 
         Raises ContractError where no server or no engine answers.
         """
-        call = self._stub.ModelStreamInfer(
-            iter([health_request()]), timeout=timeout_s, metadata=TRUE_STATUS
-        )
         try:
-            for response in call:
-                if response.error_message:
-                    raise error_from_text(response.error_message)
-                return health_of(response.infer_response)
+            response = self._stub.ModelInfer(health_request(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.url) from None
-        finally:
-            call.cancel()
-        raise ContractError("the health model gave no answer", Code.INTERNAL)
+        return health_of(response)
 
     def is_ready(self, model: str | None = None, timeout_s: float = 5.0) -> bool:
         """True where the server says that the model is loaded; False also where none answers.

@@ -53,14 +53,16 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelReady(self, request, context):  # noqa: N802
         return service_pb2.ModelReadyResponse(ready=request.name == "ensemble")
 
+    def ModelInfer(self, request, context):  # noqa: N802
+        assert request.model_name == "slipstream_health"
+        assert inputs_of(request)["probe"].tolist() == [True]
+        return response_of(request, {"status": text(json.dumps(HEALTH))}).infer_response
+
     def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
         request = next(request_iterator)
         self.requests.append(request)
         over = self.cancelled.setdefault(request.id, threading.Event())
         context.add_callback(over.set)
-        if request.model_name == "slipstream_health":
-            yield response_of(request, {"status": text(json.dumps(HEALTH))})
-            return
         inputs = inputs_of(request)
         prompt = inputs["text_input"].ravel()[0].decode() if "text_input" in inputs else "tokens"
         yield from getattr(self, prompt.split()[0])(request, inputs, context, prompt)
