@@ -15,6 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from server.serve_process import (
+    Serve,
+    assert_one_line,
+    free_ports,
+    living,
+    run_to_end,
+    short_directory,
+)
 from slipstream_compose.server import server_directory
 from slipstream_compose.triton import SHARED_MEMORY, clean_leftovers
 
@@ -22,7 +30,6 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(not server_directory().is_dir(), reason="no tritonserver: make install"),
 ]
-SLIPSTREAM = [sys.executable, "-m", "slipstream_client.cli", "serve"]
 CONFIG = """
 name: "echo"
 backend: "python"
@@ -56,14 +63,10 @@ STUBBORN = (
 )
 
 
-def free_ports() -> tuple[int, int, int]:
-    sockets = [socket.socket() for _ in range(3)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = tuple(one.getsockname()[1] for one in sockets)
-    for one in sockets:
-        one.close()
-    return ports  # type: ignore[return-value]
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    with short_directory() as folder:
+        yield folder
 
 
 def write_model(folder: Path, code: str = ECHO) -> Path:
@@ -72,98 +75,6 @@ def write_model(folder: Path, code: str = ECHO) -> Path:
     (folder / "echo" / "config.pbtxt").write_text(CONFIG)
     (folder / "echo" / "1" / "model.py").write_text(code)
     return folder
-
-
-class Serve:
-    """A running `slipstream serve`."""
-
-    def __init__(self, repository: Path, scratch: Path) -> None:
-        self.ports = free_ports()
-        self.scratch = scratch
-        scratch.mkdir(exist_ok=True)
-        http, grpc, metrics = map(str, self.ports)
-        self.process = subprocess.Popen(
-            [
-                *SLIPSTREAM,
-                *("--model-repository", str(repository), "--log-file", str(scratch / "server.log")),
-                *("--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics),
-            ],
-            env=os.environ | {"TMPDIR": str(scratch)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.ports[0]}{path}"
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + 30
-        assert self.process.stdout is not None
-        while time.monotonic() < deadline:
-            if self.process.stdout.readline().startswith("Ctrl-C"):
-                return
-            assert self.process.poll() is None, self.process.communicate()
-        raise AssertionError("not ready within 30 s")
-
-    def end(self, number: signal.Signals) -> float:
-        """Seconds from the signal to the end."""
-        began = time.monotonic()
-        self.process.send_signal(number)
-        self.process.wait(20)
-        return time.monotonic() - began
-
-    def processes(self) -> list[str]:
-        """Command lines of living processes with this server's runtime directory."""
-        mark = f"SLIPSTREAM_RUNTIME_DIR={self.scratch}/".encode()
-        return [line for pid, line in living() if mark in environment(pid)]
-
-    def shared_memory(self) -> list[Path]:
-        return list(SHARED_MEMORY.glob(f"slipstream_{self.process.pid}_*"))
-
-    def assert_gone(self) -> None:
-        assert self.processes() == []
-        assert self.shared_memory() == []
-        assert list(self.scratch.glob("slipstream-*")) == []
-
-
-def living() -> Iterator[tuple[int, str]]:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            yield int(entry.name), line
-
-
-def environment(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    """A short temporary directory: a socket's path must fit under it."""
-    folder = Path(f"/tmp/serve-{os.getpid()}-{time.monotonic_ns() % 10**6}")
-    folder.mkdir(mode=0o700)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*SLIPSTREAM, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("slipstream: ")
-    for word in words:
-        assert word in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -1,0 +1,123 @@
+"""A running `slipstream serve`, watched from outside."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream_compose.triton import SHARED_MEMORY
+
+SLIPSTREAM = [sys.executable, "-m", "slipstream_client.cli", "serve"]
+
+
+def free_ports() -> tuple[int, int, int]:
+    sockets = [socket.socket() for _ in range(3)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = tuple(one.getsockname()[1] for one in sockets)
+    for one in sockets:
+        one.close()
+    return ports  # type: ignore[return-value]
+
+
+class Serve:
+    """A running `slipstream serve`."""
+
+    def __init__(self, repository: Path, scratch: Path, *options: str) -> None:
+        self.ports = free_ports()
+        self.scratch = scratch
+        scratch.mkdir(exist_ok=True)
+        http, grpc, metrics = map(str, self.ports)
+        self.process = subprocess.Popen(
+            [
+                *SLIPSTREAM,
+                *("--model-repository", str(repository), "--log-file", str(scratch / "server.log")),
+                *("--http-port", http, "--grpc-port", grpc, "--metrics-port", metrics),
+                *options,
+            ],
+            env=os.environ | {"TMPDIR": str(scratch)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.ports[0]}{path}"
+
+    def wait_ready(self) -> str:
+        """What it printed until it was ready."""
+        deadline = time.monotonic() + 60
+        assert self.process.stdout is not None
+        shown = ""
+        while time.monotonic() < deadline:
+            line = self.process.stdout.readline()
+            shown += line
+            if line.startswith("Ctrl-C"):
+                return shown
+            assert line or self.process.poll() is None, self.process.communicate()
+        raise AssertionError(f"not ready within 60 s: {shown}")
+
+    def end(self, number: signal.Signals) -> float:
+        """Seconds from the signal to the end."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(20)
+        return time.monotonic() - began
+
+    def processes(self) -> list[str]:
+        """Command lines of living processes with this server's runtime directory."""
+        mark = f"SLIPSTREAM_RUNTIME_DIR={self.scratch}/".encode()
+        return [line for pid, line in living() if mark in environment(pid)]
+
+    def shared_memory(self) -> list[Path]:
+        return list(SHARED_MEMORY.glob(f"slipstream_{self.process.pid}_*"))
+
+    def assert_gone(self) -> None:
+        assert self.processes() == []
+        assert self.shared_memory() == []
+        assert list(self.scratch.glob("slipstream-*")) == []
+
+
+def living() -> Iterator[tuple[int, str]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            yield int(entry.name), line
+
+
+def environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+@contextlib.contextmanager
+def short_directory() -> Iterator[Path]:
+    """A temporary directory with a short name: a socket's path must fit under it."""
+    folder = Path(tempfile.mkdtemp(prefix="serve-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*SLIPSTREAM, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("slipstream: ")
+    for word in words:
+        assert word in done.stderr

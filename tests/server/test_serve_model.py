@@ -1,0 +1,152 @@
+"""`slipstream serve` on real repositories: ready means tokens, and what cannot be served is named."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server.serve_process import Serve, short_directory
+from slipstream_compose.server import repository_root, server_directory
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not server_directory().is_dir(), reason="no tritonserver: make install"),
+]
+REPOSITORY = repository_root() / "model_repository"
+CHECKPOINT = Path("tensorrt_llm") / "1" / "checkpoint"
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    with short_directory() as folder:
+        yield folder
+
+
+def test_demo_then_an_end_in_the_middle_of_a_stream(scratch: Path) -> None:
+    serve = Serve(REPOSITORY, scratch, "--demo")
+    shown = serve.wait_ready()
+    assert re.search(r"ready in [0-9.]+ s: .* KV cache of [0-9,]+ tokens .* room for ", shown)
+    assert f"HTTP     http://127.0.0.1:{serve.ports[0]}" in shown
+    assert f"gRPC     127.0.0.1:{serve.ports[1]}" in shown
+    assert re.search(r"first token after \d+ ms, (\d+) responses", shown)
+    assert re.search(r"def read_lines\(path\):\n    \S", shown)
+    assert "curl -N " in shown
+
+    body = {"text_input": "import ", "max_tokens": 1500, "min_tokens": 1500, "stream": True}
+    url = serve.url("/v2/models/ensemble/generate_stream")
+    with urllib.request.urlopen(url, json.dumps(body).encode()) as stream:
+        assert stream.readline().startswith(b"data:")
+        assert any("engine" in line for line in serve.processes())
+        assert serve.end(signal.SIGTERM) < 10
+    assert serve.process.returncode == 0
+    serve.assert_gone()
+
+
+def test_the_printed_commands_work(scratch: Path) -> None:
+    serve = Serve(REPOSITORY, scratch, "--demo")
+    shown = serve.wait_ready()
+    try:
+        lines = [line.strip() for line in shown.splitlines()]
+        curl = next(line for line in lines if line.startswith("curl "))
+        complete = next(line for line in lines if " complete" in line)
+        health = next(
+            line for line in lines if line.endswith(f"health --grpc-port {serve.ports[1]}")
+        )
+        for command in (curl, complete, health):
+            done = subprocess.run(
+                command, shell=True, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+            assert done.stdout.strip()
+    finally:
+        serve.end(signal.SIGINT)
+    assert serve.process.returncode == 0
+    serve.assert_gone()
+
+
+def copied(tmp_path: Path) -> Path:
+    target = tmp_path / "repository"
+    shutil.copytree(REPOSITORY, target)
+    return target
+
+
+def truncate(checkpoint: Path) -> str:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return "model.safetensors"
+
+
+def empty(checkpoint: Path) -> str:
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+    return "config.json"
+
+
+def unknown_architecture(checkpoint: Path) -> str:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForX"]}))
+    return "MambaForX"
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, unknown_architecture])
+def test_a_bad_checkpoint_is_one_line_and_an_exit_code(
+    tmp_path: Path, scratch: Path, damage
+) -> None:
+    repository = copied(tmp_path)
+    word = damage(repository / CHECKPOINT)
+    began = time.monotonic()
+    serve = Serve(repository, scratch)
+    _, errors = serve.process.communicate(timeout=90)
+    assert serve.process.returncode == 1
+    assert errors.count("\n") == 1, errors
+    assert errors.startswith("slipstream: ")
+    assert word in errors
+    assert "Traceback" not in errors
+    assert time.monotonic() - began < 60
+    serve.assert_gone()
+
+
+def test_an_unknown_key_of_the_engine_is_named(tmp_path: Path, scratch: Path) -> None:
+    repository = copied(tmp_path)
+    file = repository / "tensorrt_llm" / "1" / "model.json"
+    settings = json.loads(file.read_text())
+    settings["engine"]["max_nun_seqs"] = 5
+    file.write_text(json.dumps(settings))
+    serve = Serve(repository, scratch)
+    _, errors = serve.process.communicate(timeout=90)
+    assert serve.process.returncode == 1
+    assert errors.count("\n") == 1, errors
+    assert "max_nun_seqs" in errors
+    serve.assert_gone()
+
+
+def test_two_servers_side_by_side(tmp_path: Path, scratch: Path) -> None:
+    """Neither sockets nor shared memory nor engines are shared."""
+    with short_directory() as other_scratch:
+        first, second = Serve(REPOSITORY, scratch), Serve(REPOSITORY, other_scratch)
+        first.wait_ready()
+        second.wait_ready()
+        assert first.end(signal.SIGTERM) < 10
+        first.assert_gone()
+        body = json.dumps({"text_input": "a", "max_tokens": 2}).encode()
+        with urllib.request.urlopen(second.url("/v2/models/ensemble/generate"), body) as reply:
+            assert json.loads(reply.read())["text_output"]
+        assert second.end(signal.SIGTERM) < 10
+        second.assert_gone()
+
+
+def test_serve_has_one_exit_code_for_a_repository_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    command = [sys.executable, "-m", "slipstream_client.cli", "serve", "--model-repository"]
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert "holds no model" in done.stderr
