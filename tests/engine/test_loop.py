@@ -21,16 +21,18 @@ from slipstream_contract.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 LONG = SamplingParams(max_tokens=30, temperature=0.0)
+ENDLESS = SamplingParams(max_tokens=4000, temperature=0.0)  # ends only if something ends it
 
 
 class House:
     """An engine loop that is turned by hand, and bridges in the same thread."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, max_model_len: int) -> None:
         self.address = address
-        self.runner = CountingRunner(20, 4)
+        self.num_blocks = max_model_len // 2
+        self.runner = CountingRunner(self.num_blocks, 4, max_model_len)
         self.engine = Engine(Limits(8, 64, 16), self.runner, Words(), "counting")
-        welcome = wire.Welcome(wire.PROTOCOL, __version__, "counting", 1, VOCAB_SIZE, 40)
+        welcome = wire.Welcome(wire.PROTOCOL, __version__, "counting", 1, VOCAB_SIZE, max_model_len)
         self.loop = EngineLoop(self.engine, welcome, address)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -47,8 +49,8 @@ class House:
             self.engine.check_integrity()
 
     def turn_until(self, is_done: Callable[[], bool]) -> None:
-        """At most 20 turns with time for the socket: fewer steps than `LONG` has tokens."""
-        for _ in range(20):
+        """Turn with time for the socket, and fewer times than `ENDLESS` has tokens."""
+        for _ in range(1000):
             if is_done():
                 return
             time.sleep(0.01)
@@ -69,10 +71,10 @@ class Bridge:
     def say(self, message: wire.ToEngine) -> None:
         self.socket.send(wire.encode(message))
 
-    def hear(self, patience: int = 200) -> wire.BridgeMessage:
+    def hear(self) -> wire.BridgeMessage:
         """The next message, turning the loop until it comes."""
-        for _ in range(patience):
-            if self.socket.poll(0):
+        for _ in range(2000):
+            if self.socket.poll(2):
                 return wire.decode_bridge(self.socket.recv())
             self.house.turn()
         raise AssertionError("no answer")
@@ -102,7 +104,17 @@ class Bridge:
 
 @pytest.fixture
 def house(tmp_path: Path) -> Iterator[House]:
-    house = House(f"ipc://{tmp_path}/engine")
+    yield from build(tmp_path, 40)
+
+
+@pytest.fixture
+def roomy(tmp_path: Path) -> Iterator[House]:
+    """With a context so long that no test gets to its end."""
+    yield from build(tmp_path, 5000)
+
+
+def build(tmp_path: Path, max_model_len: int) -> Iterator[House]:
+    house = House(f"ipc://{tmp_path}/engine", max_model_len)
     yield house
     house.loop.close()
     house.context.destroy(0)
@@ -152,13 +164,13 @@ def test_what_cannot_be_served_is_rejected(house: House) -> None:
     bridge.complete(3, [1])
 
 
-def test_cancel_bye_and_a_new_hello_free_everything(house: House) -> None:
-    bridge = house.bridge()
-    bridge.say(wire.Submit(0, [1], LONG, 1))
-    house.turn_until(lambda: house.engine.has_work)
+def test_cancel_bye_and_a_new_hello_free_everything(roomy: House) -> None:
+    bridge = roomy.bridge()
+    bridge.say(wire.Submit(0, [1], ENDLESS, 1))
+    roomy.turn_until(lambda: roomy.engine.has_work)
     bridge.say(wire.Cancel(0))
     bridge.say(wire.Cancel(99))
-    house.turn_until(lambda: house.loop.num_unknown == 1)
+    roomy.turn_until(lambda: roomy.loop.num_unknown == 1)
     while True:
         message = bridge.hear()
         assert isinstance(message, wire.StepOutputs)
@@ -166,21 +178,21 @@ def test_cancel_bye_and_a_new_hello_free_everything(house: House) -> None:
             assert message.tokens[0].finished.reason is wire.FinishReason.CANCELLED
             break
     for last_word in (wire.Bye(), wire.Hello(wire.PROTOCOL, __version__, "anew")):
-        bridge.say(wire.Submit(0, [1], LONG, 1))
-        house.turn_until(lambda: house.engine.has_work)
+        bridge.say(wire.Submit(0, [1], ENDLESS, 1))
+        roomy.turn_until(lambda: roomy.engine.has_work)
         bridge.say(last_word)
-        house.turn_until(house.is_idle)
+        roomy.turn_until(roomy.is_idle)
         if isinstance(last_word, wire.Bye):
-            bridge = house.bridge()
+            bridge = roomy.bridge()
 
 
-def test_a_bridge_that_vanishes_is_cancelled(house: House) -> None:
-    bridge, other = house.bridge("dying"), house.bridge("other")
-    bridge.say(wire.Submit(0, [1], LONG, 1))
-    house.turn_until(lambda: house.engine.has_work)
+def test_a_bridge_that_vanishes_is_cancelled(roomy: House) -> None:
+    bridge, other = roomy.bridge("dying"), roomy.bridge("other")
+    bridge.say(wire.Submit(0, [1], ENDLESS, 1))
+    roomy.turn_until(lambda: roomy.engine.has_work)
     bridge.socket.close(0)
-    house.turn_until(house.is_idle)
-    other.complete(0, [2, 3], LONG)
+    roomy.turn_until(roomy.is_idle)
+    other.complete(0, [2, 3])
     assert other.ask().bridges == ["other"]
 
 
@@ -248,10 +260,7 @@ def test_no_frame_ends_the_loop(house: House, seed: int) -> None:
             house.turn()
         if number % 500 == 0:
             good.complete(number, [number % 7, 1])
-    for _ in range(300):
-        house.turn()
-        if not house.engine.has_work:
-            break
+    house.turn_until(house.is_idle)
     assert house.loop.num_dropped > 500
     good.complete(1, [5, 6])
     for fuzzer in fuzzers:
@@ -330,7 +339,7 @@ def test_the_process_serves_a_checkpoint_and_ends_when_told(tmp_path: Path) -> N
                 break
         assert len(tokens) == LONG.max_tokens
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
+        assert process.wait(10) == 0
     finally:
         context.destroy(0)
         process.kill()
@@ -350,7 +359,7 @@ def test_a_start_that_fails_is_one_line_and_code_2(
     tmp_path: Path, config: dict[str, object], words: str
 ) -> None:
     process = start(checkpoint(tmp_path), **config)
-    _, text = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=120)
     assert process.returncode == 2
     assert len(text.splitlines()) == 1, text
     assert words in text
@@ -358,7 +367,7 @@ def test_a_start_that_fails_is_one_line_and_code_2(
 
 def test_an_address_in_use_or_impossible_is_one_line(tmp_path: Path) -> None:
     process = start(checkpoint(tmp_path), "ipc:///nowhere/engine", device="cpu")
-    _, text = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "nowhere" in text.splitlines()[-1]
     assert not os.path.exists("/nowhere")
