@@ -57,6 +57,8 @@ class ChatTemplate:
         Raises ContractError for a conversation that the template refuses (INVALID_ARGUMENT) and
         where the checkpoint has no template (UNSUPPORTED).
         """
+        if not messages:
+            raise ContractError("messages is empty")
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ContractError(f"messages[{index}] has no role: {clip(message)}")
@@ -67,13 +69,23 @@ class ChatTemplate:
         try:
             return template.render(
                 **self._variables | variables,
-                messages=[dict(message) for message in messages],
+                messages=[_normalised(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise ContractError(f"messages: the chat template says: {error}") from None
+
+
+def _normalised(message: Message) -> dict[str, Any]:
+    """A message without its empty fields, its reasoning under both names that templates read."""
+    given = {name: value for name, value in message.items() if value is not None}
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((given[name] for name in names if name in given), None)
+    if reasoning is None:
+        return given
+    return {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:

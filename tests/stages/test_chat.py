@@ -32,6 +32,9 @@ TOOLS = """{% set ns = namespace(found=false) %}
 {% for tool in tools or [] %}{% set ns.found = true %}
 {{ tool | tojson(indent=2) }} {{ tool | tojson }}
 {% endfor %}{{ 'yes' if ns.found else 'no' }} {{ messages | length }} {{ messages | tojson }}"""
+REASONING = """{% for message in messages %}
+{{ message.thinking }}|{{ message.reasoning_content }}|{{ message.keys() | list }}
+{% endfor %}"""
 ALTERNATE = """{% for message in messages %}
 {% if (message.role == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('roles must alternate') }}{% endif %}
@@ -39,7 +42,11 @@ ALTERNATE = """{% for message in messages %}
 
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text(max_size=20)}
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text(max_size=20)},
+        optional={
+            name: st.sampled_from([None, "", "why"])
+            for name in ("reasoning", "thinking", "reasoning_content")
+        },
     ),
     min_size=1,
     max_size=5,
@@ -52,7 +59,7 @@ def both(directory: Path, template: Any) -> tuple[ChatTemplate, PreTrainedTokeni
     return ChatTemplate.load(directory), PreTrainedTokenizerFast.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("template", [CHAT_ML, BLOCKS, TOOLS])
+@pytest.mark.parametrize("template", [CHAT_ML, BLOCKS, TOOLS, REASONING])
 def test_templates_render_as_in_transformers(tmp_path: Path, template: str) -> None:
     mine, tokenizer = both(tmp_path, template)
 
@@ -91,6 +98,8 @@ def test_refusals_of_a_template_reach_the_client(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="roles must alternate") as raised:
         mine.render([{"role": "assistant", "content": "a"}])
     assert raised.value.code is Code.INVALID_ARGUMENT
+    with pytest.raises(ContractError, match="messages is empty"):
+        mine.render([])
     with pytest.raises(ContractError, match=r"messages\[1\] has no role"):
         mine.render([{"role": "user", "content": "a"}, {"content": "b"}])
 

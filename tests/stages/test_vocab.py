@@ -124,6 +124,20 @@ def test_split_incomplete_is_lossless(data: bytes, later: bytes) -> None:
     )
 
 
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, sizes=st.lists(st.integers(0, 3), max_size=60))
+def test_the_default_model_streams_any_text_unchanged(text: str, sizes: list[int]) -> None:
+    tokenizer, vocab = default_model()
+    ids = tokenizer.encode(text).ids
+    assert stream(vocab, cut(ids, iter(sizes)), skip_special=False) == text
+
+
+@cache
+def default_model() -> tuple[Tokenizer, TokenBytes]:
+    root = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
+    return Tokenizer.from_file(str(root / "tokenizer.json")), TokenBytes.load(root)
+
+
 def test_tail_travels_and_is_flushed_at_the_end() -> None:
     _, vocab = zoo("byte-level BPE")
     singles = {vocab.raw(i): i for i in range(vocab.size) if len(vocab.raw(i)) == 1}
