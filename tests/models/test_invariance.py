@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
 from slipstream.engine.batch import Batch, LogitEdit, Row
 from slipstream.engine.runner import ModelRunner
+from slipstream.kernels.sample import sample
 from slipstream_contract.sampling import SamplingParams
 
 LENGTHS = [3, 60, 17, 1, 33, 8, 45, 26, 64, 2, 31, 12]
@@ -17,6 +18,7 @@ STYLES = [
     SamplingParams(max_tokens=1, temperature=1.0),
     SamplingParams(max_tokens=1, temperature=0.7, top_p=0.8),
     SamplingParams(max_tokens=1, temperature=1.3, top_k=20, min_p=0.01),
+    SamplingParams(max_tokens=1, temperature=1.0, min_p=0.5),
 ]
 
 
@@ -110,6 +112,29 @@ def test_edits_reach_their_own_row(runner: ModelRunner) -> None:
     ban = (LogitEdit(first, 1.0, float("-inf")), LogitEdit(7, 1.0, 1e4))
     edited = Batch((make_row(prompts[0], [0, 1], ban), make_row(prompts[1], [2, 3])), 0)
     assert runner.run(edited).token_ids == [7, second]
+
+
+def test_every_row_is_drawn_by_its_own_parameters(runner: ModelRunner) -> None:
+    (prompt,) = random_prompts([9])
+    draws = [(style, seed, n) for style in STYLES for seed in (3, 2**64 - 1) for n in (0, 5)]
+    rows = tuple(
+        Row(i, prompt, 0, [2 * i, 2 * i + 1], True, style, seed, n)
+        for i, (style, seed, n) in enumerate(draws)
+    )
+    sampled = runner.run(Batch(rows, 0))
+    styles, seeds, numbers = zip(*draws, strict=True)
+    token_ids, log_probs, _ = sample(
+        runner.logits(Batch(rows, 0)),
+        torch.tensor([s.temperature for s in styles]),
+        torch.tensor([s.top_k for s in styles], dtype=torch.int32),
+        torch.tensor([s.top_p for s in styles]),
+        torch.tensor([s.min_p for s in styles]),
+        torch.tensor([3 if seed == 3 else -1 for seed in seeds]),  # 64 bits, as a signed number
+        torch.tensor(numbers),
+    )
+    assert sampled.token_ids == token_ids.tolist()
+    assert sampled.log_probs == pytest.approx(log_probs.tolist())
+    assert len(set(sampled.token_ids)) > len(STYLES)
 
 
 def test_rows_that_do_not_sample_return_nothing(runner: ModelRunner) -> None:

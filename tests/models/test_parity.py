@@ -56,6 +56,10 @@ GRID = {
         "llama",
         {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}},
     ),
+    "yarn, a ramp beyond the last dimension": (
+        "llama",
+        {"rope_parameters": YARN | {"rope_theta": 4.0}},
+    ),
     "yarn, heads of 80": ("llama", {"rope_parameters": YARN, "head_dim": 80}),
     "qwen2": ("qwen2", {}),
     "qwen2 mha, tied": ("qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
