@@ -89,11 +89,11 @@ class Inputs:
         self._tensors = {tensor.name: tensor for tensor in model.inputs}
         self._values: dict[str, object] = {}
         self._given: dict[str, str] = {}  # canonical name -> what the request calls it
-        for name, value in arrays.items():
+        for name, given in arrays.items():
             tensor = self._tensors.get(name)
             if tensor is None:
                 raise ContractError(f"{clip(name)} is not an input of {model.name}")
-            array = _checked(tensor, value, self.label(name))
+            array = _checked(tensor, given, self.label(name))
             _refuse_later(tensor, array)
             self._put(names.get(name, name), name, array)
         for name, value in parameters.items():
@@ -146,8 +146,9 @@ class Inputs:
 
     def _put(self, name: str, given_as: str, value: object) -> None:
         if name in self._values:
-            both = f"{self._given[name]} and {given_as}"
-            raise ContractError(f"{both} are both given and mean the same")
+            first = self._given[name]
+            both = f"{first} and {given_as}" if first != given_as else f"{first}, twice,"
+            raise ContractError(f"{both} are given but mean the same; one is enough")
         self._values[name], self._given[name] = value, given_as
 
     def _put_parameter(self, name: str, value: object, names: Mapping[str, str]) -> None:
