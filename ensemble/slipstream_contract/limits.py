@@ -1,6 +1,7 @@
 """The bounds of what a request may ask for. What depends on a model, its engine checks itself."""
 
 import math
+from collections.abc import Sequence
 
 from slipstream_contract.errors import ContractError, clip
 
@@ -14,6 +15,7 @@ MAX_BIASED_TOKENS = 4096
 MAX_WORDS = 1024  # stop words, and bad words, and bias words
 MAX_WORD_BYTES = 4096
 MAX_WORD_TOKENS = 1024
+MAX_STOP_BYTES = 1 << 14  # of all stop words of a request: the engine makes one automaton of them
 GREEDY_BELOW = 1e-5
 """Smaller temperatures are 0: dividing by them leaves one token anyway, and overflows."""
 
@@ -66,3 +68,13 @@ def check_word(field: str, word: bytes) -> bytes:
             f"{clip(word)}"
         )
     return word
+
+
+def check_words(field: str, words: Sequence[Sequence[int]]) -> None:
+    """Words as token ids: neither too many nor too long. Raises ContractError."""
+    check_count(field, len(words), MAX_WORDS, "words")
+    longest = max(map(len, words), default=0)
+    if longest > MAX_WORD_TOKENS:
+        raise ContractError(
+            f"{field} has a word of {longest} tokens, at most {MAX_WORD_TOKENS} are served"
+        )

@@ -359,9 +359,7 @@ def _stop_words(
 
 
 def _bad_words(field: str, words: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    limits.check_count(field, len(words), limits.MAX_WORDS, "words")
-    for word in words:
-        limits.check_count(f"a word of {field}", len(word), limits.MAX_WORD_TOKENS, "tokens")
+    limits.check_words(field, words)
     return tuple(tuple(word) for word in words if len(word))
 
 

@@ -1,0 +1,320 @@
+"""Requests in vLLM's tensors (`vllm_model`), by vLLM's own rules.
+
+Sampling parameters come as JSON in `sampling_parameters` or, without it, as request parameters,
+whose values may be strings. A key that vLLM does not have is refused by name; one that it
+has and we do not is accepted at the value that has no effect.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream_contract import limits
+from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.inputs import (
+    Inputs,
+    decode,
+    is_triton_parameter,
+    refuse_parameter,
+    to_flag,
+    to_number,
+    to_whole,
+)
+from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.tensors import MODELS
+
+DEFAULT_MAX_TOKENS = 16
+MAX_SEED = 2**63 - 1
+MAX_PENALTY = 2.0  # presence and frequency, either sign
+MAX_LOGIT_BIAS = 100.0  # either sign
+
+# Parameters of vLLM that we do not serve -> values that ask for nothing.
+_LATER: dict[str, tuple[object, ...]] = {
+    "best_of": (None, 1),
+    "prompt_logprobs": (None,),
+    "flat_logprobs": (None, False),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 0, 1),
+    "early_stopping": (None, False),
+    "logits_processors": (None, []),
+    "truncate_prompt_tokens": (None, -1),
+    "spaces_between_special_tokens": (None, True),
+    "detokenize": (None, True),
+    "output_kind": (None,),
+    "structured_outputs": (None, {}, ""),
+    "guided_decoding": (None, {}, ""),
+    "allowed_token_ids": (None,),
+    "extra_args": (None, {}),
+    "lora_name": (None, ""),
+    "skip_reading_prefix_cache": (None, False),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+}
+_SERVED = frozenset(
+    {
+        "n",
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "skip_special_tokens",
+        "bad_words",
+        "logit_bias",
+        "logprobs",
+    }
+)
+
+
+class VllmRequest(msgspec.Struct, frozen=True):
+    """A request of `vllm_model`. Bad words are not token ids yet: see `sampling`."""
+
+    text: str
+    base: SamplingParams  # all but end ids and bad words; stop words are in it, as bytes
+    bad_words: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    streaming: bool = False
+    exclude_input_in_output: bool = False
+    return_finish_reason: bool = False
+    return_cumulative_logprob: bool = False
+    return_logprobs: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+
+    def sampling(
+        self, end_ids: Sequence[int], bad_words: Sequence[Sequence[int]] = ()
+    ) -> SamplingParams:
+        """What goes to the engine.
+
+        Args:
+            end_ids: the checkpoint's.
+            bad_words: token ids of what is banned; a word may be here in several spellings.
+
+        Raises ContractError if the words have more tokens than are served.
+        """
+        limits.check_words("bad_words", bad_words)
+        return msgspec.structs.replace(
+            self.base,
+            end_ids=() if self.ignore_eos else tuple(end_ids),
+            bad_words=tuple(tuple(word) for word in bad_words if len(word)),
+        )
+
+
+def vllm_request(
+    inputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, object]
+) -> VllmRequest:
+    """A request of `vllm_model`. Raises ContractError."""
+    read = Inputs(MODELS["vllm_model"], inputs, {}, {}, {})
+    values = _parameters(read, parameters)
+    text = read.text("text_input")
+    if not text:
+        raise ContractError("text_input is empty")
+    base = _sampling(values)
+    streaming = read.flag("stream")
+    exclude = read.flag("exclude_input_in_output", streaming)
+    if streaming and not exclude:
+        raise ContractError("exclude_input_in_output is false, which streams do not allow")
+    returns_log_probs = read.flag("return_logprobs")
+    returns_sum = read.flag("return_cumulative_logprob")
+    return VllmRequest(
+        text=text,
+        base=msgspec.structs.replace(
+            base, log_probs=base.log_probs or returns_log_probs or returns_sum
+        ),
+        bad_words=values.words("bad_words"),
+        ignore_eos=values.flag("ignore_eos"),
+        skip_special_tokens=values.flag("skip_special_tokens", True),
+        streaming=streaming,
+        exclude_input_in_output=exclude,
+        return_finish_reason=read.flag("return_finish_reason"),
+        return_cumulative_logprob=returns_sum,
+        return_logprobs=returns_log_probs,
+        return_num_input_tokens=read.flag("return_num_input_tokens"),
+        return_num_output_tokens=read.flag("return_num_output_tokens"),
+    )
+
+
+class _Values:
+    """Sampling parameters, cast. A null is as good as nothing."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+
+    def whole(self, name: str, default: int) -> int:
+        return to_whole(name, self._values.get(name, default))
+
+    def whole_or_none(self, name: str) -> int | None:
+        return to_whole(name, self._values[name]) if name in self._values else None
+
+    def number(self, name: str, default: float) -> float:
+        return to_number(name, self._values.get(name, default))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return to_flag(name, self._values.get(name, default))
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """One text or a list of texts; empty ones are left out."""
+        value = self._values.get(name, [])
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list):
+            raise ContractError(f"{name} is {clip(value)}, neither a text nor a list of texts")
+        limits.check_count(name, len(items), limits.MAX_WORDS, "words")
+        words = tuple(decode(f"{name}[{i}]", item) for i, item in enumerate(items))
+        for word in words:
+            limits.check_word(name, word.encode())
+        return tuple(word for word in words if word)
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """A list of token ids."""
+        items = self._values.get(name, [])
+        if not isinstance(items, list):
+            raise ContractError(f"{name} is {clip(items)}, not a list of token ids")
+        limits.check_count(name, len(items), limits.MAX_WORDS, "token ids")
+        return tuple(
+            limits.check_whole(f"{name}[{i}]", to_whole(f"{name}[{i}]", item), 0)
+            for i, item in enumerate(items)
+        )
+
+    def bias(self, name: str) -> tuple[tuple[int, float], ...]:
+        """An object of token ids and what is added to their logits."""
+        items = self._values.get(name, {})
+        if not isinstance(items, dict):
+            raise ContractError(f"{name} is {clip(items)}, not an object of token ids and numbers")
+        limits.check_count(name, len(items), limits.MAX_BIASED_TOKENS, "token ids")
+        bias: dict[int, float] = {}
+        for key, weight in items.items():
+            token_id = limits.check_whole(f"{name} key", to_whole(f"{name} key", key), 0)
+            field = f"{name} of token {token_id}"
+            if token_id in bias:
+                raise ContractError(f"{field} is given twice")
+            bias[token_id] = limits.check_number(
+                field, to_number(field, weight), -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+            )
+        return tuple((token_id, weight) for token_id, weight in sorted(bias.items()) if weight)
+
+
+def _parameters(read: Inputs, parameters: Mapping[str, object]) -> _Values:
+    """The sampling parameters, from the tensor or from the request, with known names only."""
+    given = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
+    if read.has("sampling_parameters"):
+        if given:
+            name = next(iter(given))
+            raise ContractError(f"request parameter {clip(name)} beside sampling_parameters")
+        given = _object(read.text("sampling_parameters"))
+    for name, value in given.items():
+        if name in _LATER:
+            if _neutral_form(value) not in _LATER[name]:
+                raise ContractError(f"{name} is not supported yet")
+        elif name not in _SERVED:
+            raise refuse_parameter(name, _SERVED | _LATER.keys())
+    return _Values(given)
+
+
+def _object(text: str) -> dict[str, object]:
+    """JSON. An empty text asks for nothing."""
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ContractError(f"sampling_parameters is not JSON: {clip(reason)}") from None
+    if not isinstance(value, dict):
+        raise ContractError(f"sampling_parameters is {clip(value)}, not a JSON object")
+    return value
+
+
+def _neutral_form(value: object) -> object:
+    """Request parameters say `false` and `1` as texts."""
+    if isinstance(value, str):
+        return {"false": False, "true": True, "none": None}.get(value.lower(), _number(value))
+    return value
+
+
+def _number(text: str) -> float | str:
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if math.isfinite(number) else text
+
+
+def _sampling(values: _Values) -> SamplingParams:
+    max_tokens = limits.check_whole("max_tokens", values.whole("max_tokens", DEFAULT_MAX_TOKENS), 1)
+    temperature = limits.check_temperature("temperature", values.number("temperature", 1.0))
+    n = limits.check_whole("n", values.whole("n", 1), 1, limits.MAX_SEQUENCES)
+    if temperature == 0.0 and n > 1:
+        raise ContractError(f"n is {n}, but greedy decoding (temperature 0) has one answer")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=limits.check_min_tokens("min_tokens", values.whole("min_tokens", 0), max_tokens),
+        temperature=temperature,
+        **_filters(values, temperature),
+        **_penalties(values),
+        seed=_seed(values),
+        n=n,
+        stop_token_ids=values.ids("stop_token_ids"),
+        stop_words=tuple(word.encode() for word in values.words("stop")),
+        include_stop=values.flag("include_stop_str_in_output"),
+        bias=values.bias("logit_bias"),
+        log_probs=_log_probs(values, temperature),
+    )
+
+
+def _filters(values: _Values, temperature: float) -> dict[str, Any]:
+    """top_k, top_p and min_p; checked always, but without effect on greedy decoding."""
+    top_k = limits.check_whole("top_k", values.whole("top_k", 0), -1)
+    top_p = values.number("top_p", 1.0)
+    if not 0.0 < top_p <= 1.0:
+        raise ContractError(f"top_p is {top_p:.7g}, not a number above 0 and at most 1")
+    min_p = limits.check_number("min_p", values.number("min_p", 0.0), 0.0, 1.0)
+    if temperature == 0.0:
+        return {}
+    return {"top_k": max(0, top_k), "top_p": top_p, "min_p": min_p}
+
+
+def _penalties(values: _Values) -> dict[str, Any]:
+    additive: dict[str, float] = {
+        name: limits.check_number(name, values.number(name, 0.0), -MAX_PENALTY, MAX_PENALTY)
+        for name in ("presence_penalty", "frequency_penalty")
+    }
+    name = "repetition_penalty"
+    return additive | {name: limits.check_repetition_penalty(name, values.number(name, 1.0))}
+
+
+def _seed(values: _Values) -> int | None:
+    """None and -1: drawn per request. Negative seeds count as 64-bit patterns, like vLLM's."""
+    seed = values.whole_or_none("seed")
+    if seed is None or seed == -1:
+        return None
+    limits.check_whole("seed", seed, -MAX_SEED - 1, MAX_SEED)
+    return int(np.array(seed, np.int64).astype(np.uint64))
+
+
+def _log_probs(values: _Values, temperature: float) -> bool:
+    """Whether any are wanted; other tokens than the sampled one are not to be had yet."""
+    wanted = values.whole_or_none("logprobs")
+    if wanted is None:
+        return False
+    limits.check_whole("logprobs", wanted, 0)
+    # The likeliest token is the sampled one where decoding is greedy.
+    limit = 1 if temperature == 0.0 else 0
+    if wanted > limit:
+        raise ContractError(
+            f"logprobs is {wanted}, at most {limit} is supported yet: 0 for the sampled tokens, "
+            "1 also for the likeliest where temperature is 0"
+        )
+    return True
