@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.inputs import decode
+from slipstream_contract.words import pack_word_list
 
 from slipstream_preprocessing.encode import Encoder
 
@@ -43,7 +45,7 @@ def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Arr
             raise ContractError(f"{known_as} is not supported yet")
     queries = _column(inputs, "QUERY", "text_input", None)
     size = len(queries)
-    prompts = [encoder.encode(_text(query)) for query in queries]
+    prompts = [encoder.encode(decode("text_input", query)) for query in queries]
     end_id = encoder.end_ids[0] if encoder.end_ids else -1
     end_ids = _column(inputs, "END_ID", "end_id", size, end_id)
     pad_ids = _column(inputs, "PAD_ID", "pad_id", size, encoder.pad_id)
@@ -59,24 +61,22 @@ def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Arr
     stop = [encoder.words(row) for row in _rows(inputs, "STOP_WORDS_DICT", "stop_words", size)]
     bad = [encoder.bad_words(row) for row in _rows(inputs, "BAD_WORDS_DICT", "bad_words", size)]
     if any(stop):
-        outputs["STOP_WORDS_IDS"] = pack_words(stop)
+        outputs["STOP_WORDS_IDS"] = _pack(stop)
     if any(bad):
-        outputs["BAD_WORDS_IDS"] = pack_words(bad)
+        outputs["BAD_WORDS_IDS"] = _pack(bad)
     bias = _bias(encoder, inputs, size)
     if bias is not None:
         outputs["EMBEDDING_BIAS"] = bias
     return outputs
 
 
-def pack_words(batch: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
-    """Word lists int32[B, 2, n]: flat ids padded with 0 above their ends padded with -1."""
-    length = max(1, *(sum(map(len, words)) for words in batch))
-    packed = np.zeros((len(batch), 2, length), np.int32)
+def _pack(batch: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
+    """Word lists int32[B, 2, n] of all rows, padded to the longest."""
+    lists = [pack_word_list(words) for words in batch]
+    packed = np.zeros((len(lists), 2, max(words.shape[1] for words in lists)), np.int32)
     packed[:, 1] = -1
-    for row, words in zip(packed, batch, strict=True):
-        ids = [token_id for word in words for token_id in word]
-        row[0, : len(ids)] = ids
-        row[1, : len(words)] = np.cumsum([len(word) for word in words])
+    for row, words in zip(packed, lists, strict=True):
+        row[:, : words.shape[1]] = words
     return packed
 
 
@@ -103,15 +103,6 @@ def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[n
 def _is_neutral(value: Array) -> bool:
     """Nothing, zeros or empty strings: what a client sends that does not use the input."""
     return all(item in (b"", "", 0) for item in value.reshape(-1).tolist())
-
-
-def _text(query: bytes | str) -> str:
-    if isinstance(query, str):
-        return query
-    try:
-        return query.decode()
-    except UnicodeDecodeError as error:
-        raise ContractError(f"text_input is not valid UTF-8 at byte {error.start}") from None
 
 
 def _column(

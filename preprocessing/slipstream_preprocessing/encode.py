@@ -102,11 +102,9 @@ class Encoder:
 
         An empty word has an empty entry, so that the list still matches its weights.
         """
-        encoded = []
-        for word in words:
-            text = decode_words([word], field)
-            encoded += encode_words(self.tokenizer, text, self._add_special_tokens) or [[]]
-        return encoded
+        texts = decode_words(words, field, keep_empty=True)
+        encoded = encode_words(self.tokenizer, texts, self._add_special_tokens)
+        return [ids if text else [] for text, ids in zip(texts, encoded, strict=True)]
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """The prompt of a conversation, by the checkpoint's template.

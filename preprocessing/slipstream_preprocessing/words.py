@@ -8,6 +8,8 @@ Bad words and bias words act on tokens and are encoded as the model meets them i
 from collections.abc import Iterable
 
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.inputs import decode
+from slipstream_contract.limits import MAX_WORDS, check_count, check_word
 from slipstream_contract.vocab import TokenBytes
 from tokenizers import Tokenizer
 
@@ -15,17 +17,17 @@ from tokenizers import Tokenizer
 _ANCHORS = ("\n", "a", ".", "0")
 
 
-def decode_words(words: Iterable[bytes | str], field: str) -> list[str]:
-    """Words as text, empty ones skipped. Raises ContractError for invalid UTF-8."""
-    texts = []
-    for index, word in enumerate(words):
-        try:
-            text = word if isinstance(word, str) else word.decode()
-        except UnicodeDecodeError as error:
-            message = f"{field}[{index}] is not valid UTF-8 at byte {error.start}: {clip(word)}"
-            raise ContractError(message) from None
-        if text:
-            texts.append(text)
+def decode_words(words: Iterable[bytes | str], field: str, keep_empty: bool = False) -> list[str]:
+    """Words as text, empty ones skipped unless they are to be kept.
+
+    Raises ContractError for invalid UTF-8, too many words and words that are too long.
+    """
+    texts = [decode(f"{field}[{index}]", word) for index, word in enumerate(words)]
+    if not keep_empty:
+        texts = [text for text in texts if text]
+    check_count(field, len(texts), MAX_WORDS, "words")
+    for text in texts:
+        check_word(field, text.encode())
     return texts
 
 

@@ -6,6 +6,7 @@ import pytest
 from slipstream_contract.errors import ContractError
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes
+from slipstream_contract.words import unpack_word_list
 from slipstream_postprocessing.detokenize import detokenize_batch
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
@@ -37,13 +38,6 @@ def minimal(*texts: str) -> dict[str, Any]:
         "QUERY": strings(*([text] for text in texts)),
         "REQUEST_OUTPUT_LEN": ints(*([7 + i] for i in range(len(texts)))),
     }
-
-
-def unpack(packed: Any) -> list[list[int]]:
-    """Words of one row of a word list, read as its documentation says."""
-    ids, ends = packed.tolist()
-    starts = [0, *ends]
-    return [ids[a:b] for a, b in zip(starts, ends, strict=False) if b >= 0]
 
 
 def test_the_outputs_of_a_batch(encoder: Encoder) -> None:
@@ -82,9 +76,9 @@ def test_word_lists(encoder: Encoder) -> None:
     stop, bad = outputs["STOP_WORDS_IDS"], outputs["BAD_WORDS_IDS"]
     assert stop.dtype == bad.dtype == np.int32
     assert stop.shape[:2] == bad.shape[:2] == (2, 2)
-    assert unpack(stop[0]) == encoder.words(["fox", "\n"])
-    assert unpack(stop[1]) == unpack(bad[0]) == []
-    assert unpack(bad[1]) == encoder.bad_words(["dog"])
+    assert unpack_word_list(stop[0]) == encoder.words(["fox", "\n"])
+    assert unpack_word_list(stop[1]) == unpack_word_list(bad[0]) == []
+    assert unpack_word_list(bad[1]) == encoder.bad_words(["dog"])
 
 
 @pytest.mark.parametrize("name", ["STOP_WORDS_DICT", "BAD_WORDS_DICT"])
@@ -114,6 +108,11 @@ def test_weights_of_several_words_add_up(encoder: Encoder) -> None:
         ({"REQUEST_OUTPUT_LEN": ints([1], [2])}, r"max_tokens has shape \[2, 1\], not \[1, 1\]"),
         ({"STOP_WORDS_DICT": strings(["a"], ["b"])}, r"stop_words has shape \[2, 1\]"),
         ({"STOP_WORDS_DICT": strings([b"\xe4"])}, r"stop_words\[0\] is not valid UTF-8"),
+        (
+            {"STOP_WORDS_DICT": strings(["a"] * 5000)},
+            "stop_words has 5000 words, at most 1024 are served",
+        ),
+        ({"BAD_WORDS_DICT": strings(["a" * 5000])}, "bad_words has a word of 5000 bytes"),
         ({"BAD_WORDS_DICT": strings(["a", b"\xe4"])}, r"bad_words\[1\] is not valid UTF-8"),
         (
             {"EMBEDDING_BIAS_WORDS": strings(["a"])},

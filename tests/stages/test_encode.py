@@ -120,6 +120,8 @@ def test_bias_words_are_encoded_with_special_tokens() -> None:
     assert fox == theirs("Llama-2").encode("fox")
     assert fox[0] == theirs("Llama-2").bos_token_id
     assert nothing == []
+    with pytest.raises(ContractError, match=r"embedding_bias_words\[1\] is not valid UTF-8"):
+        encoder.bias_words([b"fox", b"\xff"])
     assert encoder.bad_words([b"fox"]) == [fox[1:]]
 
 
