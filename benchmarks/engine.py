@@ -19,6 +19,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.plan import resolve
 from slipstream.engine.runner import ModelRunner
+from slipstream.engine.scheduler import Limits
 from slipstream_contract.sampling import SamplingParams
 
 import workloads
@@ -134,7 +135,8 @@ def build(shape: str, dtype: str, max_num_batched_tokens: int) -> Engine:
         max_num_batched_tokens=max_num_batched_tokens,
     )
     plan = resolve(config)
-    return Engine(plan, ModelRunner(plan), vocab=None)
+    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting)
+    return Engine(limits, ModelRunner(plan), None, shape)
 
 
 def main() -> None:
