@@ -37,5 +37,6 @@ def error_from_rpc(error: grpc.RpcError, url: str) -> ContractError | RequestTim
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestTimeoutError(f"no complete answer from {url} in time")
     if status is grpc.StatusCode.UNAVAILABLE and not _OURS.search(details):
-        return ContractError(f"no server answers at {url}: {details}", Code.UNAVAILABLE)
+        reason = details.rpartition(": ")[2] or "no reason given"
+        return ContractError(f"no server answers at {url} ({reason})", Code.UNAVAILABLE)
     return error_from_text(details, status.name)

@@ -35,10 +35,12 @@ def run(args: argparse.Namespace) -> int:
     parameters = sampling_of(args) | stop_at(args.model, args.stop_word)
     with connect(args) as client:
         chunks = client.stream(prompt, **parameters)  # checks the parameters before any output
+        if args.echo:
+            print(prompt, end="", flush=True)
+        printer = Printer(sys.stdout)
         try:
-            if args.echo:
-                print(prompt, end="", flush=True)
-            Printer(sys.stdout).print(chunks)
+            printer.print(chunks)
         finally:
-            print(flush=True)
+            if args.echo or printer.written:
+                print(flush=True)
     return 0

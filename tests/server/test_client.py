@@ -1,0 +1,203 @@
+"""The SDK and the client's commands against the real server, every model."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from server.conftest import PROMPT, TEXT_MODELS
+from slipstream_client import (
+    AsyncSlipstreamClient,
+    Code,
+    ContractError,
+    RequestTimeoutError,
+    SlipstreamClient,
+)
+from slipstream_client.codec import GENERATING
+
+pytestmark = pytest.mark.triton
+
+EVERY_TEXT_MODEL = [*TEXT_MODELS, "vllm_model"]
+HEALTH_KEYS = {
+    "model",
+    "engine_pid",
+    "kv_blocks_free",
+    "kv_blocks_total",
+    "running",
+    "waiting",
+    "last_step_age_s",
+}
+
+
+@pytest.fixture
+def sdk(idle):
+    with SlipstreamClient(idle.address, timeout_s=60) as made:
+        yield made
+
+
+def greedy(model: str) -> dict[str, object]:
+    """vLLM samples at temperature 1 unless told otherwise."""
+    return {"temperature": 0.0} if model == "vllm_model" else {}
+
+
+def command(client, *arguments: str, **options) -> subprocess.Popen[str]:
+    port = client.address.rpartition(":")[2]
+    return subprocess.Popen(
+        [sys.executable, "-m", "slipstream_client.cli", *arguments, "--grpc-port", port],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_every_model_completes_and_streams_the_same(sdk):
+    texts = set()
+    for model in EVERY_TEXT_MODEL:
+        completion = sdk.complete(PROMPT, model=model, max_tokens=24, **greedy(model))
+        chunks = list(sdk.stream(PROMPT, model=model, max_tokens=24, **greedy(model)))
+        texts |= {completion.text, "".join(chunk.text for chunk in chunks)}
+        assert completion.num_output_tokens == (sum(c.num_output_tokens for c in chunks),)
+        assert completion.num_input_tokens == chunks[0].num_input_tokens
+        assert len(chunks) > 3
+    assert len(texts) == 1
+    assert texts != {""}
+
+
+def test_only_vllm_tells_the_finish_reason(sdk):
+    length = sdk.complete(PROMPT, model="vllm_model", max_tokens=3, temperature=0.0)
+    assert length.finish_reason == "length"
+    stop = sdk.complete(PROMPT, model="vllm_model", max_tokens=200, temperature=0.0, stop=["\n"])
+    assert stop.finish_reason == "stop"
+    assert sdk.complete(PROMPT, max_tokens=3).finish_reason is None
+
+
+def test_token_ids(sdk):
+    completion = sdk.complete([5, 6, 7], model="tensorrt_llm", max_tokens=6, top_k=1)
+    chunks = list(sdk.stream([5, 6, 7], model="tensorrt_llm", max_tokens=6, top_k=1))
+    assert completion.token_ids == (tuple(i for chunk in chunks for i in chunk.token_ids),)
+    assert len(completion.token_ids[0]) == completion.num_output_tokens[0]
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_sequences(sdk, model):
+    parameters = {"max_tokens": 8, "temperature": 1.0, "top_p": 0.95, "seed": 3}
+    completion = sdk.complete(PROMPT, model=model, num_return_sequences=3, **parameters)
+    assert len(completion.texts) == 3
+    chunks = list(sdk.stream(PROMPT, model=model, num_return_sequences=3, **parameters))
+    for index, text in enumerate(completion.texts):
+        own = (chunk.text for chunk in chunks if chunk.sequence_index == index)
+        assert "".join(own) == text
+
+
+@pytest.mark.parametrize("model", list(GENERATING))
+def test_leaving_a_stream_frees_its_blocks_within_a_second(sdk, idle, model):
+    prompt = [5, 6, 7] if model == "tensorrt_llm" else PROMPT
+    parameters = {"max_tokens": 1000, "min_tokens": 1000, **greedy(model)}
+    for chunk in sdk.stream(prompt, model=model, **parameters):
+        assert chunk.num_output_tokens
+        break
+    assert idle.wait_idle(5) < 1
+
+
+def test_one_cancel_leaves_the_other_stream_alone(sdk):
+    expected = sdk.complete(PROMPT, max_tokens=100).text
+    kept = sdk.stream(PROMPT, max_tokens=100)
+    with sdk.stream(PROMPT, max_tokens=1000, min_tokens=1000) as left:
+        next(left)
+    assert "".join(chunk.text for chunk in kept) == expected
+
+
+@pytest.mark.parametrize("model", EVERY_TEXT_MODEL)
+def test_refusals_are_typed(sdk, model):
+    with pytest.raises(ContractError, match="temperature") as caught:
+        sdk.complete(PROMPT, model=model, max_tokens=4, temperature=-1.0)
+    assert caught.value.code is Code.INVALID_ARGUMENT
+    with pytest.raises(ContractError, match="temperature") as caught:
+        list(sdk.stream(PROMPT, model=model, max_tokens=4, temperature=-1.0))
+    assert caught.value.code is Code.INVALID_ARGUMENT
+
+
+def test_a_deadline_frees_the_blocks(sdk, idle):
+    with pytest.raises(RequestTimeoutError):
+        sdk.complete(PROMPT, max_tokens=1000, min_tokens=1000, timeout_s=0.3)
+    assert idle.wait_idle(5) < 1
+
+
+def test_async_streams_side_by_side(idle, sdk):
+    expected = sdk.complete(PROMPT, max_tokens=16).text
+
+    async def main() -> list[str]:
+        async with AsyncSlipstreamClient(idle.address, timeout_s=60) as client:
+
+            async def one(model: str) -> str:
+                chunks = client.stream(PROMPT, model=model, max_tokens=16, **greedy(model))
+                return "".join([chunk.text async for chunk in chunks])
+
+            texts = await asyncio.gather(*(one(model) for model in EVERY_TEXT_MODEL * 4))
+            async for _ in client.stream(PROMPT, max_tokens=1000, min_tokens=1000):
+                break
+            assert set(await client.health()) == HEALTH_KEYS
+            return texts
+
+    assert set(asyncio.run(main())) == {expected}
+    assert idle.wait_idle(5) < 1
+
+
+def test_health(sdk, idle):
+    assert set(sdk.health()) == HEALTH_KEYS
+    process = command(idle, "health", "--json")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    report = json.loads(output)
+    assert set(report) == HEALTH_KEYS | {"ok", "token_s"}
+    assert report["ok"] is True
+    assert report["kv_blocks_free"] == report["kv_blocks_total"]
+
+
+def test_complete_streams_to_the_terminal(sdk, idle):
+    process = command(idle, "complete", PROMPT, "--max-tokens", "24", "--echo")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert output == PROMPT + sdk.complete(PROMPT, max_tokens=24).text + "\n"
+
+
+def test_complete_reads_a_prompt_and_stops_at_a_word(sdk, idle):
+    arguments = ("complete", "-", "--stop-word", "\n", "--max-tokens", "64")
+    process = command(idle, *arguments, stdin=subprocess.PIPE)
+    output, _ = process.communicate(PROMPT, timeout=60)
+    whole = sdk.complete(PROMPT, max_tokens=64).text
+    assert output == whole[: whole.index("\n") + 1] + "\n"
+
+
+def test_ctrl_c_on_complete_frees_the_blocks(idle):
+    process = command(idle, "complete", PROMPT, "--max-tokens", "1500")
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    idle.wait_running(1)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    idle.wait_idle(5)
+    assert time.monotonic() - began < 1
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_a_wrong_parameter_is_one_line(idle):
+    process = command(idle, "complete", PROMPT, "--top-p", "1.5")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.startswith("slipstream: INVALID_ARGUMENT: top_p")
+    assert errors.count("\n") == 1
+
+
+def test_chat_in_plain_words(idle):
+    process = command(idle, "chat", "--plain", "--max-tokens", "12", stdin=subprocess.PIPE)
+    output, errors = process.communicate("def f():\nimport os\n", timeout=60)
+    assert process.returncode == 0, errors
+    assert output.count("> ") == 3
+    assert "User:" not in output
