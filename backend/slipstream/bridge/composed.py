@@ -20,17 +20,32 @@ class Composed:
     flow control. One who names no outputs asks for all of them, and would not acknowledge anything.
     """
 
-    def __init__(self, bridge: Bridge, vocab: TokenBytes | None, outputs: frozenset[str]) -> None:
-        """`vocab` is the checkpoint's, if it has a tokenizer; `outputs` are all of the model's."""
+    def __init__(
+        self,
+        bridge: Bridge,
+        vocab: TokenBytes | None,
+        end_ids: tuple[int, ...],
+        outputs: frozenset[str],
+        exclude_input_by_default: bool,
+    ) -> None:
+        """`vocab` and `end_ids` are the checkpoint's, `outputs` all that the model declares."""
         self._bridge = bridge
         self._vocab = vocab
+        self._end_ids = end_ids
         self._outputs = outputs
+        self._exclude_input_by_default = exclude_input_by_default
 
     def begin(self, question: Question) -> None:
         """Start a request. Raises ContractError."""
         size = batch_size(question.inputs)
         requests = [
-            llm_request(row(question.inputs, index), question.parameters, self._vocab)
+            llm_request(
+                row(question.inputs, index),
+                question.parameters,
+                self._vocab,
+                self._exclude_input_by_default,
+                self._end_ids,
+            )
             for index in range(size)
         ]
         if any(request.stop for request in requests):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 import triton_python_backend_utils as pb
-from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.errors import ContractError
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import open_runtime
 from slipstream_contract.vocab import TokenBytes
@@ -20,6 +20,7 @@ from slipstream.bridge.bridge import Bridge, Question, answer
 from slipstream.bridge.composed import Composed
 from slipstream.bridge.fused import Fused
 from slipstream.bridge.health import health
+from slipstream.bridge.text import Text, load_end_ids
 from slipstream.bridge.triton import (
     TritonReply,
     make_tensors,
@@ -122,19 +123,25 @@ class TritonPythonModel:
     def _make_wiring(
         self, name: str, parameters: StageParameters, checkpoint: Path, welcome: wire.Welcome
     ) -> Wiring | None:
-        has_tokenizer = (checkpoint / "tokenizer.json").is_file()
-        match name:
-            case "health":
-                return None
-            case "composed":
-                vocab = TokenBytes.load(checkpoint) if has_tokenizer else None
-                return Composed(self._bridge, vocab, frozenset(self._outputs))
-            case "fused":
-                return Fused(self._bridge, parameters, checkpoint, welcome.max_model_len)
-            case "vllm":
-                return Vllm(self._bridge, parameters, checkpoint, welcome.max_model_len)
-            case _:
-                raise ContractError(f"model.json: no wiring {name!r:.64}", Code.NOT_FOUND)
+        if name == "health":
+            return None
+        is_echo_off = parameters.flag("exclude_input_in_output", False)
+        if name == "composed":
+            has_tokenizer = (checkpoint / "tokenizer.json").is_file()
+            vocab = TokenBytes.load(checkpoint) if has_tokenizer else None
+            end_ids = load_end_ids(checkpoint)
+            return Composed(self._bridge, vocab, end_ids, frozenset(self._outputs), is_echo_off)
+        text = Text(
+            checkpoint,
+            parameters.flag("add_special_tokens", True),
+            parameters.flag("skip_special_tokens", True),
+            welcome.max_model_len,
+        )
+        if name == "fused":
+            return Fused(self._bridge, text, is_echo_off)
+        if name == "vllm":
+            return Vllm(self._bridge, text)
+        raise ValueError(f"model.json: no wiring {name!r:.64}")
 
 
 def read_settings(version_directory: Path) -> tuple[str, EngineConfig]:

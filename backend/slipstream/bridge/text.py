@@ -1,26 +1,77 @@
 """Text in process: the one file that uses the functions of preprocessing and postprocessing."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from slipstream_contract.request import TextRequest
+from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.stream_state import StreamState
-from slipstream_contract.vocab import state_after
+from slipstream_contract.vllm import VllmRequest
+from slipstream_contract.vocab import TokenBytes, state_after
 from slipstream_postprocessing.detokenize import detokenize
 from slipstream_preprocessing.encode import Encoder
+from slipstream_preprocessing.tokenizer import load_tokenizer, read_end_ids
 
 from slipstream.bridge.pieces import Piece
 
 
-class TextWriter:
+class Text:
+    """One checkpoint's way between text and token ids. Safe to share between threads."""
+
+    def __init__(
+        self, checkpoint: Path, add_special_tokens: bool, skip_special: bool, max_model_len: int
+    ) -> None:
+        """Read the tokenizer. Raises what `Encoder.load` does."""
+        self._encoder = Encoder.load(checkpoint, add_special_tokens, max_model_len)
+        self._skip_special = skip_special
+
+    @property
+    def vocab(self) -> TokenBytes:
+        """The bytes of every token."""
+        return self._encoder.vocab
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
+        return self._encoder.end_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. Raises ContractError."""
+        return self._encoder.encode(text)
+
+    def encode_request(self, request: TextRequest) -> tuple[list[int], SamplingParams]:
+        """Prompt and sampling of a request, its words encoded. Raises ContractError."""
+        encoder = self._encoder
+        sampling = request.sampling(
+            encoder.end_ids,
+            encoder.bad_words(request.bad_words),
+            encoder.bias_words(request.bias_words),
+        )
+        return encoder.encode(request.text), sampling
+
+    def encode_vllm(self, request: VllmRequest) -> tuple[list[int], SamplingParams]:
+        """As `encode_request`. Bad words are banned as they are and after a space."""
+        bad_words = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
+        sampling = request.sampling(self._encoder.end_ids, self._encoder.bad_words(bad_words))
+        return self._encoder.encode(request.text), sampling
+
+    def begin(self, skip_special: bool | None = None) -> "Detokenizer":
+        """For the tokens of one sequence; None: special tokens as the model is configured."""
+        skip = self._skip_special if skip_special is None else skip_special
+        return Detokenizer(self.vocab, skip)
+
+
+class Detokenizer:
     """The text of one sequence, response by response."""
 
-    def __init__(self, encoder: Encoder, skip_special: bool = True) -> None:
-        self._vocab = encoder.vocab
+    def __init__(self, vocab: TokenBytes, skip_special: bool) -> None:
+        self._vocab = vocab
         self._skip_special = skip_special
         self._state = StreamState(number=1)
 
-    def write(self, prompt: list[int], piece: Piece, is_last: bool) -> str:
+    def decode(self, prompt: Sequence[int], piece: Piece, is_last: bool) -> str:
         """What the tokens add to the text; `prompt` comes before them and may be empty."""
-        token_ids = prompt + piece.token_ids
+        token_ids = [*prompt, *piece.token_ids]
         state = self._state._replace(is_last=is_last, drop_bytes=piece.drop_bytes)
         text = detokenize(self._vocab, token_ids, state, self._skip_special)
         if not is_last:
@@ -28,6 +79,8 @@ class TextWriter:
         return text
 
 
-def load_encoder(directory: Path, add_special_tokens: bool, max_model_len: int) -> Encoder:
-    """The tokenizer of a checkpoint. Raises what `Encoder.load` does."""
-    return Encoder.load(directory, add_special_tokens, max_model_len)
+def load_end_ids(checkpoint: Path) -> tuple[int, ...]:
+    """Ids that end a text of this checkpoint; none without a tokenizer."""
+    if not (checkpoint / "tokenizer.json").is_file():
+        return ()
+    return read_end_ids(checkpoint, load_tokenizer(checkpoint))

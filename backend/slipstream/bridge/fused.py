@@ -1,0 +1,101 @@
+"""Text models served by the bridge itself: the ensemble's tensors without its two other steps."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from slipstream_contract.request import TextRequest, text_request
+
+from slipstream import wire
+from slipstream.bridge.bridge import Bridge, Question, answer, batch_size, row
+from slipstream.bridge.pieces import Extras, Wanted, merge
+from slipstream.bridge.streams import Call, Credit, Outputs, Stream
+from slipstream.bridge.text import Detokenizer, Text
+
+_NUM_THREADS = 2
+
+
+class Fused:
+    """The wiring of `tensorrt_llm_bls`, and by choice of `ensemble`."""
+
+    def __init__(self, bridge: Bridge, text: Text, exclude_input_by_default: bool) -> None:
+        self._bridge = bridge
+        self._text = text
+        self._exclude_input_by_default = exclude_input_by_default
+        # A long prompt takes a while to encode, and `execute` must not wait for it.
+        self._encoders = ThreadPoolExecutor(_NUM_THREADS, "encode")
+
+    def begin(self, question: Question) -> None:
+        """Start a request. Raises ContractError for what is wrong before its text is encoded."""
+        requests = [
+            text_request(
+                row(question.inputs, index),
+                question.parameters,
+                self._exclude_input_by_default,
+            )
+            for index in range(batch_size(question.inputs))
+        ]
+        self._encoders.submit(answer, question.reply, lambda: self._begin(question, requests))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._encoders.shutdown(cancel_futures=False)
+
+    def _begin(self, question: Question, requests: list[TextRequest]) -> None:
+        call = Call(question.reply, question.request_id)
+        submits = []
+        for index, request in enumerate(requests):
+            token_ids, sampling = self._text.encode_request(request)
+            batch_index = index if len(requests) > 1 else None
+            streams = [
+                Stream(
+                    FusedWriter(
+                        request,
+                        token_ids,
+                        self._text.begin(),
+                        batch_index,
+                        sequence_index if sampling.n > 1 else None,
+                    ),
+                    request.streaming,
+                )
+                for sequence_index in range(sampling.n)
+            ]
+            submits.append(
+                self._bridge.submit(call, token_ids, sampling, streams, question.arrival_ns)
+            )
+        self._bridge.begin(call, submits)
+
+
+class FusedWriter:
+    """Responses of one sequence as text."""
+
+    def __init__(
+        self,
+        request: TextRequest,
+        token_ids: list[int],
+        detokenizer: Detokenizer,
+        batch_index: int | None,
+        sequence_index: int | None,
+    ) -> None:
+        is_echo = not request.streaming and not request.exclude_input_in_output
+        self._prompt = token_ids if is_echo else []
+        self._detokenizer = detokenizer
+        self._extras = Extras(
+            Wanted(
+                len(token_ids),
+                request.return_log_probs,
+                request.return_perf_metrics,
+                request.return_num_input_tokens,
+                request.return_num_output_tokens,
+                batch_index,
+                sequence_index,
+            )
+        )
+
+    def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
+        """The new text; the prompt before it if it is to be echoed."""
+        piece = merge(tokens)
+        text = self._detokenizer.decode(self._prompt, piece, is_last)
+        return {
+            "text_output": np.array([[text.encode()]], dtype=object),
+            **self._extras.make(piece),
+        }

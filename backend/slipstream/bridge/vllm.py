@@ -1,0 +1,129 @@
+"""Model `vllm_model`: the tensors and behaviours of Triton's vLLM backend.
+
+One response holds all sequences of a prompt: text, reason and counts are arrays with an entry each.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+from slipstream_contract.vllm import VllmRequest, vllm_request
+
+from slipstream import wire
+from slipstream.bridge.bridge import Bridge, Question, answer
+from slipstream.bridge.pieces import Piece, merge
+from slipstream.bridge.streams import Call, Credit, Outputs, Stream
+from slipstream.bridge.text import Text
+
+_NUM_THREADS = 2
+_REASONS = {
+    wire.FinishReason.END: "stop",
+    wire.FinishReason.STOP: "stop",
+    wire.FinishReason.LENGTH: "length",
+    wire.FinishReason.CANCELLED: "abort",
+}
+_RUNNING = "None"  # as that backend writes a reason that is not there yet
+
+
+class Vllm:
+    """The wiring of `vllm_model`."""
+
+    def __init__(self, bridge: Bridge, text: Text) -> None:
+        self._bridge = bridge
+        self._text = text
+        # A long prompt takes a while to encode, and `execute` must not wait for it.
+        self._encoders = ThreadPoolExecutor(_NUM_THREADS, "encode")
+
+    def begin(self, question: Question) -> None:
+        """Start a request. Raises ContractError for what is wrong before its text is encoded."""
+        request = vllm_request(question.inputs, question.parameters)
+        self._encoders.submit(answer, question.reply, lambda: self._begin(question, request))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._encoders.shutdown(cancel_futures=False)
+
+    def _begin(self, question: Question, request: VllmRequest) -> None:
+        token_ids, sampling = self._text.encode_vllm(request)
+        call = Call(question.reply, question.request_id)
+        writer = VllmWriter(request, len(token_ids), sampling.n, self._text)
+        stream = Stream(writer, request.streaming, sampling.n)
+        streams = [stream] * sampling.n
+        submit = self._bridge.submit(call, token_ids, sampling, streams, question.arrival_ns)
+        self._bridge.begin(call, [submit])
+
+
+class _Sequence:
+    """One of the n."""
+
+    def __init__(self, text: Text, skip_special: bool, is_greedy: bool) -> None:
+        self.cum_log_prob = 0.0
+        self.reason = _RUNNING
+        self._rank = 1 if is_greedy else None  # of the sampled token, known where it is the first
+        self._text = text
+        self._detokenizer = text.begin(skip_special)
+
+    def decode(self, piece: Piece) -> str:
+        """The new text, which may be empty."""
+        is_ended = self.reason != _RUNNING
+        if piece.finished is not None:
+            self.reason = _REASONS[piece.finished.reason]
+        self.cum_log_prob += sum(piece.log_probs)
+        return "" if is_ended else self._detokenizer.decode([], piece, piece.finished is not None)
+
+    def log_probs(self, piece: Piece) -> bytes:
+        """JSON of the new tokens' log probs, in that backend's form."""
+        pairs = zip(piece.token_ids, piece.log_probs, strict=True)
+        entries = [
+            {
+                str(token_id): {
+                    "logprob": log_prob,
+                    "rank": self._rank,
+                    "decoded_token": self._text.vocab.raw(token_id).decode(errors="replace"),
+                }
+            }
+            for token_id, log_prob in pairs
+        ]
+        return msgspec.json.encode(entries)
+
+
+class VllmWriter:
+    """Responses of all sequences of one prompt."""
+
+    def __init__(self, request: VllmRequest, num_input_tokens: int, n: int, text: Text) -> None:
+        self._request = request
+        self._num_input_tokens = num_input_tokens
+        is_greedy = request.base.temperature == 0
+        self._sequences = [
+            _Sequence(text, request.skip_special_tokens, is_greedy) for _ in range(n)
+        ]
+        is_echo = not request.streaming and not request.exclude_input_in_output
+        self._prompt = request.text if is_echo else ""
+
+    def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
+        """What is new of every sequence; the prompt before it if it is to be echoed."""
+        request, sequences = self._request, self._sequences
+        pieces = [
+            merge(each for each in tokens if each.index == index) for index in range(len(sequences))
+        ]
+        pairs = list(zip(sequences, pieces, strict=True))
+        texts = [self._prompt + sequence.decode(piece) for sequence, piece in pairs]
+        outputs = {"text_output": _strings(texts)}
+        if request.return_finish_reason:
+            outputs["finish_reason"] = _strings([sequence.reason for sequence in sequences])
+        if request.return_cumulative_logprob:
+            sums = [sequence.cum_log_prob for sequence in sequences]
+            outputs["cumulative_logprob"] = np.array(sums, np.float32)
+        if request.return_logprobs:
+            logs = [sequence.log_probs(piece) for sequence, piece in pairs]
+            outputs["logprobs"] = np.array(logs, dtype=object)
+        if request.return_num_input_tokens:
+            outputs["num_input_tokens"] = np.array([self._num_input_tokens], np.uint32)
+        if request.return_num_output_tokens:
+            counts = [len(piece.token_ids) for piece in pieces]
+            outputs["num_output_tokens"] = np.array(counts, np.uint32)
+        return outputs
+
+
+def _strings(texts: list[str]) -> np.ndarray:
+    return np.array([text.encode() for text in texts], dtype=object)

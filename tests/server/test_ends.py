@@ -1,0 +1,219 @@
+"""Every way a stream can end other than by itself; afterwards nothing is held and all serve on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from server.conftest import PROMPT, TEXT_MODELS, RequestError, serving, text
+from slipstream_compose.triton import SHARED_MEMORY
+
+pytestmark = pytest.mark.triton
+
+LONG = {"text_input": PROMPT, "max_tokens": 1200, "stream": True}
+
+_GRPC_CLIENT = """
+import sys, time
+import numpy as np
+import tritonclient.grpc as grpcclient
+address, model, prompt = sys.argv[1:]
+values = {"text_input": np.array([[prompt.encode()]], dtype=object),
+          "max_tokens": np.array([[1200]], np.int32), "stream": np.array([[True]])}
+inputs = []
+for name, value in values.items():
+    dtype = "BYTES" if value.dtype == object else grpcclient.np_to_triton_dtype(value.dtype)
+    inputs.append(grpcclient.InferInput(name, value.shape, dtype))
+    inputs[-1].set_data_from_numpy(value)
+client = grpcclient.InferenceServerClient(address)
+client.start_stream(lambda result, error: None)
+client.async_stream_infer(model, inputs)
+time.sleep(600)
+"""
+
+
+def start_curl(client, model: str) -> subprocess.Popen:
+    url = f"{client.http}/v2/models/{model}/generate_stream"
+    command = ["curl", "-sN", "-m", "120", url, "-d", json.dumps(LONG)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def start_grpc(client, model: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", _GRPC_CLIENT, client.address, model, PROMPT])
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+@pytest.mark.parametrize("start", [start_curl, start_grpc])
+def test_a_killed_client_frees_its_blocks_within_a_second(idle, model, start):
+    process = start(idle, model)
+    idle.wait_running(1)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    assert idle.wait_idle(5) < 1.0
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_killed_clients_among_others_do_not_disturb_them(idle, model):
+    inputs = {"text_input": PROMPT, "max_tokens": 150, "stream": True}
+    want = text(idle.stream(model, **inputs))
+    processes = [start_curl(idle, model) for _ in range(4)]
+    idle.wait_running(4)
+    texts: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: texts.append(text(idle.iterate(model, **inputs))))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    idle.wait_running(8)
+    for process in processes:
+        process.kill()
+        process.wait()
+    begin = time.monotonic()
+    while idle.health()["running"] > 4:
+        assert time.monotonic() - begin < 1.0
+    for thread in threads:
+        thread.join(60)
+    assert texts == [want] * 4
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_a_client_that_cancels_frees_its_blocks(idle, model):
+    stream = idle.iterate(model, **LONG)
+    next(stream)
+    stream.close()
+    assert idle.wait_idle(5) < 1.0
+
+
+def test_stop_ends_the_request_of_the_same_id_with_what_it_has(idle):
+    # The ids of a prompt do not matter here; any ids of the vocabulary will do.
+    inputs = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 1200}
+    answers: list[dict[str, object]] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(idle.generate("tensorrt_llm", **inputs, id="77"))
+    )
+    thread.start()
+    idle.wait_running(1)
+    time.sleep(0.2)
+    stop = {"input_ids": [0], "input_lengths": 1, "request_output_len": 1}
+    idle.generate("tensorrt_llm", **stop, stop=True, id="78")  # nobody's
+    assert idle.health()["running"] == 1
+    answer = idle.generate("tensorrt_llm", **stop, stop=True, id="77")
+    assert "output_ids" not in answer
+    thread.join(10)
+    assert 3 < answers[0]["sequence_length"] < 1203
+    assert idle.wait_idle(5) < 1.0
+
+
+@pytest.mark.parametrize("model", [*TEXT_MODELS, "tensorrt_llm"])
+def test_an_id_that_is_running_is_refused_and_the_first_goes_on(idle, model):
+    inputs = {"text_input": PROMPT, "max_tokens": 300, "stream": True}
+    if model == "tensorrt_llm":
+        inputs = {
+            "input_ids": [5, 6, 7],
+            "input_lengths": 3,
+            "request_output_len": 300,
+            "streaming": True,
+        }
+    numbers: list[int] = []
+    thread = threading.Thread(
+        target=lambda: numbers.append(len(idle.events(model, **inputs, id="twice")))
+    )
+    thread.start()
+    idle.wait_running(1)
+    with pytest.raises(RequestError, match=r"ALREADY_EXISTS: .*twice"):
+        idle.events(model, **inputs, id="twice")
+    thread.join(60)
+    assert numbers[0] > 20
+    assert idle.events(model, **inputs | {"id": "twice"})
+
+
+def engine_pid(client) -> int | None:
+    """None while there is no engine, which health then says by its code."""
+    status, answer = client.post("slipstream_health/infer", {"inputs": []}, 10)
+    if status != 200:
+        assert "UNAVAILABLE" in answer
+        return None
+    return client.health()["engine_pid"]
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_a_killed_engine_ends_its_streams_with_an_error_and_is_replaced(idle, model):
+    pid = idle.health()["engine_pid"]
+    errors: list[str] = []
+
+    def one() -> None:
+        try:
+            for _ in idle.iterate(model, **LONG):
+                pass
+            errors.append("no error")
+        except RequestError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    idle.wait_running(4)
+    os.kill(pid, signal.SIGKILL)
+    begin = time.monotonic()
+    for thread in threads:
+        thread.join(10)
+    assert time.monotonic() - begin < 2
+    assert len(errors) == 4
+    assert all("UNAVAILABLE" in error for error in errors), errors
+    while (now := engine_pid(idle)) is None:
+        assert time.monotonic() - begin < 30
+        time.sleep(0.1)
+    assert now != pid
+    answer = idle.generate(model, text_input=PROMPT, max_tokens=4)
+    assert answer["text_output"].startswith(PROMPT)
+
+
+def test_health_fails_in_time_while_the_engine_stands_still(idle):
+    pid = idle.health()["engine_pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        with pytest.raises(RequestError, match="UNAVAILABLE: the engine did not answer within 1 s"):
+            idle.health()
+        assert time.monotonic() - begin < 2
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert idle.health()["engine_pid"] == pid
+
+
+def test_a_server_that_is_stopped_ends_its_streams_and_leaves_nothing(repository, tmp_path):
+    before = set(SHARED_MEMORY.iterdir())
+    ends: list[str] = []
+    with serving(repository, tmp_path / "log") as client:
+
+        def one(model: str) -> None:
+            try:
+                for _ in client.iterate(model, **LONG):
+                    pass
+                ends.append("the end")
+            except Exception as error:  # whatever the client calls it
+                ends.append(str(error))
+
+        threads = [threading.Thread(target=one, args=(m,)) for m in TEXT_MODELS * 2]
+        for thread in threads:
+            thread.start()
+        client.wait_running(4)
+        processes = list(client.server.processes())
+        assert len(processes) > 5
+        begin = time.monotonic()
+        client.server.stop()
+        assert time.monotonic() - begin < 8
+        for thread in threads:
+            thread.join(5)
+            assert not thread.is_alive()
+        assert len(ends) == 4
+        assert list(client.server.processes()) == []
+        assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+        assert set(SHARED_MEMORY.iterdir()) <= before
+        assert client.server.exit_code == 0
