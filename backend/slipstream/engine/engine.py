@@ -12,6 +12,7 @@ from math import inf
 from typing import Protocol
 
 from slipstream_contract.errors import Code, ContractError, clip
+from slipstream_contract.limits import INT32_MAX, MAX_PENALTY, MAX_SEQUENCES, MAX_STOP_BYTES
 from slipstream_contract.sampling import SamplingParams
 
 from slipstream.engine.batch import Batch, Sampled
@@ -20,21 +21,18 @@ from slipstream.engine.sequence import Request, Sequence
 from slipstream.engine.stop import Ending, RawBytes
 from slipstream.wire import FinishReason, Status, Submit, Tokens
 
-MAX_SEQUENCES = 1024  # of one request
-_MAX_STOP_BYTES = 1 << 16  # of all stop words of a request: their automaton is built between steps
-_MAX_FLOAT = 3e38  # what fp32 holds
 # Outside of these the runner might raise, and that would end a whole step.
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_tokens", 1, inf),
     ("min_tokens", 0, inf),
     ("n", 1, MAX_SEQUENCES),
-    ("temperature", 0, _MAX_FLOAT),
-    ("top_k", 0, 2**31 - 1),
+    ("temperature", 0, 3e38),
+    ("top_k", 0, INT32_MAX),
     ("top_p", 1e-9, 1),
     ("min_p", 0, 1),
-    ("repetition_penalty", 1e-30, _MAX_FLOAT),
-    ("presence_penalty", -_MAX_FLOAT, _MAX_FLOAT),
-    ("frequency_penalty", -_MAX_FLOAT, _MAX_FLOAT),
+    ("repetition_penalty", 1 / MAX_PENALTY, MAX_PENALTY),
+    ("presence_penalty", -MAX_PENALTY, MAX_PENALTY),
+    ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
 )
 _MAX_FAILED_STEPS = 3  # in a row: then it is the device, not the requests
 # Exceptions after which a CUDA context answers every call with the same error.
@@ -230,8 +228,8 @@ class Engine:
             self._check_ids("bad_words", word)
         if any(not word for word in sampling.stop_words):
             raise ContractError("stop_words: a stop word is empty")
-        if (num_bytes := sum(map(len, sampling.stop_words))) > _MAX_STOP_BYTES:
-            raise ContractError(f"stop_words: {num_bytes} bytes, the limit is {_MAX_STOP_BYTES}")
+        if (num_bytes := sum(map(len, sampling.stop_words))) > MAX_STOP_BYTES:
+            raise ContractError(f"stop_words: {num_bytes} bytes, the limit is {MAX_STOP_BYTES}")
         if sampling.stop_words and self._vocab is None:
             raise ContractError("stop_words need a tokenizer, and the checkpoint has none")
         for field, low, high in _RANGES:

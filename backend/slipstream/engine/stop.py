@@ -8,6 +8,7 @@ however many words there are. Its depth is the length of the tail that may still
                                    ^ a token that reaches past here waits
 """
 
+from array import array
 from collections import deque
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -37,10 +38,10 @@ class StopWords:
 
     def __init__(self, words: tuple[bytes, ...]) -> None:
         self.words = words
-        self.depth = [0]
-        self._children: list[dict[int, int]] = [{}]
-        self._fallback = [0]
-        self._match = [-1]  # the longest word that ends here, as its number
+        self.depth = array("H", [0])
+        self._next: dict[int, int] = {}  # state << 8 | byte -> state
+        self._fallback = array("I", [0])
+        self._match = array("i", [-1])  # the longest word that ends here, as its number
         for number, word in enumerate(words):
             self._insert(number, word)
         self._link()
@@ -48,33 +49,26 @@ class StopWords:
     def _insert(self, number: int, word: bytes) -> None:
         state = 0
         for byte in word:
-            child = self._children[state].get(byte)
-            if child is None:
-                child = len(self._children)
-                self._children[state][byte] = child
-                self._children.append({})
+            child = self._next.setdefault(state << 8 | byte, len(self.depth))
+            if child == len(self.depth):
+                self.depth.append(self.depth[state] + 1)
                 self._fallback.append(0)
                 self._match.append(-1)
-                self.depth.append(self.depth[state] + 1)
             state = child
         if self._match[state] < 0:
             self._match[state] = number
 
     def _link(self) -> None:
-        queue = deque(self._children[0].values())
-        while queue:
-            state = queue.popleft()
-            fallback = self._fallback[state]
-            if self._match[state] < 0:
-                self._match[state] = self._match[fallback]
-            for byte, child in self._children[state].items():
-                self._fallback[child] = self.advance(fallback, byte)
-                queue.append(child)
+        for edge, child in sorted(self._next.items(), key=lambda item: self.depth[item[1]]):
+            parent, byte = edge >> 8, edge & 255
+            if parent:
+                self._fallback[child] = self.advance(self._fallback[parent], byte)
+            if self._match[child] < 0:
+                self._match[child] = self._match[self._fallback[child]]
 
     def advance(self, state: int, byte: int) -> int:
         """The state after one more byte; amortised O(1)."""
-        children = self._children
-        while (child := children[state].get(byte)) is None:
+        while (child := self._next.get(state << 8 | byte)) is None:
             if state == 0:
                 return 0
             state = self._fallback[state]
@@ -86,7 +80,7 @@ class StopWords:
         return None if number < 0 else number
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def stop_words(words: tuple[bytes, ...]) -> StopWords:
     """The automaton, built once for a list that many requests send."""
     return StopWords(words)
@@ -108,6 +102,7 @@ class StopChecker:
         "_num_held_bytes",
         "_state",
         "_stop_ids",
+        "_stop_words",
         "_vocab",
         "_words",
         "drop_bytes",
@@ -122,7 +117,8 @@ class StopChecker:
         self._max_outputs = max_outputs
         self._include_stop = sampling.include_stop
         self._vocab = vocab
-        self._words = stop_words(sampling.stop_words) if sampling.stop_words else None
+        self._stop_words = sampling.stop_words
+        self._words: StopWords | None = None  # built when there is a first token to match
         self._state = 0
         self._held: deque[int] = deque()  # sizes in bytes of the tokens after the first `num_kept`
         self._num_held_bytes = 0
@@ -139,18 +135,21 @@ class StopChecker:
         if may_stop and token_id in self._stop_ids:
             self.num_kept = num_outputs if self._include_stop else num_outputs - 1
             return Ending(FinishReason.STOP, token_id)
-        if self._words is None:
+        if not self._stop_words:
             self.num_kept = num_outputs
-        elif (word := self._match(self._words, token_id, may_stop)) is not None:
+        elif (word := self._match(token_id, may_stop)) is not None:
             return Ending(FinishReason.STOP, word.decode("utf-8", "replace"))
         if num_outputs >= self._max_outputs:
             self.num_kept = num_outputs
             return Ending(FinishReason.LENGTH)
         return None
 
-    def _match(self, words: StopWords, token_id: int, may_stop: bool) -> bytes | None:
+    def _match(self, token_id: int, may_stop: bool) -> bytes | None:
         """Feed one token's bytes; the word that ended in it. Moves `num_kept` and `drop_bytes`."""
         assert self._vocab is not None
+        if self._words is None:
+            self._words = stop_words(self._stop_words)
+        words = self._words
         data = self._vocab.raw(token_id)
         self._held.append(len(data))
         self._num_held_bytes += len(data)
