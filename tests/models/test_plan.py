@@ -27,6 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"max_model_len": 257}, "max_model_len = 257 is above the checkpoint's context of 256"),
         ({"max_model_len": 0}, "max_model_len = 0 is below 1"),
         ({"kv_cache_tokens": 31}, "kv_cache_tokens = 31 is below 32"),
+        ({"kv_cache_tokens": 10**12}, "kv_cache_tokens = 1000000000000 takes"),
         ({"device": "tpu"}, "device = 'tpu'"),
         ({"dtype": "int8"}, "dtype = 'int8'"),
         ({"load_format": "gguf"}, "load_format = 'gguf'"),

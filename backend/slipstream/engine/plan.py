@@ -151,12 +151,13 @@ def _available_memory() -> int:
 def _free_for_cache(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """Bytes for the cache: of a GPU 0.9 of what weights and a step leave, of a host half."""
-    weights = model.dims.num_parameters * dtype.itemsize
+    """Bytes for the cache: 0.9 of what weights and a step leave of the device's free memory."""
+    used = model.dims.num_parameters * dtype.itemsize + _workspace_bytes(config, model, dtype)
     if device.type == "cpu":
-        return (_available_memory() - weights) // 2
-    free = torch.cuda.mem_get_info(device)[0]
-    return int(0.9 * (free - weights - _workspace_bytes(config, model, dtype) - _RESERVED))
+        free = _available_memory()
+    else:
+        free = torch.cuda.mem_get_info(device)[0] - _RESERVED
+    return max(0, int(0.9 * (free - used)))
 
 
 def _num_blocks(
@@ -171,7 +172,7 @@ def _num_blocks(
     if config.kv_cache_tokens is not None:
         tokens = _at_least(config, "kv_cache_tokens", config.block_size)
         wanted = tokens // config.block_size * bytes_per_block
-        if device.type == "cuda" and wanted > free:
+        if wanted > free:
             raise ConfigError(
                 f"kv_cache_tokens = {tokens} takes {wanted / 1e9:.2f} GB, but {free / 1e9:.2f} GB "
                 "are free for the cache"
