@@ -1,0 +1,91 @@
+"""`slipstream compose`: write, or check, the model repository of a checkpoint."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from slipstream_compose.compose import (
+    BLOCK_SIZES,
+    DTYPES,
+    WIRINGS,
+    ComposeError,
+    Repository,
+    compose,
+    differences,
+    write,
+)
+from slipstream_compose.convert import convert_tokenizer, needs_conversion
+
+_OPTIONS = {
+    "kv_cache_tokens": "tokens that the KV cache holds (default: what memory allows)",
+    "max_num_seqs": "sequences that generate at the same time",
+    "max_num_batched_tokens": "tokens of one step, prompts and generated ones together",
+    "max_model_len": "tokens of prompt and output together (default: the checkpoint's context)",
+    "block_size": f"tokens in a block of the KV cache, one of {', '.join(map(str, BLOCK_SIZES))}",
+}
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare `slipstream compose`."""
+    parser = subparsers.add_parser("compose", help="write a model repository for a checkpoint")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="a Hugging Face directory"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="the model repository"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of weights and activations (default: auto, the checkpoint's; float32 on a CPU)",
+    )
+    for name, text in _OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    parser.add_argument("--model-name", metavar="NAME", help="what users are shown")
+    parser.add_argument(
+        "--wiring",
+        choices=WIRINGS,
+        default="composed",
+        help="`ensemble` as Triton's ensemble of three models, or served by one (%(default)s)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit code 1 if anything there differs, and say what",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compose or check. Raises ComposeError or CheckpointError."""
+    if needs_conversion(args.checkpoint):
+        if args.check:
+            raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
+        print(f"wrote {convert_tokenizer(args.checkpoint)}")
+    options = {name: getattr(args, name) for name in ("dtype", *_OPTIONS)}
+    repository = compose(
+        args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring
+    )
+    return _check(repository) if args.check else _write(repository)
+
+
+def _check(repository: Repository) -> int:
+    lines = list(differences(repository))
+    for line in lines:
+        print(line)
+    if lines:
+        print(f"{repository.root}: {len(lines)} differences", file=sys.stderr)
+        return 1
+    print(f"{repository.root}: as composed, {len(repository.files)} files")
+    return 0
+
+
+def _write(repository: Repository) -> int:
+    for line in [*repository.notes, *write(repository)]:
+        print(line)
+    info = repository.info
+    print(
+        f"{repository.root}: {info.architecture}, {info.dtype}, vocabulary of "
+        f"{info.vocab_size:,}, context of {info.max_positions:,} tokens"
+    )
+    print(f"serve it: slipstream serve --model-repository {repository.root}")
+    return 0

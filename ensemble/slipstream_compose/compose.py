@@ -1,0 +1,252 @@
+"""A checkpoint to a model repository: the same bytes every time, data only.
+
+A model is `config.pbtxt` and `1/model.json`. What the checkpoint cannot do, it is not given a model
+for: without a tokenizer there are no text models.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from slipstream.config import EngineConfig
+from slipstream.models.hf import CheckpointInfo, describe
+from slipstream_contract.errors import clip
+from slipstream_contract.tensors import MODELS, Model
+
+from slipstream_compose.pbtxt import MARK, model_config
+
+ENGINE_MODEL = "tensorrt_llm"
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+WIRINGS = ("composed", "fused")
+_CONFIG, _SETTINGS = "config.pbtxt", "model.json"
+
+# Which models need no tokenizer, and what `1/model.json` says of the bridge's.
+_WITHOUT_TOKENIZER = (ENGINE_MODEL, "slipstream_health")
+_WIRING_OF = {
+    ENGINE_MODEL: "composed",
+    "tensorrt_llm_bls": "fused",
+    "vllm_model": "vllm",
+    "slipstream_health": "health",
+}
+
+
+class ComposeError(Exception):
+    """A repository that cannot be written, for the one who asked for it."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What is to lie under `root`: relative path -> content."""
+
+    root: Path
+    info: CheckpointInfo
+    files: dict[Path, str]
+    notes: list[str] = field(default_factory=list)
+
+
+def compose(
+    checkpoint: Path, output: Path, options: Mapping[str, Any], wiring: str = "composed"
+) -> Repository:
+    """The files of a repository; nothing is written yet.
+
+    Args:
+        checkpoint: a Hugging Face directory.
+        output: the repository.
+        options: fields of EngineConfig; those that are None are left at their defaults.
+        wiring: of the model `ensemble`: the true ensemble, or the bridge alone.
+
+    Raises ComposeError, or CheckpointError for an unsupported checkpoint.
+    """
+    info = describe(checkpoint)
+    given = {name: value for name, value in options.items() if value is not None}
+    _check(given, info)
+    given.setdefault("model", _name(checkpoint))
+    engine = EngineConfig(checkpoint=_reference(checkpoint, output), **given)
+    files: dict[Path, str] = {}
+    notes = []
+    for model in MODELS.values():
+        if not info.has_tokenizer and model.name not in _WITHOUT_TOKENIZER:
+            notes.append(f"no {model.name}: the checkpoint has no tokenizer")
+            continue
+        is_fused = wiring == "fused"
+        parameters = _parameters(model, engine.checkpoint, is_fused)
+        folder = Path(model.name)
+        files[folder / _CONFIG] = model_config(model, parameters, is_fused)
+        files[folder / "1" / _SETTINGS] = _json(_settings(model, engine, is_fused))
+    return Repository(output, info, files, notes)
+
+
+def _check(options: Mapping[str, Any], info: CheckpointInfo) -> None:
+    """What would only be refused when the engine starts, told now."""
+    for name in ("kv_cache_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        if name in options and options[name] < 1:
+            raise ComposeError(f"{_flag(name)} is {options[name]}, at least 1 is needed")
+    size = options.get("block_size", EngineConfig(checkpoint="").block_size)
+    if size not in BLOCK_SIZES:
+        raise ComposeError(f"--block-size is {size}, not one of {', '.join(map(str, BLOCK_SIZES))}")
+    length = options.get("max_model_len")
+    if length is not None and length > info.max_positions:
+        raise ComposeError(
+            f"--max-model-len is {length}, above the checkpoint's context of {info.max_positions}"
+        )
+    tokens = options.get("kv_cache_tokens")
+    if tokens is not None and tokens < size:
+        raise ComposeError(f"--kv-cache-tokens is {tokens}, below one block of {size} tokens")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _name(checkpoint: Path) -> str:
+    """What users are shown: what the checkpoint calls itself, else its folder."""
+    config = json.loads((checkpoint / "config.json").read_bytes())
+    own = config.get("_name_or_path")
+    text = own if isinstance(own, str) else ""
+    return text.rstrip("/").rpartition("/")[2] or checkpoint.resolve().name
+
+
+def _reference(checkpoint: Path, output: Path) -> str:
+    """Relative to the engine's model.json where the checkpoint lies in the repository.
+
+    Links are not followed, so that a link in the repository stays what is referred to.
+    """
+    target, root = Path(os.path.abspath(checkpoint)), Path(os.path.abspath(output))
+    if not target.is_relative_to(root):
+        return str(target)
+    place = target.relative_to(root)
+    if place.parts[:1] not in [(name,) for name in MODELS]:
+        raise ComposeError(
+            f"{checkpoint} lies where Triton takes it for a model: move it out of {output}, or to "
+            f"{output / ENGINE_MODEL / '1'}"
+        )
+    return Path(os.path.relpath(place, Path(ENGINE_MODEL, "1"))).as_posix()
+
+
+def _settings(model: Model, engine: EngineConfig, is_fused: bool) -> dict[str, Any]:
+    """`1/model.json`."""
+    wiring = _WIRING_OF.get(model.name)
+    if model.name == "ensemble" and is_fused:
+        wiring = "fused"
+    if wiring is None:
+        return {}
+    if model.name != ENGINE_MODEL:
+        return {"wiring": wiring, "engine_of": ENGINE_MODEL}
+    values = msgspec.structs.asdict(engine)
+    defaults = msgspec.structs.asdict(EngineConfig(checkpoint=""))
+    kept = {name: value for name, value in values.items() if value != defaults[name]}
+    return {"wiring": wiring, "engine": kept}
+
+
+def _parameters(model: Model, checkpoint: str, is_fused: bool) -> dict[str, str]:
+    """Those of config.pbtxt, by their old names, at their defaults."""
+    is_text = model.name == "tensorrt_llm_bls" or (model.name == "ensemble" and is_fused)
+    parameters = {}
+    if model.name in ("preprocessing", "postprocessing"):
+        folder = Path(checkpoint)
+        is_near = not folder.is_absolute()
+        up = Path("..", "..", ENGINE_MODEL, "1")
+        text = os.path.normpath(up / folder) if is_near else str(folder)
+        parameters["tokenizer_dir"] = Path(text).as_posix()
+    if model.name == "preprocessing" or is_text:
+        parameters["add_special_tokens"] = "true"
+    if model.name == "postprocessing" or is_text:
+        parameters["skip_special_tokens"] = "true"
+    if model.name == ENGINE_MODEL:
+        parameters["gpt_model_type"] = "inflight_fused_batching"
+    if model.name == ENGINE_MODEL or is_text:
+        parameters["exclude_input_in_output"] = "false"
+    return parameters
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def differences(repository: Repository) -> Iterator[str]:
+    """One line for each file that is not as it would be written."""
+    for path, content in repository.files.items():
+        there = _read(repository.root / path)
+        if there is None:
+            yield f"{path}: missing"
+        elif there != content:
+            yield f"{path}: {_first_difference(there, content)}"
+    for path in _superfluous(repository):
+        yield f"{path}: not part of this repository"
+
+
+def _first_difference(there: str, content: str) -> str:
+    """The first line that differs."""
+    old, new = there.splitlines(), content.splitlines()
+    for number, (left, right) in enumerate(zip(old, new, strict=False), 1):
+        if left != right:
+            return f"line {number} is {clip(left.strip())}, not {clip(right.strip())}"
+    return f"{len(old)} lines, not {len(new)}" if len(old) != len(new) else "its last line end"
+
+
+def write(repository: Repository) -> list[str]:
+    """Write what differs and remove models of ours that are not part of it any more.
+
+    Returns what was done. Raises ComposeError, before anything is written, if a file there is not
+    ours.
+    """
+    root = repository.root
+    superfluous = list(_superfluous(repository))
+    for path, content in repository.files.items():
+        there = _read(root / path)
+        if there is not None and there != content and not _is_ours(root / path.parts[0]):
+            raise ComposeError(
+                f"{root / path} was not written by `slipstream compose`: move it away first"
+            )
+    done = []
+    for path, content in repository.files.items():
+        target = root / path
+        if _read(target) != content:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _replace(target, content)
+            done.append(f"wrote {path}")
+    for path in superfluous:
+        (root / path).unlink()
+        done.append(f"removed {path}")
+        for folder in ((root / path).parent, root / path.parts[0]):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+    return done
+
+
+def _superfluous(repository: Repository) -> Iterator[Path]:
+    """Files of models that an earlier call wrote and this one does not."""
+    for name in MODELS:
+        if Path(name) / _CONFIG not in repository.files and _is_ours(repository.root / name):
+            paths = (Path(name) / "1" / _SETTINGS, Path(name) / _CONFIG)
+            yield from (path for path in paths if (repository.root / path).is_file())
+
+
+def _is_ours(model: Path) -> bool:
+    """Whether config.pbtxt carries our mark; where there is none, nothing is at stake."""
+    text = _read(model / _CONFIG)
+    if text is None:
+        return not (model / "1" / _SETTINGS).exists()
+    return text.startswith(MARK)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_bytes().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return None
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write beside and rename: a server that polls never sees half a file."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(content, encoding="utf-8", newline="\n")
+    beside.replace(path)
