@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from server.conftest import (
+from server.support import (
     CHECKPOINT,
     KV_CACHE_TOKENS,
     PROMPT,

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from server.conftest import PROMPT, TEXT_MODELS, RequestError, serving, text
+from server.support import PROMPT, TEXT_MODELS, RequestError, serving, text
 from slipstream_compose.triton import SHARED_MEMORY
 
 pytestmark = pytest.mark.triton
