@@ -32,8 +32,8 @@ from slipstream_compose.triton import (
     signals_held,
 )
 
-DEMO_PROMPT = "def read_lines(path):\n    "
-DEMO_TOKENS = 64
+DEMO_PROMPT = "class Counter(dict):\n    def __init__(self, "
+DEMO_TOKENS = 56
 _START_INTERVAL_S, _WATCH_INTERVAL_S = 0.05, 0.2
 _LOG_ENTRY = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ \S+ (?P<level>[A-Z]+) (?P<text>.*)")
 _BANNER_MARK = ": KV cache of "  # as the engine writes it

@@ -35,7 +35,7 @@ def test_demo_then_an_end_in_the_middle_of_a_stream(scratch: Path) -> None:
     assert f"HTTP     http://127.0.0.1:{serve.ports[0]}" in shown
     assert f"gRPC     127.0.0.1:{serve.ports[1]}" in shown
     assert re.search(r"first token after \d+ ms, (\d+) responses", shown)
-    assert re.search(r"def read_lines\(path\):\n    \S", shown)
+    assert re.search(r"def __init__\(self, \S", shown)
     assert "curl -N " in shown
 
     body = {"text_input": "import ", "max_tokens": 1500, "min_tokens": 1500, "stream": True}
