@@ -25,6 +25,7 @@ class Staging:
 
     def __init__(self, device: torch.device, num_bytes: int = 1 << 20) -> None:
         self._device = device
+        self._copied: torch.cuda.Event | None = None  # the host's buffer may be written again
         self._reserve(num_bytes)
 
     def _reserve(self, num_bytes: int) -> None:
@@ -37,6 +38,9 @@ class Staging:
         """The arrays as tensors on the device, in order."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
+        # A step that samples nothing is not waited for: its copy may still read the host's buffer.
+        if self._copied is not None:
+            self._copied.synchronize()
         total = sum(_aligned(array.nbytes) for array in arrays)
         if total > len(self._host):
             self._reserve(2 * total)
@@ -48,4 +52,6 @@ class Staging:
             tensors.append(piece.view(array.shape))
             offset = _aligned(end)
         self._on_device[:total].copy_(self._host[:total], non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
         return tensors
