@@ -70,6 +70,12 @@ def test_the_prompt_is_echoed_only_without_streaming_and_unless_excluded(idle, e
         assert "".join(event["text_output"] for event in events) == want
 
 
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_text_has_one_dimension_as_old_clients_index_it(idle, model):
+    for response in idle.stream(model, text_input=PROMPT, max_tokens=3, stream=True):
+        assert response["text_output"].shape == (1,)
+
+
 def test_token_ids_in_and_out(idle, encode, expected):
     ids = encode(PROMPT)
     body = {"input_ids": ids, "input_lengths": len(ids), "request_output_len": 12}

@@ -96,6 +96,6 @@ class FusedWriter:
         piece = merge(tokens)
         text = self._detokenizer.decode(self._prompt, piece, is_last)
         return {
-            "text_output": np.array([[text.encode()]], dtype=object),
+            "text_output": np.array([text.encode()], dtype=object),
             **self._extras.make(piece),
         }
