@@ -4,6 +4,7 @@ No sockets and no text: which tokens a bridge may see is decided here, how token
 postprocessing's business.
 """
 
+import logging
 import os
 import secrets
 import time
@@ -34,6 +35,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -MAX_PENALTY, MAX_PENALTY),
     ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
 )
+_log = logging.getLogger(__name__)
+
 _MAX_FAILED_STEPS = 3  # in a row: then it is the device, not the requests
 # Exceptions after which a CUDA context answers every call with the same error.
 _STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError"}
@@ -175,6 +178,7 @@ class Engine:
             if len(sampled.token_ids) != num_samples:
                 raise RuntimeError(f"{len(sampled.token_ids)} tokens for {num_samples} rows")
         except Exception as error:
+            _log.exception("a step of %d rows failed", len(batch.rows))
             self._num_failed_steps += 1
             names = {kind.__name__ for kind in type(error).__mro__}
             if names & _STICKY or self._num_failed_steps >= _MAX_FAILED_STEPS:
@@ -193,6 +197,8 @@ class Engine:
             request = sequence.request
             outputs.setdefault(request.bridge, []).append(tokens)
             if tokens.finished is not None:
+                if tokens.finished.error is not None:
+                    _log.error("request %d ended: %s", request.number, tokens.finished.error)
                 request.num_unfinished -= 1
                 if request.num_unfinished == 0:
                     del self._requests[request.bridge, request.number]
