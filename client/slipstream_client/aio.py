@@ -100,7 +100,7 @@ class AsyncSlipstreamClient:
         **parameters: object,
     ) -> AsyncChunkStream:
         """Generates; chunks arrive as they are made. Raises ContractError for a wrong parameter."""
-        return self._start(prompt, True, model, request_id, timeout_s, parameters)
+        return self._start(prompt, model, request_id, timeout_s, parameters)
 
     async def complete(
         self,
@@ -112,7 +112,7 @@ class AsyncSlipstreamClient:
         **parameters: object,
     ) -> Completion:
         """Generates and waits for the end. Raises ContractError or RequestTimeoutError."""
-        stream = self._start(prompt, False, model, request_id, timeout_s, parameters)
+        stream = self._start(prompt, model, request_id, timeout_s, parameters)
         async with stream as chunks:
             return join([chunk async for chunk in chunks])
 
@@ -160,14 +160,13 @@ class AsyncSlipstreamClient:
     def _start(
         self,
         prompt: str | Sequence[int],
-        is_streaming: bool,
         model: str | None,
         request_id: str | None,
         timeout_s: float | None,
         parameters: Mapping[str, object],
     ) -> AsyncChunkStream:
         request_id = request_id or uuid.uuid4().hex
-        request = request_of(model or self.model, prompt, parameters, is_streaming, request_id)
+        request = request_of(model or self.model, prompt, parameters, request_id)
         call = self._stub().ModelStreamInfer(
             iter([request]),
             timeout=self.timeout_s if timeout_s is None else timeout_s,

@@ -108,7 +108,7 @@ class SlipstreamClient:
         **parameters: object,
     ) -> ChunkStream:
         """Generates; chunks arrive as they are made. Raises ContractError for a wrong parameter."""
-        return self._start(prompt, True, model, request_id, timeout_s, parameters)
+        return self._start(prompt, model, request_id, timeout_s, parameters)
 
     def complete(
         self,
@@ -120,7 +120,7 @@ class SlipstreamClient:
         **parameters: object,
     ) -> Completion:
         """Generates and waits for the end. Raises ContractError or RequestTimeoutError."""
-        with self._start(prompt, False, model, request_id, timeout_s, parameters) as chunks:
+        with self._start(prompt, model, request_id, timeout_s, parameters) as chunks:
             return join(chunks)
 
     def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
@@ -163,14 +163,13 @@ class SlipstreamClient:
     def _start(
         self,
         prompt: str | Sequence[int],
-        is_streaming: bool,
         model: str | None,
         request_id: str | None,
         timeout_s: float | None,
         parameters: Mapping[str, object],
     ) -> ChunkStream:
         request_id = request_id or uuid.uuid4().hex
-        request = request_of(model or self.model, prompt, parameters, is_streaming, request_id)
+        request = request_of(model or self.model, prompt, parameters, request_id)
         call = self._stub.ModelStreamInfer(
             iter([request]),
             timeout=self.timeout_s if timeout_s is None else timeout_s,

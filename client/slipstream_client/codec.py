@@ -30,15 +30,18 @@ def request_of(
     model: str,
     prompt: str | Sequence[int],
     parameters: Mapping[str, object],
-    is_streaming: bool,
     request_id: str,
 ) -> Any:
-    """A `ModelInferRequest`. Raises ContractError for what the model does not take."""
+    """A `ModelInferRequest` for a stream. Raises ContractError for what the model does not take.
+
+    A client that waits for the whole text streams too: Triton does not tell a running step of an
+    ensemble that its client has left; one that sends nothing before its end could not be stopped.
+    """
     declared = GENERATING.get(model)
     if declared is None:
         names = ", ".join(GENERATING)
         raise ContractError(f"no model {clip(model)} generates; {names} do", Code.NOT_FOUND)
-    values = _values(model, prompt, parameters, is_streaming)
+    values = _values(model, prompt, parameters)
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in values.items():
         tensor = _input(declared, model, name)
@@ -51,10 +54,7 @@ def request_of(
 
 
 def _values(
-    model: str,
-    prompt: str | Sequence[int],
-    parameters: Mapping[str, object],
-    is_streaming: bool,
+    model: str, prompt: str | Sequence[int], parameters: Mapping[str, object]
 ) -> dict[str, object]:
     """Input name -> value: the prompt, the flags that a client always wants, the parameters."""
     given = {name: value for name, value in parameters.items() if value is not None}
@@ -65,11 +65,11 @@ def _values(
             raise ContractError(f"{model} takes token ids, not text: ask {ENSEMBLE}")
         token_ids = list(prompt)
         named = {_TOKEN_NAMES.get(name, name): value for name, value in given.items()}
-        own = {"input_ids": token_ids, "input_lengths": len(token_ids), "streaming": is_streaming}
+        own = {"input_ids": token_ids, "input_lengths": len(token_ids), "streaming": True}
         return own | flags | named
     if not isinstance(prompt, str):
         raise ContractError(f"{model} takes text, not {clip(prompt)}: ask {TENSORRT_LLM}")
-    own = {"text_input": prompt, "stream": is_streaming}
+    own = {"text_input": prompt, "stream": True}
     if model != VLLM:
         return own | flags | given
     inputs = {tensor.name for tensor in GENERATING[model].inputs}

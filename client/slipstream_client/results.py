@@ -29,14 +29,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All sequences of a request, in the order of their index; tuples have one item for each."""
+    """All sequences of a request, in the order of their index; tuples have one item for each.
+
+    `chunks` is what they were made of, log probs and all other outputs included.
+    """
 
     texts: tuple[str, ...]
     token_ids: tuple[tuple[int, ...], ...]
     num_input_tokens: int | None
     num_output_tokens: tuple[int | None, ...]
     finish_reasons: tuple[str | None, ...]
-    outputs: tuple[Mapping[str, Array], ...]
+    chunks: tuple[tuple[Chunk, ...], ...]
 
     @property
     def text(self) -> str:
@@ -50,7 +53,7 @@ class Completion:
 
 
 def join(chunks: Iterable[Chunk]) -> Completion:
-    """The completion that a request's chunks amount to; `outputs` are those of each last chunk."""
+    """The completion that a request's chunks amount to."""
     sequences: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         sequences.setdefault(chunk.sequence_index, []).append(chunk)
@@ -64,7 +67,7 @@ def join(chunks: Iterable[Chunk]) -> Completion:
         num_input_tokens=inputs[0] if inputs else None,
         num_output_tokens=tuple(_total(parts) for parts in ordered),
         finish_reasons=tuple(parts[-1].finish_reason for parts in ordered),
-        outputs=tuple(parts[-1].outputs for parts in ordered),
+        chunks=tuple(tuple(parts) for parts in ordered),
     )
 
 

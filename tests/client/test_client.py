@@ -62,7 +62,7 @@ def test_what_is_sent_is_the_contract(client, served):
     assert all(array.shape[0] == 1 and array.ndim == 2 for array in inputs.values())
     assert inputs["stop_words"].tolist() == [[b"a", b"b\n"]]
     assert inputs["seed"].item() == 2**63
-    assert inputs["stream"].item() is False
+    assert inputs["stream"].item() is True
     assert request.id
 
 

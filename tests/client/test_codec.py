@@ -71,7 +71,7 @@ def test_every_input_of_a_model_can_be_sent(model):
         value = GIVEN.get(tensor.dtype, 1)
         if -1 in tensor.dims or len(tensor.dims) > 1:
             value = [value]
-        request = request_of(model, prompt, {tensor.name: value}, True, "id")
+        request = request_of(model, prompt, {tensor.name: value}, "id")
         array = inputs_of(request)[tensor.name]
         assert array.ndim == 1 + (declared.max_batch_size > 0)
         sent = next(t for t in request.inputs if t.name == tensor.name)
@@ -80,42 +80,42 @@ def test_every_input_of_a_model_can_be_sent(model):
 
 def test_word_lists_keep_their_two_rows():
     rows = [[5, 6], [2, -1]]
-    request = request_of("tensorrt_llm", [1], {"stop_words_list": rows}, False, "id")
+    request = request_of("tensorrt_llm", [1], {"stop_words_list": rows}, "id")
     assert inputs_of(request)["stop_words_list"].tolist() == [rows]
 
 
 def test_none_means_not_given():
-    request = request_of("ensemble", "a", {"max_tokens": 1, "seed": None}, False, "id")
+    request = request_of("ensemble", "a", {"max_tokens": 1, "seed": None}, "id")
     assert "seed" not in inputs_of(request)
 
 
 def test_an_empty_list_of_words_is_sent_as_such():
-    request = request_of("ensemble", "a", {"max_tokens": 1, "stop_words": []}, False, "id")
+    request = request_of("ensemble", "a", {"max_tokens": 1, "stop_words": []}, "id")
     assert inputs_of(request)["stop_words"].shape == (1, 0)
 
 
 def test_a_wrong_name_is_refused_with_the_right_one():
     with pytest.raises(ContractError, match="no input 'temprature'; do you mean temperature"):
-        request_of("ensemble", "a", {"temprature": 1.0}, False, "id")
+        request_of("ensemble", "a", {"temprature": 1.0}, "id")
     with pytest.raises(ContractError, match="no input 'xyzzy'; it has text_input, "):
-        request_of("ensemble", "a", {"xyzzy": 1}, False, "id")
+        request_of("ensemble", "a", {"xyzzy": 1}, "id")
 
 
 @pytest.mark.parametrize("model", ["nothing", "preprocessing", ""])
 def test_a_model_that_does_not_generate_is_refused(model):
     with pytest.raises(ContractError, match="ensemble, ") as caught:
-        request_of(model, "a", {}, False, "id")
+        request_of(model, "a", {}, "id")
     assert caught.value.code is Code.NOT_FOUND
 
 
 def test_prompts_must_fit_the_model():
     with pytest.raises(ContractError, match="takes token ids"):
-        request_of(TENSORRT_LLM, "text", {}, False, "id")
+        request_of(TENSORRT_LLM, "text", {}, "id")
     for model in (ENSEMBLE, VLLM):
         with pytest.raises(ContractError, match="takes text"):
-            request_of(model, [1, 2], {}, False, "id")
+            request_of(model, [1, 2], {}, "id")
     with pytest.raises(ContractError, match="input_ids"):
-        request_of(TENSORRT_LLM, [1, 2**31], {}, False, "id")
+        request_of(TENSORRT_LLM, [1, 2**31], {}, "id")
 
 
 @given(
