@@ -206,6 +206,21 @@ def test_an_idle_bridge_that_vanished_is_found_by_a_probe(house: House) -> None:
     assert other.ask().bridges == ["other"]
 
 
+class AcceleratorError(RuntimeError):
+    """By the name that torch gives to a CUDA error that stays."""
+
+
+def test_a_runner_beyond_repair_is_told_and_ends_the_loop(house: House) -> None:
+    bridge = house.bridge()
+    bridge.say(wire.Submit(0, [1], GREEDY, 1))
+    house.runner.error = AcceleratorError("illegal address")
+    assert house.loop.run() == 1
+    message = wire.decode_bridge(bridge.socket.recv())
+    assert isinstance(message, wire.StepOutputs)
+    assert message.tokens[0].finished is not None
+    assert message.tokens[0].finished.error == "the step failed: AcceleratorError"
+
+
 def seeds() -> list[bytes]:
     full = SamplingParams(
         max_tokens=9,
