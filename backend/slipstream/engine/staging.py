@@ -52,6 +52,5 @@ class Staging:
             tensors.append(piece.view(array.shape))
             offset = _aligned(end)
         self._on_device[:total].copy_(self._host[:total], non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._copied = torch.cuda.current_stream(self._device).record_event()
         return tensors
