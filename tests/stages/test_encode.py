@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from slipstream_contract.decoder import UnsupportedTokenizerError
 from slipstream_contract.errors import ContractError
 from slipstream_contract.vocab import TokenBytes
+from slipstream_postprocessing.detokenize import detokenize
 from slipstream_preprocessing.encode import Encoder
 from slipstream_preprocessing.tokenizer import load_tokenizer, max_text_bytes_per_token
 from stages.zoo import CORPUS, ZOO, byte_level_bpe, llama_bpe, save
@@ -56,6 +57,22 @@ def test_prompts_are_encoded_as_transformers_encodes_them(
         assert ours(name, add_special).encode(text) == expected
     except ContractError:
         assert expected == []
+
+
+@pytest.mark.parametrize("name", ZOO)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), skip_special=st.booleans())
+def test_texts_are_decoded_as_transformers_decodes_them(
+    name: str, data: st.DataObject, skip_special: bool
+) -> None:
+    tokenizer, vocab = theirs(name), ours(name).vocab
+    assert vocab.size == len(tokenizer)
+    ids = data.draw(st.lists(st.integers(0, vocab.size - 1), max_size=12))
+    expected = tokenizer.decode(
+        ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+    )
+    if "�" not in expected:  # byte tokens that are no UTF-8: see test_vocab
+        assert detokenize(vocab, ids, skip_special=skip_special) == expected
 
 
 @pytest.mark.parametrize("name", ZOO)
