@@ -31,7 +31,7 @@ from slipstream_compose.server import server_directory, server_environment, stub
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 32 << 20  # bytes: seven stubs begin with one MiB each and grow with tensors
 MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
-EXIT_TIMEOUT_S = 2  # for requests in flight; then the server ends them
+EXIT_TIMEOUT_S = 4  # for requests in flight, which it looks at once a second, and for unloading
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SET_PARENT_DEATH_SIGNAL = 1
 # The log quotes a message like JSON; the reason ends before the traceback, which begins with \\n.

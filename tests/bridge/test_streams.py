@@ -226,6 +226,7 @@ def flow(desk, tmp_path):
     """Flow control, and postprocessing's end of its file."""
     flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, desk.calls.cancel)
     flow.other_end = CreditFile(tmp_path / "credits")
+    desk.calls.settle = flow.settle
     yield flow
     flow.close()
 
@@ -311,6 +312,31 @@ def test_alone_a_drop_is_concluded_only_from_an_idle_postprocessing(desk, flow):
     wait_for(reply.done.is_set)
     assert 0.35 < time.monotonic() - idle < 0.7
     heart.close()
+
+
+def test_an_error_waits_for_what_postprocessing_still_has(desk, flow):
+    reply = Recorder()
+    (number,) = desk.open(reply, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+    wait_for(lambda: reply.responses)
+    desk.calls.lose()
+    desk.calls.take(step(wire.Tokens(number, 0, [2], [])))
+    time.sleep(0.1)
+    assert reply.error is None
+    flow.other_end.acknowledge(*reply.responses[0][1])
+    assert wait_for(reply.done.is_set) < 0.3
+    assert reply.error.code is Code.UNAVAILABLE
+    assert reply.ids == [1]
+
+
+def test_an_error_does_not_wait_for_ever(desk, flow):
+    reply = Recorder()
+    (number,) = desk.open(reply, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+    wait_for(lambda: reply.responses)
+    desk.calls.lose()
+    assert 0.7 < wait_for(reply.done.is_set) < 1.5
+    assert reply.error.code is Code.UNAVAILABLE
 
 
 def test_slots_are_used_oldest_first_and_given_back_once(desk, flow):

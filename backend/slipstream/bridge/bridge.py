@@ -61,6 +61,7 @@ class Bridge:
         self._senders.calls = self.calls
         self.connection = Connection(runtime.address, name, self.calls, self._supervision.ensure)
         self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, self.calls.cancel)
+        self.calls.settle = self.flow.settle
         self._watch = Watch(self.calls, runtime.stopping.exists)
 
     def wait(self) -> wire.Welcome:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from slipstream_contract.credit import NUM_SLOTS, CreditFile
 from slipstream_contract.errors import Code, ContractError
@@ -26,6 +27,8 @@ _log = logging.getLogger(__name__)
 _NUMBER_BITS = 24  # responses of one stream; the bits above tell streams apart
 _POLL_S = 0.001
 _DROP_NS = 400_000_000
+_SETTLE_NS = 20_000_000  # from an acknowledgement to the end of that step's response
+_MAX_SETTLE_NS = 1_000_000_000
 _MAX_PAUSE_NS = 200_000_000  # between two polls; longer: this process stood still
 
 
@@ -65,6 +68,21 @@ class SlotCredit:
         self._flow.release(self)
 
 
+@dataclass
+class _Settling:
+    """A call of which nothing more is sent, and what is to be done when all of it has arrived."""
+
+    call: Call
+    then: Callable[[], None]
+    deadline_ns: int
+    quiet_ns: int | None = None  # since when nothing of it is on its way
+
+    def is_ready(self, now_ns: int) -> bool:
+        """Whether everything has arrived, or it has taken too long."""
+        is_quiet = self.quiet_ns is not None and now_ns - self.quiet_ns >= _SETTLE_NS
+        return is_quiet or now_ns > self.deadline_ns
+
+
 class Flow:
     """All credits of a bridge, and the thread that waits for them to come back."""
 
@@ -84,6 +102,7 @@ class Flow:
         self._slots = deque(range(NUM_SLOTS))  # the one that is free longest comes first
         self._generation = secrets.randbits(62 - _NUMBER_BITS)
         self._watched: dict[int, SlotCredit] = {}  # by slot; those whose credit is spent
+        self._settling: list[_Settling] = []
         self._newest = 0  # `begun` of the latest sending that is known to be acknowledged
         self._alive_ns = 0
         self._wake = threading.Event()
@@ -116,8 +135,18 @@ class Flow:
             self._watched[credit.slot] = credit
         self._wake.set()
 
+    def settle(self, call: Call, then: Callable[[], None]) -> None:
+        """Run `then` when postprocessing has answered all that was sent of a call, in 1 s at most.
+
+        The caller sees to it that nothing more is sent.
+        """
+        item = _Settling(call, then, time.monotonic_ns() + _MAX_SETTLE_NS)
+        with self._lock:
+            self._settling.append(item)
+        self._wake.set()
+
     def close(self) -> None:
-        """End the thread."""
+        """End the thread when all calls have settled."""
         self._is_closing = True
         self._wake.set()
         self._thread.join()
@@ -126,8 +155,8 @@ class Flow:
 
     def _run(self) -> None:
         last_ns = 0
-        while not self._is_closing:
-            if not self._watched:
+        while self._settling or not self._is_closing:
+            if not self._watched and not self._settling:
                 self._wake.wait()
                 self._alive_ns = last_ns = time.monotonic_ns()
             self._wake.clear()
@@ -157,6 +186,21 @@ class Flow:
                 call = credit.stream.call
                 assert call is not None, "its responses are sent"
                 self._cancel(call)
+        self._settle_all()
+
+    def _settle_all(self) -> None:
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            watched = {id(credit.stream.call) for credit in self._watched.values()}
+            for item in self._settling:
+                if id(item.call) in watched:
+                    item.quiet_ns = None
+                elif item.quiet_ns is None:
+                    item.quiet_ns = now_ns
+            ready = [item for item in self._settling if item.is_ready(now_ns)]
+            self._settling = [item for item in self._settling if item not in ready]
+        for item in ready:
+            item.then()
 
     def _give_back(self, credit: SlotCredit) -> None:
         with self._lock:

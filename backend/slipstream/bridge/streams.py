@@ -121,6 +121,7 @@ class Call:
         self.reply = reply
         self.request_id = request_id
         self.is_over = False
+        self.is_failing = False  # an error waits to be told: no more responses
         self.lock = threading.Lock()  # held while sending: responses of a call are in order
         self.routes: dict[int, tuple[Stream, ...]] = {}  # request -> stream of each sequence
         self.streams: list[Stream] = []
@@ -143,6 +144,8 @@ class Calls:
 
     def __init__(self, send: Callable[..., None], hand_over: Callable[[Stream], None]) -> None:
         """`send` passes messages to the engine, `hand_over` streams to the senders."""
+        # Runs a function once nothing of a call is on its way to postprocessing (see `flow`).
+        self.settle: Callable[[Call, Callable[[], None]], None] | None = None
         self.num_calls = 0  # ever opened
         self.num_tokens = 0  # ever delivered
         self._send = send
@@ -218,7 +221,24 @@ class Calls:
             self.fail(call, error)
 
     def fail(self, call: Call, error: ContractError) -> None:
-        """End a call with an error, unless it is over."""
+        """End a call with an error, unless it is over.
+
+        Under flow control the error waits for what was sent before: servers before Triton 26.03
+        never let go of an ensemble in which one step fails while another is at work.
+        """
+        with call.lock:
+            if call.is_over or call.is_failing:
+                return
+            is_under_way = any(stream.credit and stream.has_sent for stream in call.streams)
+            if self.settle is None or not is_under_way:
+                self._abandon(call)
+                call.reply.fail(error)
+                return
+            call.is_failing = True
+            self._cancel_in_engine(call)
+        self.settle(call, lambda: self._fail_settled(call, error))
+
+    def _fail_settled(self, call: Call, error: ContractError) -> None:
         with call.lock:
             if not call.is_over:
                 self._abandon(call)
@@ -312,7 +332,7 @@ class Senders:
         assert calls is not None
         assert call is not None, "handed over before it was opened"
         with call.lock:
-            if call.is_over:
+            if call.is_over or call.is_failing:
                 return
             tokens, is_last = stream.take()
             outputs = stream.write(tokens, is_last)
