@@ -36,6 +36,7 @@ DEMO_PROMPT = "class Counter(dict):\n    def __init__(self, "
 DEMO_TOKENS = 56
 _START_INTERVAL_S, _WATCH_INTERVAL_S = 0.05, 0.2
 _LOG_ENTRY = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ \S+ (?P<level>[A-Z]+) (?P<text>.*)")
+_BAR = re.compile(r"\d%\|")
 _BANNER_MARK = ": KV cache of "  # as the engine writes it
 
 
@@ -159,10 +160,11 @@ class _EngineLog:
     def _show_piece(self, piece: str) -> None:
         entry = _LOG_ENTRY.match(piece)
         if entry is None:
-            if piece.endswith("\n") or self._sink.isatty():
+            is_last = piece.endswith("\n")
+            if _BAR.search(piece) and (is_last or self._sink.isatty()):
                 self._sink.write(piece)
-        elif entry["level"] not in ("DEBUG", "INFO"):
-            self._sink.write(f"{entry['level'].lower()}: {entry['text']}\n")
+        elif entry["level"] == "WARNING":  # an error that matters ends the start, and is told then
+            self._sink.write(f"warning: {entry['text']}\n")
         elif _BANNER_MARK in entry["text"]:
             self.banner = entry["text"]
 
