@@ -77,9 +77,19 @@ def test_threads_from_the_environment(checkpoint: Path, monkeypatch: pytest.Monk
     config = EngineConfig(checkpoint=str(checkpoint), device="cpu")
     monkeypatch.setenv("SLIPSTREAM_CPU_THREADS", "3")
     assert resolve(config).num_threads == 3
+    assert "CPU, 3 threads" in resolve(config).banner()
     monkeypatch.setenv("SLIPSTREAM_CPU_THREADS", "many")
     with pytest.raises(ConfigError, match="SLIPSTREAM_CPU_THREADS = 'many'"):
         resolve(config)
+
+
+def test_a_small_model_gets_one_thread(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLIPSTREAM_CPU_THREADS", raising=False)
+    plan = resolve(EngineConfig(checkpoint=str(checkpoint), device="cpu"))
+    assert plan.num_threads == 1
+    assert "CPU, 1 thread)" in plan.banner()
+    edit_config(checkpoint, hidden_size=1024)
+    assert resolve(EngineConfig(checkpoint=str(checkpoint), device="cpu")).num_threads is None
 
 
 def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
