@@ -1,0 +1,241 @@
+"""From a checkpoint to a repository: the same bytes again, faults told, nobody's files touched."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models.checkpoints import edit_config, make_model
+from models.checkpoints import save as save_model
+from slipstream.config import EngineConfig
+from slipstream.errors import CheckpointError
+from slipstream_compose import cli, convert
+from slipstream_compose.compose import ComposeError
+from slipstream_contract.tensors import MODELS
+from stages.zoo import byte_level_bpe
+from stages.zoo import save as save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """A checkpoint without a tokenizer."""
+    model = make_model(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=320)
+    return save_model(model, tmp_path_factory.mktemp("bare") / "a-model")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(bare, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "a-model"
+    folder.mkdir()
+    for path in bare.iterdir():
+        os.link(path, folder / path.name)
+    save_tokenizer(byte_level_bpe(), folder)
+    return folder
+
+
+def run(checkpoint: Path, output: Path, *options: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    paths = ["--checkpoint", str(checkpoint), "--output", str(output)]
+    return cli.run(parser.parse_args(["compose", *paths, *options]))
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def settings(output: Path, model: str = "tensorrt_llm") -> dict:
+    return json.loads((output / model / "1" / "model.json").read_bytes())
+
+
+def test_a_repository_has_every_model_and_is_the_same_again(checkpoint, tmp_path, capsys):
+    assert run(checkpoint, tmp_path) == 0
+    first = tree(tmp_path)
+    assert {path.partition("/")[0] for path in first} == set(MODELS)
+    assert set(first) == {
+        f"{name}/{file}" for name in MODELS for file in ("config.pbtxt", "1/model.json")
+    }
+    capsys.readouterr()
+    times = {path: (tmp_path / path).stat().st_mtime_ns for path in first}
+    assert run(checkpoint, tmp_path) == 0
+    assert tree(tmp_path) == first
+    assert "wrote" not in capsys.readouterr().out
+    assert {path: (tmp_path / path).stat().st_mtime_ns for path in first} == times
+    assert run(checkpoint, tmp_path, "--check") == 0
+
+
+def test_another_process_with_another_hash_seed_writes_the_same_bytes(checkpoint, tmp_path):
+    run(checkpoint, tmp_path / "here")
+    command = [sys.executable, "-m", "slipstream_client.cli", "compose"]
+    command += ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "there")]
+    environment = os.environ | {"PYTHONHASHSEED": "12345", "LC_ALL": "C"}
+    subprocess.run(command, check=True, env=environment, capture_output=True, cwd="/")
+    assert tree(tmp_path / "there") == tree(tmp_path / "here")
+
+
+def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
+    run(checkpoint, tmp_path)
+    bare = {"checkpoint": str(checkpoint), "model": "a-model"}
+    assert settings(tmp_path) == {"wiring": "composed", "engine": bare}
+    options = "--dtype bfloat16 --kv-cache-tokens 512 --max-num-seqs 8 --max-num-batched-tokens 64"
+    more = "--max-model-len 128 --block-size 16 --model-name shown"
+    run(checkpoint, tmp_path, *options.split(), *more.split())
+    engine = settings(tmp_path)["engine"]
+    assert EngineConfig(**engine) == EngineConfig(
+        checkpoint=str(checkpoint),
+        model="shown",
+        dtype="bfloat16",
+        kv_cache_tokens=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        block_size=16,
+    )
+
+
+def test_wirings(checkpoint, tmp_path, capsys):
+    run(checkpoint, tmp_path)
+    for model, wiring in [
+        ("tensorrt_llm_bls", "fused"),
+        ("vllm_model", "vllm"),
+        ("slipstream_health", "health"),
+    ]:
+        assert settings(tmp_path, model) == {"wiring": wiring, "engine_of": "tensorrt_llm"}
+    assert run(checkpoint, tmp_path, "--wiring", "fused", "--check") == 1
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines[0].startswith("ensemble/config.pbtxt: line 4 is 'platform: \"ensemble\"', not")
+    assert lines[1].startswith("ensemble/1/model.json: ")
+    assert run(checkpoint, tmp_path, "--wiring", "fused") == 0
+    assert settings(tmp_path, "ensemble") == {"wiring": "fused", "engine_of": "tensorrt_llm"}
+
+
+def test_a_checkpoint_inside_is_referred_to_relatively(checkpoint, tmp_path, monkeypatch):
+    inside = tmp_path / "models" / "tensorrt_llm" / "1" / "weights"
+    inside.parent.mkdir(parents=True)
+    inside.symlink_to(checkpoint)
+    run(inside, tmp_path / "models")
+    before = tree(tmp_path / "models")
+    assert settings(tmp_path / "models")["engine"]["checkpoint"] == "weights"
+    for stage in ("preprocessing", "postprocessing"):
+        version = tmp_path / "models" / stage / "1"
+        assert (version / "../../tensorrt_llm/1/weights").samefile(checkpoint)
+        config = (tmp_path / "models" / stage / "config.pbtxt").read_text()
+        assert '"../../tensorrt_llm/1/weights"' in config
+    monkeypatch.chdir(tmp_path / "models")
+    assert run(Path("tensorrt_llm/1/weights"), Path(), "--check") == 0
+    assert tree(tmp_path / "models") == before
+    moved = (tmp_path / "models").rename(tmp_path / "moved")
+    assert run(moved / "tensorrt_llm/1/weights", moved, "--check") == 0
+
+
+def test_a_checkpoint_where_triton_expects_a_model_is_refused(checkpoint, tmp_path):
+    (tmp_path / "weights").symlink_to(checkpoint)
+    with pytest.raises(ComposeError, match="lies where Triton takes it for a model"):
+        run(tmp_path / "weights", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def test_check_names_every_difference(checkpoint, tmp_path, capsys):
+    run(checkpoint, tmp_path)
+    (tmp_path / "vllm_model" / "config.pbtxt").unlink()
+    path = tmp_path / "tensorrt_llm" / "config.pbtxt"
+    path.write_text(path.read_text().replace("max_batch_size: 64", "max_batch_size: 8"))
+    before = tree(tmp_path)
+    capsys.readouterr()
+    assert run(checkpoint, tmp_path, "--check", "--block-size", "16") == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "tensorrt_llm/config.pbtxt: line 5 is 'max_batch_size: 8', not 'max_batch_size: 64'",
+        'tensorrt_llm/1/model.json: line 5 is \'"model": "a-model"\', not \'"model": "a-model",\'',
+        "vllm_model/config.pbtxt: missing",
+    ]
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("file", ["config.pbtxt", "1/model.json"])
+def test_files_of_others_are_not_overwritten(checkpoint, tmp_path, file):
+    mine = tmp_path / "vllm_model" / file
+    mine.parent.mkdir(parents=True)
+    mine.write_text('backend: "vllm"\n')
+    before = tree(tmp_path)
+    with pytest.raises(ComposeError, match=f"vllm_model/{file} was not written by"):
+        run(checkpoint, tmp_path)
+    assert tree(tmp_path) == before
+
+
+def test_without_a_tokenizer_there_are_no_text_models(checkpoint, bare, tmp_path, capsys):
+    run(checkpoint, tmp_path)
+    other = tmp_path / "resnet" / "config.pbtxt"
+    other.parent.mkdir()
+    other.write_text("# somebody's\n")
+    capsys.readouterr()
+    assert run(bare, tmp_path, "--check") == 1
+    assert "ensemble/config.pbtxt: not part of this repository" in capsys.readouterr().out
+    assert run(bare, tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "no ensemble: the checkpoint has no tokenizer" in out
+    assert "removed ensemble/config.pbtxt" in out
+    folders = {path.name for path in tmp_path.iterdir()}
+    assert folders == {"tensorrt_llm", "slipstream_health", "resnet"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--kv-cache-tokens 0", "--kv-cache-tokens is 0, at least 1"),
+        ("--kv-cache-tokens 8", "--kv-cache-tokens is 8, below one block of 32"),
+        ("--max-num-seqs -1", "--max-num-seqs is -1"),
+        ("--max-num-batched-tokens 0", "--max-num-batched-tokens is 0"),
+        ("--max-model-len 9999", "--max-model-len is 9999, above the checkpoint's context of 256"),
+        ("--block-size 24", "--block-size is 24, not one of 8, 16, 32"),
+    ],
+)
+def test_impossible_options_are_refused_at_once(checkpoint, tmp_path, options, message):
+    with pytest.raises(ComposeError, match=message):
+        run(checkpoint, tmp_path, *options.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_unsupported_checkpoints_are_refused(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match="no such directory"):
+        run(tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        run(tmp_path / "empty", tmp_path / "out")
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    edit_config(odd, architectures=["MambaForCausalLM"])
+    with pytest.raises(CheckpointError, match="MambaForCausalLM"):
+        run(odd, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_broken_sentencepiece_model_is_named(bare, tmp_path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    for path in bare.iterdir():
+        os.link(path, folder / path.name)
+    (folder / "tokenizer.model").write_bytes(b"no protocol buffer")
+    assert convert.needs_conversion(folder)
+    with pytest.raises(ComposeError, match=r"tokenizer\.model cannot be made a tokenizer\.json"):
+        run(folder, tmp_path / "out")
+    with pytest.raises(ComposeError, match=r"has no tokenizer\.json yet"):
+        run(folder, tmp_path / "out", "--check")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_one_line(tmp_path):
+    command = [sys.executable, "-m", "slipstream_client.cli", "compose", "--checkpoint"]
+    command += [str(tmp_path), "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "no config.json" in done.stderr

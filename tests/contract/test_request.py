@@ -1,0 +1,400 @@
+"""Requests in TensorRT-LLM's tensors: defaults, older names, refusals by name, and nothing else."""
+
+import math
+
+import numpy as np
+import pytest
+from contract.asking import array_of, inputs_of, near_requests, served_or_refused, strings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from slipstream_contract import limits
+from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.request import LlmRequest, TextRequest, llm_request, text_request
+from slipstream_contract.tensors import MODELS, TO_LLM
+from slipstream_contract.words import pack_word_list
+
+TEXT, LLM = MODELS["tensorrt_llm_bls"], MODELS["tensorrt_llm"]
+TO_LLM_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
+
+
+class Vocabulary:
+    """Token 0 to 255 is a byte, 300 a special token, others have no text."""
+
+    def raw(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b"<end>" if token_id == 300 else b""
+
+
+def ask_text(parameters=(), **values) -> TextRequest:
+    asked = {"text_input": "def f(", "max_tokens": 8} | values
+    return text_request(inputs_of(TEXT, **asked), dict(parameters))
+
+
+def ask_llm(parameters=(), vocab=None, end_ids=(), **values) -> LlmRequest:
+    asked = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 8} | values
+    return llm_request(inputs_of(LLM, **asked), dict(parameters), vocab, end_ids=end_ids)
+
+
+def ask_both(**values):
+    """The sampling parameters of a request to either model, which must agree."""
+    text = ask_text(**values).sampling(())
+    llm = ask_llm(**{TO_LLM_NAMES.get(name, name): value for name, value in values.items()})
+    assert llm.sampling == text
+    return text
+
+
+# --- defaults and rules ---------------------------------------------------------------------------
+
+
+def test_a_bare_request_is_greedy_and_echoes():
+    request = ask_text()
+    assert request.text == "def f("
+    assert not request.streaming
+    assert not request.exclude_input_in_output
+    sampling = request.sampling([7, 9])
+    assert sampling.max_tokens == 8
+    assert sampling.temperature == 0
+    assert sampling.end_ids == (7, 9)
+    assert sampling.include_stop
+    assert sampling.n == 1
+    assert sampling.seed is None
+    assert not sampling.log_probs
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (0.0, 0, 1.0)),
+        ({"top_k": 0, "top_p": 0.0}, (0.0, 0, 1.0)),
+        ({"temperature": 0.5}, (0.0, 0, 1.0)),
+        ({"top_k": 1, "top_p": 0.0}, (0.0, 0, 1.0)),
+        ({"top_k": 5, "top_p": 0.0}, (1.0, 5, 1.0)),
+        ({"top_k": 5}, (1.0, 5, 1.0)),
+        ({"top_k": 5, "top_p": 0.5, "temperature": 2.0}, (2.0, 5, 0.5)),
+        ({"top_k": 0, "top_p": 0.5}, (1.0, 0, 0.5)),
+        ({"top_p": 1.0}, (1.0, 0, 1.0)),
+        ({"top_k": 5, "temperature": 0.0}, (0.0, 0, 1.0)),
+        ({"top_k": 5, "temperature": 1e-7}, (0.0, 0, 1.0)),
+    ],
+)
+def test_what_top_k_top_p_and_temperature_mean(asked, expected):
+    sampling = ask_both(**asked)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == expected
+
+
+def test_min_p_is_a_parameter_and_asks_for_sampling():
+    for request in (ask_text({"min_p": 0.25}).base, ask_llm({"min_p": "0.25"}).sampling):
+        assert (request.temperature, request.min_p) == (1.0, 0.25)
+    with pytest.raises(ContractError, match=r"min_p is 1\.5, not a finite number from 0 to 1"):
+        ask_text({"min_p": 1.5})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("random_seed", "seed", 2**64 - 1),
+        ("min_length", "min_tokens", 3),
+        ("return_kv_cache_reuse_stats", "return_perf_metrics", True),
+    ],
+)
+def test_older_names(old, new, value):
+    assert ask_text(**{old: value}) == ask_text(**{new: value}) != ask_text()
+    assert ask_llm(**{old: value}) == ask_llm(**{new: value}) != ask_llm()
+    assert ask_llm({old: value}) == ask_llm({new: value}) == ask_llm(**{new: value})
+    with pytest.raises(ContractError, match=f"{new} and {old}|{old} and {new}"):
+        ask_text(**{old: value, new: value})
+
+
+@given(
+    st.integers(1, 2**31 - 1),
+    st.floats(0, 100, width=32),
+    st.integers(0, 2**64 - 1),
+    st.floats(-50, 50, width=32),
+    st.integers(1, limits.MAX_SEQUENCES),
+)
+def test_what_is_accepted_arrives(max_tokens, temperature, seed, penalty, n):
+    sampling = ask_both(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=0.5,
+        seed=seed,
+        presence_penalty=penalty,
+        frequency_penalty=-penalty,
+        repetition_penalty=1.25,
+        num_return_sequences=n,
+        return_log_probs=True,
+    )
+    assert sampling.max_tokens == max_tokens
+    assert sampling.temperature == (temperature if temperature >= 1e-5 else 0)
+    assert sampling.seed == seed
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (penalty, -penalty)
+    assert sampling.repetition_penalty == 1.25
+    assert sampling.n == n
+    assert sampling.log_probs
+
+
+def test_parameters_stand_for_inputs_under_either_name():
+    expected = ask_llm(runtime_top_k=4, streaming=True).sampling
+    assert ask_llm({"top_k": 4, "stream": True}).sampling == expected
+    assert ask_llm({"runtime_top_k": "4", "streaming": "true"}).sampling == expected
+    assert ask_text({"top_k": 4, "stream": True}).streaming
+
+
+def test_parameters_of_the_server_are_not_ours():
+    harmless = {"id": "7", "timeout": 5, "priority": 1, "X-Tenant": "a", "triton_final": True}
+    assert ask_text(harmless) == ask_text()
+    assert ask_llm(harmless | {"request_type": "context_and_generation"}) == ask_llm()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"temprature": 0.5}, "unknown request parameter 'temprature'; do you mean temperature"),
+        ({"top-k": 5}, "'top-k'; do you mean top_k"),
+        ({"tenant": 5}, "unknown request parameter 'tenant'"),
+        ({"beam_width": 4}, "^INVALID_ARGUMENT: beam_width is not supported yet$"),
+        ({"return_context_logits": "true"}, "return_context_logits is not supported yet"),
+        ({"stop_words": "a"}, "stop_words .* must be a tensor"),
+        ({"request_type": "context_only"}, "context_only is not supported yet"),
+        ({"max_tokens": 5}, "max_tokens, twice"),
+        ({"seed": -1}, "seed is -1, not a whole number from 0 to 18446744073709551615"),
+        ({"seed": 1.5}, "seed is 1.5, not a whole number"),
+        ({"top_p": "high"}, "top_p is 'high', not a number"),
+        ({"stream": 2}, "stream is 2, neither true nor false"),
+        ({"ignore_eos": "maybe"}, "ignore_eos is 'maybe'"),
+    ],
+)
+def test_parameters_that_are_refused(parameters, message):
+    with pytest.raises(ContractError, match=message) as caught:
+        ask_text(parameters)
+    assert caught.value.code is Code.INVALID_ARGUMENT
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+BAD_VALUES = [
+    ("max_tokens", 0, "0, not a whole number from 1 to 2147483647"),
+    ("max_tokens", -5, "-5, not"),
+    ("temperature", -0.5, "-0.5, not a finite number of at least 0"),
+    ("temperature", math.nan, "nan"),
+    ("temperature", math.inf, "inf"),
+    ("top_p", -0.25, "-0.25, not a finite number from 0 to 1"),
+    ("top_p", 1.1, "1.1, not"),
+    ("top_p", math.nan, "nan"),
+    ("top_k", -1, "-1, not a whole number from 0"),
+    ("repetition_penalty", 0.0, "0, not a finite number from 0.001"),
+    ("repetition_penalty", -1.0, "-1, not"),
+    ("presence_penalty", math.nan, "nan"),
+    ("frequency_penalty", math.inf, "inf"),
+    ("min_tokens", -1, "-1, not a whole number from 0"),
+    ("min_tokens", 9, "9, above the most tokens asked for, 8"),
+    ("num_return_sequences", 0, "0, not a whole number from 1"),
+    ("num_return_sequences", 1000, "1000, not"),
+    ("end_id", -2, "-2, not a whole number from -1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD_VALUES)
+def test_values_out_of_bounds_are_refused_by_name(name, value, message):
+    with pytest.raises(ContractError, match=f"^INVALID_ARGUMENT: {name} is {message}"):
+        ask_text(**{name: value})
+    inner = TO_LLM_NAMES.get(name, name)
+    with pytest.raises(ContractError, match=rf"{name}\)? is {message}"):
+        ask_llm(**{inner: value})
+
+
+@pytest.mark.parametrize("model", [TEXT, LLM], ids=lambda model: model.name)
+def test_later_work_is_accepted_at_its_neutral_values_alone(model):
+    ask = ask_text if model is TEXT else ask_llm
+    later = [tensor for tensor in model.inputs if tensor.neutral is not None]
+    assert later
+    for tensor in later:
+        shape = tuple(max(dim, 0) for dim in tensor.dims)
+        base = {"text_input": "a", "max_tokens": 1}
+        if model is LLM:
+            base = {"input_ids": [1], "input_lengths": 1, "request_output_len": 1}
+        arrays = inputs_of(model, **base)
+        request = text_request if model is TEXT else llm_request
+        for value in tensor.neutral:
+            filled = np.broadcast_to(array_of(tensor, value), [max(1, d) for d in tensor.dims])
+            request(arrays | {tensor.name: filled}, {})
+        if -1 in tensor.dims:
+            empty = np.empty(shape, filled.dtype) if tensor.neutral else None
+            empty = array_of(tensor).reshape(shape) if empty is None else empty
+            request(arrays | {tensor.name: empty}, {})
+        other = array_of(tensor, "x" if tensor.dtype == "STRING" else 7)
+        set_ = np.broadcast_to(other, [max(1, dim) for dim in tensor.dims])
+        with pytest.raises(ContractError) as caught:
+            request(arrays | {tensor.name: set_}, {})
+        assert str(caught.value) == f"INVALID_ARGUMENT: {tensor.name} is not supported yet"
+    assert ask()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"max_tokens": np.array([1.0], np.float32)}, "max_tokens has type 'float32', not INT32"),
+        ({"max_tokens": np.array([1], np.int64)}, "max_tokens has type 'int64', not INT32"),
+        ({"max_tokens": np.array([[1]], np.int32)}, r"max_tokens has shape \[1, 1\], not \[1\]"),
+        ({"max_tokens": np.array([1, 2], np.int32)}, r"max_tokens has shape \[2\]"),
+        ({"max_tokens": np.array([], np.int32)}, r"max_tokens has shape \[0\]"),
+        ({"text_input": np.array([1], np.int32)}, "text_input has type 'int32', not STRING"),
+        ({"text_input": strings("a", "b")}, r"text_input has shape \[2\]"),
+        ({"text_input": strings("")}, "text_input is empty"),
+        ({"text_input": strings(b"ab\xff")}, "text_input is not valid UTF-8 at byte 2"),
+        ({"stop_words": strings("a", "b").reshape(1, 2)}, r"stop_words has shape \[1, 2\]"),
+        ({"stop_words": np.array([1], object)}, r"stop_words\[0\] is 1, not a text"),
+        ({"stop_words": strings("a", b"\xff")}, r"stop_words\[1\] is not valid UTF-8"),
+        ({"stop_words": strings(*"x" * 5000)}, "stop_words has 5000 words, at most 1024"),
+        ({"bad_words": strings("x" * 5000)}, "bad_words has a word of 5000 bytes, at most 4096"),
+        ({"embedding_bias_words": strings("a")}, "embedding_bias_weights has 0 values for 1"),
+        ({"text_inputs": strings("a")}, "'text_inputs' is not an input"),
+    ],
+)
+def test_misshapen_inputs_are_refused(inputs, message):
+    arrays = inputs_of(TEXT, text_input="a", max_tokens=1) | inputs
+    with pytest.raises(ContractError, match=message):
+        text_request(arrays, {})
+
+
+@pytest.mark.parametrize("missing", ["input_ids", "input_lengths", "request_output_len"])
+def test_what_a_request_must_have(missing):
+    arrays = inputs_of(LLM, input_ids=[1], input_lengths=1, request_output_len=1)
+    del arrays[missing]
+    with pytest.raises(ContractError, match=rf"{missing}.* is missing"):
+        llm_request(arrays, {})
+
+
+# --- texts and words ------------------------------------------------------------------------------
+
+
+@given(st.text(min_size=1))
+def test_every_text_arrives_nul_characters_included(text):
+    assert ask_text(text_input=text).text == text
+
+
+def test_empty_words_are_left_out():
+    request = ask_text(stop_words=["", "\n", ""], bad_words=[""], text_input="a\0b")
+    assert request.base.stop_words == (b"\n",)
+    assert request.bad_words == ()
+    assert request.text == "a\0b"
+
+
+def test_words_become_sampling_parameters():
+    request = ask_text(
+        bad_words=["x", "yz"],
+        embedding_bias_words=["a", "ab"],
+        embedding_bias_weights=[2.0, -0.5],
+        stop_words=["é"],
+    )
+    sampling = request.sampling([7], [[5], [6, 7]], [[10, 10], [10, 11]])
+    assert sampling.bad_words == ((5,), (6, 7))
+    assert sampling.bias == ((10, 1.5), (11, -0.5))
+    assert sampling.stop_words == ("é".encode(),)
+
+
+def test_end_ids():
+    assert ask_text(end_id=-1).sampling([7, 9]).end_ids == ()
+    assert ask_text(end_id=9).sampling([7, 9]).end_ids == (7, 9)
+    assert ask_text(end_id=5).sampling([7, 9]).end_ids == (5,)
+    assert ask_text({"ignore_eos": True}).sampling([7, 9]).end_ids == ()
+    # The token model ends nothing by itself: preprocessing says where a text ends.
+    assert ask_llm(end_ids=[7, 9]).sampling.end_ids == ()
+    assert ask_llm(end_ids=[7, 9], end_id=7).sampling.end_ids == (7, 9)
+    assert ask_llm(end_id=7).sampling.end_ids == (7,)
+    assert ask_llm(end_id=-1, end_ids=[7]).sampling.end_ids == ()
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def test_padding_behind_the_prompt_is_cut():
+    assert ask_llm(input_ids=[4, 5, 0, 0], input_lengths=2).token_ids == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input_ids": []}, "input_ids is empty"),
+        ({"input_lengths": 0}, "input_lengths is 0, not a whole number from 1 to 3"),
+        ({"input_lengths": 4}, "input_lengths is 4, not a whole number from 1 to 3"),
+        ({"input_ids": [1, -2, 3]}, r"input_ids\[1\] is -2, not a token id from 0"),
+    ],
+)
+def test_prompts_that_are_none(values, message):
+    with pytest.raises(ContractError, match=message):
+        ask_llm(**values)
+
+
+def llm_with(vocab=None, **arrays) -> LlmRequest:
+    base = inputs_of(LLM, input_ids=[1], input_lengths=1, request_output_len=1)
+    return llm_request(base | arrays, {}, vocab)
+
+
+@given(st.lists(st.text(min_size=1, max_size=6).map(str.encode), max_size=8))
+def test_stop_words_of_a_request_are_bytes(words):
+    packed = pack_word_list([list(word) for word in words])
+    sampling = llm_with(Vocabulary(), stop_words_list=packed).sampling
+    assert sampling.stop_words == tuple(words)
+    assert sampling.stop_token_ids == ()
+
+
+def test_stop_words_of_special_tokens_and_without_a_vocabulary():
+    packed = pack_word_list([[300], [400], [65, 66]])
+    sampling = llm_with(Vocabulary(), stop_words_list=packed).sampling
+    assert sampling.stop_words == (b"<end>", b"AB")
+    assert sampling.stop_token_ids == (400,)
+    assert llm_with(stop_words_list=pack_word_list([[300]])).sampling.stop_token_ids == (300,)
+    with pytest.raises(ContractError, match="word of 2 tokens; without a tokenizer"):
+        llm_with(stop_words_list=packed)
+    with pytest.raises(ContractError, match="tokens without a text"):
+        llm_with(Vocabulary(), stop_words_list=pack_word_list([[400, 401]]))
+
+
+def test_bad_words_and_bias():
+    bias = np.zeros(12, np.float32)
+    bias[[3, 7]] = 1.5, -2
+    packed = pack_word_list([[5], [6, 7]])
+    sampling = llm_with(bad_words_list=packed, embedding_bias=bias).sampling
+    assert sampling.bad_words == ((5,), (6, 7))
+    assert sampling.bias == ((3, 1.5), (7, -2.0))
+    for value in (math.nan, math.inf, 1e9):
+        bias[3] = value
+        with pytest.raises(ContractError, match=r"embedding_bias .* of token 3 is "):
+            llm_with(embedding_bias=bias)
+    with pytest.raises(ContractError, match="10000 biased tokens, at most 4096"):
+        llm_with(embedding_bias=np.ones(10_000, np.float32))
+
+
+def test_stop_needs_nothing_else():
+    assert ask_llm(stop=True, request_output_len=0, input_ids=[]).stop
+    assert not ask_llm(stop=False).stop
+
+
+def test_elements_of_a_batch_of_scalars():
+    """What indexing an array [B] gives."""
+    arrays = inputs_of(LLM, input_ids=[1, 2], request_output_len=4)
+    request = llm_request(arrays | {"input_lengths": np.int32(2)}, {})
+    assert request.token_ids == [1, 2]
+
+
+# --- anything -------------------------------------------------------------------------------------
+
+slow = settings(max_examples=300, suppress_health_check=list(HealthCheck))
+
+
+@slow
+@given(near_requests(TEXT, "text_input", "max_tokens"))
+def test_any_text_request_is_one_or_an_error(asked):
+    outcome = served_or_refused(text_request, *asked)
+    if isinstance(outcome, TextRequest):
+        assert outcome.text
+        assert outcome.base.max_tokens >= 1
+        assert math.isfinite(outcome.base.temperature)
+
+
+@slow
+@given(near_requests(LLM, "input_ids", "input_lengths", "request_output_len"))
+def test_any_token_request_is_one_or_an_error(asked):
+    outcome = served_or_refused(llm_request, *asked, vocab=Vocabulary())
+    if isinstance(outcome, LlmRequest):
+        assert outcome.stop or min(outcome.token_ids) >= 0

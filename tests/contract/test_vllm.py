@@ -1,0 +1,215 @@
+"""Requests in vLLM's tensors: its defaults, its casts, its refusals."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from contract.asking import inputs_of, near_requests, scalars, served_or_refused, strings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from slipstream_contract.errors import ContractError
+from slipstream_contract.tensors import MODELS
+from slipstream_contract.vllm import VllmRequest, vllm_request
+
+VLLM = MODELS["vllm_model"]
+
+
+def ask(sampling=None, parameters=(), **inputs) -> VllmRequest:
+    asked = {"text_input": "hi"} | inputs
+    if sampling is not None:
+        text = sampling if isinstance(sampling, str) else json.dumps(sampling)
+        asked["sampling_parameters"] = text
+    return vllm_request(inputs_of(VLLM, **asked), dict(parameters))
+
+
+@pytest.mark.parametrize("sampling", [None, "", "{}", {}, {"temperature": None, "stop": None}])
+def test_defaults(sampling):
+    base = ask(sampling).base
+    assert base.max_tokens == 16
+    assert (base.temperature, base.top_k, base.top_p, base.min_p) == (1.0, 0, 1.0, 0.0)
+    assert base.seed is None
+    assert not base.include_stop
+    assert not base.log_probs
+
+
+def test_everything_that_is_served():
+    asked = {
+        "n": 2,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 7,
+        "min_p": 0.125,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "seed": 3,
+        "stop": ["a", "", "é"],
+        "stop_token_ids": [5, 6],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "bad_words": ["x"],
+        "logit_bias": {"4": 1.5, "3": -100},
+        "logprobs": 0,
+    }
+    request = ask(asked)
+    base = request.base
+    for name in asked.keys() & set(type(base).__struct_fields__) - {"bad_words", "stop_token_ids"}:
+        assert getattr(base, name) == asked[name]
+    assert base.stop_words == (b"a", "é".encode())
+    assert base.stop_token_ids == (5, 6)
+    assert base.include_stop
+    assert base.bias == ((3, -100.0), (4, 1.5))
+    assert base.log_probs
+    assert request.bad_words == ("x",)
+    assert not request.skip_special_tokens
+    assert request.sampling([8], [[1, 2]]).bad_words == ((1, 2),)
+    assert request.sampling([8]).end_ids == (8,)
+    assert ask({"ignore_eos": True}).sampling([8]).end_ids == ()
+
+
+def test_request_parameters_are_cast():
+    given = {"temperature": "0.5", "max_tokens": "7", "ignore_eos": "false", "stop": "end", "id": 1}
+    request = ask(parameters=given)
+    assert request.base.temperature == 0.5
+    assert request.base.max_tokens == 7
+    assert request.base.stop_words == (b"end",)
+    assert not request.ignore_eos
+    assert ask(parameters={"ignore_eos": "True"}).ignore_eos
+    assert ask(parameters={"use_beam_search": "false", "best_of": "1"}) == ask()
+
+
+def test_echo_and_streams():
+    assert not ask().exclude_input_in_output
+    assert ask(exclude_input_in_output=True).exclude_input_in_output
+    stream = ask(stream=True)
+    assert stream.streaming
+    assert stream.exclude_input_in_output
+    with pytest.raises(ContractError, match="exclude_input_in_output is false"):
+        ask(stream=True, exclude_input_in_output=False)
+
+
+def test_what_is_returned_makes_the_engine_compute_it():
+    assert ask(return_cumulative_logprob=True).base.log_probs
+    assert ask(return_logprobs=True).base.log_probs
+    assert not ask(return_finish_reason=True, return_num_output_tokens=True).base.log_probs
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"temprature": 1}, "unknown request parameter 'temprature'; do you mean temperature"),
+        ({"top_p": 0}, "top_p is 0, not a number above 0"),
+        ({"top_p": 1.1}, r"top_p is 1\.1"),
+        ({"top_k": -2}, "top_k is -2, not a whole number from -1"),
+        ({"temperature": -1}, "temperature is -1"),
+        ('{"temperature": NaN}', "temperature is nan"),
+        ('{"temperature": 1e999}', "temperature is inf"),
+        ({"max_tokens": 0}, "max_tokens is 0, not a whole number from 1"),
+        (
+            {"max_tokens": 2**31},
+            "max_tokens is 2147483648, not a whole number from 1 to 2147483647",
+        ),
+        ({"max_tokens": "many"}, "max_tokens is 'many', not a whole number"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"min_tokens": 20}, "min_tokens is 20, above the most tokens asked for, 16"),
+        ({"presence_penalty": 2.5}, r"presence_penalty is 2\.5, not a finite number from -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"n": 0}, "n is 0"),
+        ({"n": 2, "temperature": 0}, "n is 2, but greedy"),
+        ({"stop": [1]}, r"stop\[0\] is 1, not a text"),
+        ({"stop": {"a": 1}}, "stop is .*neither a text nor a list"),
+        ({"stop": ["x"] * 5000}, "stop has 5000 words, at most 1024"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids\[0\] is -1"),
+        ({"logit_bias": {"a": 1}}, "logit_bias key is 'a'"),
+        ({"logit_bias": {"1": 101}}, "logit_bias of token 1 is 101, not"),
+        ({"logit_bias": {"1": 1, "01": 1}}, "logit_bias of token 1 is given twice"),
+        ({"logprobs": 5}, "logprobs is 5, at most 0"),
+        ({"logprobs": 2, "temperature": 0}, "logprobs is 2, at most 1"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
+        ({"best_of": 3}, "best_of is not supported yet"),
+        ({"structured_outputs": '{"json": {}}'}, "structured_outputs is not supported yet"),
+        ({"lora_name": "a"}, "lora_name is not supported yet"),
+        ("[1]", r"sampling_parameters is \[1\], not a JSON object"),
+        ("{", "sampling_parameters is not JSON"),
+        ("[" * 100_000, "sampling_parameters is not JSON"),
+    ],
+)
+def test_refusals(sampling, message):
+    with pytest.raises(ContractError, match=message):
+        ask(sampling)
+
+
+def test_parameters_beside_the_tensor_are_refused():
+    with pytest.raises(ContractError, match="'top_k' beside sampling_parameters"):
+        ask({"temperature": 1}, {"top_k": 5})
+    assert ask({"temperature": 0.5}, {"id": "7"}).base.temperature == 0.5
+
+
+def test_seeds():
+    assert ask({"seed": -1}).base.seed is None
+    assert ask({"seed": -2}).base.seed == 2**64 - 2
+    assert ask({"seed": 0}).base.seed == 0
+
+
+def test_later_inputs():
+    for name in ("image", "embedding_request"):
+        assert ask(**{name: ""}) == ask()
+        with pytest.raises(ContractError, match=f"^INVALID_ARGUMENT: {name} is not supported yet$"):
+            ask(**{name: "x"})
+
+
+NAMES = st.sampled_from(
+    [
+        "n",
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "logit_bias",
+        "bad_words",
+        "logprobs",
+        "ignore_eos",
+        "best_of",
+        "presence_penalty",
+        "repetition_penalty",
+    ]
+)
+values = st.recursive(
+    st.one_of(scalars, st.sampled_from(["1", "0.5", 1, 0, 0.5])),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(NAMES, values, max_size=3))
+def test_any_sampling_parameters_are_some_or_an_error(sampling):
+    outcome = served_or_refused(ask, sampling)
+    if isinstance(outcome, VllmRequest):
+        assert math.isfinite(outcome.base.temperature)
+        assert outcome.base.max_tokens >= 1
+
+
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(near_requests(VLLM, "text_input"))
+def test_any_request_is_one_or_an_error(asked):
+    served_or_refused(vllm_request, *asked)
+
+
+@given(st.binary(max_size=20))
+def test_any_bytes_as_sampling_parameters(data):
+    inputs = {"text_input": strings("a"), "sampling_parameters": strings(data)}
+    served_or_refused(vllm_request, inputs, {})
+
+
+def test_elements_are_read_from_one_dimension():
+    array = np.array([True])
+    assert vllm_request({"text_input": strings("a"), "stream": array}, {}).streaming
