@@ -31,6 +31,7 @@ from slipstream_compose.server import server_directory, server_environment, stub
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 32 << 20  # bytes: seven stubs begin with one MiB each and grow with tensors
 MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
+_ENDING_S = 0.4
 EXIT_TIMEOUT_S = 4  # for requests in flight, which it looks at once a second, and for unloading
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -284,6 +285,9 @@ class TritonServer:
         if self._process and self._process.poll() is None:
             with contextlib.suppress(OSError):
                 self.runtime.stopping.touch()
+            # A server that is told to end refuses the next step of an ensemble and, before Triton
+            # 26.03, then waits for it in vain: the bridges end the streams before that.
+            time.sleep(_ENDING_S)
             self._process.terminate()
             try:
                 self._process.wait(patience_s)

@@ -196,7 +196,6 @@ def test_health_fails_in_time_while_the_engine_stands_still(idle):
 
 
 def test_a_server_that_is_stopped_ends_its_streams_and_leaves_nothing(repository, tmp_path):
-    before = set(SHARED_MEMORY.iterdir())
     ends: list[str] = []
     with serving(repository, tmp_path / "log") as client:
 
@@ -223,5 +222,5 @@ def test_a_server_that_is_stopped_ends_its_streams_and_leaves_nothing(repository
         assert len(ends) == 4
         assert list(client.server.processes()) == []
         assert not any(is_alive(pid) for pid in processes)
-        assert set(SHARED_MEMORY.iterdir()) <= before
+        assert list(SHARED_MEMORY.glob(f"{client.server._prefix}*")) == []
         assert client.server.exit_code == 0

@@ -62,7 +62,8 @@ class Bridge:
         self.connection = Connection(runtime.address, name, self.calls, self._supervision.ensure)
         self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, self.calls.cancel)
         self.calls.settle = self.flow.settle
-        self._watch = Watch(self.calls, runtime.stopping.exists)
+        self._is_stopping = runtime.stopping.exists
+        self._watch = Watch(self.calls, self._is_stopping)
 
     def wait(self) -> wire.Welcome:
         """Until the engine is ready. Raises RuntimeError, with its reason, if it cannot start."""
@@ -94,6 +95,8 @@ class Bridge:
 
         Raises ContractError if it cannot begin. `has_flow` puts its streams under flow control.
         """
+        if self._is_stopping():
+            raise ContractError("the server is stopping", Code.UNAVAILABLE)
         try:
             for stream in call.streams:
                 if has_flow and stream.is_streaming:

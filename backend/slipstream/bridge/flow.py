@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _NUMBER_BITS = 24  # responses of one stream; the bits above tell streams apart
 _POLL_S = 0.001
 _DROP_NS = 400_000_000
-_SETTLE_NS = 20_000_000  # from an acknowledgement to the end of that step's response
+_SETTLE_NS = 100_000_000  # from an acknowledgement to the end of that step's response
 _MAX_SETTLE_NS = 1_000_000_000
 _MAX_PAUSE_NS = 200_000_000  # between two polls; longer: this process stood still
 
