@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+NAME = "pystdlib-5m"  # of the model, shown to users
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -157,6 +159,7 @@ def save(model: Llama, directory: Path, end_id: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     shape = model.shape
     config = {
+        "_name_or_path": NAME,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": shape.vocab_size,
