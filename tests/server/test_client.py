@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -157,6 +158,23 @@ def test_health(sdk, idle):
     assert set(report) == HEALTH_KEYS | {"ok", "token_s"}
     assert report["ok"] is True
     assert report["kv_blocks_free"] == report["kv_blocks_total"]
+
+
+def test_health_is_bad_while_the_engine_hangs_and_good_after(sdk, idle):
+    engine = sdk.health()["engine_pid"]
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        process = command(idle, "health", "--json", "--timeout", "5")
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert time.monotonic() - began < 8
+        report = json.loads(output)
+        assert report["ok"] is False
+        assert report["error"].startswith("UNAVAILABLE: ")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert command(idle, "health").wait(30) == 0
 
 
 def test_complete_streams_to_the_terminal(sdk, idle):
