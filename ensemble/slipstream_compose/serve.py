@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import shlex
 import signal
@@ -197,7 +198,9 @@ def _demo(endpoints: Endpoints, models: list[str]) -> None:
     body = {"text_input": "import ", "max_tokens": 32, "stream": True}
     url = f"{endpoints.http}/v2/models/{model}/generate_stream"
     port = "" if endpoints.grpc_port == 8001 else f" --grpc-port {endpoints.grpc_port}"
-    command = f"{shlex.quote(sys.prefix)}/bin/slipstream"
+    here = os.path.relpath(sys.prefix)
+    folder = sys.prefix if here.startswith(os.pardir) else here
+    command = f"{shlex.quote(folder)}/bin/slipstream"
     print(
         "\ntry:\n"
         f"  curl -N {url} -d {shlex.quote(json.dumps(body))}\n"
