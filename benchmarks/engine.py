@@ -152,7 +152,12 @@ def main() -> None:
     started = time.perf_counter()
     engine = build(args.shape, args.dtype, args.max_num_batched_tokens)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    head = {"engine": "slipstream", "shape": args.shape, "device": device, "torch": torch.__version__}
+    head = {
+        "engine": "slipstream",
+        "shape": args.shape,
+        "device": device,
+        "torch": torch.__version__,
+    }
     rows: list[dict[str, object]] = [{**head, "start_s": round(time.perf_counter() - started, 1)}]
     print(json.dumps(rows[0]), flush=True)
     for name in args.names:

@@ -44,4 +44,6 @@ def mixed(num_requests: int = 512, max_tokens: int = 256) -> Workload:
 
 def long_context(batch: int = 16, length: int = 16_352, max_tokens: int = 64) -> Workload:
     """Decode over a long cache."""
-    return Workload("long_context", _prompts(np.random.default_rng(1), [length] * batch), max_tokens)
+    return Workload(
+        "long_context", _prompts(np.random.default_rng(1), [length] * batch), max_tokens
+    )
