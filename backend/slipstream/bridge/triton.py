@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -43,29 +42,35 @@ def make_tensors(outputs: Outputs, requested: frozenset[str] | None = None) -> l
 class TritonReply:
     """The responses of one decoupled request. See `streams.Reply`.
 
-    Every response is built in the thread that sends it. Nothing follows the final one.
+    Every response is built in the thread that sends it. Nothing follows the final one, with which
+    the server's object is let go: a model that is being unloaded waits for the last of them.
     """
 
     def __init__(self, request: Any) -> None:
         self.requested = frozenset(request.requested_output_names())
         self._sender = request.get_response_sender()
 
-    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool) -> None:
+    def send(self, outputs: Outputs, is_final: bool) -> None:
         """One response of the outputs that were requested."""
         response = pb.InferenceResponse(make_tensors(outputs, self.requested))
-        self._sender.send(
-            response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
-        )
+        if is_final:
+            self._end(response)
+        else:
+            self._sender.send(response)
 
     def fail(self, error: ContractError) -> None:
         """An error, final."""
-        response = pb.InferenceResponse(error=triton_error(error))
-        self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._end(pb.InferenceResponse(error=triton_error(error)))
 
     def end(self) -> None:
         """No response, final."""
-        self._sender.send(flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._end()
 
     def is_cancelled(self) -> bool:
-        """Whether the client has cancelled: a round trip to the server."""
+        """Whether the client has cancelled: a round trip to the server. Not after the end."""
         return bool(self._sender.is_cancelled())
+
+    def _end(self, *response: Any) -> None:
+        sender, self._sender = self._sender, None
+        assert sender is not None, "a second end"
+        sender.send(*response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
