@@ -85,18 +85,35 @@ def test_template_is_rendered_without_the_token_that_the_server_adds(tmp_path: P
         "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    render = chat.renderer(tmp_path, is_plain=False)
+    render = chat.template_renderer(tmp_path)
     assert render([{"role": "user", "content": "<s>Hi"}]) == "[user]<s>Hi[assistant]"
 
 
-def test_chat_without_a_template_says_what_to_do():
-    with pytest.raises(ContractError, match="--template DIR, or use --plain"):
-        chat.renderer(None, is_plain=False)
+def test_chat_without_a_template_says_so_and_goes_on(free_port, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", "--grpc-port", str(free_port)]) == 0
+    assert "no chat template given (--template CHECKPOINT)" in capsys.readouterr().err
+    assert main(["chat", "--plain", "--grpc-port", str(free_port)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--template", "/nowhere"], "no such directory"),
+        (["--plain", "--template", "."], "not both"),
+    ],
+)
+def test_chat_options_that_cannot_be_meant(options, said, capsys):
+    assert main(["chat", *options]) == 1
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
 
 
 def test_chat_with_a_checkpoint_without_a_template_says_so(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    render = chat.renderer(tmp_path, is_plain=False)
+    render = chat.template_renderer(tmp_path)
     with pytest.raises(ContractError, match="no chat template"):
         render([{"role": "user", "content": "Hi"}])
 

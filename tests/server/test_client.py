@@ -221,3 +221,18 @@ def test_chat_in_plain_words(idle):
     assert process.returncode == 0, errors
     assert output.count("> ") == 3
     assert "User:" not in output
+
+
+def test_ctrl_c_in_a_chat_cancels_the_answer_alone(idle):
+    process = command(idle, "chat", "--max-tokens", "1400", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write("import this\n")
+    process.stdin.flush()
+    idle.wait_running(1)
+    process.send_signal(signal.SIGINT)
+    assert idle.wait_idle(5) < 1
+    assert process.poll() is None
+    output, errors = process.communicate(timeout=20)  # closes its input: Ctrl-D
+    assert process.returncode == 0, errors
+    assert output.count("> ") == 2
+    assert "no chat template given" in errors

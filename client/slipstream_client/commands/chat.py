@@ -1,8 +1,8 @@
 """`slipstream chat`: a conversation in the terminal, kept by the client.
 
 The server's contract is text in, text out: it has no tensor for messages. So the client renders
-the conversation, by the chat template in the checkpoint's directory (`--template`), or as a bare
-transcript (`--plain`) for a model that was never trained on conversations.
+the conversation, by the chat template in a checkpoint's directory (`--template`), or else as a bare
+transcript, the one thing to do with a model that was never trained on conversations.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.errors import ContractError
 from slipstream_contract.vocab import read_tokenizer_config, special_token
 from slipstream_preprocessing.chat import ChatTemplate
 
@@ -27,6 +27,10 @@ from slipstream_client.commands.common import (
 
 Messages = list[dict[str, str]]
 PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+NO_TEMPLATE = (
+    "no chat template given (--template CHECKPOINT): a plain transcript, which is all that a model "
+    "without one understands"
+)
 PLAIN_STOP_WORD = f"\n{PLAIN_NAMES['user']}:"
 
 
@@ -41,7 +45,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--template", type=Path, metavar="DIR", help="checkpoint directory with a chat template"
     )
     parser.add_argument(
-        "--plain", action="store_true", help="no template: a transcript of User: and Assistant:"
+        "--plain",
+        action="store_true",
+        help="a transcript of User: and Assistant:, as without --template, but do not say so",
     )
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
     add_sampling(parser, max_tokens=256)
@@ -50,7 +56,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Reads a line, streams the answer, until the end of the input."""
-    render = renderer(args.template, args.plain)
+    if args.template is not None and args.plain:
+        raise ContractError("give --template or --plain, not both")
+    if args.template is None and not args.plain:
+        print(f"{NO_TEMPLATE}\n", file=sys.stderr, flush=True)
+    render = plain_prompt if args.template is None else template_renderer(args.template)
+    stop_words = [PLAIN_STOP_WORD] if args.template is None else []
     messages: Messages = [{"role": "system", "content": args.system}] if args.system else []
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives input() its line editing)
@@ -63,20 +74,12 @@ def run(args: argparse.Namespace) -> int:
                 return 0
             if line.strip():
                 messages.append({"role": "user", "content": line})
-                answer = _answer(client, render(messages), args)
+                answer = _answer(client, render(messages), stop_words, args)
                 messages.append({"role": "assistant", "content": answer})
 
 
-def renderer(template: Path | None, is_plain: bool) -> Callable[[Messages], str]:
-    """How a conversation becomes a prompt. Raises ContractError where it is not known."""
-    if is_plain:
-        return plain_prompt
-    if template is None:
-        raise ContractError(
-            "which chat template? Give the checkpoint's directory with --template DIR, "
-            "or use --plain for a model without one (such as the default model)",
-            Code.UNSUPPORTED,
-        )
+def template_renderer(template: Path) -> Callable[[Messages], str]:
+    """How a conversation becomes a prompt by the template in a checkpoint's directory."""
     if not template.is_dir():
         raise ContractError(f"--template {template}: no such directory")
     chat_template = ChatTemplate.load(template)
@@ -95,11 +98,12 @@ def plain_prompt(messages: Messages) -> str:
     return "\n".join([*lines, f"{PLAIN_NAMES['assistant']}:"])
 
 
-def _answer(client: SlipstreamClient, prompt: str, args: argparse.Namespace) -> str:
+def _answer(
+    client: SlipstreamClient, prompt: str, stop_words: list[str], args: argparse.Namespace
+) -> str:
     """Streams one answer; after Ctrl-C as much of it as was shown."""
-    stop_word = PLAIN_STOP_WORD if args.plain else ""
-    parameters = sampling_of(args) | stop_at(args.model, [stop_word] if stop_word else [])
-    printer = Printer(sys.stdout, stop_word)
+    parameters = sampling_of(args) | stop_at(args.model, stop_words)
+    printer = Printer(sys.stdout, *stop_words)
     with contextlib.suppress(KeyboardInterrupt):
         printer.print(client.stream(prompt, **parameters))
     print(flush=True)
