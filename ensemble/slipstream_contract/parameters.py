@@ -5,21 +5,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slipstream_contract.options import is_unset, refuse_unserved
+
 _TRUE, _FALSE = ("true", "1", "t", "y", "yes", "on"), ("false", "0", "f", "n", "no", "off")
 
 
 class StageParameters:
-    """The arguments of `initialize()` of a stage. A value left as `${name}` counts as not given."""
+    """The arguments of `initialize()` of a stage. A value left as `${name}` counts as not given.
+
+    Raises ValueError if a parameter asks for what is not done.
+    """
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self.config: dict[str, Any] = json.loads(arguments["model_config"])
         self.version_directory = Path(arguments["model_repository"]) / arguments["model_version"]
         self.model = arguments["model_name"]
+        given = self.config.get("parameters", {})
+        self._texts = {name: given[name].get("string_value", "").strip() for name in given}
+        refuse_unserved(self.model, self._texts)
 
     def text(self, name: str, default: str = "") -> str:
         """A parameter as it is written."""
-        value = self.config.get("parameters", {}).get(name, {}).get("string_value", "").strip()
-        return default if value in ("", "${" + name + "}") else value
+        value = self._texts.get(name, "")
+        return default if is_unset(name, value) else value
 
     def flag(self, name: str, default: bool) -> bool:
         """A parameter that is true or false. Raises ValueError for anything else."""

@@ -136,15 +136,15 @@ def text_request(
     if not text:
         raise ContractError("text_input is empty")
     stop_words = _texts(read, "stop_words", limits.MAX_WORDS)
-    bias_words = read.texts("embedding_bias_words")
+    bias_words, bias_weights = _weighted(read)
     base = _sampling(read, own, "max_tokens", _TEXT_NAMES)
     end_id, pad_id = _id(read, "end_id"), _id(read, "pad_id")
     return TextRequest(
         text=text,
         base=msgspec.structs.replace(base, stop_words=tuple(w.encode() for w in stop_words)),
         bad_words=_texts(read, "bad_words", limits.MAX_WORDS),
-        bias_words=tuple(bias_words),
-        bias_weights=_weights(read, len(bias_words)),
+        bias_words=bias_words,
+        bias_weights=bias_weights,
         end_id=end_id,
         pad_id=pad_id,
         ignore_eos=to_flag("ignore_eos", own.get("ignore_eos", False)),
@@ -298,19 +298,26 @@ def _texts(read: Inputs, name: str, limit: int) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _weights(read: Inputs, num_words: int) -> tuple[float, ...]:
+def _weighted(read: Inputs) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Words whose tokens are biased, and their weights.
+
+    Clients that do not use the two fields send one empty word, and perhaps a zero.
+    """
     name = "embedding_bias_weights"
     array = read.array(name)
     weights = [] if array is None else [float(weight) for weight in array]
-    if len(weights) != num_words:
+    words = read.texts("embedding_bias_words")
+    if not any(words) and not any(weights):
+        return (), ()
+    if len(weights) != len(words):
         raise ContractError(
-            f"{name} has {len(weights)} values for {num_words} embedding_bias_words"
+            f"{name} has {len(weights)} values for {len(words)} embedding_bias_words"
         )
-    limits.check_count("embedding_bias_words", num_words, limits.MAX_BIASED_TOKENS, "words")
-    return tuple(
+    limits.check_count("embedding_bias_words", len(words), limits.MAX_WORDS, "words")
+    for i, (word, weight) in enumerate(zip(words, weights, strict=True)):
+        limits.check_word("embedding_bias_words", word.encode())
         limits.check_number(f"{name}[{i}]", weight, -limits.MAX_BIAS, limits.MAX_BIAS)
-        for i, weight in enumerate(weights)
-    )
+    return tuple(words), tuple(weights)
 
 
 # --- tokens --------------------------------------------------------------------------------------

@@ -247,6 +247,13 @@ def test_later_work_is_accepted_at_its_neutral_values_alone(model):
         ({"stop_words": strings(*"x" * 5000)}, "stop_words has 5000 words, at most 1024"),
         ({"bad_words": strings("x" * 5000)}, "bad_words has a word of 5000 bytes, at most 4096"),
         ({"embedding_bias_words": strings("a")}, "embedding_bias_weights has 0 values for 1"),
+        (
+            {
+                "embedding_bias_words": strings("a"),
+                "embedding_bias_weights": np.array([np.nan], np.float32),
+            },
+            r"embedding_bias_weights\[0\] is nan, not a finite number from -1000 to 1000",
+        ),
         ({"text_inputs": strings("a")}, "'text_inputs' is not an input"),
     ],
 )
@@ -290,6 +297,11 @@ def test_words_become_sampling_parameters():
     assert sampling.bad_words == ((5,), (6, 7))
     assert sampling.bias == ((10, 1.5), (11, -0.5))
     assert sampling.stop_words == ("é".encode(),)
+
+
+def test_bias_that_is_not_used():
+    for unused in ({"embedding_bias_words": [""]}, {"embedding_bias_weights": [0.0]}):
+        assert ask_text(**unused) == ask_text()
 
 
 def test_end_ids():

@@ -148,6 +148,17 @@ def test_parameters_beside_the_tensor_are_refused():
     assert ask({"temperature": 0.5}, {"id": "7"}).base.temperature == 0.5
 
 
+def test_numbers_that_no_float_holds():
+    for name in ("temperature", "top_p", "logit_bias"):
+        value = {"1": 10**400} if name == "logit_bias" else 10**400
+        with pytest.raises(ContractError, match=f"{name}.* is 1000.*, not a number"):
+            ask({name: value})
+
+
+def test_all_of_the_vocabulary():
+    assert ask({"top_k": -1}) == ask({"top_k": 0}) == ask()
+
+
 def test_seeds():
     assert ask({"seed": -1}).base.seed is None
     assert ask({"seed": -2}).base.seed == 2**64 - 2
@@ -161,27 +172,11 @@ def test_later_inputs():
             ask(**{name: "x"})
 
 
-NAMES = st.sampled_from(
-    [
-        "n",
-        "max_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "logit_bias",
-        "bad_words",
-        "logprobs",
-        "ignore_eos",
-        "best_of",
-        "presence_penalty",
-        "repetition_penalty",
-    ]
-)
+SAMPLING_NAMES = """
+    n max_tokens min_tokens temperature top_p top_k min_p seed stop stop_token_ids logit_bias
+    bad_words logprobs ignore_eos best_of presence_penalty repetition_penalty
+"""
+NAMES = st.sampled_from(SAMPLING_NAMES.split())
 values = st.recursive(
     st.one_of(scalars, st.sampled_from(["1", "0.5", 1, 0, 0.5])),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner),

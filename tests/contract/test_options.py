@@ -1,0 +1,54 @@
+"""Parameters of config.pbtxt: honoured, without effect, or the model does not load."""
+
+import json
+
+import pytest
+from slipstream_contract.options import NEUTRAL, SERVED, refuse_unserved
+from slipstream_contract.parameters import StageParameters
+
+
+def arguments(**parameters: str) -> dict[str, str]:
+    values = {name: {"string_value": value} for name, value in parameters.items()}
+    config = {"parameters": values}
+    return {
+        "model_config": json.dumps(config),
+        "model_repository": "/models/m",
+        "model_version": "1",
+        "model_name": "m",
+    }
+
+
+def test_placeholders_and_nothing_are_defaults():
+    placeholders = {name: f"${{{name}}}" for name in (*SERVED, *NEUTRAL, "lora_cache_max", "any")}
+    refuse_unserved("m", placeholders)
+    refuse_unserved("m", dict.fromkeys(placeholders, ""))
+    parameters = StageParameters(arguments(skip_special_tokens="${skip_special_tokens}"))
+    assert parameters.flag("skip_special_tokens", True)
+
+
+def test_what_asks_for_nothing_loads():
+    for name, values in NEUTRAL.items():
+        for value in values:
+            refuse_unserved("m", {name: value})
+    refuse_unserved("m", {"EXECUTION_ENV_PATH": "/env", "max_beam_width": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("max_beam_width", "4", "only 1 is served"),
+        ("gpt_model_type", "V1", "only inflight_fused_batching or inflight_batching"),
+        ("enable_kv_cache_reuse", "true", "only false is served"),
+        ("REPORT_CUSTOM_METRICS", "yes", "only no or false"),
+        (
+            "max_tokens_in_paged_kv_cache",
+            "4096",
+            "set kv_cache_tokens in tensorrt_llm/1/model.json",
+        ),
+        ("skip_special_token", "true", "do you mean skip_special_tokens"),
+        ("medusa_choices", "[[0]]", "not served, leave it out"),
+    ],
+)
+def test_what_is_not_done_keeps_a_model_from_loading(name, value, advice):
+    with pytest.raises(ValueError, match=f"m: parameter {name} is .*{advice}"):
+        StageParameters(arguments(**{name: value}))
