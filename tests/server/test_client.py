@@ -3,9 +3,12 @@
 import asyncio
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -18,9 +21,16 @@ from slipstream_client import (
     SlipstreamClient,
 )
 from slipstream_client.codec import GENERATING
+from slipstream_compose.server import repository_root
 
 pytestmark = pytest.mark.triton
 
+DOCUMENT = (repository_root() / "docs" / "clients.md").read_text()
+BLOCKS = [
+    textwrap.dedent(block).strip()
+    for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", DOCUMENT, re.MULTILINE)
+]
+CURLS = [line for block in BLOCKS for line in re.findall(r"^curl .*?'$", block, re.M | re.S)]
 EVERY_TEXT_MODEL = [*TEXT_MODELS, "vllm_model"]
 HEALTH_KEYS = {
     "model",
@@ -236,3 +246,23 @@ def test_ctrl_c_in_a_chat_cancels_the_answer_alone(idle):
     assert process.returncode == 0, errors
     assert output.count("> ") == 2
     assert "no chat template given" in errors
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+@pytest.mark.parametrize("line", CURLS)
+def test_the_curl_lines_of_the_document_answer(idle, line):
+    shell = line.replace("localhost:8000", idle.http.removeprefix("http://"))
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    for event in done.stdout.split("\n\n") if "generate_stream" in line else [done.stdout]:
+        answer = json.loads(event.removeprefix("data: ") or '{"text_output": ""}')
+        assert {"text_output", "output_ids"} & set(answer), answer
+
+
+def test_the_document_shows_every_way():
+    assert len(CURLS) == 5
+
+
+def test_the_python_of_the_document_runs(idle, capsys):
+    [code] = [block for block in BLOCKS if block.startswith("from slipstream_client import Slip")]
+    exec(code.replace("127.0.0.1:8001", idle.address), {})
+    assert len(capsys.readouterr().out) > 20
