@@ -239,3 +239,8 @@ def test_the_command_says_one_line(tmp_path):
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert "no config.json" in done.stderr
+
+
+def test_the_committed_repository_is_what_compose_writes():
+    root = Path(__file__).parents[2] / "model_repository"
+    assert run(root / "tensorrt_llm" / "1" / "checkpoint", root, "--check") == 0
