@@ -24,7 +24,6 @@ from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.inputs import (
     Inputs,
     is_triton_parameter,
-    refuse_parameter,
     to_flag,
     to_number,
     token_ids,
@@ -35,7 +34,6 @@ from slipstream_contract.words import unpack_word_list
 
 Arrays = Mapping[str, NDArray[Any]]
 
-_TEXT_NAMES = {"top_k": "top_k", "top_p": "top_p", "max_tokens": "max_tokens", "stream": "stream"}
 _LLM_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
 _LLM_LABELS = {name: f"{name} ({text})" for text, name in _LLM_NAMES.items()} | {
     "stop_words_list": "stop_words_list (stop_words)",
@@ -43,7 +41,6 @@ _LLM_LABELS = {name: f"{name} ({text})" for text, name in _LLM_NAMES.items()} | 
     "embedding_bias": "embedding_bias (embedding_bias_words)",
 }
 _OWN_PARAMETERS = frozenset({"min_p", "ignore_eos", "request_type"})
-_TEXT_TENSORS = frozenset(tensor.name for tensor in MODELS["ensemble"].inputs)
 
 
 class Vocabulary(Protocol):
@@ -137,7 +134,7 @@ def text_request(
         raise ContractError("text_input is empty")
     stop_words = _texts(read, "stop_words", limits.MAX_WORDS)
     bias_words, bias_weights = _weighted(read)
-    base = _sampling(read, own, "max_tokens", _TEXT_NAMES)
+    base = _sampling(read, own, {})
     end_id, pad_id = _id(read, "end_id"), _id(read, "pad_id")
     return TextRequest(
         text=text,
@@ -175,7 +172,7 @@ def llm_request(
     if read.flag("stop"):
         return LlmRequest([], SamplingParams(max_tokens=1), stop=True)
     prompt = _prompt(read)
-    sampling = _sampling(read, own, "request_output_len", _LLM_NAMES)
+    sampling = _sampling(read, own, _LLM_NAMES)
     stop_words, stop_token_ids = _stop_words(_word_ids(read, "stop_words_list"), vocab)
     ignore_eos = to_flag("ignore_eos", own.get("ignore_eos", False))
     end_id, _ = _id(read, "end_id"), _id(read, "pad_id")
@@ -209,14 +206,13 @@ def _split(parameters: Mapping[str, object]) -> tuple[dict[str, object], dict[st
     if request_type in ("context_only", "generation_only"):
         raise ContractError(f"request_type {request_type} is not supported yet")
     if request_type != "context_and_generation":
-        raise refuse_parameter(str(request_type), frozenset({"context_and_generation"}))
+        raise ContractError(f"request_type is {clip(request_type)}, not context_and_generation")
     return mine, own
 
 
-def _sampling(
-    read: Inputs, own: Mapping[str, object], max_name: str, names: Mapping[str, str]
-) -> SamplingParams:
-    """All that is numbers and flags. `names` has what the model calls top_k and top_p."""
+def _sampling(read: Inputs, own: Mapping[str, object], names: Mapping[str, str]) -> SamplingParams:
+    """All that is numbers and flags. `names` has the ensemble's that the model does not use."""
+    max_name = names.get("max_tokens", "max_tokens")
     max_tokens = limits.check_whole(read.label(max_name), read.whole(max_name), 1, limits.INT32_MAX)
     n = limits.check_whole(
         "num_return_sequences", read.whole("num_return_sequences", 1), 1, limits.MAX_SEQUENCES
@@ -229,7 +225,6 @@ def _sampling(
         limits.check_number(name, read.number(name, 0.0), -penalty, penalty)
         for name in ("presence_penalty", "frequency_penalty")
     )
-    # The default of the old contract is 1, which has no effect; impossible for max_tokens 0 only.
     least = limits.check_min_tokens("min_tokens", read.whole("min_tokens", 0), max_tokens)
     seed = None
     if read.has("seed"):
@@ -243,7 +238,7 @@ def _sampling(
         seed=seed,
         n=n,
         log_probs=read.flag("return_log_probs"),
-        **_filters(read, own, names["top_k"], names["top_p"]),
+        **_filters(read, own, names.get("top_k", "top_k"), names.get("top_p", "top_p")),
     )
 
 

@@ -155,6 +155,7 @@ def test_parameters_of_the_server_are_not_ours():
         ({"return_context_logits": "true"}, "return_context_logits is not supported yet"),
         ({"stop_words": "a"}, "stop_words .* must be a tensor"),
         ({"request_type": "context_only"}, "context_only is not supported yet"),
+        ({"request_type": 7}, "request_type is 7, not context_and_generation"),
         ({"max_tokens": 5}, "max_tokens, twice"),
         ({"seed": -1}, "seed is -1, not a whole number from 0 to 18446744073709551615"),
         ({"seed": 1.5}, "seed is 1.5, not a whole number"),
