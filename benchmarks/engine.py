@@ -1,8 +1,8 @@
-"""The engine alone on the shared workloads: `python benchmarks/engine.py [--shape llama-3.1-8b] [NAME ...]`.
+"""The engine alone on the shared workloads: `python benchmarks/engine.py [--shape S] [NAME ...]`.
 
-Weights are random (speed does not depend on them), prompts are token ids, sampling is greedy. Prints one
-JSON line per workload and writes them to `--output`. Times are wall clock around `Engine.step`, the median
-over `--repeat` runs with the spread beside it.
+Weights are random (speed does not depend on them), prompts are token ids, sampling is greedy.
+Prints one JSON line per workload and writes them to `--output`. Times are wall clock around
+`Engine.step`, the median over `--repeat` runs with the spread beside it.
 """
 
 import argparse
@@ -11,9 +11,11 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+import workloads
 from slipstream import wire
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -21,8 +23,6 @@ from slipstream.engine.plan import resolve
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.sampling import SamplingParams
-
-import workloads
 from workloads import Workload
 
 SHAPES = {
@@ -94,11 +94,7 @@ def run(engine: Engine, workload: Workload) -> dict[str, float]:
             events.append((time.perf_counter(), num_tokens))
     seconds = time.perf_counter() - start
     full = len(workload.prompts)
-    gaps = [
-        (b[0] - a[0]) * 1e3
-        for a, b in zip(events, events[1:], strict=False)
-        if a[1] == b[1] == full
-    ]
+    gaps = [(b[0] - a[0]) * 1e3 for a, b in pairwise(events) if a[1] == b[1] == full]
     num_output = sum(count for _, count in events)
     return {
         "ttft_ms": (events[0][0] - start) * 1e3,

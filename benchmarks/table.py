@@ -1,8 +1,8 @@
 """Writes the README's figures from the raw results: `python benchmarks/table.py [--check]`.
 
-A folder of `benchmarks/results/` is one sitting on one machine: `engine.jsonl` is ours (by `engine.py`),
-`vllm.jsonl` the peer's on the same workloads, one JSON object a line, and `about.json` names commit,
-machine and versions. The newest folder that has all three is taken.
+A folder of `benchmarks/results/` is one sitting on one machine: `engine.jsonl` is ours (by
+`engine.py`), `vllm.jsonl` the peer's on the same workloads, one JSON object a line, and
+`about.json` names commit, machine and versions. The newest folder that has all three is taken.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The workloads both engines run: same prompts (seeded), same lengths, greedy, no early end.
 
-They are defined by (seed, number of requests, input lengths, output tokens) alone, so that any engine
-can be measured on them; token ids are uniform over the first 128,000 ids of the Llama 3.1 vocabulary.
+They are defined by (seed, number of requests, input lengths, output tokens) alone, so that any
+engine can be measured on them; token ids are uniform over the first 128,000 of Llama 3.1.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def _prompts(rng: np.random.Generator, lengths: list[int]) -> list[list[int]]:
 
 
 def decode(batch: int, max_tokens: int = 256, num_input: int = 128) -> Workload:
-    """`batch` prompts of the same length, decoded together: the inter-token latency of a full batch."""
+    """`batch` prompts of one length, decoded together: the inter-token latency of a full batch."""
     rng = np.random.default_rng(1)
     return Workload(f"decode_{batch}", _prompts(rng, [num_input] * batch), max_tokens)
 
