@@ -180,6 +180,8 @@ def _print_ready(server: TritonServer, banner: str, seconds: float) -> None:
         f"  log      {server.log}",
         flush=True,
     )
+    if not ends.is_local:
+        print(f"listening on {ends.host}: there is no authentication")
 
 
 def _demo(endpoints: Endpoints, models: list[str]) -> None:
