@@ -74,6 +74,11 @@ class Endpoints:
         return f"http://{self._reachable}:{self.metrics_port}/metrics"
 
     @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
     def _reachable(self) -> str:
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
 
@@ -252,9 +257,12 @@ class TritonServer:
         found = _LOAD_FAILURE.search(text)
         if found:
             return f"{found['model']}: {found['reason']}"
-        errors = [line for line in text.splitlines() if line.startswith(("E1", "E0", "error:"))]
-        last = errors[-1].split('] "')[-1].strip('"') if errors else "no reason in its log"
-        return f"tritonserver ended with code {self.exit_code}: {last} (log: {self.log})"
+        code = self.exit_code or 0
+        if code < 0:
+            return f"tritonserver was ended by {signal.Signals(-code).name} (log: {self.log})"
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        said = errors[-1].removeprefix("error: ") if errors else "no reason in its log"
+        return f"tritonserver ended with code {code}: {said} (log: {self.log})"
 
     def processes(self) -> Iterator[int]:
         """Every living process that belongs to this server, the server itself included."""

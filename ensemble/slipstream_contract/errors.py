@@ -1,4 +1,4 @@
-"""The one error a client can be told: a code of Triton's and a message naming field, value and limit."""
+"""The one error a client can be told: a code of Triton's; field, value and limit in the text."""
 
 from enum import StrEnum
 

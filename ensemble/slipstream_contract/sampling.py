@@ -1,4 +1,4 @@
-"""How to choose tokens: one struct, made from either contract's tensors, carried to the engine as is."""
+"""How to choose tokens: one struct, made from either contract's tensors, for the engine as is."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Normalised and validated; the engine trusts it. Defaults mean "no effect".
 
-    Greedy decoding is `temperature == 0`. Token ids are checked against the vocabulary by the engine.
+    Greedy decoding is `temperature == 0`. The engine checks token ids against its vocabulary.
     """
 
     max_tokens: int

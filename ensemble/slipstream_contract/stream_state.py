@@ -1,7 +1,7 @@
 """What a response must carry so that postprocessing can stay stateless: `STREAM_STATE INT64[6]`.
 
-It travels from `tensorrt_llm` to `postprocessing` beside the tokens. A direct caller of `postprocessing`
-leaves it out and gets the one-shot decode.
+It travels from `tensorrt_llm` to `postprocessing` beside the tokens. A direct caller of
+`postprocessing` leaves it out and gets the one-shot decode.
 """
 
 from collections.abc import Sequence

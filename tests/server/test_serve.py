@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,14 @@ from server.serve_process import (
     run_to_end,
     short_directory,
 )
+from slipstream_compose import triton
 from slipstream_compose.server import server_directory
-from slipstream_compose.triton import SHARED_MEMORY, clean_leftovers
+from slipstream_compose.triton import (
+    SHARED_MEMORY,
+    ServeError,
+    check_shared_memory,
+    clean_leftovers,
+)
 
 pytestmark = [
     pytest.mark.triton,
@@ -119,7 +126,7 @@ def test_a_server_that_dies_is_reported(tmp_path: Path, scratch: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     _, errors = serve.process.communicate(timeout=20)
     assert serve.process.returncode == 1
-    assert errors.startswith("slipstream: tritonserver ")
+    assert errors.startswith("slipstream: tritonserver was ended by SIGKILL ")
     assert errors.count("\n") == 1
     serve.assert_gone()
 
@@ -193,6 +200,16 @@ def test_repositories_that_cannot_be_served(tmp_path: Path) -> None:
     repository = write_model(tmp_path)
     shutil.rmtree(repository / "echo" / "1")
     assert_one_line(run_to_end("--model-repository", str(repository)), "version directory")
+
+
+def test_too_little_shared_memory_is_said_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_shared_memory()
+    little = types.SimpleNamespace(f_bavail=16, f_frsize=1 << 20)
+    monkeypatch.setattr(triton.os, "statvfs", lambda path: little)
+    with pytest.raises(ServeError, match=r"/dev/shm has 16 MiB free, 32 are needed"):
+        check_shared_memory()
 
 
 def test_only_leftovers_of_dead_watchers_are_removed() -> None:
