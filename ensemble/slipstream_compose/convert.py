@@ -1,10 +1,16 @@
 """A SentencePiece model to `tokenizer.json`, which is what everything here reads."""
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from slipstream_compose.compose import ComposeError
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+# Module -> what pip is told. Newer ones of sentencepiece need a protobuf that tritonclient refuses.
+_NEEDS = {"transformers": "transformers>=5", "sentencepiece": "sentencepiece<=0.2.1"}
+# No leading space: transformers reads one as the model's own, which is how its users know it.
+_PROBES = ("def f(x):\n\treturn x", "two  spaces", "naïve café", "漢字 😀", "1234567 <a> \\")
 
 
 def needs_conversion(checkpoint: Path) -> bool:
@@ -15,23 +21,36 @@ def needs_conversion(checkpoint: Path) -> bool:
 def convert_tokenizer(checkpoint: Path) -> Path:
     """Write `tokenizer.json` into the checkpoint; its path.
 
-    Raises ComposeError if transformers is not installed, cannot read it, or nothing can be written.
+    Raises ComposeError if a package is missing, nothing can be read or written, or the result does
+    not encode texts as the model does.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
+    missing = [package for module, package in _NEEDS.items() if find_spec(module) is None]
+    if missing:
+        packages = " ".join(f"'{package}'" for package in missing)
         raise ComposeError(
             f"{checkpoint} has only {SENTENCEPIECE}, of which compose makes {TOKENIZER} after: "
-            "pip install 'slipstream[convert]' sentencepiece"
-        ) from None
-    target = checkpoint / TOKENIZER
+            f"pip install {packages}"
+        )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-        tokenizer.backend_tokenizer.save(str(target))
+        tokenizer = _converted(checkpoint)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ComposeError(
-            f"{checkpoint / SENTENCEPIECE} cannot be made a {TOKENIZER}: {reason} (it may need: "
-            "pip install sentencepiece)"
+            f"{checkpoint / SENTENCEPIECE} cannot be made a {TOKENIZER}: {reason}"
         ) from None
+    target = checkpoint / TOKENIZER
+    tokenizer.save(str(target))
     return target
+
+
+def _converted(checkpoint: Path) -> Any:
+    """The tokenizer. Raises ValueError if it and the model disagree, or what its reader does."""
+    from sentencepiece import SentencePieceProcessor
+    from transformers import AutoTokenizer
+
+    original = SentencePieceProcessor(model_file=str(checkpoint / SENTENCEPIECE))
+    fast = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False).backend_tokenizer
+    for text in _PROBES:
+        if fast.encode(text, add_special_tokens=False).ids != original.encode(text):
+            raise ValueError(f"transformers encodes {text!r} in other tokens")
+    return fast

@@ -217,18 +217,58 @@ def test_unsupported_checkpoints_are_refused(checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_broken_sentencepiece_model_is_named(bare, tmp_path):
+@pytest.fixture
+def sentencepiece_only(bare, tmp_path) -> Path:
     folder = tmp_path / "old"
     folder.mkdir()
     for path in bare.iterdir():
         os.link(path, folder / path.name)
     (folder / "tokenizer.model").write_bytes(b"no protocol buffer")
-    assert convert.needs_conversion(folder)
-    with pytest.raises(ComposeError, match=r"tokenizer\.model cannot be made a tokenizer\.json"):
-        run(folder, tmp_path / "out")
+    return folder
+
+
+def test_a_sentencepiece_model_alone_says_what_to_install(
+    sentencepiece_only, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(convert, "find_spec", lambda name: None)
+    with pytest.raises(ComposeError, match="pip install 'transformers>=5' 'sentencepiece<"):
+        run(sentencepiece_only, tmp_path / "out")
     with pytest.raises(ComposeError, match=r"has no tokenizer\.json yet"):
-        run(folder, tmp_path / "out", "--check")
+        run(sentencepiece_only, tmp_path / "out", "--check")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_broken_sentencepiece_model_is_named(sentencepiece_only, tmp_path):
+    pytest.importorskip("sentencepiece")
+    with pytest.raises(ComposeError, match=r"tokenizer\.model cannot be made a tokenizer\.json"):
+        run(sentencepiece_only, tmp_path / "out")
+
+
+def test_a_sentencepiece_model_is_converted(sentencepiece_only, tmp_path, capsys):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = tmp_path / "text"
+    text.write_text(Path(__file__).read_text())
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(sentencepiece_only / "tokenizer"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        hard_vocab_limit=False,
+    )
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    config = json.dumps({"tokenizer_class": "LlamaTokenizer"} | roles)
+    (sentencepiece_only / "tokenizer_config.json").write_text(config)
+    assert run(sentencepiece_only, tmp_path / "out") == 0
+    assert "wrote" in capsys.readouterr().out
+    assert (sentencepiece_only / "tokenizer.json").is_file()
+    assert (tmp_path / "out" / "ensemble" / "config.pbtxt").is_file()
+    assert run(sentencepiece_only, tmp_path / "out", "--check") == 0
 
 
 def test_the_command_says_one_line(tmp_path):
