@@ -4,35 +4,40 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from slipstream.engine.arrays import Array
 
 _ALIGNMENT = 16  # bytes
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
-
-Array = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32]
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+def num_bytes(arrays: Sequence[Array]) -> int:
+    """What they take in a `Staging`."""
+    return sum(_aligned(array.nbytes) for array in arrays)
+
+
 class Staging:
     """Persistent buffers on both sides, the host's pinned; on a CPU nothing is copied at all.
 
-    What `upload` returns is overwritten by the next `upload`.
+    What `upload` returns is overwritten by the next `upload`. Arrays of the same shapes go to the
+    same addresses as before, unless others that needed more than `reserved` bytes came between.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int = 1 << 20) -> None:
+    def __init__(self, device: torch.device, reserved: int = 1 << 20) -> None:
         self._device = device
         self._copied: torch.cuda.Event | None = None  # the host's buffer may be written again
-        self._reserve(num_bytes)
+        self._reserve(reserved)
 
-    def _reserve(self, num_bytes: int) -> None:
+    def _reserve(self, size: int) -> None:
         if self._device.type == "cpu":
             return
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._on_device = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         """The arrays as tensors on the device, in order."""
@@ -41,7 +46,7 @@ class Staging:
         # A step that samples nothing is not waited for: its copy may still read the host's buffer.
         if self._copied is not None:
             self._copied.synchronize()
-        total = sum(_aligned(array.nbytes) for array in arrays)
+        total = num_bytes(arrays)
         if total > len(self._host):
             self._reserve(2 * total)
         host, offset, tensors = self._host.numpy(), 0, []

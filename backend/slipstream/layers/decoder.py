@@ -41,14 +41,14 @@ class Decoder:
         self.norm = Norm(w.at("model.norm"), dims.hidden_size, dims.eps)
         self.head = Head(w.at("lm_head"), self.embedding, ties_embeddings)
 
-    def __call__(
+    def hidden(
         self,
         token_ids: Tensor,
         inputs: AttentionInputs,
         caches: Sequence[Tensor],
         sample_rows: Tensor,
     ) -> Tensor:
-        """`token_ids [n] i64` in; fp32 logits `[len(sample_rows), vocab]` of those rows out.
+        """`token_ids [n] i64` in; what `head` makes logits of out, `[len(sample_rows), hidden]`.
 
         `caches[i]` is layer i's, `[num_blocks, num_kv_heads, 2, block_size, head_size]`.
         """
@@ -56,4 +56,4 @@ class Decoder:
         for block, cache in zip(self.blocks, caches, strict=True):
             branch = block(branch, residual, inputs, cache)
         assert branch is not None
-        return self.head(self.norm.add(branch[sample_rows], residual[sample_rows]))
+        return self.norm.add(branch[sample_rows], residual[sample_rows])
