@@ -77,19 +77,22 @@ class Client:
                 request_id=request_id,
                 enable_empty_final_response=True,
             )
+            is_running = True
             try:
                 while True:
                     result, error = results.get(timeout=timeout_s)
                     if error is not None:
+                        is_running = False  # this server can lose a request cancelled just now
                         raise RequestError(str(error))
                     response = result.get_response()
                     names = [output.name for output in response.outputs]
                     if names:
                         yield {name: result.as_numpy(name) for name in names}
                     if response.parameters["triton_final_response"].bool_param:
+                        is_running = False
                         return
             finally:
-                client.stop_stream(cancel_requests=True)
+                client.stop_stream(cancel_requests=is_running)
 
     def tensors(self, model: str, inputs: dict[str, object]) -> list[grpcclient.InferInput]:
         """Tensors of a batch of one; an array is taken as it is."""

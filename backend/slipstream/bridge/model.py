@@ -20,6 +20,7 @@ from slipstream.bridge.bridge import Bridge, Question, answer
 from slipstream.bridge.composed import Composed
 from slipstream.bridge.fused import Fused
 from slipstream.bridge.health import health
+from slipstream.bridge.metrics import Metrics
 from slipstream.bridge.text import Text, load_end_ids
 from slipstream.bridge.triton import (
     TritonReply,
@@ -76,6 +77,7 @@ class TritonPythonModel:
         except BaseException:
             self._bridge.close()
             raise
+        self._metrics = self._make_metrics(parameters.model)
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Begin every request; never waits for a token."""
@@ -88,6 +90,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End all threads and connections; the engine goes on for the other models."""
+        if self._metrics is not None:
+            self._metrics.close()
         self._bridge.close()
         if self._wiring is not None:
             self._wiring.close()
@@ -104,6 +108,13 @@ class TritonPythonModel:
                 time.time_ns(),
             )
         )
+
+    def _make_metrics(self, model: str) -> Metrics | None:
+        try:
+            return Metrics(self._bridge, model, tells_engine=self._wiring is None)
+        except Exception as error:  # `--allow-metrics=false`
+            _log.warning("no metrics: %s", error)
+            return None
 
     def _report(self, requests: Sequence[Any]) -> list[Any] | None:
         responses = []

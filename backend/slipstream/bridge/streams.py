@@ -8,6 +8,8 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Protocol
@@ -18,6 +20,8 @@ from slipstream_contract.errors import Code, ContractError
 from slipstream import wire
 
 _log = logging.getLogger(__name__)
+
+_MAX_TIMES = 4096
 
 Outputs = Mapping[str, np.ndarray]
 
@@ -120,6 +124,7 @@ class Call:
     def __init__(self, reply: Reply, request_id: str) -> None:
         self.reply = reply
         self.request_id = request_id
+        self.begin_s = time.monotonic()
         self.is_over = False
         self.is_failing = False  # an error waits to be told: no more responses
         self.lock = threading.Lock()  # held while sending: responses of a call are in order
@@ -148,6 +153,7 @@ class Calls:
         self.settle: Callable[[Call, Callable[[], None]], None] | None = None
         self.num_calls = 0  # ever opened
         self.num_tokens = 0  # ever delivered
+        self._first_token_s: deque[float] = deque(maxlen=_MAX_TIMES)
         self._send = send
         self._hand_over = hand_over
         self._numbers = itertools.count(1)
@@ -180,6 +186,14 @@ class Calls:
         """Calls that are running now."""
         with self._lock:
             return list(dict.fromkeys(self._routes.values()))
+
+    def add_first_token_time(self, seconds: float) -> None:
+        """How long a call waited for its first response."""
+        self._first_token_s.append(seconds)
+
+    def take_first_token_times(self) -> list[float]:
+        """Those added since the last time; the oldest are lost when there are very many."""
+        return [self._first_token_s.popleft() for _ in range(len(self._first_token_s))]
 
     def find(self, request_id: str) -> Call | None:
         """The running call of that id."""
@@ -344,7 +358,9 @@ class Senders:
                 call.reply.send(outputs, is_final)
                 call.is_over = is_final
                 return
-            stream.has_sent = True
+            if not stream.has_sent:
+                stream.has_sent = True
+                calls.add_first_token_time(time.monotonic() - call.begin_s)
             if stream.credit is not None:
                 stream.credit.spend(lambda: call.reply.send(outputs, False))
                 return  # held until the credit comes back
