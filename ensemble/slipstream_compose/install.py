@@ -23,7 +23,7 @@ CANDIDATES = ("python3.12", "python3.11")  # for which everything is ready
 COMPILING = (3, 13)  # from here on numpy 1 must be compiled for the stub: the last resort
 TORCH = "torch==2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-DEFAULT_EXTRAS = "dev,load"
+DEFAULT_EXTRAS = "dev,load,nvrtc"
 GPU_EXTRA = "cuda13"  # what torch's own wheels are built for
 PIP_FLAGS = ("--disable-pip-version-check", "--progress-bar", "off", "--quiet")
 
@@ -116,6 +116,16 @@ def torch_arguments(pip: list[str]) -> list[str]:
     return [TORCH]
 
 
+def constraints(extras: str) -> str:
+    """The file that pip is held to. With CUDA 12 the CUDA 13 packages in it must not bind."""
+    if "cuda12" not in extras.split(","):
+        return "constraints.txt"
+    kept = VENV / "constraints-cuda12.txt"
+    lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
+    kept.write_text("".join(line for line in lines if not line.startswith(("cuda-", "nvidia-"))))
+    return str(kept)
+
+
 def install(extras: str) -> None:
     """Install the pinned packages and this checkout (editable) while the server is put together."""
     python = str(VENV / "bin" / "python")
@@ -125,18 +135,10 @@ def install(extras: str) -> None:
     server = subprocess.Popen([python, str(SERVER)], cwd=ROOT, env=clean_environment())
     say("installing packages (torch is the large one) and tritonserver ...")
     target = [".[" + extras + "]" if extras else "."]
+    held = ["install", *PIP_FLAGS, "-c", constraints(extras)]
     steps = (
-        [*pip, "install", *PIP_FLAGS, "-c", "constraints.txt", "setuptools", *torch_arguments(pip)],
-        [
-            *pip,
-            "install",
-            *PIP_FLAGS,
-            "-c",
-            "constraints.txt",
-            "--no-build-isolation",
-            "-e",
-            *target,
-        ],
+        [*pip, *held, "setuptools", *torch_arguments(pip)],
+        [*pip, *held, "--no-build-isolation", "-e", *target],
     )
     try:
         for step in steps:

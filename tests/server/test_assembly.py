@@ -96,13 +96,24 @@ def test_every_requirement_is_held_to_one_version() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["dev"], *extras["load"]]
+    parts = [*install.DEFAULT_EXTRAS.split(","), "convert"]
+    wanted = [*project["dependencies"], *(one for part in parts for one in extras[part])]
     missing = {re.split(r"[\[<>=;@ ]", one)[0].lower() for one in wanted} - names
     assert not missing
     pinned = {line.split("==")[0].lower(): line for line in lines}
     for one in server.STUB_REQUIREMENTS:
         if not one.startswith("numpy"):
             assert pinned[one.split("==")[0]].lower() == one, "the stub's versions are .venv's"
+
+
+def test_cuda_12_is_not_held_to_the_packages_of_cuda_13(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(install, "VENV", tmp_path)
+    assert install.constraints("dev,load,cuda13") == "constraints.txt"
+    text = Path(install.constraints("dev,cuda12")).read_text()
+    assert "cuda-bindings" not in text
+    assert "torch==" in text
 
 
 @needs_server
