@@ -1,5 +1,7 @@
 """Model `tensorrt_llm`: token ids in, token ids out, alone or in the middle of the ensemble."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from slipstream_contract.request import LlmRequest, llm_request
 from slipstream_contract.stream_state import StreamState
@@ -13,6 +15,15 @@ from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 _STATE = "STREAM_STATE"
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What is known of a checkpoint's tokenizer; `tokens` is None if it has none."""
+
+    tokens: TokenBytes | None
+    end_ids: tuple[int, ...]
+    skip_special: bool  # as postprocessing does
+
+
 class Composed:
     """The wiring of the true Triton ensemble.
 
@@ -23,15 +34,13 @@ class Composed:
     def __init__(
         self,
         bridge: Bridge,
-        vocab: TokenBytes | None,
-        end_ids: tuple[int, ...],
+        vocab: Vocabulary,
         outputs: frozenset[str],
         exclude_input_by_default: bool,
     ) -> None:
-        """`vocab` and `end_ids` are the checkpoint's, `outputs` all that the model declares."""
+        """`outputs` are all that the model declares."""
         self._bridge = bridge
         self._vocab = vocab
-        self._end_ids = end_ids
         self._outputs = outputs
         self._exclude_input_by_default = exclude_input_by_default
 
@@ -42,9 +51,9 @@ class Composed:
             llm_request(
                 row(question.inputs, index),
                 question.parameters,
-                self._vocab,
+                self._vocab.tokens,
                 self._exclude_input_by_default,
-                self._end_ids,
+                self._vocab.end_ids,
             )
             for index in range(size)
         ]
@@ -80,7 +89,7 @@ class ComposedWriter:
     def __init__(
         self,
         request: LlmRequest,
-        vocab: TokenBytes | None,
+        vocab: Vocabulary,
         batch_index: int | None,
         sequence_index: int | None,
     ) -> None:
@@ -107,8 +116,9 @@ class ComposedWriter:
         state = self._state._replace(is_last=is_last, drop_bytes=piece.drop_bytes)
         if credit is not None:
             state = state._replace(slot=credit.slot, number=credit.next_number)
-        if self._vocab is not None and not is_last:
-            self._state = state_after(self._vocab, token_ids, state)
+        vocab = self._vocab
+        if vocab.tokens is not None and not is_last:
+            self._state = state_after(vocab.tokens, token_ids, state, vocab.skip_special)
         return {
             "output_ids": np.array([[token_ids]], np.int32),
             "sequence_length": np.array([[len(token_ids)]], np.int32),

@@ -17,7 +17,7 @@ from slipstream_contract.vocab import TokenBytes
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question, answer
-from slipstream.bridge.composed import Composed
+from slipstream.bridge.composed import Composed, Vocabulary
 from slipstream.bridge.fused import Fused
 from slipstream.bridge.health import health
 from slipstream.bridge.metrics import Metrics
@@ -136,18 +136,24 @@ class TritonPythonModel:
     ) -> Wiring | None:
         if name == "health":
             return None
+        if parameters.text("tokenizer_dir"):
+            checkpoint = parameters.tokenizer_directory()
         is_echo_off = parameters.flag("exclude_input_in_output", False)
+        skip_special = parameters.flag("skip_special_tokens", True)
         if name == "composed":
             has_tokenizer = (checkpoint / "tokenizer.json").is_file()
-            vocab = TokenBytes.load(checkpoint) if has_tokenizer else None
-            end_ids = load_end_ids(checkpoint)
-            return Composed(self._bridge, vocab, end_ids, frozenset(self._outputs), is_echo_off)
-        text = Text(
-            checkpoint,
-            parameters.flag("add_special_tokens", True),
-            parameters.flag("skip_special_tokens", True),
-            welcome.max_model_len,
-        )
+            return Composed(
+                self._bridge,
+                Vocabulary(
+                    TokenBytes.load(checkpoint) if has_tokenizer else None,
+                    load_end_ids(checkpoint),
+                    skip_special,
+                ),
+                frozenset(self._outputs),
+                is_echo_off,
+            )
+        add_special = parameters.flag("add_special_tokens", True)
+        text = Text(checkpoint, add_special, skip_special, welcome.max_model_len)
         if name == "fused":
             return Fused(self._bridge, text, is_echo_off)
         if name == "vllm":
