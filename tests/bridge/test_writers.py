@@ -1,0 +1,139 @@
+"""Tokens to tensors: every wiring's responses, joined, are the one-shot decode."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream import wire
+from slipstream.bridge.composed import ComposedWriter, Vocabulary
+from slipstream.bridge.fused import FusedWriter
+from slipstream.bridge.pieces import merge
+from slipstream.bridge.text import Text
+from slipstream.bridge.vllm import VllmWriter
+from slipstream_contract.request import LlmRequest, text_request
+from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.stream_state import StreamState
+from slipstream_contract.vllm import vllm_request
+from slipstream_postprocessing.detokenize import detokenize_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
+PERF = wire.Perf(1, 2, 3, 4, 5, 6, 7)
+TEXT = Text(CHECKPOINT, add_special_tokens=True, skip_special=True, max_model_len=2048)
+VOCAB = Vocabulary(TEXT.vocab, TEXT.end_ids, skip_special=True)
+REASON = wire.FinishReason.LENGTH
+
+
+class Slot:
+    """A credit that is always there."""
+
+    slot, next_number = 5, 77
+
+    def spend(self, send): ...
+
+    def release(self): ...
+
+
+def cut(ids: list[int], places: list[int], drop_bytes: int = 0, index: int = 0):
+    """The tokens as an engine might tell them: in pieces, the last with the end."""
+    borders = sorted({0, len(ids), *(place % (len(ids) + 1) for place in places)})
+    pieces = [ids[a:b] for a, b in pairwise(borders)] or [[]]
+    told = [wire.Tokens(1, index, piece, [-0.5] * len(piece)) for piece in pieces[:-1]]
+    end = wire.Finished(REASON, 3, len(ids), PERF)
+    last = wire.Tokens(1, index, pieces[-1], [-0.5] * len(pieces[-1]), drop_bytes, end)
+    return [*told, last]
+
+
+def text_inputs(**more: object) -> dict[str, np.ndarray]:
+    inputs = {"text_input": np.array([b"a"], dtype=object), "max_tokens": np.array([9], np.int32)}
+    return inputs | {name: np.array([value]) for name, value in more.items()}
+
+
+texts = st.text(max_size=30) | st.lists(
+    st.sampled_from(["é", "日本", "🙂", "a\u0301", " ", "\n", "def", "👩‍👩‍👧", "\x00", "ﬀ"])
+).map("".join)
+places = st.lists(st.integers(0, 200), max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts, places)
+def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places):
+    ids = TEXT.encode(text) if text else []
+    ids = [i for i in ids if i not in TEXT.vocab.special]
+    tokens = cut(ids, places)
+    request = LlmRequest([1, 2], SamplingParams(max_tokens=9), streaming=True)
+    composed = ComposedWriter(request, VOCAB, None, None)
+    fused = FusedWriter(text_request(text_inputs(stream=True), {}), [1], TEXT.begin(), None, None)
+    composed_text, fused_text = "", ""
+    for each in tokens:
+        is_last = each.finished is not None
+        outputs = composed.write([each], is_last, Slot())
+        state = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
+        assert (state.slot, state.number, state.is_last) == (5, 77, is_last)
+        assert outputs["sequence_length"].tolist() == [[len(each.token_ids)]]
+        row = outputs["output_ids"], outputs["sequence_length"], state
+        composed_text += detokenize_batch(TEXT.vocab, *row)[0]
+        fused_text += fused.write([each], is_last, None)["text_output"].ravel()[0].decode()
+    assert composed_text == fused_text == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts.filter(bool), places, places)
+def test_vllm_answers_all_sequences_in_every_response(text, places, other_places):
+    ids = TEXT.encode(text)
+    inputs = {"text_input": np.array([b"a"], dtype=object), "stream": np.array([True])}
+    flags = ["finish_reason", "cumulative_logprob", "logprobs", "num_output_tokens"]
+    inputs |= {f"return_{name}": np.array([True]) for name in flags}
+    parameters = {"n": 2, "max_tokens": 9}
+    writer = VllmWriter(vllm_request(inputs, parameters), 1, 2, TEXT)
+    told = [cut(ids, places), cut(ids, other_places, index=1)]
+    joined, counts = ["", ""], [0, 0]
+    while any(told):
+        step = [each.pop(0) for each in told if each]
+        outputs = writer.write(step, not any(told), None)
+        for index in range(2):
+            joined[index] += outputs["text_output"][index].decode()
+            counts[index] += int(outputs["num_output_tokens"][index])
+            log_probs = json.loads(outputs["logprobs"][index])
+            assert len(log_probs) == outputs["num_output_tokens"][index]
+    assert joined == [text, text]
+    assert counts == [len(ids), len(ids)]
+    assert outputs["finish_reason"].tolist() == [b"length"] * 2
+    assert outputs["cumulative_logprob"].tolist() == pytest.approx([-0.5 * len(ids)] * 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(3, 500), min_size=1, max_size=20), places)
+def test_pieces_that_are_merged_are_the_whole(ids, places):
+    tokens = cut(ids, places, drop_bytes=2)
+    piece = merge(tokens)
+    assert piece.token_ids == ids
+    assert len(piece.log_probs) == len(ids)
+    assert piece.drop_bytes == 2
+    assert piece.finished is not None
+
+
+def test_the_prompt_comes_first_where_it_is_echoed():
+    request = LlmRequest([7, 8], SamplingParams(max_tokens=9))
+    outputs = ComposedWriter(request, VOCAB, 3, 1).write(cut([9, 10], []), True, None)
+    assert outputs["output_ids"].tolist() == [[[7, 8, 9, 10]]]
+    assert outputs["sequence_length"].tolist() == [[4]]
+    assert outputs["batch_index"].tolist() == [[3]]
+    assert outputs["sequence_index"].tolist() == [[1]]
+    assert StreamState.unpack(outputs["STREAM_STATE"][0].tolist()).slot == -1
+
+
+def test_a_cut_word_loses_its_bytes_in_both_wirings():
+    ids = TEXT.encode("abc defg")
+    request = LlmRequest([1], SamplingParams(max_tokens=9), streaming=True)
+    tokens = cut(ids, [], drop_bytes=1)
+    outputs = ComposedWriter(request, VOCAB, None, None).write(tokens, True, None)
+    state = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
+    row = outputs["output_ids"], outputs["sequence_length"], state
+    assert detokenize_batch(TEXT.vocab, *row) == ["abc def"]
+    fused = FusedWriter(text_request(text_inputs(stream=True), {}), [1], TEXT.begin(), None, None)
+    assert fused.write(tokens, True, None)["text_output"].ravel().tolist() == [b"abc def"]
