@@ -40,6 +40,7 @@ _LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
     r'(?P<reason>(?:(?!\\n)[^\n])*?)(?:\\n|"?\n|"?$)'
 )
+_RUNTIME_PREFIX = "slipstream-serve-"
 _STUB = "triton_python_backend_stub"
 _INSTANCE = re.compile(r"_\d+_\d+$")
 _AWKWARD = re.compile(r"[^\w./+,:@%=-]")
@@ -154,10 +155,8 @@ class TritonServer:
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._prefix = f"slipstream_{os.getpid()}_{secrets.token_hex(4)}_"
-        base = tempfile.gettempdir()
-        if _AWKWARD.search(base) or len(base) > MAX_TEMPORARY_PATH:
-            base = "/tmp"
-        self.runtime = Runtime(Path(tempfile.mkdtemp(prefix="slipstream-", dir=base)))
+        prefix = f"{_RUNTIME_PREFIX}{os.getpid()}-"
+        self.runtime = Runtime(Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_directory())))
 
     def start(self) -> None:
         """Start the process; it is not ready yet. Raises ServeError where it cannot be run."""
@@ -318,9 +317,21 @@ class TritonServer:
 
 
 def clean_leftovers() -> None:
-    """Remove shared memory of servers whose watcher was killed before it could."""
-    for region in SHARED_MEMORY.glob("slipstream_*_*"):
-        owner = region.name.split("_")[1]
+    """Remove shared memory and runtime directories whose watcher was killed before it could."""
+    regions = [
+        (region, region.name.split("_")[1]) for region in SHARED_MEMORY.glob("slipstream_*_*")
+    ]
+    folders = _temporary_directory().glob(f"{_RUNTIME_PREFIX}*-*")
+    for path, owner in [*regions, *((folder, folder.name.split("-")[2]) for folder in folders)]:
         if owner.isdigit() and not is_running(int(owner)):
             with contextlib.suppress(OSError):
-                region.unlink()
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+
+def _temporary_directory() -> Path:
+    """For runtime directories: the usual one, unless its path does not suit."""
+    base = tempfile.gettempdir()
+    return Path("/tmp" if _AWKWARD.search(base) or len(base) > MAX_TEMPORARY_PATH else base)

@@ -212,16 +212,23 @@ def test_too_little_shared_memory_is_said_before_the_start(
         check_shared_memory()
 
 
-def test_only_leftovers_of_dead_watchers_are_removed() -> None:
+def test_only_leftovers_of_dead_watchers_are_removed(
+    monkeypatch: pytest.MonkeyPatch, scratch: Path
+) -> None:
+    monkeypatch.setattr(triton.tempfile, "gettempdir", lambda: str(scratch))
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    dead = SHARED_MEMORY / f"slipstream_{ended.pid}_00000000_test"
-    alive = SHARED_MEMORY / f"slipstream_{os.getpid()}_00000000_test"
-    for region in (dead, alive):
+    regions = [
+        SHARED_MEMORY / f"slipstream_{pid}_00000000_test" for pid in (ended.pid, os.getpid())
+    ]
+    folders = [scratch / f"slipstream-serve-{pid}-abcd" for pid in (ended.pid, os.getpid())]
+    for region, folder in zip(regions, folders, strict=True):
         region.write_bytes(b"")
+        folder.mkdir()
+        (folder / "engine.log").write_text("")
     try:
         clean_leftovers()
-        assert not dead.exists()
-        assert alive.exists()
+        assert [path.exists() for path in regions] == [False, True]
+        assert [path.exists() for path in folders] == [False, True]
     finally:
-        alive.unlink()
+        regions[1].unlink()
