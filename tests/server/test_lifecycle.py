@@ -1,0 +1,113 @@
+"""Models that go and come while others serve, and the ensemble served by the bridge alone."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, free_ports, serving
+from server.support import text as join
+from slipstream_compose.triton import Endpoints, TritonServer
+
+pytestmark = pytest.mark.triton
+
+BODY = {"text_input": PROMPT, "max_tokens": 12}
+
+
+class ExplicitServer(TritonServer):
+    """One whose models can be unloaded and loaded."""
+
+    def _arguments(self, server: Path) -> list[str]:
+        return [*super()._arguments(server), "--model-control-mode=explicit", "--load-model=*"]
+
+
+@pytest.fixture
+def explicit(repository, tmp_path):
+    server = ExplicitServer(repository, Endpoints(*free_ports(3)), tmp_path / "log")
+    try:
+        server.start()
+        server.wait_ready(120)
+        yield Client(server)
+    finally:
+        server.stop()
+
+
+def control(client: Client, model: str, verb: str) -> None:
+    url = f"{client.http}/v2/repository/models/{model}/{verb}"
+    with urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=60) as reply:
+        assert reply.status == 200
+
+
+def is_served(client: Client, model: str) -> bool:
+    with contextlib.suppress(RequestError, OSError, json.JSONDecodeError):
+        client.generate(model, **BODY)
+        return True
+    return False
+
+
+def stub_of(client: Client, model: str) -> int:
+    for pid in client.server.processes():
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"triton_python_backend_stub" in command[0] and model.encode() in b" ".join(command):
+                return pid
+    raise AssertionError(f"no stub of {model}")
+
+
+def wait_for(condition, timeout_s: float = 20.0) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout_s
+        time.sleep(0.05)
+
+
+def test_models_can_be_unloaded_and_loaded_while_the_engine_serves_on(explicit):
+    want = explicit.generate("tensorrt_llm_bls", **BODY)["text_output"]
+    pid = explicit.health()["engine_pid"]
+    for model in ("tensorrt_llm_bls", "tensorrt_llm"):
+        control(explicit, model, "unload")
+        wait_for(lambda model=model: not is_served(explicit, model))
+        assert explicit.health()["engine_pid"] == pid
+        assert is_served(explicit, "vllm_model")
+        control(explicit, model, "load")
+    control(explicit, "ensemble", "load")
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        wait_for(lambda model=model: is_served(explicit, model))
+        assert explicit.generate(model, **BODY)["text_output"] == want
+    assert explicit.health()["engine_pid"] == pid
+
+
+def test_a_killed_stub_costs_its_streams_only_and_comes_back_by_unload_and_load(explicit):
+    def lost() -> None:
+        with contextlib.suppress(Exception):
+            explicit.stream("tensorrt_llm_bls", **BODY | {"max_tokens": 1200}, timeout_s=3)
+
+    thread = threading.Thread(target=lost)
+    thread.start()
+    explicit.wait_running(1)
+    os.kill(stub_of(explicit, "tensorrt_llm_bls"), signal.SIGKILL)
+    assert explicit.wait_idle(5) < 1.0
+    want = explicit.generate("ensemble", **BODY)["text_output"]
+    control(explicit, "tensorrt_llm_bls", "unload")
+    control(explicit, "tensorrt_llm_bls", "load")
+    wait_for(lambda: is_served(explicit, "tensorrt_llm_bls"))
+    assert explicit.generate("tensorrt_llm_bls", **BODY)["text_output"] == want
+    thread.join(20)
+
+
+def test_the_ensemble_served_by_the_bridge(client, tmp_path):
+    want = client.generate("ensemble", **BODY)["text_output"]
+    options = ["--wiring", "fused", "--dtype", "float32"]
+    repository = compose(CHECKPOINT, tmp_path / "models", *options)
+    with serving(repository, tmp_path / "log") as fused:
+        assert fused.generate("ensemble", **BODY)["text_output"] == want
+        assert PROMPT + join(fused.stream("ensemble", **BODY, stream=True)) == want
+        stream = fused.iterate("ensemble", **BODY | {"max_tokens": 1200}, stream=True)
+        next(stream)
+        stream.close()
+        assert fused.wait_idle(5) < 1.0
