@@ -43,19 +43,26 @@ class Staging:
         """The arrays as tensors on the device, in order."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
+        self.copy(arrays)
+        offset, tensors = 0, []
+        for array in arrays:
+            piece = self._on_device[offset : offset + array.nbytes].view(_DTYPES[array.dtype.name])
+            tensors.append(piece.view(array.shape))
+            offset += _aligned(array.nbytes)
+        return tensors
+
+    def copy(self, arrays: Sequence[Array]) -> None:
+        """`upload` for those who know already where arrays of these shapes go."""
         # A step that samples nothing is not waited for: its copy may still read the host's buffer.
         if self._copied is not None:
             self._copied.synchronize()
         total = num_bytes(arrays)
         if total > len(self._host):
             self._reserve(2 * total)
-        host, offset, tensors = self._host.numpy(), 0, []
+        host, offset = self._host.numpy(), 0
         for array in arrays:
-            end = offset + array.nbytes
-            host[offset:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            piece = self._on_device[offset:end].view(_DTYPES[array.dtype.name])
-            tensors.append(piece.view(array.shape))
-            offset = _aligned(end)
+            piece = host[offset : offset + array.nbytes]
+            piece[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            offset += _aligned(array.nbytes)
         self._on_device[:total].copy_(self._host[:total], non_blocking=True)
         self._copied = torch.cuda.current_stream(self._device).record_event()
-        return tensors
