@@ -2,11 +2,12 @@
 #
 # Needs an image whose Python backend embeds Python 3.11 or newer: 24.11-py3 and later (24.10-py3 has
 # 3.10; its server, Triton 2.51, is the one that `make serve` puts together from wheels).
-ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:25.03-py3
+ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:25.10-py3
 FROM ${TRITON_IMAGE}
 
-# cuda12 or cuda13: the major version of the CUDA libraries in the image.
-ARG CUDA_EXTRA=cuda12
+# The CUDA of the image: cuda13 from 25.08-py3 on; cuda12 before, and then an index with torch for CUDA 12.
+ARG CUDA_EXTRA=cuda13
+ARG PIP_EXTRA_INDEX_URL=
 
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3-venv \

@@ -40,7 +40,7 @@ def test_build_arguments_and_health_are_the_same_in_both_files() -> None:
     declared = set(re.findall(r"^ARG (\w+)=", DOCKERFILE, re.MULTILINE))
     assert set(SERVICE["build"]["args"]) == declared
     for name, value in SERVICE["build"]["args"].items():
-        default = re.search(rf"^ARG {name}=(\S+)$", DOCKERFILE, re.MULTILINE)
+        default = re.search(rf"^ARG {name}=(\S*)$", DOCKERFILE, re.MULTILINE)
         assert default is not None
         assert value == f"${{{name}:-{default[1]}}}"
     command = ", ".join(f'"{word}"' for word in SERVICE["healthcheck"]["test"])
