@@ -207,25 +207,25 @@ class Engine:
     # --- admission -----------------------------------------------------------------------------
 
     def _check_prompt(self, token_ids: list[int]) -> None:
-        self._check_ids("token_ids", token_ids)
+        self._check_ids("prompt", token_ids)
         if not token_ids:
-            raise ContractError("token_ids: the prompt is empty, 1 token is the least")
+            raise ContractError("the prompt is empty, 1 token is the least")
         length, limit = len(token_ids), self._runner.max_model_len
         if length + 1 > limit:
             raise ContractError(
-                f"token_ids: a prompt of {length} tokens and one to generate do not fit the "
+                f"the prompt is {length} tokens long: with one to generate it does not fit the "
                 f"context of {limit} tokens (max_model_len)"
             )
         needed, total = self._scheduler.blocks_for(length + 1), self._runner.num_blocks
         if needed > total:
             raise ContractError(
-                f"token_ids: a prompt of {length} tokens and one to generate need {needed} blocks, "
-                f"the KV cache has {total} ({total * self._runner.block_size} tokens)"
+                f"the prompt is {length} tokens long: with one to generate it needs {needed} "
+                f"blocks, the KV cache has {total} ({total * self._runner.block_size} tokens)"
             )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         """What depends on the model, and what would hurt others if a bridge had not checked it."""
-        self._check_ids("end_ids", sampling.end_ids)
+        self._check_ids("end_id", sampling.end_ids)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("bias", [token_id for token_id, _ in sampling.bias])
         for number, word in enumerate(sampling.bad_words):
