@@ -12,7 +12,9 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -37,6 +39,7 @@ STUB_REQUIREMENTS = (
     "markupsafe==3.0.4",
 )
 STUB_VERSIONS = ((3, 11), (3, 12), (3, 13))  # this server has stubs for them
+MIN_GLIBC = (2, 35)
 NUMPY_WHEELS_UNTIL = (3, 12)  # later ones must compile numpy 1, which takes some minutes
 
 BACKENDS = {
@@ -116,36 +119,46 @@ def shared_libpython() -> Path | None:
     return None
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 36) of "2.36"; nothing for a C library that has no version to tell."""
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
 def _can_compile() -> bool:
     """Whether C, C++ and this Python's headers are there."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return header.is_file() and all(shutil.which(name) for name in ("cc", "c++"))
 
 
-def missing_parts() -> list[str]:
-    """What this Python lacks to carry the stub, each with the remedy; empty when it can."""
+def missing_parts() -> str:
+    """What this machine's Python lacks to carry the stub, with the remedy in the same line."""
     version = "{}.{}".format(*python_version())
     if python_version() not in STUB_VERSIONS:
         *others, last = (f"{major}.{minor}" for major, minor in STUB_VERSIONS)
         wanted = f"{', '.join(others)} or {last}"
-        return [f"Python {version} cannot carry this server's stub: install Python {wanted}"]
-    missing = []
-    try:
-        import ensurepip  # noqa: F401
-        import venv  # noqa: F401
-    except ImportError:
-        missing.append(f"no venv module: sudo apt-get install python{version}-venv")
+        return f"Python {version} cannot carry this server's stub: install Python {wanted}"
+    glibc = platform.libc_ver()[1]
+    if platform.machine() != "x86_64" or _numbers(glibc) < MIN_GLIBC:
+        return (
+            f"this server's binaries need x86_64 and glibc {'.'.join(map(str, MIN_GLIBC))} "
+            f"(Debian 12, Ubuntu 22.04 or newer), here: {platform.machine()}, glibc {glibc}"
+        )
+    lacking, packages = [], []
+    if importlib.util.find_spec("ensurepip") is None:
+        lacking.append("venv")
+        packages.append(f"python{version}-venv")
     if python_version() > NUMPY_WHEELS_UNTIL and not _can_compile():
-        missing.append(
-            f"no compiler for numpy 1: sudo apt-get install gcc g++ python{version}-dev "
-            "(or use Python 3.11 or 3.12, for which it is ready)"
-        )
+        lacking.append("a compiler (numpy 1 has no wheel for it)")
+        packages += ["gcc", "g++", f"python{version}-dev"]
     if shared_libpython() is None:
-        missing.append(
-            f"no shared libpython{version}.so.1.0: sudo apt-get install libpython{version} "
-            f"(with pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install {version})"
-        )
-    return missing
+        lacking.append(f"a shared libpython{version}.so.1.0")
+        packages.append(f"libpython{version}")
+    if not lacking:
+        return ""
+    return (
+        f"Python {version} lacks {', '.join(lacking)}: sudo apt-get install {' '.join(packages)} "
+        "(a Python of pyenv: build it with PYTHON_CONFIGURE_OPTS=--enable-shared)"
+    )
 
 
 def _run(command: list[str], what: str) -> None:
@@ -272,7 +285,7 @@ def assemble(root: Path, *, force: bool = False) -> bool:
     """
     missing = missing_parts()
     if missing:
-        raise AssemblyError("; ".join(missing))
+        raise AssemblyError(missing)
     home = root / ".slipstream"
     with _locked(home):
         stamp, wanted = home / "stamp", _stamp(root)
@@ -312,7 +325,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.missing:
         missing = missing_parts()
-        print("; ".join(missing))
+        print(missing)
         return 1 if missing else 0
     root, began = repository_root(), time.monotonic()
     try:

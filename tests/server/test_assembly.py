@@ -18,9 +18,27 @@ needs_server = pytest.mark.skipif(
 def test_a_missing_libpython_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "shared_libpython", lambda: None)
     monkeypatch.setattr(server, "python_version", lambda: (3, 12))
-    [line] = server.missing_parts()
+    line = server.missing_parts()
+    assert line.startswith("Python 3.12 lacks a shared libpython3.12.so.1.0: ")
     assert "sudo apt-get install libpython3.12 " in line
     assert "\n" not in line
+
+
+def test_all_that_is_missing_is_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "shared_libpython", lambda: None)
+    monkeypatch.setattr(server, "python_version", lambda: (3, 11))
+    monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
+    line = server.missing_parts()
+    assert "sudo apt-get install python3.11-venv libpython3.11 " in line
+
+
+@pytest.mark.parametrize(("machine", "glibc"), [("aarch64", "2.41"), ("x86_64", "2.31"), ("x86_64", "")])
+def test_a_machine_that_the_binaries_do_not_run_on(
+    monkeypatch: pytest.MonkeyPatch, machine: str, glibc: str
+) -> None:
+    monkeypatch.setattr(server.platform, "machine", lambda: machine)
+    monkeypatch.setattr(server.platform, "libc_ver", lambda: ("glibc", glibc))
+    assert f"here: {machine}, glibc {glibc}" in server.missing_parts()
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 14)])
@@ -28,7 +46,7 @@ def test_a_python_without_a_stub_is_refused_by_number(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(server, "python_version", lambda: version)
-    [line] = server.missing_parts()
+    line = server.missing_parts()
     assert f"Python {version[0]}.{version[1]} " in line
     assert "3.11, 3.12 or 3.13" in line
 
@@ -39,14 +57,14 @@ def test_a_python_that_must_compile_numpy_asks_for_the_compiler(
     monkeypatch.setattr(server, "python_version", lambda: (3, 13))
     monkeypatch.setattr(server, "shared_libpython", lambda: Path("libpython3.13.so.1.0"))
     monkeypatch.setattr(server, "_can_compile", lambda: False)
-    [line] = server.missing_parts()
+    line = server.missing_parts()
     assert "sudo apt-get install gcc g++ python3.13-dev" in line
     monkeypatch.setattr(server, "_can_compile", lambda: True)
-    assert server.missing_parts() == []
+    assert server.missing_parts() == ""
 
 
 def test_this_python_can_carry_it() -> None:
-    assert server.missing_parts() == []
+    assert server.missing_parts() == ""
     command = [sys.executable, str(ROOT / "ensemble/slipstream_compose/server.py"), "--missing"]
     assert subprocess.run(command, check=False).returncode == 0
 
