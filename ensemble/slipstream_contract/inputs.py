@@ -94,7 +94,7 @@ class Inputs:
             if tensor is None:
                 raise ContractError(f"{clip(name)} is not an input of {model.name}")
             array = _checked(tensor, given, self.label(name))
-            _refuse_later(tensor, array)
+            _refuse_later(tensor, array, self.label(name))
             self._put(names.get(name, name), name, array)
         for name, value in parameters.items():
             self._put_parameter(name, value, names)
@@ -184,7 +184,7 @@ def _checked(tensor: Tensor, array: object, label: str) -> Array:
     return array
 
 
-def _refuse_later(tensor: Tensor, array: Array) -> None:
+def _refuse_later(tensor: Tensor, array: Array, label: str) -> None:
     """Inputs of later work may only say that they are not used."""
     if tensor.neutral is None or array.size == 0:
         return
@@ -193,7 +193,8 @@ def _refuse_later(tensor: Tensor, array: Array) -> None:
     else:
         is_neutral = bool(np.isin(array, np.array(tensor.neutral, array.dtype)).all())
     if not is_neutral:
-        raise ContractError(f"{tensor.name} is not supported yet")
+        also = "" if label == tensor.name else f": {label}"
+        raise ContractError(f"{tensor.name} is not supported yet{also}")
 
 
 # --- casts: tensors hold typed elements, parameters strings, numbers and booleans ----------------

@@ -226,7 +226,9 @@ def test_later_work_is_accepted_at_its_neutral_values_alone(model):
         set_ = np.broadcast_to(other, [max(1, dim) for dim in tensor.dims])
         with pytest.raises(ContractError) as caught:
             request(arrays | {tensor.name: set_}, {})
-        assert str(caught.value) == f"INVALID_ARGUMENT: {tensor.name} is not supported yet"
+        told = str(caught.value)
+        assert told.startswith(f"INVALID_ARGUMENT: {tensor.name} is not supported yet")
+        assert tensor.name != "len_penalty" or "length_penalty" in told
     assert ask()
 
 
