@@ -32,7 +32,9 @@ def test_all_that_is_missing_is_one_command(monkeypatch: pytest.MonkeyPatch) -> 
     assert "sudo apt-get install python3.11-venv libpython3.11 " in line
 
 
-@pytest.mark.parametrize(("machine", "glibc"), [("aarch64", "2.41"), ("x86_64", "2.31"), ("x86_64", "")])
+@pytest.mark.parametrize(
+    ("machine", "glibc"), [("aarch64", "2.41"), ("x86_64", "2.31"), ("x86_64", "")]
+)
 def test_a_machine_that_the_binaries_do_not_run_on(
     monkeypatch: pytest.MonkeyPatch, machine: str, glibc: str
 ) -> None:
