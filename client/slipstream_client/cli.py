@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 # name -> (module with add_parser(subparsers) and run(args) -> int, what it does)
 COMMANDS = {
@@ -22,13 +23,22 @@ COMMANDS = {
     "chat": ("slipstream_client.commands.chat", "talk to the model"),
 }
 EXIT_ERROR = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "SLIPSTREAM_TRACEBACK"
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line; argparse's own print the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with what is wrong and where help is."""
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser with the arguments of `chosen` alone: the others are only named."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="slipstream", description="LLM serving inside Triton: serve a checkpoint, and ask it."
     )
     version = importlib.metadata.version("slipstream")

@@ -9,7 +9,8 @@ import re
 import grpc
 from slipstream_contract.errors import Code, ContractError
 
-_OURS = re.compile(rf"(?:^|[\s,;:'\"])({'|'.join(Code)}): (.*)", re.DOTALL)
+# gRPC itself writes `UNAVAILABLE: ipv4:127.0.0.1:8001: ...` of a connection that broke.
+_OURS = re.compile(rf"(?:^|[\s,;:'\"])({'|'.join(Code)}): (?!ipv[46]:|unix:)(.*)", re.DOTALL)
 _STATUS = {
     "UNIMPLEMENTED": Code.UNSUPPORTED,
     "FAILED_PRECONDITION": Code.UNAVAILABLE,
@@ -38,5 +39,8 @@ def error_from_rpc(error: grpc.RpcError, url: str) -> ContractError | RequestTim
         return RequestTimeoutError(f"no complete answer from {url} in time")
     if status is grpc.StatusCode.UNAVAILABLE and not _OURS.search(details):
         reason = details.rpartition(": ")[2] or "no reason given"
-        return ContractError(f"no server answers at {url} ({reason})", Code.UNAVAILABLE)
+        return ContractError(
+            f"no server answers at {url} ({reason}): is it running, and is this its gRPC port?",
+            Code.UNAVAILABLE,
+        )
     return error_from_text(details, status.name)

@@ -64,9 +64,24 @@ def test_version() -> None:
     assert done.stdout == f"slipstream {importlib.metadata.version('slipstream')}\n"
 
 
-def test_unknown_and_missing_commands_are_usage_errors() -> None:
-    assert run("sreve").returncode == 2
-    assert run().returncode == 2
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "COMMAND"),
+        (["sreve"], "invalid choice: 'sreve'"),
+        (["health", "--grpc-port", "abc"], "--grpc-port: invalid int value: 'abc'"),
+        (["complete"], "PROMPT"),
+        (["complete", "a", "--model", "nosuch"], "invalid choice: 'nosuch'"),
+        (["compose", "--checkpoint", "a"], "--output"),
+        (["compose", "--checkpoint", "a", "--output", "b", "--dtype", "int8"], "'int8'"),
+    ],
+)
+def test_a_usage_error_is_one_line(arguments: list[str], words: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith("--help\n")
 
 
 def test_an_error_is_one_line(

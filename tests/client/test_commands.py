@@ -131,7 +131,10 @@ def test_no_server_is_one_line_and_not_zero(command, capsys, free_port):
     captured = capsys.readouterr()
     assert code == 1
     assert "Traceback" not in captured.err
-    said = captured.err if command[0] == "complete" else captured.out
-    assert "no server answers at 127.0.0.1" in said
     if "--json" in command:
-        assert json.loads(captured.out)["ok"] is False
+        said = json.loads(captured.out)
+        assert said["ok"] is False
+        assert "no server answers at 127.0.0.1" in said["error"]
+    else:
+        assert "no server answers at 127.0.0.1" in captured.err
+        assert captured.err.count("\n") == 1

@@ -6,6 +6,7 @@ the engine, and then for one token, by the way that clients take.
 
 import argparse
 import json
+import sys
 import time
 from typing import Any
 
@@ -31,9 +32,12 @@ def run(args: argparse.Namespace) -> int:
         report = check(client, args.timeout)
     if args.json:
         print(json.dumps(report))
-    else:
-        for name, value in report.items():
-            print(f"{name:18} {value}")
+        return 0 if report["ok"] else EXIT_UNHEALTHY
+    error = report.pop("error", None)
+    for name, value in report.items():
+        print(f"{name:18} {value}")
+    if error is not None:
+        print(f"slipstream: {error}", file=sys.stderr)
     return 0 if report["ok"] else EXIT_UNHEALTHY
 
 
