@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -195,3 +195,32 @@ def test_more_rows_than_any_bucket_run_eagerly(checkpoints: dict[str, Path]) -> 
     assert len(runner._graphs._graphs) == num_graphs
     part = runner.run(Batch(batch.rows[:MAX_ROWS], MAX_ROWS))
     assert part.token_ids == whole.token_ids[:MAX_ROWS]
+
+
+def test_a_bucket_for_which_memory_is_short_runs_eagerly(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, rng = make(checkpoints["llama"]), random.Random(7)
+    graphs = runner._graphs
+    assert graphs is not None
+    with torch.inference_mode():
+        for cache in runner._caches:
+            cache.normal_()
+    plain = graphs._forward
+
+    def hungry(staged: Sequence[torch.Tensor], *sizes: int) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return plain(staged, *sizes)
+
+    short, other = decodes(runner, rng, [700] * 3), decodes(runner, rng, [1500] * 3)
+    graphs._forward = hungry
+    results = [runner.run(short)]
+    assert "no memory for the CUDA graph" in caplog.text
+    assert list(graphs._graphs.values()).count(None) == 1
+    graphs._forward = plain
+    results += [runner.run(short), runner.run(short)]
+    assert results[0] == results[1] == results[2]
+    first, again = runner.run(other), runner.run(other)  # captured and replayed as ever
+    assert first == again
+    assert list(graphs._graphs.values()).count(None) == 1

@@ -79,6 +79,7 @@ class Graphs:
     """One graph for each bucket that was met.
 
     The first batch of a bucket runs eagerly, which loads all its kernels; then it is captured.
+    Where memory is too short for that, the bucket's batches all run eagerly.
     All graphs share one pool of memory: they run one after the other, and keep nothing.
 
     Args:
@@ -95,7 +96,7 @@ class Graphs:
         self._staging = Staging(hidden.device, num_bytes(largest))
         self._address = self._staging.upload(largest)[0].data_ptr()
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Bucket, torch.cuda.CUDAGraph | None] = {}  # None: no memory
 
     def warm_up(self) -> None:
         """Capture every number of rows with the narrowest tables; the largest first."""
@@ -120,13 +121,18 @@ class Graphs:
         staged = self._staging.upload(padded)
         assert staged[0].data_ptr() == self._address, "the inputs of the graphs have moved"
         hidden = self._forward(staged, bucket.num_rows, 0)
-        self._graphs[bucket] = self._capture(staged, bucket)
+        if bucket not in self._graphs:
+            self._graphs[bucket] = self._capture(staged, bucket)
         return hidden[:count]
 
-    def _capture(self, staged: Sequence[Tensor], bucket: Bucket) -> torch.cuda.CUDAGraph:
+    def _capture(self, staged: Sequence[Tensor], bucket: Bucket) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = self._forward(staged, bucket.num_rows, 0)
-            self._hidden[: bucket.num_rows].copy_(out)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                out = self._forward(staged, bucket.num_rows, 0)
+                self._hidden[: bucket.num_rows].copy_(out)
+        except torch.OutOfMemoryError:
+            _log.warning("no memory for the CUDA graph of %s: such steps run without", bucket)
+            return None
         _log.debug("captured %s", bucket)
         return graph
