@@ -113,6 +113,16 @@ class Client:
             raise RequestError(text)
         return json.loads(json.loads(text)["outputs"][0]["data"][0])
 
+    def stub(self, model: str) -> int:
+        """The process that runs a model."""
+        for pid in self.server.processes():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                name = f"{model}_0_0".encode()
+                if b"triton_python_backend_stub" in command[0] and name in command:
+                    return pid
+        raise AssertionError(f"no stub of {model}")
+
     def wait_idle(self, timeout_s: float) -> float:
         """Seconds until every block is free again."""
         begin = time.monotonic()

@@ -195,6 +195,20 @@ def test_health_fails_in_time_while_the_engine_stands_still(idle):
     assert idle.health()["engine_pid"] == pid
 
 
+def test_a_postprocessing_that_stands_still_is_no_cancel(idle):
+    inputs = {"text_input": PROMPT, "max_tokens": 100, "stream": True}
+    want = text(idle.stream("ensemble", **inputs))
+    stream = idle.iterate("ensemble", **inputs)
+    responses = [next(stream) for _ in range(3)]
+    pid = idle.stub("postprocessing")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(0.7)  # a second, and the server itself would give it up
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert text([*responses, *stream]) == want
+
+
 def test_a_server_that_is_stopped_ends_its_streams_and_leaves_nothing(repository, tmp_path):
     ends: list[str] = []
     with serving(repository, tmp_path / "log") as client:

@@ -50,15 +50,6 @@ def is_served(client: Client, model: str) -> bool:
     return False
 
 
-def stub_of(client: Client, model: str) -> int:
-    for pid in client.server.processes():
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"triton_python_backend_stub" in command[0] and model.encode() in b" ".join(command):
-                return pid
-    raise AssertionError(f"no stub of {model}")
-
-
 def wait_for(condition, timeout_s: float = 20.0) -> None:
     begin = time.monotonic()
     while not condition():
@@ -90,7 +81,7 @@ def test_a_killed_stub_costs_its_streams_only_and_comes_back_by_unload_and_load(
     thread = threading.Thread(target=lost)
     thread.start()
     explicit.wait_running(1)
-    os.kill(stub_of(explicit, "tensorrt_llm_bls"), signal.SIGKILL)
+    os.kill(explicit.stub("tensorrt_llm_bls"), signal.SIGKILL)
     assert explicit.wait_idle(5) < 1.0
     want = explicit.generate("ensemble", **BODY)["text_output"]
     control(explicit, "tensorrt_llm_bls", "unload")
