@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from slipstream.models.check import check_tensors
+
 from slipstream_compose.compose import (
     BLOCK_SIZES,
     DTYPES,
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     repository = compose(
         args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring
     )
+    check_tensors(args.checkpoint)
     return _check(repository) if args.check else _write(repository)
 
 
@@ -73,7 +76,8 @@ def _check(repository: Repository) -> int:
     for line in lines:
         print(line)
     if lines:
-        print(f"{repository.root}: {len(lines)} differences", file=sys.stderr)
+        number = f"{len(lines)} difference{'s' * (len(lines) > 1)}"
+        print(f"{repository.root}: {number}; compose without --check writes it", file=sys.stderr)
         return 1
     print(f"{repository.root}: as composed, {len(repository.files)} files")
     return 0

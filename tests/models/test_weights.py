@@ -23,6 +23,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.plan import resolve
 from slipstream.engine.runner import ModelRunner
 from slipstream.errors import CheckpointError
+from slipstream.models.check import check_tensors
 from slipstream.models.hf import describe
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -93,19 +94,33 @@ def refused(directory: Path, *words: str) -> None:
         assert word in text
 
 
+def refused_unread(directory: Path, *words: str) -> None:
+    """Loading raises these words, and so does the check that reads no weights."""
+    refused(directory, *words)
+    with pytest.raises(CheckpointError) as caught:
+        check_tensors(directory)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_good_checkpoint_passes_the_check(checkpoint: Path, tmp_path: Path) -> None:
+    check_tensors(checkpoint)
+    check_tensors(save(make_model("qwen3", tie_word_embeddings=True), tmp_path / "tied"))
+
+
 def test_missing_tensor(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: tensors.pop(Q))
-    refused(checkpoint, Q, "missing")
+    refused_unread(checkpoint, Q, "missing")
 
 
 def test_misshapen_tensor(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: tensors.update({Q: torch.zeros(64, 256)}))
-    refused(checkpoint, Q, "[64, 256]", "[256, 64]", "model.safetensors")
+    refused_unread(checkpoint, Q, "[64, 256]", "[256, 64]", "model.safetensors")
 
 
 def test_leftover_tensor(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(3)}))
-    refused(checkpoint, "model.extra.weight", "no place")
+    refused_unread(checkpoint, "model.extra.weight", "no place")
 
 
 def test_bias_that_the_config_does_not_mention(checkpoint: Path) -> None:

@@ -43,13 +43,56 @@ class Source(Protocol):
         """All is read: raises `CheckpointError` for what was not."""
 
 
-class FileSource:
-    """The tensors of a checkpoint directory."""
+class _Checkpoint:
+    """What the files of a directory hold, and what of it was asked for."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._entries = tensor_entries(directory)
         self._unread = set(self._entries)
+
+    def has(self, name: str) -> bool:
+        """Whether a file holds the tensor."""
+        return name in self._entries
+
+    def _take(self, name: str, shape: Sequence[int]) -> TensorEntry:
+        """Where the tensor lies; `CheckpointError` if nowhere, or not as it is needed."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self._directory}: tensor {name} is missing")
+        if entry.shape != tuple(shape):
+            raise CheckpointError(
+                f"{entry.file}: tensor {name} is {list(entry.shape)}, not {list(shape)} "
+                "as config.json has it"
+            )
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
+        self._unread.discard(name)
+        return entry
+
+    def finish(self) -> None:
+        """Refuse tensors nobody asked for."""
+        left = sorted(name for name in self._unread if not name.endswith(_HARMLESS_LEFTOVERS))
+        if left:
+            file = self._entries[left[0]].file
+            raise CheckpointError(
+                f"{file}: tensor {left[0]} (of {len(left)} such) has no place in this architecture"
+            )
+
+
+class ShapeSource(_Checkpoint):
+    """The tensors of a checkpoint directory by name and shape; no number is read."""
+
+    def fill(self, name: str, out: Tensor) -> None:
+        """Look whether the tensor is as `out`, which may lie on torch's device `meta`."""
+        self._take(name, out.shape)
+
+
+class FileSource(_Checkpoint):
+    """The tensors of a checkpoint directory."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
         self._maps: dict[Path, mmap.mmap] = {}
         self._start = time.perf_counter()
         self._num_bytes = 0
@@ -62,34 +105,20 @@ class FileSource:
             disable=not sys.stderr.isatty(),
         )
 
-    def has(self, name: str) -> bool:
-        """Whether a file holds the tensor."""
-        return name in self._entries
-
     def fill(self, name: str, out: Tensor) -> None:
         """Copy the tensor into `out`, converting its dtype."""
-        entry = self._entries.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self._directory}: tensor {name} is missing")
-        if entry.shape != tuple(out.shape):
-            raise CheckpointError(
-                f"{entry.file}: tensor {name} is {list(entry.shape)}, not {list(out.shape)} "
-                "as config.json has it"
-            )
-        out.copy_(self._read(name, entry))
+        entry = self._take(name, out.shape)
+        out.copy_(self._read(entry))
         if not bool(torch.stack(torch.aminmax(out)).isfinite().all()):  # NaN shows in both
             raise CheckpointError(
                 f"{entry.file}: tensor {name} holds NaN, infinity or numbers beyond {out.dtype}"
             )
-        self._unread.discard(name)
         self._num_bytes += entry.end - entry.begin
         self._bar.update(entry.end - entry.begin)
 
-    def _read(self, name: str, entry: TensorEntry) -> Tensor:
+    def _read(self, entry: TensorEntry) -> Tensor:
         """The tensor as it lies in the mapped file."""
-        dtype = _DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
+        dtype = _DTYPES[entry.dtype]
         if entry.file not in self._maps:
             with entry.file.open("rb") as file:
                 # Copy-on-write, because torch wants writable memory; nothing is ever written.
@@ -106,12 +135,7 @@ class FileSource:
         """Refuse tensors nobody asked for, and say how fast it went."""
         self._bar.close()
         self._maps.clear()
-        left = sorted(name for name in self._unread if not name.endswith(_HARMLESS_LEFTOVERS))
-        if left:
-            file = self._entries[left[0]].file
-            raise CheckpointError(
-                f"{file}: tensor {left[0]} (of {len(left)} such) has no place in this architecture"
-            )
+        super().finish()
         seconds = time.perf_counter() - self._start
         size = self._num_bytes / 1e9
         _log.info("loaded %.2f GB in %.1f s (%.2f GB/s)", size, seconds, size / seconds)
