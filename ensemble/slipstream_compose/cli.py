@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 from slipstream.models.check import check_tensors
+from slipstream_contract.vocab import TokenBytes
+from slipstream_preprocessing.tokenizer import load_tokenizer
 
 from slipstream_compose.compose import (
     BLOCK_SIZES,
@@ -58,7 +60,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compose or check. Raises ComposeError or CheckpointError."""
+    """Compose or check.
+
+    Raises ComposeError, CheckpointError or UnsupportedTokenizerError: what cannot be served is
+    refused here already.
+    """
     if needs_conversion(args.checkpoint):
         if args.check:
             raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
@@ -68,6 +74,9 @@ def run(args: argparse.Namespace) -> int:
         args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring
     )
     check_tensors(args.checkpoint)
+    if repository.info.has_tokenizer:
+        load_tokenizer(args.checkpoint)
+        TokenBytes.load(args.checkpoint)
     return _check(repository) if args.check else _write(repository)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from slipstream.errors import CheckpointError
 from slipstream_compose import cli, convert
 from slipstream_compose.compose import ComposeError
 from slipstream_contract.tensors import MODELS
+from slipstream_contract.vocab import UnsupportedTokenizerError
 from stages.zoo import byte_level_bpe
 from stages.zoo import save as save_tokenizer
 
@@ -284,3 +286,16 @@ def test_the_command_says_one_line(tmp_path):
 def test_the_committed_repository_is_what_compose_writes():
     root = Path(__file__).parents[2] / "model_repository"
     assert run(root / "tensorrt_llm" / "1" / "checkpoint", root, "--check") == 0
+
+
+def test_what_could_not_be_served_is_refused_before_anything_is_written(checkpoint, tmp_path):
+    broken = tmp_path / "a-model"
+    shutil.copytree(checkpoint, broken)
+    (broken / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnsupportedTokenizerError, match=r"tokenizer\.json"):
+        run(broken, tmp_path / "models")
+    shutil.copy(checkpoint / "tokenizer.json", broken)
+    edit_config(broken, intermediate_size=96)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight is \[64, 64\], not \[96, 64\]"):
+        run(broken, tmp_path / "models")
+    assert not (tmp_path / "models").exists()
