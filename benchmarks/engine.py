@@ -122,17 +122,17 @@ def measure(engine: Engine, workload: Workload, repeat: int) -> dict[str, object
 
 def build(shape: str, dtype: str, max_num_batched_tokens: int) -> Engine:
     """An engine over random weights of the given shape."""
-    directory = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
-    (directory / "config.json").write_text(json.dumps(SHAPES[shape]))
-    config = EngineConfig(
-        checkpoint=str(directory),
-        dtype=dtype,
-        load_format="random",
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
-    plan = resolve(config)
+    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(SHAPES[shape]))
+        config = EngineConfig(
+            checkpoint=directory,
+            dtype=dtype,
+            load_format="random",
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        runner = ModelRunner(resolve(config))
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting)
-    return Engine(limits, ModelRunner(plan), None, shape)
+    return Engine(limits, runner, None, shape)
 
 
 def main() -> None:
