@@ -1,9 +1,11 @@
 """The cache of compiled kernels, and what the launchers refuse; no GPU needed."""
 
+import ctypes
 import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,3 +178,26 @@ def test_splits_fit_what_is_allocated() -> None:
             for length in {1, capacity // 2 + 1, capacity - 1, capacity}:
                 share = max(256, math.ceil(math.ceil(length / 32) / tile) * tile)
                 assert math.ceil(length / share) <= bound
+
+
+def test_arguments_lie_where_the_driver_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointers, 64-bit integers and floats, each behind its own pointer, launch after launch."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings: the dev extra")
+    seen = []
+
+    def launch(handle: object, *rest: int) -> tuple[int]:
+        *shape, stream, arguments, extra = rest
+        places = (ctypes.c_void_p * 4).from_address(arguments)
+        types = (ctypes.c_uint64, ctypes.c_int64, ctypes.c_float, ctypes.c_int64)
+        values = [t.from_address(place).value for t, place in zip(types, places, strict=True)]
+        seen.append((int(handle), shape, int(stream), extra, values))
+        return (0,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernel", launch)
+    function = SimpleNamespace(kernel=SimpleNamespace(ptr=0xABC0))
+    kernel = jit._Kernel(function, "Pqf4xq")
+    for pointer, grid in ((2**64 - 16, (5,)), (4096, (5, 6)), (16, (1, 2, 3))):
+        values = [pointer, -3, 0.5, 2**40]
+        assert kernel(grid, 128, 1000, jit._stream(0x77), values) == 0
+        shape = [*grid, 1, 1][:3] + [128, 1, 1, 1000]
+        assert seen.pop() == (0xABC0, shape, 0x77, 0, values)

@@ -1,13 +1,15 @@
-"""CUDA source to running kernels: NVRTC, a cache on disk, CuPy's `RawModule`, torch's stream.
+"""CUDA source to running kernels: NVRTC, a cache on disk, a CuPy module, torch's stream.
 
 A `Variant` names a .cu file and the -D macros that make one instantiation of it. Compiling needs no
 GPU (`compile_variant`); only `launch` imports CuPy. Kernels include no headers but ours.
 """
 
+import ctypes
 import functools
 import hashlib
 import logging
 import os
+import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,29 +198,53 @@ def _module(wanted: Variant, device: int) -> Any:
         return cupy.RawModule(path=str(cubin_path(wanted, _architecture(device))))
 
 
+class _Kernel:
+    """A loaded function, and the memory through which the arguments of each launch pass.
+
+    Not for several threads at once; the driver has read the arguments when a launch returns.
+    """
+
+    def __init__(self, function: Any, layout: str) -> None:
+        from cuda.bindings import driver
+
+        self._launch = driver.cuLaunchKernel
+        self._function = function  # keeps the module loaded
+        self._handle = driver.CUfunction(function.kernel.ptr)
+        self._values = struct.Struct(layout)
+        self._memory = ctypes.create_string_buffer(self._values.size)
+        begin = ctypes.addressof(self._memory)
+        places = range(begin, begin + self._values.size, 8)
+        self._pointers = (ctypes.c_void_p * len(places))(*places)
+        self._arguments = ctypes.addressof(self._pointers)
+
+    def __call__(
+        self, grid: tuple[int, ...], block: int, shared_memory: int, stream: Any, values: list[Any]
+    ) -> int:
+        """The driver's status."""
+        self._values.pack_into(self._memory, 0, *values)
+        x, y, z = (*grid, 1, 1)[:3]
+        (status,) = self._launch(
+            self._handle, x, y, z, block, 1, 1, shared_memory, stream, self._arguments, 0
+        )
+        return int(status)
+
+
 @functools.cache
-def _function(wanted: Variant, entry: str, shared_memory: int, device: int) -> Any:
+def _kernel(wanted: Variant, entry: str, shared_memory: int, device: int, layout: str) -> _Kernel:
     import cupy
 
     with cupy.cuda.Device(device):
-        kernel = _module(wanted, device).get_function(entry)
+        function = _module(wanted, device).get_function(entry)
         if shared_memory > 48 * 1024:
-            kernel.max_dynamic_shared_size_bytes = shared_memory
-        return kernel.kernel
+            function.max_dynamic_shared_size_bytes = shared_memory
+        return _Kernel(function, layout)
 
 
 @functools.cache
 def _stream(handle: int) -> Any:
-    import cupy
+    from cuda.bindings import driver
 
-    return cupy.cuda.ExternalStream(handle)
-
-
-@functools.cache
-def _numpy_types() -> tuple[Any, Any, Any]:
-    import numpy
-
-    return numpy.uint64, numpy.int64, numpy.float32
+    return driver.CUstream(handle)
 
 
 def launch(
@@ -233,21 +259,22 @@ def launch(
 
     Tensors pass as pointers, ints as `i64`, floats as `float`; `shared_memory` is in bytes.
     """
-    require(
-        grid[0] < 2**31 and all(size < 65536 for size in grid[1:]),
-        f"{entry}: grid {grid} exceeds 2^31 - 1, 65535, 65535",
-    )
     device = torch.cuda.current_device()
-    pointer, integer, real = _numpy_types()
-    values: list[Any] = []
+    values: list[int | float] = []
+    layout = ""  # 8 bytes for each argument
     for arg in args:
         if isinstance(arg, Tensor):
-            require(
-                arg.device.index == device, f"{entry}: tensor on {arg.device}, not cuda:{device}"
-            )
-            values.append(pointer(arg.data_ptr()))
+            if arg.get_device() != device:
+                raise KernelError(f"{entry}: tensor on {arg.device}, not cuda:{device}")
+            values.append(arg.data_ptr())
+            layout += "P"
         else:
-            values.append(integer(arg) if isinstance(arg, int) else real(arg))
-    function = _function(wanted, entry, shared_memory, device)
+            values.append(arg)
+            layout += "q" if isinstance(arg, int) else "f4x"
+    kernel = _kernel(wanted, entry, shared_memory, device, layout)
     stream = _stream(torch.cuda.current_stream(device).cuda_stream)
-    function(grid, (block,), tuple(values), shared_mem=shared_memory, stream=stream)
+    status = kernel(grid, block, shared_memory, stream, values)
+    if status != 0:
+        raise KernelError(
+            f"{entry}, grid {grid}, {shared_memory} bytes shared: CUDA error {status}"
+        )
