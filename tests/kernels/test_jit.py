@@ -199,5 +199,5 @@ def test_arguments_lie_where_the_driver_looks(monkeypatch: pytest.MonkeyPatch) -
     for pointer, grid in ((2**64 - 16, (5,)), (4096, (5, 6)), (16, (1, 2, 3))):
         values = [pointer, -3, 0.5, 2**40]
         assert kernel(grid, 128, 1000, jit._stream(0x77), values) == 0
-        shape = [*grid, 1, 1][:3] + [128, 1, 1, 1000]
+        shape = [*[*grid, 1, 1][:3], 128, 1, 1, 1000]
         assert seen.pop() == (0xABC0, shape, 0x77, 0, values)

@@ -6,9 +6,11 @@ Padding adds rows; the rows that were there have the bits of an eager step of th
 """
 
 import bisect
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +77,19 @@ def _no_decodes() -> TokenArrays:
     return TokenArrays(empty, empty, empty, empty, np.zeros((0, 0), np.int32), start, empty32)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What the collector frees meanwhile, an old graph say, would make a capture invalid."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Graphs:
     """One graph for each bucket that was met.
 
@@ -128,7 +143,7 @@ class Graphs:
     def _capture(self, staged: Sequence[Tensor], bucket: Bucket) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
                 out = self._forward(staged, bucket.num_rows, 0)
                 self._hidden[: bucket.num_rows].copy_(out)
         except torch.OutOfMemoryError:
