@@ -94,7 +94,7 @@ class Inputs:
             if tensor is None:
                 raise ContractError(f"{clip(name)} is not an input of {model.name}")
             array = _checked(tensor, given, self.label(name))
-            _refuse_later(tensor, array, self.label(name))
+            refuse_later(tensor, array, self.label(name))
             self._put(names.get(name, name), name, array)
         for name, value in parameters.items():
             self._put_parameter(name, value, names)
@@ -184,8 +184,8 @@ def _checked(tensor: Tensor, array: object, label: str) -> Array:
     return array
 
 
-def _refuse_later(tensor: Tensor, array: Array, label: str) -> None:
-    """Inputs of later work may only say that they are not used."""
+def refuse_later(tensor: Tensor, array: Array, label: str) -> None:
+    """Inputs of later work may only say that they are not used. Raises ContractError."""
     if tensor.neutral is None or array.size == 0:
         return
     if tensor.dtype is DType.STRING:

@@ -3,24 +3,27 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from slipstream_contract.errors import ContractError, clip
-from slipstream_contract.inputs import decode
+from slipstream_contract.inputs import decode, refuse_later
+from slipstream_contract.tensors import MODELS
 from slipstream_contract.words import pack_word_list
 
 from slipstream_preprocessing.encode import Encoder
 
 Array = NDArray[Any]
 
-# Input of this model -> the name that clients of the ensemble know; later work, refused until then.
-_LATER = {
+# Inputs of later work that the ensemble has too are refused by the name that its clients know.
+_KNOWN_AS = {
     "DECODER_QUERY": "decoder_text_input",
-    "IMAGE_BYTES": "image_bytes_input",
-    "IMAGE_URL": "image_url_input",
-    "IMAGES": "image_input",
-    "VIDEO_BYTES": "video_bytes_input",
     "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
+}
+_LATER = {
+    tensor.name: msgspec.structs.replace(tensor, name=_KNOWN_AS.get(tensor.name, tensor.name))
+    for tensor in MODELS["preprocessing"].inputs
+    if tensor.neutral is not None
 }
 
 
@@ -40,9 +43,9 @@ def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Arr
 
     Raises ContractError.
     """
-    for name, known_as in _LATER.items():
-        if name in inputs and not _is_neutral(inputs[name]):
-            raise ContractError(f"{known_as} is not supported yet")
+    for name, tensor in _LATER.items():
+        if name in inputs:
+            refuse_later(tensor, inputs[name], tensor.name)
     queries = _column(inputs, "QUERY", "text_input", None)
     size = len(queries)
     prompts = [encoder.encode(decode("text_input", query)) for query in queries]
@@ -98,11 +101,6 @@ def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[n
                 raise ContractError(f"embedding_bias_weights holds {weight}, not a finite number")
             row[ids] += weight
     return bias if bias.any() else None
-
-
-def _is_neutral(value: Array) -> bool:
-    """Nothing, zeros or empty strings: what a client sends that does not use the input."""
-    return all(item in (b"", "", 0) for item in value.reshape(-1).tolist())
 
 
 def _column(

@@ -126,7 +126,8 @@ def test_weights_of_several_words_add_up(encoder: Encoder) -> None:
             "embedding_bias_weights holds nan",
         ),
         ({"DECODER_QUERY": strings(["x"])}, "decoder_text_input is not supported yet"),
-        ({"IMAGE_URL": strings(["http://x"])}, "image_url_input is not supported yet"),
+        ({"IMAGE_URL": strings(["http://x"])}, "IMAGE_URL is not supported yet"),
+        ({"IMAGE_BYTES": np.zeros((1, 1, 2, 2, 3), np.uint8)}, "IMAGE_BYTES is not supported yet"),
         (
             {"PROMPT_TABLE_EXTRA_ID": np.array([[3]], np.uint64)},
             "prompt_table_extra_id is not supported yet",
