@@ -96,9 +96,9 @@ def run(engine: Engine, workload: Workload) -> dict[str, float]:
     full = len(workload.prompts)
     gaps = [(b[0] - a[0]) * 1e3 for a, b in pairwise(events) if a[1] == b[1] == full]
     num_output = sum(count for _, count in events)
-    return {
+    itl = {"itl_median_ms": statistics.median(gaps)} if gaps else {}
+    return itl | {
         "ttft_ms": (events[0][0] - start) * 1e3,
-        "itl_median_ms": statistics.median(gaps) if gaps else float("nan"),
         "seconds": seconds,
         "input_tok_s": sum(map(len, workload.prompts)) / seconds,
         "output_tok_s": num_output / seconds,
