@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-gpu bench perf locust compose-check clean loc
+.PHONY: help install serve check format test test-gpu bench perf locust compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -52,6 +52,9 @@ locust: install  ## locust, gRPC and HTTP users, on the default repository; repo
 compose-check: install ## the committed model_repository/ is what compose writes today
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \
 	    --output model_repository --check
+
+figures: install ## the README's table of figures, from benchmarks/results/
+	@$(BIN)/python benchmarks/table.py
 
 loc: install     ## lines of code by folder
 	@git ls-files '*.py' '*.cu' '*.cuh' | awk -F/ '{print (NF > 2 ? $$1 "/" $$2 : $$1) "\t" $$0}' | \

@@ -47,7 +47,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def newest() -> Path:
     """The last sitting with both engines."""
     names = ("about.json", "engine.jsonl", "vllm.jsonl")
-    folders = [f for f in RESULTS.iterdir() if all((f / name).is_file() for name in names)]
+    folders = [f for f in RESULTS.glob("*") if all((f / name).is_file() for name in names)]
     if not folders:
         raise SystemExit(f"no folder of {RESULTS} has {', '.join(names)}")
     return max(folders, key=lambda folder: folder.name)

@@ -147,3 +147,10 @@ def test_a_bad_checkpoint_ends_the_server_with_one_line(repository, tmp_path, ki
     finally:
         server.stop()
     assert list(server.processes()) == []
+
+
+def test_stop_is_not_for_the_ensemble(idle):
+    body = {"text_input": PROMPT, "max_tokens": 2, "stop": True}
+    status, text = idle.post("ensemble/generate", body)
+    assert status != 200 or "error" in text
+    assert "stop is no input of the ensemble" in text

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from slipstream_contract.errors import ContractError
 from slipstream_contract.request import LlmRequest, llm_request
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes, state_after
@@ -57,11 +58,15 @@ class Composed:
             )
             for index in range(size)
         ]
+        is_ensemble = _STATE in question.requested and question.requested != self._outputs
         if any(request.stop for request in requests):
+            if is_ensemble:
+                raise ContractError(
+                    "stop is no input of the ensemble: send it to tensorrt_llm, under the same id"
+                )
             self._bridge.calls.stop(question.request_id)
             question.reply.send({}, is_final=True)
             return
-        is_ensemble = _STATE in question.requested and question.requested != self._outputs
         call = Call(question.reply, question.request_id)
         submits = []
         for index, request in enumerate(requests):
