@@ -139,13 +139,6 @@ def split_incomplete(data: bytes) -> tuple[bytes, bytes]:
     return data[:size], data[size:]
 
 
-def tail_after(
-    vocab: TokenBytes, token_ids: Iterable[int], state: StreamState, skip_special: bool = True
-) -> bytes:
-    """The tail that the response after this one must carry."""
-    return state_after(vocab, token_ids, state, skip_special).tail
-
-
 def state_after(
     vocab: TokenBytes, token_ids: Iterable[int], state: StreamState, skip_special: bool = True
 ) -> StreamState:

@@ -15,7 +15,6 @@ from slipstream_contract.vocab import (
     UnsupportedTokenizerError,
     split_incomplete,
     state_after,
-    tail_after,
 )
 from slipstream_postprocessing.detokenize import detokenize
 from stages.zoo import CORPUS, ZOO, byte_level_bpe, cut, save
@@ -144,7 +143,7 @@ def test_tail_travels_and_is_flushed_at_the_end() -> None:
     euro = [singles[bytes([byte])] for byte in "€".encode()]
     first = StreamState(is_last=False)
     assert detokenize(vocab, euro[:2], first) == ""
-    assert tail_after(vocab, euro[:2], first) == "€".encode()[:2]
+    assert state_after(vocab, euro[:2], first).tail == "€".encode()[:2]
     carried = StreamState(is_first=False, is_last=True, tail="€".encode()[:2])
     assert detokenize(vocab, euro[2:], carried) == "€"
     assert detokenize(vocab, [], carried) == "�"
