@@ -1,14 +1,13 @@
 """Both stages in a real tritonserver, called directly, with a SentencePiece kind of tokenizer."""
 
-import contextlib
 import random
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from server.support import free_ports
 from slipstream_compose.pbtxt import model_config
 from slipstream_compose.server import server_directory
 from slipstream_compose.triton import Endpoints, TritonServer
@@ -60,14 +59,6 @@ class Server:
         assert outputs["OUTPUT"].shape == (1,)
         text: bytes = outputs["OUTPUT"][0]
         return text
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 @pytest.fixture(scope="module")
