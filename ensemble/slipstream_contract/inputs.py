@@ -59,7 +59,9 @@ def is_triton_parameter(name: str) -> bool:
 
 def refuse_parameter(name: str, known: Mapping[str, object] | frozenset[str]) -> ContractError:
     """The error for a request parameter that nobody knows."""
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=1)
+    written = name.lower().replace("-", "_")
+    longer = sorted(other for other in known if written and other.startswith(written))
+    near = longer or difflib.get_close_matches(written, list(known), n=1)
     hint = f"; do you mean {near[0]}?" if near else ""
     return ContractError(f"unknown request parameter {clip(name)}{hint}")
 

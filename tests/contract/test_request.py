@@ -139,6 +139,11 @@ def test_parameters_stand_for_inputs_under_either_name():
     assert ask_text({"top_k": 4, "stream": True}).streaming
 
 
+def test_the_beginning_of_a_name_is_a_better_hint_than_a_likeness():
+    with pytest.raises(ContractError, match="'stop'; do you mean stop_words"):
+        ask_text({"stop": "a"})
+
+
 def test_parameters_of_the_server_are_not_ours():
     harmless = {"id": "7", "timeout": 5, "priority": 1, "X-Tenant": "a", "triton_final": True}
     assert ask_text(harmless) == ask_text()
@@ -150,6 +155,7 @@ def test_parameters_of_the_server_are_not_ours():
     [
         ({"temprature": 0.5}, "unknown request parameter 'temprature'; do you mean temperature"),
         ({"top-k": 5}, "'top-k'; do you mean top_k"),
+        ({"stop_word": "a"}, "'stop_word'; do you mean stop_words"),
         ({"tenant": 5}, "unknown request parameter 'tenant'"),
         ({"beam_width": 4}, "^INVALID_ARGUMENT: beam_width is not supported yet$"),
         ({"return_context_logits": "true"}, "return_context_logits is not supported yet"),
