@@ -155,7 +155,8 @@ def _parameters(model: Model, checkpoint: str, is_fused: bool) -> dict[str, str]
         parameters["tokenizer_dir"] = Path(text).as_posix()
     if model.name == "preprocessing" or is_text:
         parameters["add_special_tokens"] = "true"
-    if model.name == "postprocessing" or is_text:
+    # The engine's bridge follows what postprocessing makes visible: change both alike.
+    if model.name in ("postprocessing", ENGINE_MODEL) or is_text:
         parameters["skip_special_tokens"] = "true"
     if model.name == ENGINE_MODEL:
         parameters["gpt_model_type"] = "inflight_fused_batching"
