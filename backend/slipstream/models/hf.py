@@ -40,7 +40,7 @@ _HARMLESS = _keys(
     "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
     "decoder_start_token_id keys_to_ignore_at_inference max_new_tokens attn_implementation "
-    "neftune_noise_alpha gradient_checkpointing tie_encoder_decoder use_bfloat16"
+    "neftune_noise_alpha gradient_checkpointing tie_encoder_decoder use_bfloat16 is_llama_config"
 )
 _HARMLESS_PREFIXES = ("_", "unsloth", "transformers.js")
 _ROPE_KEYS = {
