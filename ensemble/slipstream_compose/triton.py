@@ -168,7 +168,7 @@ class TritonServer:
             )
         environment = server_environment(server, stub)
         environment[VARIABLE] = str(self.runtime.directory)
-        environment["SLIPSTREAM_PYTHON"] = sys.executable
+        environment.setdefault("SLIPSTREAM_PYTHON", sys.executable)
         working = (
             self.runtime.directory / "cwd"
         )  # the stub's sys.path begins with the server's directory
