@@ -43,7 +43,7 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         return
     if args.http or args.grpc:
         raise SystemExit("give both --http and --grpc, or neither")
-    endpoints = Endpoints(*_free_ports(3))
+    endpoints = Endpoints(*free_ports(3))
     models = check_repository(args.model_repository)
     log = REPORTS / "tritonserver.log"
     server = TritonServer(args.model_repository, endpoints, log)
@@ -57,7 +57,7 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         server.stop()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody has at this moment; all are held until the last is known."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

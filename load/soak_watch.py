@@ -1,0 +1,103 @@
+"""What the processes of a server hold: threads, file descriptors, memory, shared memory."""
+
+import contextlib
+import os
+import re
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream_compose.triton import SHARED_MEMORY, TritonServer
+
+_METRIC = re.compile(r"^slipstream_(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass
+class Process:
+    """Figures of one process; the memory is what is resident, shared pages included."""
+
+    threads: int = 0
+    fds: int = 0
+    rss_mib: float = 0.0
+
+
+@dataclass
+class Held:
+    """Figures of a server at one moment."""
+
+    processes: dict[str, Process] = field(default_factory=dict)
+    shm_files: int = 0
+    shm_mib: float = 0.0
+
+
+def held(server: TritonServer, engine_pid: int) -> Held:
+    """What a server holds now; a process is named after its model or its part."""
+    stubs = server.stubs()
+    result = Held()
+    for pid in server.processes():
+        name = stubs.get(pid, "").removesuffix("_0_0") or "supervisor"
+        name = {server.pid: "tritonserver", engine_pid: "engine"}.get(pid, name)
+        with contextlib.suppress(OSError):  # one that has just ended
+            _add(result.processes.setdefault(name, Process()), Path(f"/proc/{pid}"))
+    for region in SHARED_MEMORY.glob(f"{server._prefix}*"):
+        with contextlib.suppress(OSError):
+            result.shm_mib += region.stat().st_blocks * 512 / 2**20
+            result.shm_files += 1
+    return result
+
+
+def _add(process: Process, folder: Path) -> None:
+    status = (folder / "status").read_text()
+    process.threads += int(_field(status, "Threads"))
+    process.fds += len(os.listdir(folder / "fd"))
+    process.rss_mib += int(_field(status, "VmRSS")) / 1024
+
+
+def _field(status: str, name: str) -> str:
+    found = re.search(rf"^{name}:\s+(\d+)", status, re.MULTILINE)
+    return found[1] if found else "0"
+
+
+def growth(before: Held, after: Held) -> list[str]:
+    """One line for each count that grew, and for each process that is gone or new.
+
+    Memory is not judged: allocators keep what they once had.
+    """
+    lines = []
+    for name in sorted(before.processes.keys() | after.processes.keys()):
+        if name not in before.processes or name not in after.processes:
+            lines.append(f"{name}: {'ended' if name in before.processes else 'new'}")
+            continue
+        for count in ("threads", "fds"):
+            old = getattr(before.processes[name], count)
+            new = getattr(after.processes[name], count)
+            if new > old:
+                lines.append(f"{name}: {count} {old} -> {new}")
+    if after.shm_files > before.shm_files:
+        lines.append(f"/dev/shm: files {before.shm_files} -> {after.shm_files}")
+    if after.shm_mib > before.shm_mib:
+        lines.append(f"/dev/shm: MiB {before.shm_mib:.1f} -> {after.shm_mib:.1f}")
+    return lines
+
+
+def table(before: Held, after: Held) -> str:
+    """Both in columns."""
+    lines = [f"{'process':<18}{'threads':>14}{'fds':>14}{'RSS MiB':>18}"]
+    none = Process()
+    for name in sorted(before.processes.keys() | after.processes.keys()):
+        old, new = before.processes.get(name, none), after.processes.get(name, none)
+        threads, fds = f"{old.threads} -> {new.threads}", f"{old.fds} -> {new.fds}"
+        rss = f"{old.rss_mib:.0f} -> {new.rss_mib:.0f}"
+        lines.append(f"{name:<18}{threads:>14}{fds:>14}{rss:>18}")
+    files, size = (
+        f"{before.shm_files} -> {after.shm_files}",
+        f"{before.shm_mib:.1f} -> {after.shm_mib:.1f}",
+    )
+    lines.append(f"{'/dev/shm':<18}{'files':>14}{files:>14}{size:>18}")
+    return "\n".join(lines)
+
+
+def metric(url: str, name: str) -> float:
+    """A figure of the server's metrics; raises KeyError where it is not told."""
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return {key: float(value) for key, value in _METRIC.findall(reply.read().decode())}[name]
