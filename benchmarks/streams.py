@@ -94,17 +94,16 @@ class Load:
     has_counts: bool  # ask for the number of tokens too, as the SDK does
 
 
-def receive(load: Load) -> tuple[list[Received], float]:
+_Raw = tuple[int, int, list[tuple[int, bytes]], str]  # seed, opened, responses, error
+
+
+def receive(load: Load) -> tuple[list[_Raw], float]:
     """Open all streams at `begin_ns` and read them to their ends; also the CPU seconds of that."""
     time.sleep(max(0.0, (load.begin_ns - time.time_ns()) / _NS))
     gc.disable()
     begin_s = time.process_time()
     found = asyncio.run(_receive_all(load))
-    cpu_s = time.process_time() - begin_s
-    return [_parse(*each) for each in found], cpu_s
-
-
-_Raw = tuple[int, int, list[tuple[int, bytes]], str]
+    return found, time.process_time() - begin_s
 
 
 async def _receive_all(load: Load) -> list[_Raw]:
@@ -140,7 +139,8 @@ async def _receive_one(channel: grpc.aio.Channel, load: Load, seed: int) -> _Raw
     return seed, opened_ns, responses, error
 
 
-def _parse(seed: int, opened_ns: int, responses: list[tuple[int, bytes]], error: str) -> Received:
+def parse(seed: int, opened_ns: int, responses: list[tuple[int, bytes]], error: str) -> Received:
+    """A stream from what was noted of it."""
     received = Received(seed, opened_ns, [], [], error)
     for time_ns, data in responses:
         message = service_pb2.ModelStreamInferResponse.FromString(data)
@@ -263,9 +263,10 @@ def cpu_seconds(server: TritonServer) -> dict[str, float]:
     """CPU seconds so far: of tritonserver, of all stubs and each, the source, and the machine."""
     stubs = server.stubs()
     tick = os.sysconf("SC_CLK_TCK")
-    total = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:8]]
-    idle, waiting = total[3:5]
-    found = {"machine": (sum(total) - idle - waiting) / tick}
+    lines = Path("/proc/stat").read_text().splitlines()
+    idle, waiting = map(int, lines[0].split()[4:6])
+    num_cores = sum(line.startswith("cpu") for line in lines) - 1
+    found = {"machine": num_cores * time.monotonic() - (idle + waiting) / tick}
     found |= {"server": 0.0, "stubs": 0.0, "source": 0.0}
     for pid in server.processes():
         with contextlib.suppress(OSError):
@@ -309,7 +310,7 @@ def measure(wiring: str, row: str, args: argparse.Namespace) -> dict[str, Any]:
         results = [each.result() for each in running]
         after = cpu_seconds(server)
         journal = read_journal(Path(directory, "journal"))
-    streams = [stream for received, _ in results for stream in received]
+    streams = [parse(*raw) for found, _ in results for raw in found]
     faults = [text for text in (fault(stream, max_tokens) for stream in streams) if text]
     if faults:
         raise SystemExit(f"{wiring} {row}: {len(faults)} wrong streams: " + "; ".join(faults[:3]))
