@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-gpu bench bench-streams perf locust compose-check figures clean loc
+.PHONY: help install serve check format test test-gpu bench bench-streams perf locust soak compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -12,6 +12,7 @@ PYTEST_ARGS ?=
 ARGS ?=
 PERF_ARGS ?=
 LOCUST_ARGS ?=
+SOAK_ARGS ?= --requests 20000
 BIN := .venv/bin
 
 help:            ## this list
@@ -51,6 +52,9 @@ perf: install    ## perf_analyzer on the default repository; report in benchmark
 
 locust: install  ## locust, gRPC and HTTP users, on the default repository; report likewise
 	@$(BIN)/python load/run_locust.py $(LOCUST_ARGS)
+
+soak: install    ## many requests, many of them cancelled, on a small KV cache; fails on any trace of them
+	@$(BIN)/python load/soak.py $(SOAK_ARGS)
 
 compose-check: install ## the committed model_repository/ is what compose writes today
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \
