@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -11,7 +12,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL, TRUE_STATUS
-from slipstream_client.codec import chunk_of, health_of, health_request, request_of
+from slipstream_client.codec import chunks_of, health_of, health_request, request_of
 from slipstream_client.failures import error_from_rpc, error_from_text
 from slipstream_client.results import Chunk, Completion, join
 
@@ -26,11 +27,14 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         self._call = call
         self._url = url
         self._is_over = False
+        self._waiting: deque[Chunk] = deque()  # of a response that holds several sequences
 
     async def __anext__(self) -> Chunk:
         """The next chunk. Raises ContractError, or RequestTimeoutError (a TimeoutError)."""
         if self._is_over:
             raise StopAsyncIteration
+        if self._waiting:
+            return self._waiting.popleft()
         try:
             response = await self._call.read()
         except asyncio.CancelledError:
@@ -48,7 +52,8 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         if response.error_message:
             self.cancel()
             raise error_from_text(response.error_message)
-        return chunk_of(response.infer_response)
+        self._waiting.extend(chunks_of(response.infer_response))
+        return self._waiting.popleft()
 
     def cancel(self) -> None:
         """Stops the generation on the server; the iteration ends. Harmless when it has ended."""

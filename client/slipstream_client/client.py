@@ -1,6 +1,7 @@
 """The synchronous client: one gRPC stream a request, so that a request can be cancelled alone."""
 
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -8,7 +9,7 @@ from typing import Any, Self
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from slipstream_client.codec import ENSEMBLE, chunk_of, health_of, health_request, request_of
+from slipstream_client.codec import ENSEMBLE, chunks_of, health_of, health_request, request_of
 from slipstream_client.failures import error_from_rpc, error_from_text
 from slipstream_client.results import Chunk, Completion, join
 
@@ -29,11 +30,14 @@ class ChunkStream(Iterator[Chunk]):
         self._call = call
         self._url = url
         self._is_over = False
+        self._waiting: deque[Chunk] = deque()  # of a response that holds several sequences
 
     def __next__(self) -> Chunk:
         """The next chunk. Raises ContractError, or RequestTimeoutError (a TimeoutError)."""
         if self._is_over:
             raise StopIteration
+        if self._waiting:
+            return self._waiting.popleft()
         try:
             response = next(self._call)
         except StopIteration:
@@ -50,7 +54,8 @@ class ChunkStream(Iterator[Chunk]):
         if response.error_message:
             self.cancel()
             raise error_from_text(response.error_message)
-        return chunk_of(response.infer_response)
+        self._waiting.extend(chunks_of(response.infer_response))
+        return self._waiting.popleft()
 
     def cancel(self) -> None:
         """Stops the generation on the server; the iteration ends. Harmless when it has ended."""

@@ -149,19 +149,27 @@ def _wire_type(tensor: Tensor) -> str:
     return "BYTES" if tensor.dtype == "STRING" else str(tensor.dtype)
 
 
-def chunk_of(response: Any) -> Chunk:
-    """The chunk in a `ModelInferResponse`."""
+def chunks_of(response: Any) -> list[Chunk]:
+    """The chunks in a `ModelInferResponse`: one, or one a sequence where a response holds them all.
+
+    `vllm_model` answers so with n > 1: text, reason and counts are arrays with an entry each.
+    """
     result = InferResult(response)
     outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
-    return Chunk(
-        text=_text(outputs.get("text_output")),
-        sequence_index=_number(outputs.get("sequence_index")) or 0,
-        token_ids=_token_ids(outputs),
-        num_input_tokens=_number(outputs.get("num_input_tokens")),
-        num_output_tokens=_number(outputs.get("num_output_tokens")),
-        finish_reason=_text(outputs.get("finish_reason")) or None,
-        outputs=outputs,
-    )
+    first = _number(outputs.get("sequence_index")) or 0
+    text = outputs.get("text_output")
+    return [
+        Chunk(
+            text=_text(text, index),
+            sequence_index=first + index,
+            token_ids=_token_ids(outputs),
+            num_input_tokens=_number(outputs.get("num_input_tokens")),
+            num_output_tokens=_number(outputs.get("num_output_tokens"), index),
+            finish_reason=_reason(outputs.get("finish_reason"), index),
+            outputs=outputs,
+        )
+        for index in range(max(1, text.size) if text is not None else 1)
+    ]
 
 
 def health_request() -> Any:
@@ -181,12 +189,19 @@ def health_of(response: Any) -> dict[str, Any]:
     return state
 
 
-def _text(array: Array | None) -> str:
-    return b"".join(array.ravel().tolist()).decode() if array is not None else ""
+def _text(array: Array | None, index: int = 0) -> str:
+    if array is None or index >= array.size:
+        return ""
+    return bytes(array.ravel()[index]).decode()
 
 
-def _number(array: Array | None) -> int | None:
-    return int(array.ravel()[0]) if array is not None and array.size else None
+def _reason(array: Array | None, index: int) -> str | None:
+    reason = _text(array, index)
+    return None if reason in ("", "None") else reason  # so says that backend while it runs
+
+
+def _number(array: Array | None, index: int = 0) -> int | None:
+    return int(array.ravel()[index]) if array is not None and index < array.size else None
 
 
 def _token_ids(outputs: Mapping[str, Array]) -> tuple[int, ...]:

@@ -78,6 +78,19 @@ def test_every_model_completes_and_streams_the_same(sdk):
     assert texts != {""}
 
 
+def test_several_sequences_are_told_apart_by_every_model(sdk):
+    shared = {"seed": 5, "temperature": 0.8, "top_p": 0.9, "max_tokens": 12}
+    texts = {
+        model: sdk.complete(PROMPT, model=model, num_return_sequences=3, **shared)
+        for model in TEXT_MODELS
+    }
+    texts["vllm_model"] = sdk.complete(PROMPT, model="vllm_model", n=3, **shared)
+    for completion in texts.values():
+        assert len(set(completion.texts)) == 3
+        assert completion.texts == texts["ensemble"].texts
+        assert completion.num_output_tokens == (12, 12, 12)
+
+
 def test_only_vllm_tells_the_finish_reason(sdk):
     length = sdk.complete(PROMPT, model="vllm_model", max_tokens=3, temperature=0.0)
     assert length.finish_reason == "length"
