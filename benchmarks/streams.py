@@ -34,7 +34,7 @@ import grpc.aio
 import numpy as np
 from paced_engine import expected_bytes, write_python
 from slipstream_client.client import CHANNEL_OPTIONS, TRUE_STATUS
-from slipstream_client.codec import chunk_of, request_of
+from slipstream_client.codec import chunks_of, request_of
 from slipstream_compose.server import repository_root
 from slipstream_compose.triton import Endpoints, TritonServer
 from tritonclient.grpc import service_pb2
@@ -146,7 +146,7 @@ def parse(seed: int, opened_ns: int, responses: list[tuple[int, bytes]], error: 
         message = service_pb2.ModelStreamInferResponse.FromString(data)
         received.error = received.error or message.error_message
         received.times_ns.append(time_ns)
-        received.texts.append(chunk_of(message.infer_response).text.encode())
+        received.texts.append(chunks_of(message.infer_response)[0].text.encode())
     return received
 
 
