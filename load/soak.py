@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from serving import REPORTS, free_ports
 from slipstream_client import AsyncSlipstreamClient, Chunk, ContractError, RequestTimeoutError
 from slipstream_compose.compose import compose, write
@@ -41,7 +40,6 @@ _SHOWN = 8  # of the errors
 _CRASH_S = 5.0
 _MANY = 500  # requests, among which some must have been preempted
 _TOLD_EVERY = 1000  # requests
-_NONE = np.zeros(0, np.int32)
 
 Answer = dict[int, str] | dict[int, tuple[int, ...]]
 """By index of the sequence: text, or token ids."""
@@ -118,7 +116,7 @@ class Storm:
         got: Answer = {}
         try:
             async for chunk in stream:
-                self.num_tokens += int(chunk.outputs.get("num_output_tokens", _NONE).sum())
+                self.num_tokens += chunk.num_output_tokens or 0
                 add(got, chunk, ask)
                 if size(got) >= enough:
                     leave()
@@ -172,16 +170,10 @@ class Storm:
 
 
 def add(answer: dict[int, Any], chunk: Chunk, ask: Ask) -> None:
-    """Append what a response brings. One of `vllm_model` holds a text of every sequence."""
-    if ask.question.is_tokens:
-        new: dict[int, Any] = {chunk.sequence_index: chunk.token_ids}
-    elif ask.model == "vllm_model":
-        raws: Any = chunk.outputs.get("text_output", _NONE).ravel()
-        new = {index: raw.decode() for index, raw in enumerate(raws)}
-    else:
-        new = {chunk.sequence_index: chunk.text}
-    for index, piece in new.items():
-        answer[index] = answer[index] + piece if index in answer else piece
+    """Append what a chunk brings to its sequence."""
+    piece: Any = chunk.token_ids if ask.question.is_tokens else chunk.text
+    index = chunk.sequence_index
+    answer[index] = answer[index] + piece if index in answer else piece
 
 
 def size(answer: Answer) -> int:
