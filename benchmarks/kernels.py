@@ -7,76 +7,29 @@ device that `LIMITS` names. The last line is one JSON object.
 
 import argparse
 import json
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
 
 import torch
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.attention import decode_attention, prefill_attention
-from slipstream.kernels.norm import add_rms_norm, rms_norm
+from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.rope import rope_and_cache
 from slipstream.kernels.sample import sample
-
-LIMITS = {"NVIDIA H200": (4.707e12, 790e12)}  # bytes/s read, bf16 FLOP/s
-HIDDEN, FFN, Q_HEADS, KV_HEADS, HEAD_SIZE, VOCAB, BLOCK = 4096, 14336, 32, 8, 128, 128256, 32
-DTYPE = torch.bfloat16
-ROTATION = 256 << 20  # bytes of inputs to walk through, several times the L2 cache
-
-
-@dataclass
-class Result:
-    """One line of the table."""
-
-    kernel: str
-    case: str
-    microseconds: float
-    gigabytes_per_s: float
-    teraflops: float
-    share_of_limit: float | None
-
-
-def time_graph(runs: list[Callable[[], object]], replays: int = 15) -> float:
-    """Median seconds of one run, all of them captured in one graph."""
-    runs[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    times = []
-    for _ in range(replays + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / len(runs))
-    return sorted(times[3:])[replays // 2]
-
-
-def measure(
-    kernel: str, case: str, make: Callable[[], Callable[[], object]], num_bytes: float, flops: float
-) -> Result:
-    copies = max(4, min(64, math.ceil(ROTATION / num_bytes)))
-    seconds = time_graph([make() for _ in range(copies)])
-    limits = LIMITS.get(torch.cuda.get_device_name())
-    share = max(num_bytes / limits[0], flops / limits[1]) / seconds if limits else None
-    result = Result(
-        kernel, case, seconds * 1e6, num_bytes / seconds / 1e9, flops / seconds / 1e12, share
-    )
-    shown = "-" if share is None else f"{share:6.1%}"
-    print(
-        f"{kernel:18} {case:26} {result.microseconds:10.2f} us {result.gigabytes_per_s:8.0f} GB/s "
-        f"{result.teraflops:7.1f} TFLOP/s {shown:>7}",
-        flush=True,
-    )
-    torch.cuda.empty_cache()
-    return result
-
-
-def rows(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=DTYPE)
+from timing import (
+    BLOCK,
+    FFN,
+    HEAD_SIZE,
+    HIDDEN,
+    KV_HEADS,
+    Q_HEADS,
+    VOCAB,
+    Result,
+    measure,
+    rows,
+)
 
 
 def rowwise() -> list[Result]:
@@ -88,10 +41,6 @@ def rowwise() -> list[Result]:
         def make_norm(n: int = n, w: torch.Tensor = weight) -> Callable[[], object]:
             x = rows(n, HIDDEN)
             return lambda: rms_norm(x, w, 1e-5)
-
-        def make_add(n: int = n, w: torch.Tensor = weight) -> Callable[[], object]:
-            x, residual = rows(n, HIDDEN), rows(n, HIDDEN)
-            return lambda: add_rms_norm(x, residual, w, 1e-5)
 
         def make_silu(n: int = n) -> Callable[[], object]:
             x = rows(n, 2 * FFN)
@@ -110,7 +59,6 @@ def rowwise() -> list[Result]:
 
         results += [
             measure("rms_norm", f"{n} x {HIDDEN}", make_norm, 2 * size, 0),
-            measure("add_rms_norm", f"{n} x {HIDDEN}", make_add, 4 * size, 0),
             measure("silu_mul", f"{n} x {FFN}", make_silu, 3 * n * FFN * 2, 0),
             measure(
                 "rope_and_cache",
@@ -223,6 +171,8 @@ def sampling() -> list[Result]:
 def main() -> None:
     """Run the suites named on the command line, all by default."""
     suites = {"rowwise": rowwise, "decode": decode, "prefill": prefill, "sampling": sampling}
+    for path in sorted(Path(__file__).parent.glob("cases_*.py")):
+        suites[path.stem.removeprefix("cases_")] = import_module(path.stem).cases
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", choices=[*suites, []], help="default: all")
     names = parser.parse_args().suites or list(suites)

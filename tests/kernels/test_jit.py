@@ -185,19 +185,22 @@ def test_arguments_lie_where_the_driver_looks(monkeypatch: pytest.MonkeyPatch) -
     driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings: the dev extra")
     seen = []
 
-    def launch(handle: object, *rest: int) -> tuple[int]:
-        *shape, stream, arguments, extra = rest
-        places = (ctypes.c_void_p * 4).from_address(arguments)
+    def launch(config: object, handle: object, arguments: int, extra: int) -> tuple[int]:
+        places = (ctypes.c_void_p * 5).from_address(arguments)
         types = (ctypes.c_uint64, ctypes.c_int64, ctypes.c_float, ctypes.c_int64)
-        values = [t.from_address(place).value for t, place in zip(types, places, strict=True)]
-        seen.append((int(handle), shape, int(stream), extra, values))
+        values = [t.from_address(at).value for t, at in zip(types, places[:4], strict=True)]
+        shape = [config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX]
+        shape.append(config.sharedMemBytes)
+        seen.append((int(handle), shape, int(config.hStream), extra, values, places[4]))
         return (0,)
 
-    monkeypatch.setattr(driver, "cuLaunchKernel", launch)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
     function = SimpleNamespace(kernel=SimpleNamespace(ptr=0xABC0))
-    kernel = jit._Kernel(function, "Pqf4xq")
+    kernel = jit._Kernel(function, "Pqf4xqP", 128, 1000)
+    kernel.overlap()
     for pointer, grid in ((2**64 - 16, (5,)), (4096, (5, 6)), (16, (1, 2, 3))):
-        values = [pointer, -3, 0.5, 2**40]
-        assert kernel(grid, 128, 1000, jit._stream(0x77), values) == 0
-        shape = [*[*grid, 1, 1][:3], 128, 1, 1, 1000]
-        assert seen.pop() == (0xABC0, shape, 0x77, 0, values)
+        values = [pointer, -3, 0.5, 2**40, 0]
+        tensor_map = jit.TensorMap(pointer // 2, None)
+        assert kernel(grid, jit._stream(0x77), values, {4: tensor_map}) == 0
+        shape = [*[*grid, 1, 1][:3], 128, 1000]
+        assert seen.pop() == (0xABC0, shape, 0x77, 0, values[:4], pointer // 2)

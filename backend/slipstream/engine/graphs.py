@@ -98,17 +98,17 @@ class Graphs:
     All graphs share one pool of memory: they run one after the other, and keep nothing.
 
     Args:
-        forward: staged `TokenArrays`, number of decodes and longest chunk to `[rows, hidden]`.
+        forward: staged `TokenArrays`, number of decodes and longest chunk to `[rows, vocab]`.
         buckets: the shapes.
-        hidden: `[rows, hidden]` of the largest bucket, on the device.
+        logits: `[rows, vocab]` of the largest bucket, on the device.
     """
 
-    def __init__(self, forward: Forward, buckets: Buckets, hidden: Tensor) -> None:
+    def __init__(self, forward: Forward, buckets: Buckets, logits: Tensor) -> None:
         self._forward = forward
         self._buckets = buckets
-        self._hidden = hidden
+        self._logits = logits
         largest = pad_decodes(_no_decodes(), buckets.rows[-1], buckets.widths[-1])
-        self._staging = Staging(hidden.device, num_bytes(largest))
+        self._staging = Staging(logits.device, num_bytes(largest))
         self._address = self._staging.upload(largest)[0].data_ptr()
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Bucket, torch.cuda.CUDAGraph | None] = {}  # None: no memory
@@ -122,7 +122,7 @@ class Graphs:
         _log.info("%d CUDA graphs captured in %.2f s", len(self._graphs), seconds)
 
     def run(self, tokens: TokenArrays) -> Tensor | None:
-        """`[rows, hidden]` of decodes, overwritten by the next run; None: no bucket is so large."""
+        """`[rows, vocab]` of decodes, overwritten by the next run; None: no bucket is so large."""
         bucket = self._buckets.find(*tokens.block_tables.shape)
         return None if bucket is None else self._run(tokens, bucket)
 
@@ -132,20 +132,20 @@ class Graphs:
         if graph is not None:
             self._staging.copy(padded)
             graph.replay()
-            return self._hidden[:count]
+            return self._logits[:count]
         staged = self._staging.upload(padded)
         assert staged[0].data_ptr() == self._address, "the inputs of the graphs have moved"
-        hidden = self._forward(staged, bucket.num_rows, 0)
+        logits = self._forward(staged, bucket.num_rows, 0)
         if bucket not in self._graphs:
             self._graphs[bucket] = self._capture(staged, bucket)
-        return hidden[:count]
+        return logits[:count]
 
     def _capture(self, staged: Sequence[Tensor], bucket: Bucket) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
             with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
                 out = self._forward(staged, bucket.num_rows, 0)
-                self._hidden[: bucket.num_rows].copy_(out)
+                self._logits[: bucket.num_rows].copy_(out)
         except torch.OutOfMemoryError:
             _log.warning("no memory for the CUDA graph of %s: such steps run without", bucket)
             return None

@@ -52,19 +52,18 @@ class ModelRunner:
 
     def _make_graphs(self, plan: Plan) -> Graphs:
         buckets = Buckets(plan.max_num_seqs, plan.max_model_len, plan.block_size)
-        shape = (buckets.rows[-1], plan.model.dims.hidden_size)
-        hidden = torch.empty(shape, dtype=plan.dtype, device=plan.device)
-        graphs = Graphs(self._forward, buckets, hidden)
+        shape = (buckets.rows[-1], plan.model.dims.vocab_size)
+        logits = torch.empty(shape, dtype=plan.dtype, device=plan.device)
+        graphs = Graphs(self._forward, buckets, logits)
         graphs.warm_up()
         return graphs
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Sampled:
         """One step. Returns when the sampled tokens are known."""
-        hidden = self._hidden(batch)
-        if len(hidden) == 0:
+        logits = self.logits(batch)
+        if len(logits) == 0:
             return Sampled([], [], [])
-        logits = self._model.head(hidden)
         # Only now, so that on a GPU the model already runs meanwhile.
         rows = [row for row in batch.rows if row.samples]
         inputs = SamplingInputs(*self._sampling.upload(sampling_arrays(rows)))
@@ -77,23 +76,19 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Unedited fp32 logits `[rows that sample, vocab]`; the cache is written as by `run`."""
-        return self._model.head(self._hidden(batch))
-
-    def _hidden(self, batch: Batch) -> Tensor:
-        """`[rows that sample, hidden]`, by a graph where there is one."""
         tokens = token_arrays(batch, self.block_size)
         if self._graphs is not None and batch.num_decodes == len(batch.rows):
-            hidden = self._graphs.run(tokens)
-            if hidden is not None:
-                return hidden
+            logits = self._graphs.run(tokens)
+            if logits is not None:
+                return logits.float()
         chunks = batch.rows[batch.num_decodes :]
         max_queries = max((len(row.token_ids) for row in chunks), default=0)
-        return self._forward(self._tokens.upload(tokens), batch.num_decodes, max_queries)
+        return self._forward(self._tokens.upload(tokens), batch.num_decodes, max_queries).float()
 
     def _forward(self, staged: Sequence[Tensor], num_decodes: int, max_queries: int) -> Tensor:
-        """`[rows that sample, hidden]` of `TokenArrays` on the device."""
+        """`[rows that sample, vocab]` of `TokenArrays` on the device."""
         token_ids, sample_rows, positions, slots, tables, starts, lengths = staged
         inputs = AttentionInputs(
             positions, slots, tables, starts, lengths, num_decodes, max_queries
         )
-        return self._model.hidden(token_ids, inputs, self._caches, sample_rows)
+        return self._model(token_ids, inputs, self._caches, sample_rows)

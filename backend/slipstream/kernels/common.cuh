@@ -68,3 +68,18 @@ DEVICE float warp_sum(float value) {
   for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(ALL_LANES, value, mask);
   return value;
 }
+
+// Programmatic dependent launch (sm_90 on). A kernel launched with `overlaps` reads and writes what others write or
+// read only after this: when it returns, the kernels before have ended and their writes are visible. Every such
+// kernel calls it in every thread that goes on, so that order is transitive.
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may be started from here on: it gets no result of this one before its own wait.
+DEVICE void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -34,15 +34,27 @@ class Variant:
 
     source: str
     defines: tuple[tuple[str, str], ...]
+    only: str = ""  # the one architecture that has its instructions, "sm_90a" say; all if empty
 
     def __str__(self) -> str:
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.defines)])
 
 
-def variant(source: str, dtype: torch.dtype | None = None, **defines: int) -> Variant:
+def variant(
+    source: str, dtype: torch.dtype | None = None, only: str = "", **defines: int
+) -> Variant:
     """The variant of `source` with `-D ELEMENT=` the CUDA name of `dtype`, and `defines`."""
     pairs = [] if dtype is None else [("ELEMENT", type_name(dtype))]
-    return Variant(source, (*pairs, *((name, str(value)) for name, value in defines.items())))
+    values = ((name, str(value)) for name, value in defines.items())
+    return Variant(source, (*pairs, *values), only)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A `CUtensorMap` (128 bytes, aligned to 64) as a kernel's `__grid_constant__` parameter."""
+
+    address: int  # on the host; read at the launch
+    owner: object  # keeps it alive
 
 
 def type_name(dtype: torch.dtype) -> str:
@@ -180,7 +192,8 @@ def _architecture(device: int) -> str:
         capability >= MIN_CAPABILITY,
         f"{name} has compute capability {capability}; the kernels need {MIN_CAPABILITY} or newer",
     )
-    return "sm_{}{}".format(*capability)
+    suffix = "a" if capability >= (9, 0) else ""  # wgmma and setmaxnreg are sm_90a's own
+    return "sm_{}{}{}".format(*capability, suffix)
 
 
 @functools.cache
@@ -204,10 +217,10 @@ class _Kernel:
     Not for several threads at once; the driver has read the arguments when a launch returns.
     """
 
-    def __init__(self, function: Any, layout: str) -> None:
+    def __init__(self, function: Any, layout: str, block: int, shared_memory: int) -> None:
         from cuda.bindings import driver
 
-        self._launch = driver.cuLaunchKernel
+        self._launch = driver.cuLaunchKernelEx
         self._function = function  # keeps the module loaded
         self._handle = driver.CUfunction(function.kernel.ptr)
         self._values = struct.Struct(layout)
@@ -216,28 +229,60 @@ class _Kernel:
         places = range(begin, begin + self._values.size, 8)
         self._pointers = (ctypes.c_void_p * len(places))(*places)
         self._arguments = ctypes.addressof(self._pointers)
+        self._config = driver.CUlaunchConfig()
+        self._config.blockDimX = block
+        self._config.blockDimY = self._config.blockDimZ = 1
+        self._config.sharedMemBytes = shared_memory
+
+    def overlap(self) -> None:
+        """Launches may start while the kernel before them in the stream still runs."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUlaunchAttribute()
+        programmatic = driver.CUlaunchAttributeID
+        attribute.id = programmatic.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        self._config.attrs = [attribute]
+        self._config.numAttrs = 1
 
     def __call__(
-        self, grid: tuple[int, ...], block: int, shared_memory: int, stream: Any, values: list[Any]
+        self,
+        grid: tuple[int, ...],
+        stream: Any,
+        values: list[int | float],
+        maps: dict[int, TensorMap],
     ) -> int:
-        """The driver's status."""
+        """The driver's status. `maps` are passed by address in place of `values` there."""
         self._values.pack_into(self._memory, 0, *values)
-        x, y, z = (*grid, 1, 1)[:3]
-        (status,) = self._launch(
-            self._handle, x, y, z, block, 1, 1, shared_memory, stream, self._arguments, 0
-        )
+        for index, tensor_map in maps.items():
+            self._pointers[index] = tensor_map.address
+        config = self._config
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.hStream = stream
+        (status,) = self._launch(config, self._handle, self._arguments, 0)
         return int(status)
 
 
 @functools.cache
-def _kernel(wanted: Variant, entry: str, shared_memory: int, device: int, layout: str) -> _Kernel:
+def _kernel(
+    wanted: Variant,
+    entry: str,
+    block: int,
+    shared_memory: int,
+    overlaps: bool,
+    device: int,
+    layout: str,
+) -> _Kernel:
     import cupy
 
     with cupy.cuda.Device(device):
         function = _module(wanted, device).get_function(entry)
         if shared_memory > 48 * 1024:
             function.max_dynamic_shared_size_bytes = shared_memory
-        return _Kernel(function, layout)
+        kernel = _Kernel(function, layout, block, shared_memory)
+    if overlaps and torch.cuda.get_device_capability(device) >= (9, 0):
+        kernel.overlap()
+    return kernel
 
 
 @functools.cache
@@ -252,28 +297,36 @@ def launch(
     entry: str,
     grid: tuple[int, ...],
     block: int,
-    *args: Tensor | int | float,
+    *args: Tensor | int | float | TensorMap,
     shared_memory: int = 0,
+    overlaps: bool = False,
 ) -> None:
     """Start a kernel on torch's current stream.
 
-    Tensors pass as pointers, ints as `i64`, floats as `float`; `shared_memory` is in bytes.
+    Tensors pass as pointers, ints as `i64`, floats as `float`; `shared_memory` is in bytes. A
+    kernel that `overlaps` starts while the one before it ends (programmatic dependent launch, from
+    sm_90 on): whatever it reads or writes of others, it does after `wait_for_previous()`.
     """
     device = torch.cuda.current_device()
     values: list[int | float] = []
+    maps: dict[int, TensorMap] = {}
     layout = ""  # 8 bytes for each argument
-    for arg in args:
+    for index, arg in enumerate(args):
         if isinstance(arg, Tensor):
             if arg.get_device() != device:
                 raise KernelError(f"{entry}: tensor on {arg.device}, not cuda:{device}")
             values.append(arg.data_ptr())
             layout += "P"
+        elif isinstance(arg, TensorMap):
+            maps[index] = arg
+            values.append(0)
+            layout += "P"
         else:
             values.append(arg)
             layout += "q" if isinstance(arg, int) else "f4x"
-    kernel = _kernel(wanted, entry, shared_memory, device, layout)
+    kernel = _kernel(wanted, entry, block, shared_memory, overlaps, device, layout)
     stream = _stream(torch.cuda.current_stream(device).cuda_stream)
-    status = kernel(grid, block, shared_memory, stream, values)
+    status = kernel(grid, stream, values, maps)
     if status != 0:
         raise KernelError(
             f"{entry}, grid {grid}, {shared_memory} bytes shared: CUDA error {status}"

@@ -16,28 +16,18 @@ DEVICE float row_sum(float value) {
   return total;
 }
 
-// `values` is the row to normalise; with ADD it first becomes `values + x`, rounded as it is stored.
-template <bool ADD>
-DEVICE void normalise(const T* x, i64 x_stride, T* values, i64 stride, const T* weight, T* out,
-                      i64 num_rows, i64 width, float eps) {
+extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
+    rms_norm(const T* x, i64 stride, const T* weight, T* out, i64 num_rows, i64 width, float eps) {
   const i64 row = i64(blockIdx.x) * ROWS + threadIdx.x / THREADS;
   if (row >= num_rows) return;
   const i64 first = (threadIdx.x % THREADS) * VECTOR;
   constexpr i64 STEP = THREADS * VECTOR;
-  x += row * x_stride;
-  values += row * stride;
+  x += row * stride;
   out += row * width;
 
   float squares = 0.0f;
   for (i64 i = first; i < width; i += STEP) {
-    auto pack = load<VECTOR>(values + i);
-    if (ADD) {
-      const auto addend = load<VECTOR>(x + i);
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j)
-        pack.at[j] = from_float<T>(to_float(pack.at[j]) + to_float(addend.at[j]));
-      store<VECTOR>(values + i, pack);
-    }
+    const auto pack = load<VECTOR>(x + i);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
       const float value = to_float(pack.at[j]);
@@ -46,23 +36,12 @@ DEVICE void normalise(const T* x, i64 x_stride, T* values, i64 stride, const T* 
   }
   const float scale = 1.0f / sqrtf(row_sum(squares) / float(width) + eps);
 
-  for (i64 i = first; i < width; i += STEP) {  // each thread reads back what it read or wrote above
-    auto pack = load<VECTOR>(values + i);
+  for (i64 i = first; i < width; i += STEP) {
+    auto pack = load<VECTOR>(x + i);
     const auto factor = load<VECTOR>(weight + i);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j)
       pack.at[j] = from_float<T>(to_float(pack.at[j]) * scale * to_float(factor.at[j]));
     store<VECTOR>(out + i, pack);
   }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
-    rms_norm(T* x, i64 x_stride, const T* weight, T* out, i64 num_rows, i64 width, float eps) {
-  normalise<false>(x, 0, x, x_stride, weight, out, num_rows, width, eps);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS* ROWS)
-    add_rms_norm(const T* x, i64 x_stride, T* residual, i64 residual_stride, const T* weight, T* out,
-                 i64 num_rows, i64 width, float eps) {
-  normalise<true>(x, x_stride, residual, residual_stride, weight, out, num_rows, width, eps);
 }

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from slipstream.kernels import attention, rope
 from slipstream.layers.dims import Dims
-from slipstream.layers.linear import Linear, WeightSource
+from slipstream.layers.linear import Linear
 from slipstream.layers.norm import Norm
+from slipstream.layers.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,20 @@ class Attention:
         self.q_norm = Norm(w.at("q_norm"), size, dims.eps) if qk_norm else None
         self.k_norm = Norm(w.at("k_norm"), size, dims.eps) if qk_norm else None
 
-    def __call__(self, x: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:
-        """`[n, hidden] -> [n, hidden]`; writes this step's K and V into the layer's `cache`."""
-        parts = torch.split(self.qkv(x), self.sizes, dim=-1)
-        q, k, v = (part.view(len(x), -1, self.head_size) for part in parts)
+    def __call__(
+        self, norm: Norm, residual: Tensor, inputs: AttentionInputs, cache: Tensor
+    ) -> None:
+        """`residual [n, hidden] += ` the attention of `norm(residual)`.
+
+        Writes this step's K and V into the layer's `cache`.
+        """
+        parts = torch.split(self.qkv.of_norm(norm, residual), self.sizes, dim=-1)
+        q, k, v = (part.view(len(residual), -1, self.head_size) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.reshape(-1, self.head_size)).view(q.shape)
             k = self.k_norm(k.reshape(-1, self.head_size)).view(k.shape)
         rope.rope_and_cache(q, k, v, self.cos_sin, inputs.positions, inputs.slots, cache)
-        return self.out(self._attend(q, inputs, cache).flatten(1))
+        self.out.add_to(residual, self._attend(q, inputs, cache).flatten(1))
 
     def _attend(self, q: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:
         """Decodes and chunks by a kernel each; `[n, heads, d]`."""

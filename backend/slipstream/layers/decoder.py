@@ -8,26 +8,23 @@ from torch import Tensor
 from slipstream.layers.attention import Attention, AttentionInputs
 from slipstream.layers.dims import Dims
 from slipstream.layers.embedding import Embedding, Head
-from slipstream.layers.linear import WeightSource
 from slipstream.layers.norm import Norm
+from slipstream.layers.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Attention and MLP, each on the norm of the residual sum, which is kept beside them."""
+    """Attention and MLP, each added to the residual sum of whose norm it is."""
 
     input_norm: Norm
     attention: Attention
     mlp_norm: Norm
-    mlp: Callable[[Tensor], Tensor]
+    mlp: Callable[[Norm, Tensor], None]
 
-    def __call__(
-        self, branch: Tensor | None, residual: Tensor, inputs: AttentionInputs, cache: Tensor
-    ) -> Tensor:
-        """Add the previous block's branch to `residual` in place; return this block's branch."""
-        x = self.input_norm(residual) if branch is None else self.input_norm.add(branch, residual)
-        x = self.attention(x, inputs, cache)
-        return self.mlp(self.mlp_norm.add(x, residual))
+    def __call__(self, residual: Tensor, inputs: AttentionInputs, cache: Tensor) -> None:
+        """One block further: `residual [n, hidden]` is changed in place."""
+        self.attention(self.input_norm, residual, inputs, cache)
+        self.mlp(self.mlp_norm, residual)
 
 
 class Decoder:
@@ -41,19 +38,18 @@ class Decoder:
         self.norm = Norm(w.at("model.norm"), dims.hidden_size, dims.eps)
         self.head = Head(w.at("lm_head"), self.embedding, ties_embeddings)
 
-    def hidden(
+    def __call__(
         self,
         token_ids: Tensor,
         inputs: AttentionInputs,
         caches: Sequence[Tensor],
         sample_rows: Tensor,
     ) -> Tensor:
-        """`token_ids [n] i64` in; what `head` makes logits of out, `[len(sample_rows), hidden]`.
+        """`token_ids [n] i64` in; logits of some of them out, `[len(sample_rows), vocab]`.
 
         `caches[i]` is layer i's, `[num_blocks, num_kv_heads, 2, block_size, head_size]`.
         """
-        residual, branch = self.embedding(token_ids), None
+        residual = self.embedding(token_ids)
         for block, cache in zip(self.blocks, caches, strict=True):
-            branch = block(branch, residual, inputs, cache)
-        assert branch is not None
-        return self.norm.add(branch[sample_rows], residual[sample_rows])
+            block(residual, inputs, cache)
+        return self.head.of_norm(self.norm, residual[sample_rows])

@@ -5,7 +5,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.errors import CheckpointError
-from slipstream.layers.linear import WeightSource
+from slipstream.kernels.linear import norm_linear
+from slipstream.layers.norm import Norm
+from slipstream.layers.source import WeightSource
 
 
 class Embedding:
@@ -20,7 +22,7 @@ class Embedding:
 
 
 class Head:
-    """Logits of every token id, in fp32."""
+    """Logits of every token id."""
 
     def __init__(self, w: WeightSource, embedding: Embedding, is_tied: bool) -> None:
         vocab_size, hidden_size = embedding.weight.shape
@@ -36,6 +38,6 @@ class Head:
         if is_tied:
             self.weight = embedding.weight
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[n, hidden] -> [n, vocab] fp32`."""
-        return functional.linear(x, self.weight).float()
+    def of_norm(self, norm: Norm, x: Tensor) -> Tensor:
+        """Of `norm(x)`, `[n, hidden] -> [n, vocab]`."""
+        return norm_linear(x, norm.weight, self.weight, norm.eps)

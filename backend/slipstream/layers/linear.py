@@ -1,31 +1,12 @@
-"""A matrix product, and what the layers ask of whoever holds the weights."""
+"""A matrix product with a norm before it, or a residual sum or a gate after it."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
-
-class WeightSource(Protocol):
-    """A checkpoint's tensors below a prefix; each comes in the engine's dtype, on its device."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors go."""
-
-    def at(self, prefix: str) -> "WeightSource":
-        """The view below `prefix.`."""
-
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint holds this tensor."""
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """One tensor, which must have this shape."""
-
-    def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
-        """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
+from slipstream.kernels import linear
+from slipstream.layers.norm import Norm
+from slipstream.layers.source import WeightSource
 
 
 class Linear:
@@ -42,6 +23,14 @@ class Linear:
         self.weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
         self.bias = w.packed([f"{name}.bias" for name in names], outputs) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[n, in] -> [n, out]`."""
-        return functional.linear(x, self.weight, self.bias)
+    def of_norm(self, norm: Norm, x: Tensor) -> Tensor:
+        """The product with `norm(x)`; `[n, in] -> [n, out]`."""
+        return linear.norm_linear(x, norm.weight, self.weight, norm.eps, self.bias)
+
+    def gate_of_norm(self, norm: Norm, x: Tensor) -> Tensor:
+        """Of `[gate | up]`, this product with `norm(x)`: `silu(gate) * up`; `[n, out / 2]`."""
+        return linear.norm_gate_up(x, norm.weight, self.weight, norm.eps, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """`residual [n, out] += ` the product with `x [n, in]`."""
+        linear.linear_add(x, self.weight, residual, self.bias)

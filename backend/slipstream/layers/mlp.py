@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from slipstream.kernels.activation import silu_mul
 from slipstream.layers.dims import Dims
-from slipstream.layers.linear import Linear, WeightSource
+from slipstream.layers.linear import Linear
+from slipstream.layers.norm import Norm
+from slipstream.layers.source import WeightSource
 
 
 class GatedMLP:
@@ -15,6 +16,6 @@ class GatedMLP:
         self.gate_up = Linear(w, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
         self.down = Linear(w, ("down_proj",), (hidden,), inner, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[n, hidden] -> [n, hidden]`."""
-        return self.down(silu_mul(self.gate_up(x)))
+    def __call__(self, norm: Norm, residual: Tensor) -> None:
+        """`residual [n, hidden] += ` the MLP of `norm(residual)`."""
+        self.down.add_to(residual, self.gate_up.gate_of_norm(norm, residual))

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from slipstream.kernels import norm
-from slipstream.layers.linear import WeightSource
+from slipstream.layers.source import WeightSource
 
 
 class Norm:
@@ -16,7 +16,3 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise the rows of `[n, size]`."""
         return norm.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual += x` in place, then its norm."""
-        return norm.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,69 @@
+"""Matrix products with a checkpoint's weights, and what stands before and after them in a block.
+
+`weight` is `[outputs, inputs]` as in the checkpoint. The product is accumulated in fp32 and rounded
+once, after what follows it.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.norm import rms_norm
+from slipstream.kernels.op import op
+
+
+@op("x[n,k]:T, weight[m,k]:T")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x W^T + b`, `[n, m]`."""
+    return functional.linear(x, weight, bias)
+
+
+@op("x[n,k]:T, weight[m,k]:T, residual[n,m]:T")
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
+    """`residual += x W^T + b`, in place."""
+    if bias is not None:
+        residual += bias
+    residual.addmm_(x, weight.t())
+
+
+@op("x[n,k]:T, norm[k]:T, weight[m,k]:T")
+def norm_linear(
+    x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+) -> Tensor:
+    """`linear(rms_norm(x))`."""
+    return functional.linear(rms_norm.reference(x, norm, eps), weight, bias)
+
+
+@op("x[n,k]:T, norm[k]:T, weight[_,k]:T")
+def norm_gate_up(
+    x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+) -> Tensor:
+    """`silu(gate) * up` of `[gate | up] = linear(rms_norm(x))`; `[n, outputs / 2]`."""
+    return silu_mul.reference(norm_linear.reference(x, norm, weight, eps, bias))
+
+
+@linear.cuda
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.linear(x, weight, bias)
+
+
+@linear_add.cuda
+def _linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
+    if bias is not None:
+        residual += bias
+    torch.addmm(residual, x, weight.t(), out=residual)
+
+
+@norm_linear.cuda
+def _norm_linear(
+    x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+) -> Tensor:
+    return _linear(rms_norm(x, norm, eps), weight, bias)
+
+
+@norm_gate_up.cuda
+def _norm_gate_up(
+    x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+) -> Tensor:
+    return silu_mul(_norm_linear(x, norm, weight, eps, bias))

@@ -1,0 +1,27 @@
+"""What the layers ask of whoever holds the weights."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class WeightSource(Protocol):
+    """A checkpoint's tensors below a prefix; each comes in the engine's dtype, on its device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors go."""
+
+    def at(self, prefix: str) -> "WeightSource":
+        """The view below `prefix.`."""
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds this tensor."""
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """One tensor, which must have this shape."""
+
+    def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
+        """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
