@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.attention import decode_attention, prefill_attention
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.rope import rope_and_cache
 from slipstream.kernels.sample import sample
@@ -71,75 +70,6 @@ def rowwise() -> list[Result]:
     return results
 
 
-def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cache, block tables and lengths of sequences in shuffled blocks."""
-    counts = [-(-length // BLOCK) for length in lengths]
-    order = torch.randperm(sum(counts), dtype=torch.int32)
-    tables = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
-    for s, ids in enumerate(order.split(counts)):
-        tables[s, : len(ids)] = ids
-    cache = rows(sum(counts), KV_HEADS, 2, BLOCK, HEAD_SIZE)
-    return cache, tables.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda")
-
-
-def decode() -> list[Result]:
-    cases = {
-        "1 x 256": [256],
-        "1 x 4096": [4096],
-        "1 x 32768": [32768],
-        "1 x 131072": [131072],
-        "16 x 16384": [16384] * 16,
-        "32 x 384": [384] * 32,
-        "128 x 384": [384] * 128,
-        "256 x 384": [384] * 256,
-        "256 x 1100": [1100] * 256,
-        "1 x 32768 + 200 x 300": [32768] + [300] * 200,
-    }
-    results = []
-    for case, lengths in cases.items():
-
-        def make(lengths: list[int] = lengths) -> Callable[[], object]:
-            q = rows(len(lengths), Q_HEADS, HEAD_SIZE)
-            cache = paged(lengths)
-            return lambda: decode_attention(q, *cache, HEAD_SIZE**-0.5)
-
-        tokens = sum(lengths)
-        num_bytes = tokens * KV_HEADS * HEAD_SIZE * 4
-        results.append(measure("decode_attention", case, make, num_bytes, 0))
-    return results
-
-
-def prefill() -> list[Result]:
-    cases = {
-        "2048": [(2048, 2048)],
-        "8192": [(8192, 8192)],
-        "16384": [(16384, 16384)],
-        "8 x 512": [(512, 512)] * 8,
-        "512 after 8192": [(512, 8704)],
-        "4 x 512 after 4096": [(512, 4608)] * 4,
-    }
-    results = []
-    for case, sequences in cases.items():
-        chunks = [chunk for chunk, _ in sequences]
-
-        def make(
-            sequences: list[tuple[int, int]] = sequences, chunks: list[int] = chunks
-        ) -> Callable[[], object]:
-            q = rows(sum(chunks), Q_HEADS, HEAD_SIZE)
-            cache, tables, lengths = paged([length for _, length in sequences])
-            starts = torch.tensor([0, *chunks]).cumsum(0).to(torch.int32).cuda()
-            scale = HEAD_SIZE**-0.5
-            return lambda: prefill_attention(q, cache, tables, starts, lengths, scale, max(chunks))
-
-        pairs = sum(
-            chunk * (length - chunk) + chunk * (chunk + 1) / 2 for chunk, length in sequences
-        )
-        num_bytes = sum(length * KV_HEADS + chunk * Q_HEADS for chunk, length in sequences)
-        flops = 4 * pairs * Q_HEADS * HEAD_SIZE
-        results.append(measure("prefill_attention", case, make, num_bytes * HEAD_SIZE * 4, flops))
-    return results
-
-
 def sampling() -> list[Result]:
     parameters = {
         "greedy": (0.0, 0, 1.0, 0.0),
@@ -170,7 +100,7 @@ def sampling() -> list[Result]:
 
 def main() -> None:
     """Run the suites named on the command line, all by default."""
-    suites = {"rowwise": rowwise, "decode": decode, "prefill": prefill, "sampling": sampling}
+    suites = {"rowwise": rowwise, "sampling": sampling}
     for path in sorted(Path(__file__).parent.glob("cases_*.py")):
         suites[path.stem.removeprefix("cases_")] = import_module(path.stem).cases
     parser = argparse.ArgumentParser(description=__doc__)

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+HEAD_SIZES = (64, 80, 96, 128)
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+HEADS = ((1, 1), (32, 8), (8, 8), (7, 1), (6, 2), (28, 4), (16, 1), (32, 1), (48, 2), (40, 5))
+
 
 @dataclass
 class Case:
@@ -85,3 +89,10 @@ def attend(case: Case, dtype: torch.dtype) -> Tensor:
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[rows] = (weights @ v).transpose(0, 1)
     return out
+
+
+def configurations() -> list[tuple[tuple[int, int], int, int]]:
+    """(heads, head size, block size): every head size with every block size and every group."""
+    with_blocks = [((6, 2), d, block) for d in HEAD_SIZES for block in BLOCK_SIZES]
+    with_heads = [(heads, d, 32) for d in HEAD_SIZES for heads in HEADS]
+    return with_blocks + with_heads

@@ -3,16 +3,26 @@
 import re
 
 import pytest
-from slipstream.kernels import activation, attention, jit, norm, rope, sample
+from slipstream.kernels import (
+    activation,
+    decode_attention,
+    jit,
+    norm,
+    prefill_attention,
+    rope,
+    sample,
+)
 from slipstream.kernels.jit import Variant
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extra")
 
-VARIANTS = [v for module in (activation, attention, norm, rope, sample) for v in module.variants()]
+MODULES = (activation, decode_attention, norm, prefill_attention, rope, sample)
+VARIANTS = [v for module in MODULES for v in module.variants()]
 ENTRIES = {
     "activation.cu": {"silu_mul"},
-    "attention.cu": {"decode_attention", "prefill_attention", "combine_splits"},
+    "decode_attention.cu": {"decode_attention", "combine_splits"},
     "norm.cu": {"rms_norm"},
+    "prefill_attention.cu": {"prefill_attention"},
     "rope.cu": {"rope_and_cache"},
     "sample.cu": {"sample", "edit_logits"},
 }

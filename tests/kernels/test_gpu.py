@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from kernels.attention_cases import attend, make_case
-from kernels.checking import DTYPES, Judge, bits, poison, same_bits, short
+from kernels.attention_cases import BLOCK_SIZES, HEAD_SIZES, HEADS
+from kernels.checking import DTYPES, Judge, poison, same_bits, short
 from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.attention import decode_attention, prefill_attention
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.rope import rope_and_cache
 
@@ -13,11 +12,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
 ]
-
-HEAD_SIZES = (64, 80, 96, 128)
-BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-HEADS = ((1, 1), (32, 8), (8, 8), (7, 1), (6, 2), (28, 4), (16, 1), (32, 1), (48, 2), (40, 5))
-LENGTHS = [1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 1100, 64, 5000, 8193]
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -121,131 +115,4 @@ def test_rope_and_cache(dtype: torch.dtype) -> None:
                 check_rope(judge, dtype, (6, 2), d, block, odd)
         for heads in HEADS:
             check_rope(judge, dtype, heads, d, 32, False)
-    judge.verdict()
-
-
-def configurations(dtype: torch.dtype) -> list[tuple[tuple[int, int], int, int]]:
-    """(heads, head size, block size): every head size with every block size and every group."""
-    with_blocks = [((6, 2), d, block) for d in HEAD_SIZES for block in BLOCK_SIZES]
-    with_heads = [(heads, d, 32) for d in HEAD_SIZES for heads in HEADS]
-    return with_blocks + with_heads
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_decode_attention(dtype: torch.dtype) -> None:
-    judge = Judge(f"decode_attention {short(dtype)}")
-    for heads, d, block in configurations(dtype):
-        name = f"heads {heads} d {d} block {block}"
-        case = make_case([1] * len(LENGTHS), LENGTHS, heads, d, block, dtype)
-        inputs = (case.cache, case.block_tables, case.lengths)
-
-        def run(case=case, inputs=inputs) -> torch.Tensor:
-            poison(case.q.shape, dtype=dtype)
-            return decode_attention(case.q, *inputs, case.scale)
-
-        out = run()
-        judge.close(name, out, attend(case, torch.float64), attend(case, dtype))
-        judge.true(f"{name}: length 0", not out[LENGTHS.index(0)].any())
-        judge.repeats(name, run)
-        for s in (0, 4, 8, len(LENGTHS) - 1):  # alone, through a table just as wide as needed
-            width = max(1, -(-LENGTHS[s] // block))
-            tables = case.block_tables[s : s + 1, :width].contiguous()
-            alone = decode_attention(
-                case.q[s : s + 1], case.cache, tables, case.lengths[s : s + 1], case.scale
-            )
-            judge.true(f"{name}: alone, length {LENGTHS[s]}", same_bits(alone[0], out[s]))
-    judge.verdict()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_long_decode(dtype: torch.dtype) -> None:
-    judge = Judge(f"long decode {short(dtype)}")
-    lengths = [33001, 300, 20000]
-    case = make_case([1] * 3, lengths, (8, 2), 128, 32, dtype)
-    out = decode_attention(case.q, case.cache, case.block_tables, case.lengths, case.scale)
-    judge.close(f"{lengths}", out, attend(case, torch.float64), attend(case, dtype))
-    judge.verdict()
-
-
-CHUNKS = [1, 5, 0, 64, 65, 100, 17, 128, 1, 33, 3]
-CHUNK_LENGTHS = [1, 5, 50, 64, 65, 300, 2049, 1000, 777, 33, 259]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_prefill_attention(dtype: torch.dtype) -> None:
-    judge = Judge(f"prefill_attention {short(dtype)}")
-    for heads, d, block in configurations(dtype):
-        name = f"heads {heads} d {d} block {block}"
-        case = make_case(CHUNKS, CHUNK_LENGTHS, heads, d, block, dtype)
-
-        def run(case=case) -> torch.Tensor:
-            poison(case.q.shape, dtype=dtype)
-            return prefill_attention(
-                case.q,
-                case.cache,
-                case.block_tables,
-                case.query_starts,
-                case.lengths,
-                case.scale,
-                max(CHUNKS),
-            )
-
-        judge.close(name, run(), attend(case, torch.float64), attend(case, dtype))
-        judge.repeats(name, run)
-    judge.verdict()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_chunks_change_nothing(dtype: torch.dtype) -> None:
-    """A prompt cut anywhere gives a row the same bits: tiles of keys always start at token 0."""
-    judge = Judge(f"chunk cuts {short(dtype)}")
-    length = 300
-    for d in HEAD_SIZES:
-        whole = make_case([length], [length], (6, 2), d, 16, dtype)
-        arguments = (whole.q, whole.cache, whole.block_tables)
-        want = prefill_attention(*arguments, whole.query_starts, whole.lengths, whole.scale, length)
-        for size in (1, 7, 63, 64, 65, 128, 299):
-            for start in range(0, length, size):
-                end = min(length, start + size)
-                got = prefill_attention(
-                    whole.q[start:end],
-                    whole.cache,
-                    whole.block_tables,
-                    torch.tensor([0, end - start], dtype=torch.int32, device="cuda"),
-                    torch.tensor([end], dtype=torch.int32, device="cuda"),
-                    whole.scale,
-                    end - start,
-                )
-                judge.true(f"d {d} rows {start}:{end}", same_bits(got, want[start:end]))
-    judge.verdict()
-
-
-def test_streams_and_graphs() -> None:
-    """Kernels run on torch's current stream; a captured graph reads its inputs at replay."""
-    judge = Judge("streams and graphs")
-    lengths = [300, 1, 1000, 64]
-    case = make_case([1] * 4, lengths, (8, 2), 128, 32, torch.bfloat16)
-    arguments = (case.q, case.cache, case.block_tables, case.lengths, case.scale)
-    want = decode_attention(*arguments)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        busy = torch.randn(4096, 4096, device="cuda")
-        for _ in range(20):
-            busy = busy @ busy * 1e-2
-        got = decode_attention(*arguments)
-    stream.synchronize()
-    judge.true("side stream", same_bits(got, want))
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = decode_attention(*arguments)
-    for change in ([1, 300, 64, 0], [1000, 999, 257, 30]):
-        fitting = torch.minimum(torch.tensor(change), torch.tensor(lengths))
-        case.lengths.copy_(fitting)
-        captured.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        judge.true(f"graph {change}", same_bits(captured, decode_attention(*arguments)))
-        assert bits(captured).ndim == 3
     judge.verdict()

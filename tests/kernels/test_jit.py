@@ -11,9 +11,10 @@ import pytest
 import torch
 from slipstream.kernels import jit
 from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.attention import decode_attention, prefill_attention
+from slipstream.kernels.decode_attention import decode_attention
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.op import KernelError, op
+from slipstream.kernels.prefill_attention import prefill_attention
 from slipstream.kernels.rope import rope_and_cache
 from slipstream.kernels.sample import sample
 from torch import Tensor

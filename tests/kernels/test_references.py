@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from kernels.attention_cases import attend, make_case
 from kernels.checking import DTYPES, Judge, same_bits, short
 from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.attention import decode_attention, prefill_attention
+from slipstream.kernels.decode_attention import decode_attention
 from slipstream.kernels.norm import rms_norm
+from slipstream.kernels.prefill_attention import prefill_attention
 from slipstream.kernels.rope import rope_and_cache
 
 sizes = st.integers(1, 70)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels import attention, rope
+from slipstream.kernels import rope
+from slipstream.kernels.decode_attention import decode_attention
+from slipstream.kernels.prefill_attention import prefill_attention
 from slipstream.layers.dims import Dims
 from slipstream.layers.linear import Linear
 from slipstream.layers.norm import Norm
@@ -74,8 +76,8 @@ class Attention:
         """Decodes and chunks by a kernel each; `[n, heads, d]`."""
         n, tables, lengths = inputs.num_decodes, inputs.block_tables, inputs.lengths
         if inputs.max_queries == 0:
-            return attention.decode_attention(q, cache, tables, lengths, self.scale)
-        chunks = attention.prefill_attention(
+            return decode_attention(q, cache, tables, lengths, self.scale)
+        chunks = prefill_attention(
             q[n:],
             cache,
             tables[n:],
@@ -86,5 +88,5 @@ class Attention:
         )
         if n == 0:
             return chunks
-        decodes = attention.decode_attention(q[:n], cache, tables[:n], lengths[:n], self.scale)
+        decodes = decode_attention(q[:n], cache, tables[:n], lengths[:n], self.scale)
         return torch.cat((decodes, chunks))

@@ -1,48 +1,15 @@
-// Paged attention: decode (flash-decoding: a sequence's tokens split over CTAs, then over warps, and combined in
-// a fixed order) and prefill (16 query rows a warp, every warp reads every tile).
+// Paged decode attention (flash-decoding): a sequence's tokens split over CTAs, then over warps, and combined in a
+// fixed order.
 // -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores)
-#if MMA
-#include "rows_mma.cuh"
-#else
-#include "rows_fma.cuh"
-#endif
+#include "tiles.cuh"
 
-constexpr int STAGE_ELEMENTS = 2 * TILE_ELEMENTS;
 constexpr int MIN_SPLIT = 256;  // tokens
 constexpr int MAX_SPLITS = 32;
-
-extern __shared__ __align__(16) unsigned char shared_bytes[];
 
 // The tokens of one split: of the sequence's own length only, so that neighbours change no bit.
 DEVICE int split_length(int length) {
   const int share = (length + MAX_SPLITS - 1) / MAX_SPLITS;
   return max(MIN_SPLIT, (share + TILE - 1) / TILE * TILE);
-}
-
-DEVICE T* stages() { return reinterpret_cast<T*>(shared_bytes); }
-DEVICE T* scratch() {  // of this warp, behind the stages
-  const int at = STAGES * STAGE_ELEMENTS * int(sizeof(T)) + threadIdx.x / 32 * WarpRows::SCRATCH;
-  return reinterpret_cast<T*>(shared_bytes + at);
-}
-
-// Run f(tile's K, first token) for every tile of [begin, end), STAGES - 1 tiles ahead of the copies.
-template <class Consume>
-DEVICE void for_each_tile(const Pages& pages, int begin, int end, const Consume& consume) {
-  const int num_tiles = (end - begin + TILE - 1) / TILE;
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) {
-    if (i < num_tiles) pages.start_copy(stages() + i * STAGE_ELEMENTS, begin + i * TILE, end);
-    copy_commit();
-  }
-  for (int i = 0; i < num_tiles; ++i) {
-    copy_wait<STAGES - 2>();
-    __syncthreads();  // tile i is there, and tile i - 1 is consumed: its stage takes the next copy
-    const int next = i + STAGES - 1;
-    if (next < num_tiles)
-      pages.start_copy(stages() + next % STAGES * STAGE_ELEMENTS, begin + next * TILE, end);
-    copy_commit();
-    consume(stages() + i % STAGES * STAGE_ELEMENTS, begin + i * TILE);
-  }
 }
 
 // Merge the warps' results in warp order: each saw its own tokens of the same rows. f(row, column, sum, m, l).
@@ -144,42 +111,4 @@ extern "C" __global__ void __launch_bounds__(HEAD_SIZE)
     sum = fmaf(factor, split[threadIdx.x], sum);
   }
   out[at * HEAD_SIZE + threadIdx.x] = from_float<T>(sum / total);
-}
-
-// Grid: x = q head, y = tile of TILE queries (the longest rows first), z = sequence.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill_attention(const T* q, i64 q_stride, const T* cache, const int* block_tables,
-                      i64 table_stride, const int* query_starts, const int* lengths, T* out,
-                      float scale, i64 num_kv_heads, i64 group_size, i64 block_shift) {
-  const i64 sequence = blockIdx.z, head = blockIdx.x;
-  const int start = query_starts[sequence];
-  const int num_queries = query_starts[sequence + 1] - start;
-  const int first_query = int(gridDim.y - 1 - blockIdx.y) * TILE;
-  const int length = lengths[sequence];
-  if (first_query >= num_queries || length == 0) return;
-  const int own = first_query + threadIdx.x / 32 * 16;  // this warp's first query
-  const int count = max(0, min(16, num_queries - own));
-  const int position = length - num_queries + own;
-  const i64 row_stride = gridDim.x * HEAD_SIZE;
-  const Rows rows = {q + (start + own) * q_stride + head * HEAD_SIZE, q_stride, count, position, 1,
-                     scale};
-  const i64 block_elements = i64(2 * HEAD_SIZE) << block_shift;
-  const Pages pages = {cache + head / group_size * block_elements,
-                       block_tables + sequence * table_stride, num_kv_heads * block_elements,
-                       int(block_shift)};
-
-  WarpRows mine(rows, scratch());
-  const int end = min(length, length - num_queries + first_query + TILE);
-  for_each_tile(pages, 0, end, [&](const T* keys, int first) {
-    if (count > 0) mine.attend<TILE>(keys, keys + TILE_ELEMENTS, first, rows);
-  });
-  T* target = out + (start + own) * row_stride + head * HEAD_SIZE;
-  mine.visit([&](int row, int column, float low, float high, float, float total) {
-    if (row >= count) return;
-    const float factor = total > 0.0f || total != total ? 1.0f / total : 0.0f;
-    Pack<T, 2> pair;
-    pair.at[0] = from_float<T>(low * factor);
-    pair.at[1] = from_float<T>(high * factor);
-    store<2>(target + row * row_stride + column, pair);
-  });
 }

@@ -1,0 +1,81 @@
+"""The paged cache as the attention kernels see it: `[block, kv head, K or V, token in block, d]`.
+
+`block_tables[s]` lists the blocks of sequence s in order (entries past its length are not read);
+query head h reads kv head `h // (hq / h_kv)`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import jit
+
+
+def gather(cache: Tensor, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """K and V of one sequence as `[kv head, length, d]`."""
+    pages = cache.permute(2, 1, 0, 3, 4).index_select(2, blocks)  # one copy, already in order
+    flat = pages.flatten(2, 3)[:, :, :length]
+    return flat[0], flat[1]
+
+
+def check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors: Tensor) -> None:
+    """What the kernels assume of layouts, beyond the signature, or `KernelError`."""
+    head_size, num_q_heads, num_kv_heads = q.shape[2], q.shape[1], cache.shape[1]
+    jit.head_size_of(q.dtype, head_size)
+    jit.require(
+        num_q_heads % num_kv_heads == 0,
+        f"{op_name}: {num_q_heads} query heads are no multiple of {num_kv_heads} kv heads",
+    )
+    is_row = q.stride(2) == 1 and (q.stride(1) == head_size or num_q_heads == 1)
+    jit.require(is_row, f"{op_name}: heads of a row of q must be contiguous")
+    jit.require(cache.is_contiguous(), f"{op_name}: cache must be contiguous")
+    jit.require(
+        all(x.is_contiguous() for x in vectors),
+        f"{op_name}: query_starts and lengths must be contiguous",
+    )
+    wide = 16 // q.element_size()
+    is_aligned = q.data_ptr() % 16 == 0 and cache.data_ptr() % 16 == 0 and q.stride(0) % wide == 0
+    jit.require(is_aligned, f"{op_name}: rows of q and cache must be aligned to 16 bytes")
+    jit.require(
+        block_tables.stride(1) == 1 or block_tables.shape[1] <= 1,
+        f"{op_name}: a row of block_tables must be contiguous",
+    )
+
+
+# ---- tiles.cuh ----
+
+
+def warps_of(dtype: torch.dtype) -> int:
+    """Warps of a CTA; a tile holds 16 tokens for each."""
+    return 2 if dtype == torch.float32 else 4
+
+
+def tiles_memory(dtype: torch.dtype, head_size: int, stages: int) -> int:
+    """Bytes of shared memory for `stages` tiles."""
+    tokens = 16 * warps_of(dtype)
+    tiles = stages * 2 * tokens * (head_size * dtype.itemsize + 16)
+    scratch = tokens * head_size * 4 if dtype == torch.float32 else 0  # the queries, per warp
+    return tiles + scratch
+
+
+def stages_of(q: Tensor, wish: int) -> int:
+    """Tiles in flight: as many as wished, or two where shared memory is small."""
+    wished = tiles_memory(q.dtype, q.shape[2], wish)
+    return wish if wished <= jit.shared_memory_limit(q.device.index) else 2
+
+
+def tiles_variant(source: str, dtype: torch.dtype, head_size: int, stages: int) -> jit.Variant:
+    """The instantiation of a kernel that includes tiles.cuh."""
+    uses_mma = int(dtype != torch.float32)
+    warps = warps_of(dtype)
+    jit.head_size_of(dtype, head_size)
+    return jit.variant(source, dtype, HEAD_SIZE=head_size, WARPS=warps, STAGES=stages, MMA=uses_mma)
+
+
+def tiles_variants(source: str, stages: int) -> Iterator[jit.Variant]:
+    """Every legal instantiation, for up to `stages` tiles in flight."""
+    for dtype in jit.DTYPES:
+        for head_size in jit.HEAD_SIZES:
+            for count in range(2, stages + 1 if dtype != torch.float32 else 3):
+                yield tiles_variant(source, dtype, head_size, count)

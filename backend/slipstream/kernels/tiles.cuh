@@ -1,0 +1,38 @@
+// The tiles of a sequence, one after the other through a CTA's shared memory, several copies ahead.
+// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores)
+#pragma once
+#if MMA
+#include "rows_mma.cuh"
+#else
+#include "rows_fma.cuh"
+#endif
+
+constexpr int STAGE_ELEMENTS = 2 * TILE_ELEMENTS;
+
+extern __shared__ __align__(16) unsigned char shared_bytes[];
+
+DEVICE T* stages() { return reinterpret_cast<T*>(shared_bytes); }
+DEVICE T* scratch() {  // of this warp, behind the stages
+  const int at = STAGES * STAGE_ELEMENTS * int(sizeof(T)) + threadIdx.x / 32 * WarpRows::SCRATCH;
+  return reinterpret_cast<T*>(shared_bytes + at);
+}
+
+// Run f(tile's K, first token) for every tile of [begin, end), STAGES - 1 tiles ahead of the copies.
+template <class Consume>
+DEVICE void for_each_tile(const Pages& pages, int begin, int end, const Consume& consume) {
+  const int num_tiles = (end - begin + TILE - 1) / TILE;
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) {
+    if (i < num_tiles) pages.start_copy(stages() + i * STAGE_ELEMENTS, begin + i * TILE, end);
+    copy_commit();
+  }
+  for (int i = 0; i < num_tiles; ++i) {
+    copy_wait<STAGES - 2>();
+    __syncthreads();  // tile i is there, and tile i - 1 is consumed: its stage takes the next copy
+    const int next = i + STAGES - 1;
+    if (next < num_tiles)
+      pages.start_copy(stages() + next % STAGES * STAGE_ELEMENTS, begin + next * TILE, end);
+    copy_commit();
+    consume(stages() + i % STAGES * STAGE_ELEMENTS, begin + i * TILE);
+  }
+}
