@@ -35,6 +35,11 @@ def test_cubin_is_compiled_once(tmp_path: Path) -> None:
     assert jit.cubin_path(SMALL, "sm_80", tmp_path) != first
 
 
+def test_cubins_lie_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit.cubin_path(SMALL, "sm_90").parent == tmp_path / "slipstream" / "kernels"
+
+
 @pytest.mark.parametrize("name", ["activation.cu", "common.cuh", "rows_mma.cuh"])
 def test_every_source_byte_counts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

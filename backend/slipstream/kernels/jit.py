@@ -8,7 +8,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 import struct
 import tempfile
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels import cache
 from slipstream.kernels.op import KernelError
 
 DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
@@ -162,22 +162,18 @@ def _headers() -> dict[str, bytes]:
 
 def cubin_path(wanted: Variant, arch: str, folder: Path | None = None) -> Path:
     """The compiled file of a variant in the cache on disk, made now unless it is there."""
-    folder = folder or Path.home() / ".cache" / "slipstream" / "kernels"
+    folder = folder or cache.folder("kernels")
     path = folder / f"{Path(wanted.source).stem}-{arch}-{cache_key(wanted, arch)}.cubin"
     if path.exists():
         return path
     cubin, log = compile_variant(wanted, arch)
     _log.debug("compiled %s for %s: %s", wanted, arch, log)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder)
+        cache.write_whole(path, cubin)
     except OSError as error:  # a read-only home: compile for this process alone
         _log.warning("no kernel cache at %s (%s)", folder, error)
         path = Path(tempfile.mkdtemp(prefix="slipstream-")) / path.name
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(cubin)
-    os.replace(temporary, path)  # whoever reads meanwhile sees a whole file or none
+        cache.write_whole(path, cubin)
     return path
 
 

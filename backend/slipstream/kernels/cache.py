@@ -1,0 +1,29 @@
+"""Files that may be lost and made again: below `$XDG_CACHE_HOME/slipstream`, or `~/.cache`."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def folder(kind: str) -> Path:
+    """Where files of a kind lie; it need not exist."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification has relative paths ignored.
+    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return base / "slipstream" / kind
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that whoever reads meanwhile sees a whole one, old or new, or none.
+
+    Raises OSError; nothing is left behind then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
