@@ -63,6 +63,8 @@ DEVICE void store(Element* address, const Pack<Element, N>& pack) {
   *reinterpret_cast<Pack<Element, N>*>(address) = pack;
 }
 
+DEVICE u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
+
 DEVICE float warp_sum(float value) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(ALL_LANES, value, mask);
@@ -76,6 +78,30 @@ DEVICE void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+// `load` of what a kernel before wrote: past the L1 cache, which the wait does not invalidate.
+template <int N, class Element>
+DEVICE Pack<Element, N> load_fresh(const Element* address) {
+  Pack<Element, N> result;
+  if constexpr (sizeof(result) == 16) {
+    u32* to = reinterpret_cast<u32*>(&result);
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "l"(address)
+                 : "memory");
+  } else if constexpr (sizeof(result) == 4) {
+    asm volatile("ld.global.cg.u32 %0, [%1];"
+                 : "=r"(*reinterpret_cast<u32*>(&result))
+                 : "l"(address)
+                 : "memory");
+  } else {
+    static_assert(sizeof(result) == 2, "16, 4 or 2 bytes an access");
+    asm volatile("ld.global.cg.u16 %0, [%1];"
+                 : "=h"(*reinterpret_cast<u16*>(&result))
+                 : "l"(address)
+                 : "memory");
+  }
+  return result;
 }
 // The next kernel may be started from here on: it gets no result of this one before its own wait.
 DEVICE void start_next() {

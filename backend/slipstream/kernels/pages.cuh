@@ -12,8 +12,6 @@ constexpr int PITCH = HEAD_SIZE + VECTOR;  // elements between two tokens of a t
 constexpr int TILE_ELEMENTS = TILE * PITCH;
 static_assert(TILE * CHUNKS % THREADS == 0, "every thread copies as much as every other");
 
-DEVICE u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
-
 // Copies 16 bytes, or writes 16 zero bytes when not `inside` (the source is not read then).
 DEVICE void copy_async(T* target, const T* source, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)),
