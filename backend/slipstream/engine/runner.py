@@ -19,7 +19,7 @@ from slipstream.sampling.sampler import SamplingInputs, draw
 
 def _load(plan: Plan) -> Weights:
     is_random = plan.config.load_format == "random"
-    source = RandomSource(plan.device) if is_random else FileSource(plan.checkpoint)
+    source = RandomSource(plan.device) if is_random else FileSource(plan.checkpoint, plan.device)
     return Weights(source, plan.device, plan.dtype)
 
 

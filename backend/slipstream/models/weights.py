@@ -1,11 +1,10 @@
 """The one place where weights come from: safetensors files, or random numbers for benchmarks.
 
-A family asks for tensors by name; each is copied once, from the mapped file into its place in the
-engine's dtype on its device (packed matrices are allocated whole and filled piece by piece).
+A family asks for tensors by name; each is copied once, from its file into its place in the engine's
+dtype on its device (packed matrices are allocated whole and filled together).
 """
 
 import logging
-import mmap
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from slipstream.errors import CheckpointError
 from slipstream.models.files import TensorEntry, tensor_entries
+from slipstream.models.reading import Region, TensorReader
 
 _log = logging.getLogger(__name__)
 _DTYPES = {
@@ -36,8 +36,8 @@ class Source(Protocol):
     def has(self, name: str) -> bool:
         """Whether there is such a tensor."""
 
-    def fill(self, name: str, out: Tensor) -> None:
-        """Write the tensor into `out`; `CheckpointError` if it is absent or of another shape."""
+    def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
+        """Write each tensor into its `out`; `CheckpointError` if absent or of another shape."""
 
     def finish(self) -> None:
         """All is read: raises `CheckpointError` for what was not."""
@@ -83,17 +83,20 @@ class _Checkpoint:
 class ShapeSource(_Checkpoint):
     """The tensors of a checkpoint directory by name and shape; no number is read."""
 
-    def fill(self, name: str, out: Tensor) -> None:
-        """Look whether the tensor is as `out`, which may lie on torch's device `meta`."""
-        self._take(name, out.shape)
+    def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
+        """Look whether the tensors are as `outs`, which may lie on torch's device `meta`."""
+        for name, out in zip(names, outs, strict=True):
+            self._take(name, out.shape)
 
 
 class FileSource(_Checkpoint):
-    """The tensors of a checkpoint directory."""
+    """The tensors of a checkpoint directory, on their way to `device`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: torch.device) -> None:
         super().__init__(directory)
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._reader = TensorReader(device)
+        self._extremes: list[Tensor] = []  # least and largest number of each tensor
+        self._read: list[tuple[str, Path]] = []  # and whose they are
         self._start = time.perf_counter()
         self._num_bytes = 0
         self._bar = tqdm(
@@ -105,40 +108,43 @@ class FileSource(_Checkpoint):
             disable=not sys.stderr.isatty(),
         )
 
-    def fill(self, name: str, out: Tensor) -> None:
-        """Copy the tensor into `out`, converting its dtype."""
-        entry = self._take(name, out.shape)
-        out.copy_(self._read(entry))
-        if not bool(torch.stack(torch.aminmax(out)).isfinite().all()):  # NaN shows in both
-            raise CheckpointError(
-                f"{entry.file}: tensor {name} holds NaN, infinity or numbers beyond {out.dtype}"
-            )
-        self._num_bytes += entry.end - entry.begin
-        self._bar.update(entry.end - entry.begin)
-
-    def _read(self, entry: TensorEntry) -> Tensor:
-        """The tensor as it lies in the mapped file."""
-        dtype = _DTYPES[entry.dtype]
-        if entry.file not in self._maps:
-            with entry.file.open("rb") as file:
-                # Copy-on-write, because torch wants writable memory; nothing is ever written.
-                self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        data = self._maps[entry.file]
-        count = (entry.end - entry.begin) // dtype.itemsize
-        if entry.begin % dtype.itemsize:
-            flat = torch.frombuffer(bytearray(data[entry.begin : entry.end]), dtype=dtype)
-        else:
-            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry.begin)
-        return flat.view(entry.shape)
+    def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
+        """Copy the tensors into `outs`, converting their dtypes."""
+        entries = [self._take(name, out.shape) for name, out in zip(names, outs, strict=True)]
+        regions = [
+            Region(name, entry.file, entry.begin, _DTYPES[entry.dtype])
+            for name, entry in zip(names, entries, strict=True)
+        ]
+        self._reader.read(regions, outs)
+        for region, out in zip(regions, outs, strict=True):
+            # Only looked at in the end: a GPU need not be waited for.
+            self._extremes.append(torch.stack(torch.aminmax(out)))
+            self._read.append((region.name, region.file))
+        num_bytes = sum(entry.end - entry.begin for entry in entries)
+        self._num_bytes += num_bytes
+        self._bar.update(num_bytes)
 
     def finish(self) -> None:
-        """Refuse tensors nobody asked for, and say how fast it went."""
+        """Refuse tensors nobody asked for and numbers that are none; say how fast it went."""
         self._bar.close()
-        self._maps.clear()
+        self._reader.close()
         super().finish()
+        self._check_finite()
         seconds = time.perf_counter() - self._start
         size = self._num_bytes / 1e9
         _log.info("loaded %.2f GB in %.1f s (%.2f GB/s)", size, seconds, size / seconds)
+
+    def _check_finite(self) -> None:
+        if not self._extremes:
+            return
+        extremes = torch.stack(self._extremes)  # NaN shows in both
+        for (name, file), is_finite in zip(
+            self._read, extremes.isfinite().all(1).tolist(), strict=True
+        ):
+            if not is_finite:
+                raise CheckpointError(
+                    f"{file}: tensor {name} holds NaN, infinity or numbers beyond {extremes.dtype}"
+                )
 
 
 class RandomSource:
@@ -151,10 +157,11 @@ class RandomSource:
         """Nothing optional is drawn."""
         return False
 
-    def fill(self, name: str, out: Tensor) -> None:
+    def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Draw in place on the device."""
-        is_norm = out.ndim == 1 and name.endswith(".weight")
-        out.normal_(float(is_norm), 0.02, generator=self._generator)
+        for name, out in zip(names, outs, strict=True):
+            is_norm = out.ndim == 1 and name.endswith(".weight")
+            out.normal_(float(is_norm), 0.02, generator=self._generator)
 
     def finish(self) -> None:
         """Nothing can be left over."""
@@ -192,8 +199,7 @@ class Weights:
     def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
         """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
         out = torch.empty(sum(rows), *rest, dtype=self._dtype, device=self._device)
-        for name, piece in zip(names, torch.split(out, list(rows)), strict=True):
-            self._source.fill(self._prefix + name, piece)
+        self._source.fill([self._prefix + name for name in names], torch.split(out, list(rows)))
         return out
 
     def finish(self) -> None:
