@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import workloads
+from shapes import SHAPES, write_config
 from slipstream import wire
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
@@ -24,43 +25,6 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.sampling import SamplingParams
 from workloads import Workload
-
-SHAPES = {
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "max_position_embeddings": 32768,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    },
-    "tiny": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "intermediate_size": 256,
-        "vocab_size": 128256,
-        "max_position_embeddings": 32768,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    },
-}
 
 WORKLOADS = {
     "decode_1": lambda: workloads.decode(1),
@@ -123,7 +87,7 @@ def measure(engine: Engine, workload: Workload, repeat: int) -> dict[str, object
 def build(shape: str, dtype: str, max_num_batched_tokens: int) -> Engine:
     """An engine over random weights of the given shape."""
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(SHAPES[shape]))
+        write_config(shape, Path(directory))
         config = EngineConfig(
             checkpoint=directory,
             dtype=dtype,

@@ -1,0 +1,74 @@
+"""The models that are measured, as the config.json of a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "max_position_embeddings": 32768,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "tie_word_embeddings": False,
+    },
+    "tiny": _LLAMA
+    | {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def write_config(shape: str, directory: Path) -> None:
+    """Write `config.json` of the shape."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+
+
+def tensor_shapes(shape: str) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the checkpoint, in the order in which a model saves them."""
+    s = SHAPES[shape]
+    hidden, inner, vocab = s["hidden_size"], s["intermediate_size"], s["vocab_size"]
+    queries = s["num_attention_heads"] * s["head_dim"]
+    keys = s["num_key_value_heads"] * s["head_dim"]
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for i in range(s["num_hidden_layers"]):
+        layer = {
+            "input_layernorm.weight": (hidden,),
+            "mlp.down_proj.weight": (hidden, inner),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.o_proj.weight": (hidden, queries),
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+        }
+        tensors |= {f"model.layers.{i}.{name}": size for name, size in layer.items()}
+    tensors["model.norm.weight"] = (hidden,)
+    if not s["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = (vocab, hidden)
+    return tensors
