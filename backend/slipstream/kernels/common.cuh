@@ -65,6 +65,12 @@ DEVICE void store(Element* address, const Pack<Element, N>& pack) {
 
 DEVICE u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
+DEVICE float exp2_fast(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
 DEVICE float warp_sum(float value) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) value += __shfl_xor_sync(ALL_LANES, value, mask);

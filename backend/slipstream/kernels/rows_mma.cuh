@@ -7,11 +7,6 @@
 #pragma once
 #include "pages.cuh"
 
-DEVICE float exp2_fast(float value) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-  return result;
-}
 DEVICE u32 pack_pair(float low, float high) {
   return u32(from_float<T>(low).bits) | u32(from_float<T>(high).bits) << 16;
 }
