@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from paged import paged
-from slipstream.kernels.decode_attention import decode_attention
+from slipstream.kernels.decode_attention import decode_attention, plan_decode
 from timing import HEAD_SIZE, KV_HEADS, Q_HEADS, Result, measure, rows
 
 
@@ -26,8 +26,9 @@ def cases() -> list[Result]:
 
         def make(lengths: list[int] = lengths) -> Callable[[], object]:
             q = rows(len(lengths), Q_HEADS, HEAD_SIZE)
-            cache = paged(lengths)
-            return lambda: decode_attention(q, *cache, HEAD_SIZE**-0.5)
+            cache, tables, lens = paged(lengths)
+            plan = plan_decode(lens, cache, Q_HEADS)
+            return lambda: decode_attention(q, cache, tables, lens, plan, HEAD_SIZE**-0.5)
 
         tokens = sum(lengths)
         num_bytes = tokens * KV_HEADS * HEAD_SIZE * 4

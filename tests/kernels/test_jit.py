@@ -84,7 +84,8 @@ def attention_arguments(
 
 def decode(*args: Tensor) -> object:
     assert decode_attention.launcher is not None
-    return decode_attention.launcher(*args, 0.125)
+    plan = torch.empty(0, dtype=torch.int32)
+    return decode_attention.launcher(*args, plan, 0.125)
 
 
 def prefill(q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor) -> object:

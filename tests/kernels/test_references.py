@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kernels.attention_cases import attend, make_case
 from kernels.checking import DTYPES, Judge, same_bits, short
 from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.decode_attention import decode_attention
+from slipstream.kernels.decode_attention import decode_attention, plan_decode
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.prefill_attention import prefill_attention
 from slipstream.kernels.rope import rope_and_cache
@@ -115,7 +115,8 @@ def test_attention(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
         f"prefill {chunks} {lengths}", out, attend(case, torch.float64), attend(case, dtype)
     )
     case = make_case([1] * len(lengths), lengths, *shape)
-    out = decode_attention(case.q, case.cache, case.block_tables, case.lengths, case.scale)
+    plan = plan_decode(case.lengths, case.cache, h * group)
+    out = decode_attention(case.q, case.cache, case.block_tables, case.lengths, plan, case.scale)
     name = f"decode {lengths}"
     judge.close(name, out, attend(case, torch.float64), attend(case, dtype))
     judge.verdict()

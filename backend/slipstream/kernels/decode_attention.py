@@ -22,13 +22,22 @@ from slipstream.kernels.pages import (
 _MIN_SPLIT, _MAX_SPLITS = 256, 32  # as in decode_attention.cu
 
 
-@op("q[s,hq,d]:T, cache[_,h,2,_,d]:T, block_tables[s,_]:i32, lengths[s]:i32")
+@op("lengths[s]:i32, cache[_,h,2,_,d]:T")
+def plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
+    """How the tiles of sequences of these lengths are shared out, for all layers of a step.
+
+    `cache` is that of any layer. What `decode_attention` of the same lengths takes; i32, opaque.
+    """
+    return torch.empty(0, dtype=torch.int32, device=lengths.device)
+
+
+@op("q[s,hq,d]:T, cache[_,h,2,_,d]:T, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
 def decode_attention(
-    q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, scale: float
+    q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, plan: Tensor, scale: float
 ) -> Tensor:
     """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.
 
-    Length 0 gives zeros.
+    Length 0 gives zeros. `plan` is `plan_decode` of the lengths.
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -49,9 +58,14 @@ def variants() -> Iterator[jit.Variant]:
     return tiles_variants("decode_attention.cu", 3)
 
 
+@plan_decode.cuda
+def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
+    return plan_decode.reference(lengths, cache, num_q_heads)
+
+
 @decode_attention.cuda
 def _decode_attention(
-    q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, scale: float
+    q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, plan: Tensor, scale: float
 ) -> Tensor:
     check("decode_attention", q, cache, block_tables, lengths)
     num_sequences, num_q_heads, head_size = q.shape
