@@ -11,6 +11,7 @@ from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_compose.compose import (
     BLOCK_SIZES,
     DTYPES,
+    QUANTIZATIONS,
     WIRINGS,
     ComposeError,
     Repository,
@@ -43,6 +44,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         choices=DTYPES,
         help="of weights and activations (default: auto, the checkpoint's; float32 on a CPU)",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="fp8: weights and activations in e4m3, made from the checkpoint at start (needs a GPU "
+        "of compute capability 8.9 or newer to be fast; default: none)",
+    )
     for name, text in _OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     parser.add_argument("--model-name", metavar="NAME", help="what users are shown")
@@ -69,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
-    options = {name: getattr(args, name) for name in ("dtype", *_OPTIONS)}
+    options = {name: getattr(args, name) for name in ("dtype", "quantization", *_OPTIONS)}
     repository = compose(
         args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring
     )

@@ -21,6 +21,7 @@ from slipstream_compose.pbtxt import MARK, model_config
 
 ENGINE_MODEL = "tensorrt_llm"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZATIONS = ("none", "fp8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 WIRINGS = ("composed", "fused")
 _CONFIG, _SETTINGS = "config.pbtxt", "model.json"

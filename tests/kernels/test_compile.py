@@ -6,6 +6,7 @@ import pytest
 from slipstream.kernels import (
     activation,
     decode_attention,
+    fp8,
     jit,
     norm,
     prefill_attention,
@@ -16,11 +17,19 @@ from slipstream.kernels.jit import Variant
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extra")
 
-MODULES = (activation, decode_attention, norm, prefill_attention, rope, sample)
+MODULES = (activation, decode_attention, fp8, norm, prefill_attention, rope, sample)
 VARIANTS = [v for module in MODULES for v in module.variants()]
 ENTRIES = {
     "activation.cu": {"silu_mul"},
     "decode_attention.cu": {"decode_attention", "combine_splits"},
+    "fp8.cu": {
+        "quantize",
+        "norm_quantize",
+        "add_norm_quantize",
+        "silu_mul_quantize",
+        "scale",
+        "add_scaled",
+    },
     "norm.cu": {"rms_norm"},
     "prefill_attention.cu": {"prefill_attention"},
     "rope.cu": {"rope_and_cache"},

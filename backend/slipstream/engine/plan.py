@@ -9,7 +9,7 @@ import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.kernels import jit
+from slipstream.kernels import fp8, jit
 from slipstream.models.hf import ModelConfig, read_config, weights_dtype
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -51,6 +51,7 @@ class Plan:
         """One line for the log at start."""
         fit = self.num_blocks / -(-self.max_model_len // self.block_size)
         dtype = str(self.dtype).removeprefix("torch.")
+        dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
         return (
             f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
             f"KV cache of {self.kv_tokens:,} tokens ({self.kv_bytes / 1e9:.2f} GB, "
@@ -118,6 +119,28 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
     return _DTYPES[model.dtype or weights_dtype(Path(config.checkpoint))]
 
 
+def _check_fp8(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """What the e4m3 kernels need of a GPU and a model; the CPU takes any."""
+    if device.type == "cpu":
+        return
+    asked, d = "quantization = 'fp8' on a GPU", model.dims
+    if torch.cuda.get_device_capability(device) < fp8.MIN_CAPABILITY:
+        raise ConfigError(f"{asked}: {torch.cuda.get_device_name(device)} has no e4m3 products")
+    if dtype not in fp8.DTYPES:
+        raise ConfigError(f"{asked} needs dtype float16 or bfloat16, not {dtype}")
+    sides = {
+        "hidden_size": d.hidden_size,
+        "intermediate_size": d.intermediate_size,
+        "num_attention_heads * head_dim": d.num_heads * d.head_size,
+    }
+    for name, size in sides.items():
+        if size % fp8.MULTIPLE or size > fp8.MAX_WIDTH:
+            raise ConfigError(
+                f"{asked} needs sizes that are multiples of {fp8.MULTIPLE}, at most "
+                f"{fp8.MAX_WIDTH}: config.json has {name} = {size}"
+            )
+
+
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return model.max_positions
@@ -127,6 +150,14 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"max_model_len = {length} is above the checkpoint's context of {model.max_positions}"
         )
     return length
+
+
+def _weight_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Of all matrices; embedding and head are never quantised."""
+    d = model.dims
+    outer = 2 * d.vocab_size * d.hidden_size
+    size = 1 if config.quantization == "fp8" else dtype.itemsize
+    return outer * dtype.itemsize + (d.num_parameters - outer) * size
 
 
 def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -154,7 +185,7 @@ def _free_for_cache(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> int:
     """Bytes for the cache: 0.9 of what weights and a step leave of the device's free memory."""
-    used = model.dims.num_parameters * dtype.itemsize + _workspace_bytes(config, model, dtype)
+    used = _weight_bytes(config, model, dtype) + _workspace_bytes(config, model, dtype)
     if device.type == "cpu":
         free = _available_memory()
     else:
@@ -217,12 +248,16 @@ def resolve(config: EngineConfig) -> Plan:
         )
     if config.load_format not in ("safetensors", "random"):
         raise ConfigError(f"load_format = {config.load_format!r} is not one of safetensors, random")
+    if config.quantization not in ("none", "fp8"):
+        raise ConfigError(f"quantization = {config.quantization!r} is not one of none, fp8")
     checkpoint = Path(config.checkpoint)
     model = read_config(checkpoint)
     device = _device(config)
     if device.type == "cuda":
         _check_cuda(model, device)
     dtype = _dtype(config, model, device)
+    if config.quantization == "fp8":
+        _check_fp8(model, device, dtype)
     max_model_len = _max_model_len(config, model)
     return Plan(
         config=config,

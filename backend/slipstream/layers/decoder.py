@@ -9,6 +9,7 @@ from slipstream.layers.attention import Attention, AttentionInputs
 from slipstream.layers.dims import Dims
 from slipstream.layers.embedding import Embedding, Head
 from slipstream.layers.norm import Norm
+from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
 
@@ -19,9 +20,9 @@ class Block:
     input_norm: Norm
     attention: Attention
     mlp_norm: Norm
-    mlp: Callable[[Norm, Tensor], None]
+    mlp: Callable[[Norm, Residual], None]
 
-    def __call__(self, residual: Tensor, inputs: AttentionInputs, cache: Tensor) -> None:
+    def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
         """One block further: `residual [n, hidden]` is changed in place."""
         self.attention(self.input_norm, residual, inputs, cache)
         self.mlp(self.mlp_norm, residual)
@@ -49,7 +50,7 @@ class Decoder:
 
         `caches[i]` is layer i's, `[num_blocks, num_kv_heads, 2, block_size, head_size]`.
         """
-        residual = self.embedding(token_ids)
+        residual = Residual(self.embedding(token_ids))
         for block, cache in zip(self.blocks, caches, strict=True):
             block(residual, inputs, cache)
-        return self.head.of_norm(self.norm, residual[sample_rows])
+        return self.head.of_norm(self.norm, residual.values[sample_rows])

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from slipstream.kernels import linear
+from slipstream.kernels.fp8 import Quantized
 from slipstream.layers.norm import Norm
+from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
 
@@ -23,14 +25,15 @@ class Linear:
         self.weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
         self.bias = w.packed([f"{name}.bias" for name in names], outputs) if bias else None
 
-    def of_norm(self, norm: Norm, x: Tensor) -> Tensor:
-        """The product with `norm(x)`; `[n, in] -> [n, out]`."""
-        return linear.norm_linear(x, norm.weight, self.weight, norm.eps, self.bias)
+    def of_norm(self, norm: Norm, residual: Residual) -> Tensor:
+        """The product with `norm(residual)`; `[n, out]`."""
+        return linear.norm_linear(residual.values, norm.weight, self.weight, norm.eps, self.bias)
 
-    def gate_of_norm(self, norm: Norm, x: Tensor) -> Tensor:
-        """Of `[gate | up]`, this product with `norm(x)`: `silu(gate) * up`; `[n, out / 2]`."""
-        return linear.norm_gate_up(x, norm.weight, self.weight, norm.eps, self.bias)
+    def gate_of_norm(self, norm: Norm, residual: Residual) -> Tensor:
+        """`silu(gate) * up` of `[gate | up]`, the product with `norm(residual)`; `[n, out / 2]`."""
+        return linear.norm_gate_up(residual.values, norm.weight, self.weight, norm.eps, self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
+    def add_to(self, residual: Residual, x: Tensor | Quantized) -> None:
         """`residual [n, out] += ` the product with `x [n, in]`."""
-        linear.linear_add(x, self.weight, residual, self.bias)
+        assert isinstance(x, Tensor), "another projection quantised it"
+        linear.linear_add(x, self.weight, residual.values, self.bias)

@@ -1,10 +1,9 @@
 """The gated MLP of Llama and its relatives."""
 
-from torch import Tensor
-
 from slipstream.layers.dims import Dims
-from slipstream.layers.linear import Linear
 from slipstream.layers.norm import Norm
+from slipstream.layers.projection import project
+from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
 
@@ -13,9 +12,9 @@ class GatedMLP:
 
     def __init__(self, w: WeightSource, dims: Dims, bias: bool = False) -> None:
         hidden, inner = dims.hidden_size, dims.intermediate_size
-        self.gate_up = Linear(w, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
-        self.down = Linear(w, ("down_proj",), (hidden,), inner, bias)
+        self.gate_up = project(w, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
+        self.down = project(w, ("down_proj",), (hidden,), inner, bias)
 
-    def __call__(self, norm: Norm, residual: Tensor) -> None:
+    def __call__(self, norm: Norm, residual: Residual) -> None:
         """`residual [n, hidden] += ` the MLP of `norm(residual)`."""
         self.down.add_to(residual, self.gate_up.gate_of_norm(norm, residual))

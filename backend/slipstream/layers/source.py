@@ -14,6 +14,10 @@ class WeightSource(Protocol):
     def device(self) -> torch.device:
         """Where tensors go."""
 
+    @property
+    def quantization(self) -> str:
+        """How the matrices of the blocks are to be kept: none or fp8."""
+
     def at(self, prefix: str) -> "WeightSource":
         """The view below `prefix.`."""
 

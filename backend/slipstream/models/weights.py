@@ -172,11 +172,17 @@ class Weights:
     """A view of a source below a prefix: what layers are built from."""
 
     def __init__(
-        self, source: Source, device: torch.device, dtype: torch.dtype, prefix: str = ""
+        self,
+        source: Source,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: str = "none",
+        prefix: str = "",
     ) -> None:
         self._source = source
         self._device = device
         self._dtype = dtype
+        self._quantization = quantization
         self._prefix = prefix
 
     @property
@@ -184,9 +190,15 @@ class Weights:
         """Where tensors go."""
         return self._device
 
+    @property
+    def quantization(self) -> str:
+        """How the matrices of the blocks are to be kept: none or fp8."""
+        return self._quantization
+
     def at(self, prefix: str) -> "Weights":
         """The view below `prefix.`."""
-        return Weights(self._source, self._device, self._dtype, f"{self._prefix}{prefix}.")
+        prefix = f"{self._prefix}{prefix}."
+        return Weights(self._source, self._device, self._dtype, self._quantization, prefix)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""

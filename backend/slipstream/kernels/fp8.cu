@@ -1,0 +1,224 @@
+// Rows to e4m3 (largest number 448) with one fp32 scale each, and products of such matrices back to the model's type.
+// A product comes in BFloat16 and unscaled: its sums reach 448 * 448 * inputs, which Half cannot hold. It is
+// product * (scale of the row) * (scale of the column) + bias. Where a row gets a scale, a CTA holds all of it.
+// -D ELEMENT (T, of 16 bits), PACKS (accesses of a thread along a row: 1 or 2, or 8 for the longest rows)
+#include "common.cuh"
+
+constexpr int VECTOR = 8;           // elements an access; a row is a whole number of them
+constexpr float LARGEST = 448.0f;   // of e4m3
+constexpr float SMALLEST = 1e-30f;  // the least that a row's largest counts as, so that LARGEST / it is finite
+constexpr int MAX_THREADS = PACKS > 2 ? 512 : 1024;  // so that a thread has the registers for its packs
+constexpr int ELEMENTWISE_THREADS = 256;
+constexpr i64 ROWS_AHEAD = 132;  // about as many as run at once
+
+DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+// What scales a product's columns; read-only, so that it may be asked for before the wait.
+struct Columns {
+  const float* scales;
+  const T* bias;  // or null
+
+  DEVICE void prefetch(i64 first) const {
+    ::prefetch(scales + first);
+    if (bias != nullptr) ::prefetch(bias + first);
+  }
+  // Columns `first ...` of a row whose numbers lie at `product`.
+  DEVICE Pack<float, VECTOR> scaled(const BFloat16* product, float row_scale, i64 first) const {
+    const auto raw = load<VECTOR>(product + first);
+    const Pack<float, 4> column_scales[] = {load<4>(scales + first), load<4>(scales + first + 4)};
+    Pack<float, VECTOR> values;
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j)
+      values.at[j] = to_float(raw.at[j]) * row_scale * column_scales[j / 4].at[j % 4];
+    if (bias != nullptr) {
+      const auto addends = load<VECTOR>(bias + first);
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) values.at[j] += to_float(addends.at[j]);
+    }
+    return values;
+  }
+};
+
+// A thread's part of the CTA's row, in fp32.
+struct RowPart {
+  float at[PACKS][VECTOR];
+  u32 largest = 0;  // the bits of the largest absolute value: they are ordered as the values, NaN above all
+  float squares = 0.0f;
+
+  static DEVICE i64 first(int pack) { return (i64(pack) * blockDim.x + threadIdx.x) * VECTOR; }
+
+  DEVICE void set(int pack, int j, float value) {
+    at[pack][j] = value;
+    largest = max(largest, __float_as_uint(fabsf(value)));
+  }
+
+  // Make `largest` and `squares` the whole row's; the sum has a fixed order.
+  DEVICE void reduce() {
+    __shared__ u32 maxima[32];
+    __shared__ float sums[32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    largest = __reduce_max_sync(ALL_LANES, largest);
+    squares = warp_sum(squares);
+    if (lane == 0) {
+      maxima[warp] = largest;
+      sums[warp] = squares;
+    }
+    __syncthreads();
+    const bool is_warp = lane < blockDim.x / 32;
+    largest = __reduce_max_sync(ALL_LANES, is_warp ? maxima[lane] : 0);
+    squares = warp_sum(is_warp ? sums[lane] : 0.0f);
+  }
+
+  // Write the row as e4m3 and its scale, times `factor`; after `reduce`.
+  DEVICE void store_quantized(u8* out, float* scale, float factor, i64 width) const {
+    float limit = __uint_as_float(largest);
+    if (limit < SMALLEST) limit = SMALLEST;  // not of NaN
+    const float inverse = LARGEST / limit;
+#pragma unroll
+    for (int pack = 0; pack < PACKS; ++pack) {
+      if (first(pack) >= width) break;
+      Pack<u16, VECTOR / 2> pairs;
+#pragma unroll
+      for (int j = 0; j < VECTOR; j += 2)
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"  // the second source becomes the lower byte
+            : "=h"(pairs.at[j / 2])
+            : "f"(at[pack][j + 1] * inverse), "f"(at[pack][j] * inverse));
+      store<VECTOR / 2>(reinterpret_cast<u16*>(out + first(pack)), pairs);
+    }
+    if (threadIdx.x == 0) *scale = limit / LARGEST * factor;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) quantize(const T* x, u8* out, float* scales, i64 width) {
+  const i64 row = blockIdx.x;
+  start_next();
+  wait_for_previous();
+  RowPart part;
+#pragma unroll
+  for (int pack = 0; pack < PACKS; ++pack) {
+    const i64 first = RowPart::first(pack);
+    if (first >= width) break;
+    const auto raw = load<VECTOR>(x + row * width + first);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) part.set(pack, j, to_float(raw.at[j]));
+  }
+  part.reduce();
+  part.store_quantized(out + row * width, scales + row, 1.0f, width);
+}
+
+// The norm of `x`, or of `x += product` when ADD. The row's rstd goes into its scale alone: x * weight is quantised.
+template <bool ADD>
+DEVICE void norm_row(T* x, const T* weight, const BFloat16* product, const float* row_scales, Columns columns, u8* out,
+                     float* scales, i64 width, float eps) {
+  const i64 row = blockIdx.x;
+#pragma unroll
+  for (int pack = 0; pack < PACKS; ++pack) {
+    const i64 first = RowPart::first(pack);
+    if (first >= width) break;
+    prefetch(weight + first);
+    if (ADD) columns.prefetch(first);
+  }
+  start_next();
+  wait_for_previous();
+  const float row_scale = ADD ? row_scales[row] : 0.0f;
+  RowPart part;
+#pragma unroll
+  for (int pack = 0; pack < PACKS; ++pack) {
+    const i64 first = RowPart::first(pack);
+    if (first >= width) break;
+    auto values = load<VECTOR>(x + row * width + first);
+    const auto factors = load<VECTOR>(weight + first);
+    if (ADD) {
+      const auto addends = columns.scaled(product + row * width, row_scale, first);
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) values.at[j] = from_float<T>(to_float(values.at[j]) + addends.at[j]);
+      store<VECTOR>(x + row * width + first, values);
+    }
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      const float value = to_float(values.at[j]);
+      part.squares = fmaf(value, value, part.squares);
+      part.set(pack, j, value * to_float(factors.at[j]));
+    }
+  }
+  part.reduce();
+  const float rstd = 1.0f / sqrtf(part.squares / float(width) + eps);
+  part.store_quantized(out + row * width, scales + row, rstd, width);
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+    norm_quantize(T* x, const T* weight, u8* out, float* scales, i64 width, float eps) {
+  norm_row<false>(x, weight, nullptr, nullptr, Columns{}, out, scales, width, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+    add_norm_quantize(T* x, const T* weight, const BFloat16* product, const float* row_scales,
+                      const float* column_scales, const T* bias, u8* out, float* scales, i64 width, float eps) {
+  norm_row<true>(x, weight, product, row_scales, Columns{column_scales, bias}, out, scales, width, eps);
+}
+
+// silu(gate) * up of rows [gate | up] of a product; `width` is of the result.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+    silu_mul_quantize(const BFloat16* product, const float* row_scales, const float* column_scales, const T* bias,
+                      u8* out, float* scales, i64 width) {
+  const i64 row = blockIdx.x;
+  const Columns columns{column_scales, bias};
+#pragma unroll
+  for (int pack = 0; pack < PACKS; ++pack) {
+    const i64 first = RowPart::first(pack);
+    if (first >= width) break;
+    columns.prefetch(first);
+    columns.prefetch(width + first);
+  }
+  start_next();
+  wait_for_previous();
+  product += row * 2 * width;
+  const bool has_follower = row + ROWS_AHEAD < gridDim.x;
+  const float row_scale = row_scales[row];
+  RowPart part;
+#pragma unroll
+  for (int pack = 0; pack < PACKS; ++pack) {
+    const i64 first = RowPart::first(pack);
+    if (first >= width) break;
+    const auto gates = columns.scaled(product, row_scale, first);
+    const auto ups = columns.scaled(product, row_scale, width + first);
+    if (has_follower) {  // a CTA fills its SM, which would else wait for memory at every start
+      prefetch(product + ROWS_AHEAD * 2 * width + first);
+      prefetch(product + ROWS_AHEAD * 2 * width + width + first);
+    }
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) part.set(pack, j, gates.at[j] / (1.0f + expf(-gates.at[j])) * ups.at[j]);
+  }
+  part.reduce();
+  part.store_quantized(out + row * width, scales + row, 1.0f, width);
+}
+
+// The product itself into `out`, or added to it when ADD. Grid: x = row, y = a share of the row.
+template <bool ADD>
+DEVICE void scale_row(T* out, const BFloat16* product, const float* row_scales, Columns columns, i64 width) {
+  const i64 row = blockIdx.x;
+  const i64 first = (i64(blockIdx.y) * ELEMENTWISE_THREADS + threadIdx.x) * VECTOR;
+  if (first >= width) return;
+  columns.prefetch(first);
+  start_next();
+  wait_for_previous();
+  const auto values = columns.scaled(product + row * width, row_scales[row], first);
+  Pack<T, VECTOR> results;
+  if (ADD) results = load<VECTOR>(out + row * width + first);
+#pragma unroll
+  for (int j = 0; j < VECTOR; ++j)
+    results.at[j] = from_float<T>(ADD ? to_float(results.at[j]) + values.at[j] : values.at[j]);
+  store<VECTOR>(out + row * width + first, results);
+}
+
+extern "C" __global__ void __launch_bounds__(ELEMENTWISE_THREADS)
+    scale(T* out, const BFloat16* product, const float* row_scales, const float* column_scales, const T* bias,
+          i64 width) {
+  scale_row<false>(out, product, row_scales, Columns{column_scales, bias}, width);
+}
+
+extern "C" __global__ void __launch_bounds__(ELEMENTWISE_THREADS)
+    add_scaled(T* out, const BFloat16* product, const float* row_scales, const float* column_scales, const T* bias,
+               i64 width) {
+  scale_row<true>(out, product, row_scales, Columns{column_scales, bias}, width);
+}

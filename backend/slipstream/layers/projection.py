@@ -1,0 +1,41 @@
+"""The matrix products of a block, in the form that the source of the weights asks for."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from slipstream.kernels.fp8 import Quantized
+from slipstream.layers.linear import Linear
+from slipstream.layers.norm import Norm
+from slipstream.layers.quantized import QuantizedLinear
+from slipstream.layers.residual import Residual
+from slipstream.layers.source import WeightSource
+
+
+class Projection(Protocol):
+    """`y = x W^T + b` between a norm, or another product, and a gate or the residual sum."""
+
+    def of_norm(self, norm: Norm, residual: Residual) -> Tensor:
+        """The product with `norm(residual)`; `[n, out]`."""
+
+    def gate_of_norm(self, norm: Norm, residual: Residual) -> Tensor | Quantized:
+        """`silu(gate) * up` of `[gate | up]`, the product with `norm(residual)`; `[n, out / 2]`.
+
+        In the form in which another projection of the model takes it.
+        """
+
+    def add_to(self, residual: Residual, x: Tensor | Quantized) -> None:
+        """`residual [n, out] += ` the product with `x [n, in]`."""
+
+
+def project(
+    w: WeightSource,
+    names: Sequence[str],
+    outputs: Sequence[int],
+    inputs: int,
+    bias: bool = False,
+) -> Projection:
+    """From `inputs` numbers to `outputs[i]` of `names[i]`, all packed into one matrix."""
+    kind = QuantizedLinear if w.quantization == "fp8" else Linear
+    return kind(w, names, outputs, inputs, bias)

@@ -1,0 +1,52 @@
+"""The sum that the blocks of a model add to."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from slipstream.kernels import fp8
+from slipstream.layers.norm import Norm
+
+
+class Addend(NamedTuple):
+    """A product of e4m3 matrices that still lacks its scales (kernels/fp8.py)."""
+
+    product: Tensor  # [n, hidden] bf16
+    rows: Tensor  # [n] f32
+    columns: Tensor  # [hidden] f32
+    bias: Tensor | None  # [hidden]
+
+
+class Residual:
+    """`[n, hidden]`, changed in place. What is added later is added on the way to the next norm."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._addend: Addend | None = None
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def values(self) -> Tensor:
+        """The sum so far."""
+        if self._addend is not None:
+            product, rows, columns, bias = self._addend
+            fp8.add_scaled(self._values, product, rows, columns, bias)
+            self._addend = None
+        return self._values
+
+    def add_later(self, addend: Addend) -> None:
+        """Add it before anybody sees the sum."""
+        assert self._addend is None, "a block looks at the sum before it adds to it"
+        self._addend = addend
+
+    def quantized(self, norm: Norm) -> fp8.Quantized:
+        """`norm` of the sum, in e4m3."""
+        if self._addend is None:
+            return fp8.norm_quantize(self._values, norm.weight, norm.eps)
+        product, rows, columns, bias = self._addend
+        self._addend = None
+        return fp8.add_norm_quantize(
+            self._values, norm.weight, product, rows, columns, norm.eps, bias
+        )
