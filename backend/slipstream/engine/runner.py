@@ -14,7 +14,7 @@ from slipstream.engine.staging import Staging
 from slipstream.layers.attention import AttentionInputs
 from slipstream.models.registry import build
 from slipstream.models.weights import FileSource, RandomSource, Weights
-from slipstream.sampling.sampler import SamplingInputs, draw
+from slipstream.sampling.sampler_before import SamplingInputs, draw
 
 
 def _load(plan: Plan) -> Weights:
@@ -34,6 +34,7 @@ class ModelRunner:
         self.block_size = plan.block_size
         self.vocab_size = plan.model.dims.vocab_size
         self.max_model_len = plan.max_model_len
+        self._num_heads = plan.model.dims.num_heads
         self._model = build(plan.model, _load(plan), plan.max_model_len)
         self._caches = self._make_caches(plan)
         self._tokens = Staging(plan.device)
@@ -88,7 +89,15 @@ class ModelRunner:
     def _forward(self, staged: Sequence[Tensor], num_decodes: int, max_queries: int) -> Tensor:
         """`[rows that sample, vocab]` of `TokenArrays` on the device."""
         token_ids, sample_rows, positions, slots, tables, starts, lengths = staged
-        inputs = AttentionInputs(
-            positions, slots, tables, starts, lengths, num_decodes, max_queries
+        inputs = AttentionInputs.of(
+            self._caches[0],
+            self._num_heads,
+            positions,
+            slots,
+            tables,
+            starts,
+            lengths,
+            num_decodes,
+            max_queries,
         )
         return self._model(token_ids, inputs, self._caches, sample_rows)

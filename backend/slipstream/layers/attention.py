@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import rope
-from slipstream.kernels.decode_attention import decode_attention
+from slipstream.kernels.decode_attention import decode_attention, plan_decode
 from slipstream.kernels.prefill_attention import prefill_attention
 from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm
@@ -29,6 +29,36 @@ class AttentionInputs:
     lengths: Tensor  # [s] i32, cached tokens after this step's write
     num_decodes: int
     max_queries: int  # longest chunk, 0 without chunks
+    plan: Tensor  # of the decodes, for all layers
+
+    @classmethod
+    def of(
+        cls,
+        cache: Tensor,
+        num_q_heads: int,
+        positions: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        lengths: Tensor,
+        num_decodes: int,
+        max_queries: int,
+    ) -> "AttentionInputs":
+        """The inputs and the plan made of them; `cache` is that of any layer.
+
+        Everything that a step's attention reads must have been written, or be in the stream.
+        """
+        plan = plan_decode(lengths[:num_decodes], cache, num_q_heads)
+        return cls(
+            positions,
+            slots,
+            block_tables,
+            query_starts,
+            lengths,
+            num_decodes,
+            max_queries,
+            plan,
+        )
 
 
 class Attention:
@@ -77,7 +107,7 @@ class Attention:
         """Decodes and chunks by a kernel each; `[n, heads, d]`."""
         n, tables, lengths = inputs.num_decodes, inputs.block_tables, inputs.lengths
         if inputs.max_queries == 0:
-            return decode_attention(q, cache, tables, lengths, self.scale)
+            return decode_attention(q, cache, tables, lengths, inputs.plan, self.scale)
         chunks = prefill_attention(
             q[n:],
             cache,
@@ -89,5 +119,5 @@ class Attention:
         )
         if n == 0:
             return chunks
-        decodes = decode_attention(q[:n], cache, tables[:n], lengths[:n], self.scale)
+        decodes = decode_attention(q[:n], cache, tables[:n], lengths[:n], inputs.plan, self.scale)
         return torch.cat((decodes, chunks))
