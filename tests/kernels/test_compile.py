@@ -11,13 +11,13 @@ from slipstream.kernels import (
     norm,
     prefill_attention,
     rope,
-    sample,
+    sample_before,
 )
 from slipstream.kernels.jit import Variant
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extra")
 
-MODULES = (activation, decode_attention, fp8, norm, prefill_attention, rope, sample)
+MODULES = (activation, decode_attention, fp8, norm, prefill_attention, rope, sample_before)
 VARIANTS = [v for module in MODULES for v in module.variants()]
 ENTRIES = {
     "activation.cu": {"silu_mul"},
@@ -32,8 +32,9 @@ ENTRIES = {
     },
     "norm.cu": {"rms_norm"},
     "prefill_attention.cu": {"prefill_attention"},
+    "prefill_wgmma.cu": {"prefill_wgmma"},
     "rope.cu": {"rope_and_cache"},
-    "sample.cu": {"sample", "edit_logits"},
+    "sample_before.cu": {"sample", "edit_logits"},
 }
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "

@@ -6,7 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.kernels.sample import edit_logits, philox, sample
+from kernels.sampling import Drawn, draw_rows, make_rows
+from slipstream.engine.edits import EDIT
+from slipstream.kernels.sample import MAX_COUNT, ROW, count_tokens, philox
+from slipstream.sampling.rows import history_arrays, pack_row, sampling_arrays
+from slipstream_contract.sampling import SamplingParams
 
 MASK = 0xFFFFFFFF
 
@@ -66,17 +70,16 @@ def draw(
     logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, count: int = 1
 ) -> torch.Tensor:
     """`count` outputs of one sequence with these logits."""
-    rows = logits.expand(count, -1).contiguous()
-    full = torch.full((count,), 1.0)
-    return sample(
-        rows,
-        full * temperature,
-        (full * top_k).int(),
-        full * top_p,
-        full * min_p,
-        torch.full((count,), seed),
-        torch.arange(count),
-    )[0]
+    rows = make_rows(
+        count,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        number=torch.arange(count),
+    )
+    return draw_rows(logits.expand(count, -1), rows).token_ids
 
 
 def kept(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -152,21 +155,26 @@ def test_greedy_takes_the_lowest_id_of_the_highest(values: list[int]) -> None:
 def test_a_row_draws_the_same_among_any_neighbours() -> None:
     torch.manual_seed(0)
     logits = torch.randn(16, 257)
-    full = torch.ones(16)
-    args = (logits, full, full.int() * 20, full * 0.9, full * 0.01, torch.arange(16), full.long())
-    tokens, log_probs, _ = sample(*args)
+    rows = make_rows(16, top_k=20, top_p=0.9, min_p=0.01, seed=torch.arange(16), number=1)
+    together = draw_rows(logits, rows)
     for n in range(16):
-        token, log_prob, _ = sample(*(arg[n : n + 1] for arg in args))
-        assert int(token) == int(tokens[n])
-        assert float(log_prob) == pytest.approx(float(log_probs[n]), abs=1e-6)
+        alone = draw_rows(logits[n : n + 1], make_alone(rows, n))
+        assert int(alone.token_ids[0]) == int(together.token_ids[n])
+        assert float(alone.log_probs[0]) == pytest.approx(float(together.log_probs[n]), abs=1e-6)
+
+
+def make_alone(rows: torch.Tensor, n: int) -> torch.Tensor:
+    alone = rows[n : n + 1].clone()
+    alone.numpy().view(ROW)["result"] = 0
+    return alone
 
 
 def test_log_probs_are_of_the_logits_as_given() -> None:
     logits = torch.tensor([[1.0, 2.0, 4.0, 8.0]])
-    one = torch.ones(1)
-    token, log_prob, _ = sample(logits, one * 5, one.int(), one, one * 0, one.long(), one.long())
-    assert int(token) == 3
-    assert float(log_prob) == pytest.approx(float(logits.double().log_softmax(-1)[0, 3]), abs=1e-6)
+    drawn = draw_rows(logits, make_rows(1, temperature=5, top_k=1))
+    assert int(drawn.token_ids[0]) == 3
+    exact = float(logits.double().log_softmax(-1)[0, 3])
+    assert float(drawn.log_probs[0]) == pytest.approx(exact, abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -176,21 +184,90 @@ def test_broken_rows_are_told(temperature: float) -> None:
     logits[1] = -math.inf
     logits[2, 3] = math.inf
     logits[3, :6] = -math.inf
-    one = torch.ones(5)
-    tokens, _, is_finite = sample(
-        logits, one * temperature, one.int() * 0, one, one * 0, one.long(), one.long()
-    )
-    assert is_finite.tolist() == [False, False, False, True, True]
-    assert int(tokens[3]) == 6
+    drawn = draw_rows(logits, make_rows(5, temperature=temperature))
+    assert drawn.is_finite.tolist() == [False, False, False, True, True]
+    assert drawn.token_ids[:4].tolist() == [0, 0, 0, 6]
 
 
-def test_edit_logits() -> None:
-    logits = torch.tensor([[2.0, -2.0, 0.0], [4.0, 1.0, 1.0]])
-    edit_logits(
-        logits,
-        torch.tensor([0, 0, 1, 1]),
-        torch.tensor([0, 1, 0, 2]),
-        torch.tensor([2.0, 2.0, 1.0, 1.0]),
-        torch.tensor([0.5, 0.0, -math.inf, 3.0]),
+def test_results_go_where_rows_say_and_padding_nowhere() -> None:
+    logits = torch.eye(4)
+    rows = make_rows(4, temperature=0, result=torch.tensor([2, -1, 0, 4]))
+    drawn = Drawn.empty(5)
+    draw_rows(logits, rows, into=drawn)
+    assert drawn.token_ids.tolist() == [2, -7, 0, -7, 3]
+    assert drawn.is_finite.tolist() == [True, False, True, False, True]
+
+
+small = st.integers(0, 8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(-8, 8), min_size=9, max_size=9),
+    st.lists(small, max_size=6),
+    st.lists(small, max_size=9),
+    st.sampled_from([1.0, 1.3, 0.5]),
+    st.sampled_from([0.0, 0.75, -0.25]),
+    st.sampled_from([0.0, 0.5]),
+    st.dictionaries(small, st.sampled_from([1.5, -2.0, -math.inf]), max_size=4),
+)
+def test_penalties_and_edits_against_the_definition(
+    halves: list[int],
+    prompt: list[int],
+    output: list[int],
+    repetition: float,
+    presence: float,
+    frequency: float,
+    edits: dict[int, float],
+) -> None:
+    """Two tokens are drawn one after the other; the second knows of the first."""
+    sampling = SamplingParams(
+        max_tokens=9,
+        temperature=0.0,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
     )
-    assert logits.tolist() == [[1.5, -4.0, 0.0], [-math.inf, 1.0, 4.0]]
+    logits = torch.tensor([[0.0] * 9, [x / 2 for x in halves]])
+    counts = torch.full((3, 9), -1, dtype=torch.int16)
+    arrays = history_arrays([(2, prompt + output, len(prompt)), (0, [], 0)])
+    count_tokens(counts, *map(torch.from_numpy, arrays))
+    packed = b"".join(EDIT.pack(*edit) for edit in sorted(edits.items()))
+    plain, history = pack_row(SamplingParams(max_tokens=9), 5, 1), list(output)
+    for _ in range(2):
+        want = []
+        for token_id, logit in enumerate(logits[1].tolist()):
+            if token_id in prompt + history:
+                logit = logit / repetition if logit > 0 else logit * repetition
+            if count := history.count(token_id):
+                logit -= presence + frequency * count
+            want.append(logit + edits.get(token_id, 0.0))
+        numbers = [0, len(history)]
+        arrays = sampling_arrays([plain, pack_row(sampling, 3, 2)], numbers, [b"", packed])
+        rows, edit_words = (torch.from_numpy(array.copy()) for array in arrays)
+        drawn = draw_rows(logits, rows, edit_words, counts)
+        token_id = int(drawn.token_ids[1])
+        assert want[token_id] == pytest.approx(max(want), abs=1e-5)
+        exact = torch.tensor(want, dtype=torch.float64).log_softmax(-1)[token_id]
+        assert float(drawn.log_probs[1]) == pytest.approx(float(exact), abs=1e-5)
+        history.append(token_id)
+    uses_counts = (repetition, presence, frequency) != (1.0, 0.0, 0.0)
+    for token_id in range(9):
+        counted = history if uses_counts else output
+        state = int(counts[2, token_id])
+        assert state & MAX_COUNT == counted.count(token_id)
+        assert (state < 0) == (token_id in prompt)
+    assert counts[0].tolist() == [0] * 9
+    assert counts[1].tolist() == [-1] * 9, "a row without penalties leaves the counts alone"
+
+
+def test_counts_saturate() -> None:
+    counts = torch.zeros((1, 3), dtype=torch.int16)
+    history = [1, *[2] * 40_000]
+    count_tokens(counts, *map(torch.from_numpy, history_arrays([(0, history, 1)])))
+    assert counts.tolist() == [[0, -MAX_COUNT - 1, MAX_COUNT]]
+    counts[0, 1] = -2  # in the prompt, and one below the most
+    for expected in (-1, -1):
+        rows = make_rows(1, temperature=0, frequency=0.0, presence=0.5, slot=0)
+        draw_rows(torch.tensor([[0.0, 9.0, 0.0]]), rows, counts=counts)
+        assert counts.tolist() == [[0, expected, MAX_COUNT]]

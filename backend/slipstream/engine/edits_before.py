@@ -26,6 +26,15 @@ def needs_edits(sampling: SamplingParams) -> bool:
     )
 
 
+def counts_tokens(sampling: SamplingParams) -> bool:
+    """Do they depend on how often each token occurred?"""
+    return bool(
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty
+        or sampling.frequency_penalty
+    )
+
+
 class Edits:
     """One sequence's edits, brought up to date by each output token in O(1)."""
 
@@ -46,6 +55,11 @@ class Edits:
         self._packed: tuple[LogitEdit, ...] | None = None
         for token_id in self._seen | self._bias.keys() | self._banned:
             self._update(token_id)
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Do the next edits depend on the last token, not only on how many there are?"""
+        return bool(self._heads) or counts_tokens(self._sampling)
 
     def add(self, token_id: int) -> None:
         """One more output token."""

@@ -2,7 +2,7 @@
 
 The signature string is checked for both twins, so a mistake shows on a laptop:
 `"x[n,d]:T, weight[d]:T"` binds n, d and T at first sight and demands the same ever after.
-A dtype is a variable (capitals) or one of `f32 bf16 e4m3 i32 i64`; `_` is any size.
+A dtype is a variable (capitals) or one of `f32 bf16 e4m3 bool i16 i32 i64`; `_` is any size.
 """
 
 import functools
@@ -24,6 +24,8 @@ _DTYPES = {
     "f32": torch.float32,
     "bf16": torch.bfloat16,
     "e4m3": torch.float8_e4m3fn,
+    "bool": torch.bool,
+    "i16": torch.int16,
     "i32": torch.int32,
     "i64": torch.int64,
 }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipstream.kernels.sample import edit_logits, sample
+from slipstream.kernels.sample_before import edit_logits, sample
 
 
 @dataclass(frozen=True, slots=True)
