@@ -5,7 +5,7 @@
 // Grid: x = q head, y = tile of TILE queries (the longest rows first), z = sequence.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_attention(const T* q, i64 q_stride, const T* cache, const int* block_tables,
-                      i64 table_stride, const int* query_starts, const int* lengths, T* out,
+                      i64 table_stride, const int* query_starts, const int* lengths, T* out, i64 out_stride,
                       float scale, i64 num_kv_heads, i64 group_size, i64 block_shift) {
   const i64 sequence = blockIdx.z, head = blockIdx.x;
   const int start = query_starts[sequence];
@@ -16,7 +16,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int own = first_query + threadIdx.x / 32 * 16;  // this warp's first query
   const int count = max(0, min(16, num_queries - own));
   const int position = length - num_queries + own;
-  const i64 row_stride = gridDim.x * HEAD_SIZE;
   const Rows rows = {q + (start + own) * q_stride + head * HEAD_SIZE, q_stride, count, position, 1,
                      scale};
   const i64 block_elements = i64(2 * HEAD_SIZE) << block_shift;
@@ -29,13 +28,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for_each_tile(pages, 0, end, [&](const T* keys, int first) {
     if (count > 0) mine.attend<TILE>(keys, keys + TILE_ELEMENTS, first, rows);
   });
-  T* target = out + (start + own) * row_stride + head * HEAD_SIZE;
+  T* target = out + (start + own) * out_stride + head * HEAD_SIZE;
   mine.visit([&](int row, int column, float low, float high, float, float total) {
     if (row >= count) return;
     const float factor = total > 0.0f || total != total ? 1.0f / total : 0.0f;
     Pack<T, 2> pair;
     pair.at[0] = from_float<T>(low * factor);
     pair.at[1] = from_float<T>(high * factor);
-    store<2>(target + row * row_stride + column, pair);
+    store<2>(target + row * out_stride + column, pair);
   });
 }

@@ -1,5 +1,6 @@
 """Attention of chunks of queries over a paged cache."""
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import jit
+from slipstream.kernels import jit, tensor_map
 from slipstream.kernels.op import op
 from slipstream.kernels.pages import (
     check,
@@ -19,6 +20,9 @@ from slipstream.kernels.pages import (
     warps_of,
 )
 
+_WGMMA_HEAD_SIZES = (64, 128)
+_WGMMA_ROWS, _WGMMA_TILE, _WGMMA_STAGES = 128, 128, 2  # as in prefill_wgmma.cu
+
 
 @op("q[n,hq,d]:T, cache[_,h,2,_,d]:T, block_tables[s,_]:i32, query_starts[s1]:i32, lengths[s]:i32")
 def prefill_attention(
@@ -29,13 +33,17 @@ def prefill_attention(
     lengths: Tensor,
     scale: float,
     max_queries: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks: rows `query_starts[s] : query_starts[s+1]` of `q` are the last
     positions of the `lengths[s]` tokens cached for sequence s; `[n, hq, d]`.
 
-    `max_queries` is the longest chunk (it sizes the grid).
+    `max_queries` is the longest chunk (it sizes the grid). The result goes to `out` if given; rows
+    of no chunk are left as they are, or undefined. A row's bits depend on its position and the
+    tokens up to it alone: not on where chunks begin and end, nor on other sequences.
     """
-    out = torch.zeros_like(q)
+    if out is None:
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     bounds, sizes = query_starts.tolist(), lengths.tolist()
     for s, length in enumerate(sizes):
         begin, end = bounds[s], bounds[s + 1]
@@ -52,9 +60,24 @@ def prefill_attention(
     return out
 
 
+def _wgmma_variant(dtype: torch.dtype, head_size: int) -> jit.Variant:
+    return jit.variant("prefill_wgmma.cu", dtype, only="sm_90a", HEAD_SIZE=head_size)
+
+
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
-    return tiles_variants("prefill_attention.cu", 2)
+    yield from tiles_variants("prefill_attention.cu", 2)
+    for dtype in (torch.float16, torch.bfloat16):
+        for head_size in _WGMMA_HEAD_SIZES:
+            yield _wgmma_variant(dtype, head_size)
+
+
+@functools.cache
+def _num_multiprocessors(device: int) -> int:
+    """Of a device with wgmma (sm_90); 0 of any other."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @prefill_attention.cuda
@@ -66,19 +89,85 @@ def _prefill_attention(
     lengths: Tensor,
     scale: float,
     max_queries: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     check("prefill_attention", q, cache, block_tables, query_starts, lengths)
-    num_q_heads, head_size = q.shape[1:]
     jit.require(
         len(query_starts) == len(lengths) + 1,
         f"prefill_attention: {len(query_starts)} query_starts for {len(lengths)} lengths",
     )
-    shift = jit.block_shift(cache.shape[3])
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows of no chunk stay zero
+    jit.block_shift(cache.shape[3])
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    is_like_q = out.shape == q.shape and out.dtype == q.dtype and out[:1].is_contiguous()
+    jit.require(
+        is_like_q and out.data_ptr() % 16 == 0 and out.stride(0) * out.element_size() % 16 == 0,
+        "prefill_attention: out must be rows like those of q, aligned to 16 bytes",
+    )
     if out.numel() == 0 or len(lengths) == 0 or max_queries == 0:
         return out
-    warps = warps_of(q.dtype)
-    stages = stages_of(q, 2)
+    has_wgmma = q.dtype != torch.float32 and q.shape[2] in _WGMMA_HEAD_SIZES and scale > 0
+    multiprocessors = _num_multiprocessors(q.get_device()) if has_wgmma else 0
+    launch = functools.partial(_launch_wgmma, multiprocessors) if multiprocessors else _launch_tiles
+    launch(q, cache, block_tables, query_starts, lengths, out, scale, max_queries)
+    return out
+
+
+def _launch_wgmma(
+    num_ctas: int,
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    scale: float,
+    max_queries: int,
+) -> None:
+    num_q_heads, head_size = q.shape[1:]
+    num_blocks, num_kv_heads, _, block_size, _ = cache.shape
+    group_size = num_q_heads // num_kv_heads
+    row_tiles = -(-max_queries * group_size // _WGMMA_ROWS)
+    num_items = row_tiles * len(lengths) * num_kv_heads
+    rows = _WGMMA_ROWS + 2 * _WGMMA_STAGES * _WGMMA_TILE
+    num_rows = num_blocks * num_kv_heads * 2 * block_size
+    jit.launch(
+        _wgmma_variant(q.dtype, head_size),
+        "prefill_wgmma",
+        (min(num_ctas, num_items),),
+        384,
+        tensor_map.boxes(cache, num_rows, head_size, min(block_size, _WGMMA_TILE)),
+        q,
+        q.stride(0),
+        block_tables,
+        block_tables.stride(0),
+        query_starts,
+        lengths,
+        out,
+        out.stride(0),
+        scale * math.log2(math.e),
+        len(lengths),
+        num_kv_heads,
+        group_size,
+        jit.block_shift(block_size),
+        num_items,
+        shared_memory=rows * head_size * q.element_size() + 128,  # 128 for the barriers
+        overlaps=True,
+    )
+
+
+def _launch_tiles(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    scale: float,
+    max_queries: int,
+) -> None:
+    num_q_heads, head_size = q.shape[1:]
+    num_kv_heads, warps, stages = cache.shape[1], warps_of(q.dtype), stages_of(q, 2)
     jit.launch(
         tiles_variant("prefill_attention.cu", q.dtype, head_size, stages),
         "prefill_attention",
@@ -92,10 +181,10 @@ def _prefill_attention(
         query_starts,
         lengths,
         out,
+        out.stride(0),
         scale * math.log2(math.e),
-        cache.shape[1],
-        num_q_heads // cache.shape[1],
-        shift,
+        num_kv_heads,
+        num_q_heads // num_kv_heads,
+        jit.block_shift(cache.shape[3]),
         shared_memory=tiles_memory(q.dtype, head_size, stages),
     )
-    return out
