@@ -2,7 +2,7 @@
 // so that neither ldmatrix nor a lane-a-row read meets a bank conflict.
 // -D ELEMENT (T), HEAD_SIZE, WARPS
 #pragma once
-#include "common.cuh"
+#include "copies.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILE = 16 * WARPS;           // tokens of a tile: 16 for each warp
@@ -11,18 +11,6 @@ constexpr int CHUNKS = HEAD_SIZE / VECTOR;  // 16-byte accesses of a head
 constexpr int PITCH = HEAD_SIZE + VECTOR;  // elements between two tokens of a tile
 constexpr int TILE_ELEMENTS = TILE * PITCH;
 static_assert(TILE * CHUNKS % THREADS == 0, "every thread copies as much as every other");
-
-// Copies 16 bytes, or writes 16 zero bytes when not `inside` (the source is not read then).
-DEVICE void copy_async(T* target, const T* source, bool inside) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)),
-               "l"(source), "r"(inside ? 16 : 0)
-               : "memory");
-}
-DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-DEVICE void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // K and V of one kv head of one sequence.
 struct Pages {
