@@ -1,4 +1,4 @@
-"""Prefill attention at Llama-3.1-8B's heads, over shuffled blocks."""
+"""Prefill attention at Llama-3.1-8B's heads: over shuffled blocks, beside cuDNN over dense tensors."""
 
 from collections.abc import Callable
 
@@ -6,35 +6,57 @@ import torch
 from paged import paged
 from slipstream.kernels.prefill_attention import prefill_attention
 from timing import HEAD_SIZE, KV_HEADS, Q_HEADS, Result, measure, rows
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+Mix = list[tuple[int, int]]  # (queries, tokens cached after them) of each sequence
+
+MIXES: dict[str, Mix] = {
+    "2048": [(2048, 2048)],
+    "8192": [(8192, 8192)],
+    "16384": [(16384, 16384)],
+    "2 x 2048": [(2048, 2048)] * 2,
+    "8 x 512": [(512, 512)] * 8,
+    "512 after 8192": [(512, 8704)],
+    "4 x 512 after 4096": [(512, 4608)] * 4,
+    "2048, 30 x 17": [(2048, 2048)] + [(17, 17)] * 30,
+}
+
+
+def over_pages(mix: Mix) -> Callable[[], object]:
+    """One run of the kernel."""
+    chunks = [chunk for chunk, _ in mix]
+    q = rows(sum(chunks), Q_HEADS, HEAD_SIZE)
+    cache, tables, lengths = paged([length for _, length in mix])
+    starts = torch.tensor([0, *chunks]).cumsum(0).to(torch.int32).cuda()
+    scale = HEAD_SIZE**-0.5
+    return lambda: prefill_attention(q, cache, tables, starts, lengths, scale, max(chunks))
+
+
+def dense(mix: Mix) -> Callable[[], object]:
+    """One run of cuDNN's causal attention of sequences of one length, without a prefix."""
+    chunk = mix[0][0]
+    q = rows(len(mix), Q_HEADS, chunk, HEAD_SIZE)
+    k, v = (rows(len(mix), KV_HEADS, chunk, HEAD_SIZE) for _ in range(2))
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return run
 
 
 def cases() -> list[Result]:
-    """Their times."""
-    mixes = {
-        "2048": [(2048, 2048)],
-        "8192": [(8192, 8192)],
-        "16384": [(16384, 16384)],
-        "8 x 512": [(512, 512)] * 8,
-        "512 after 8192": [(512, 8704)],
-        "4 x 512 after 4096": [(512, 4608)] * 4,
-    }
+    """Their times; the rate counts the operations that the causal mask leaves."""
     results = []
-    for case, sequences in mixes.items():
-        chunks = [chunk for chunk, _ in sequences]
-
-        def make(
-            sequences: list[tuple[int, int]] = sequences, chunks: list[int] = chunks
-        ) -> Callable[[], object]:
-            q = rows(sum(chunks), Q_HEADS, HEAD_SIZE)
-            cache, tables, lengths = paged([length for _, length in sequences])
-            starts = torch.tensor([0, *chunks]).cumsum(0).to(torch.int32).cuda()
-            scale = HEAD_SIZE**-0.5
-            return lambda: prefill_attention(q, cache, tables, starts, lengths, scale, max(chunks))
-
-        pairs = sum(
-            chunk * (length - chunk) + chunk * (chunk + 1) / 2 for chunk, length in sequences
-        )
-        num_bytes = sum(length * KV_HEADS + chunk * Q_HEADS for chunk, length in sequences)
-        flops = 4 * pairs * Q_HEADS * HEAD_SIZE
-        results.append(measure("prefill_attention", case, make, num_bytes * HEAD_SIZE * 4, flops))
+    for case, mix in MIXES.items():
+        pairs = sum(chunk * (length - chunk) + chunk * (chunk + 1) / 2 for chunk, length in mix)
+        num_rows = sum(length * KV_HEADS + chunk * Q_HEADS for chunk, length in mix)
+        sizes = (num_rows * HEAD_SIZE * 4, 4 * pairs * Q_HEADS * HEAD_SIZE)
+        ours = measure("prefill_attention", case, lambda mix=mix: over_pages(mix), *sizes)
+        results.append(ours)
+        if len(set(mix)) == 1 and mix[0][0] == mix[0][1]:
+            peer = measure("cuDNN, dense", case, lambda mix=mix: dense(mix), *sizes)
+            print(f"{case}: {ours.teraflops / peer.teraflops:.3f} of cuDNN's rate", flush=True)
+            results.append(peer)
     return results
