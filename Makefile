@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-gpu bench bench-streams perf locust soak compose-check figures clean loc
+.PHONY: help install serve check format test test-gpu bench bench-gpu bench-streams perf locust soak compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -44,6 +44,9 @@ test-gpu: install ## the tests that need an NVIDIA GPU
 bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... NAME ...")
 	@$(BIN)/python benchmarks/engine.py $(ARGS)
 
+bench-gpu: install ## the GPU table: ours, and vLLM where it can be imported; ends with one JSON line
+	@$(BIN)/python benchmarks/step.py $(ARGS)
+
 bench-streams: install ## what the Triton side adds to streams of a paced source (ARGS="--rows 64x100")
 	@$(BIN)/python benchmarks/streams.py $(ARGS)
 
@@ -60,8 +63,8 @@ compose-check: install ## the committed model_repository/ is what compose writes
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \
 	    --output model_repository --check
 
-figures: install ## the README's table of figures, from benchmarks/results/
-	@$(BIN)/python benchmarks/table.py
+figures: install ## the README's table and plots, from the newest of benchmarks/results/
+	@$(BIN)/python benchmarks/figures.py
 
 loc: install     ## lines of code by folder
 	@git ls-files '*.py' '*.cu' '*.cuh' | awk -F/ '{print (NF > 2 ? $$1 "/" $$2 : $$1) "\t" $$0}' | \

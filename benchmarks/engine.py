@@ -11,11 +11,12 @@ import statistics
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 
+import driving
 import torch
 import workloads
+from driving import Run
 from shapes import SHAPES, write_config
 from slipstream import wire
 from slipstream.config import EngineConfig
@@ -26,6 +27,7 @@ from slipstream.engine.scheduler import Limits
 from slipstream_contract.sampling import SamplingParams
 from workloads import Workload
 
+FIGURES = ("itl_ms", "ttft_ms", "seconds", "input_tok_s", "output_tok_s")
 WORKLOADS = {
     "decode_1": lambda: workloads.decode(1),
     "decode_32": lambda: workloads.decode(32),
@@ -37,55 +39,47 @@ WORKLOADS = {
 }
 
 
-def run(engine: Engine, workload: Workload) -> dict[str, float]:
-    """One run: submit everything, step until it is done.
+class EngineTarget:
+    """The engine as `driving` runs it."""
 
-    `itl_median_ms` is over the steps in which every sequence got its one token.
-    """
-    events: list[tuple[float, int]] = []
-    start = time.perf_counter()
-    for number, prompt in enumerate(workload.prompts):
-        sampling = SamplingParams(
-            max_tokens=workload.max_tokens, min_tokens=workload.max_tokens, temperature=0.0
-        )
-        engine.submit(b"bench", wire.Submit(number, prompt, sampling, time.time_ns()))
-    remaining = len(workload.prompts)
-    while remaining:
-        outputs = engine.step().get(b"bench", [])
-        num_tokens = sum(len(entry.token_ids) for entry in outputs)
-        remaining -= sum(entry.finished is not None for entry in outputs)
-        if num_tokens:
-            events.append((time.perf_counter(), num_tokens))
-    seconds = time.perf_counter() - start
-    full = len(workload.prompts)
-    gaps = [(b[0] - a[0]) * 1e3 for a, b in pairwise(events) if a[1] == b[1] == full]
-    num_output = sum(count for _, count in events)
-    itl = {"itl_median_ms": statistics.median(gaps)} if gaps else {}
-    return itl | {
-        "ttft_ms": (events[0][0] - start) * 1e3,
-        "seconds": seconds,
-        "input_tok_s": sum(map(len, workload.prompts)) / seconds,
-        "output_tok_s": num_output / seconds,
-    }
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def submit(self, number: int, prompt: list[int], max_tokens: int) -> None:
+        """Offer a greedy request."""
+        sampling = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens, temperature=0.0)
+        self._engine.submit(b"bench", wire.Submit(number, prompt, sampling, time.time_ns()))
+
+    def step(self) -> tuple[int, int]:
+        """One step of the engine."""
+        outputs = self._engine.step().get(b"bench", [])
+        num_finished = sum(entry.finished is not None for entry in outputs)
+        return sum(len(entry.token_ids) for entry in outputs), num_finished
+
+
+def run(engine: Engine, workload: Workload) -> Run:
+    """One run: submit everything, step until it is done."""
+    return driving.run(EngineTarget(engine), workload)
 
 
 def measure(engine: Engine, workload: Workload, repeat: int) -> dict[str, object]:
     """Median, minimum and maximum of every figure over `repeat` runs, after one warm-up."""
     run(engine, workload)
     runs = [run(engine, workload) for _ in range(repeat)]
-    figures = {
-        key: {
-            "median": round(statistics.median(r[key] for r in runs), 3),
-            "min": round(min(r[key] for r in runs), 3),
-            "max": round(max(r[key] for r in runs), 3),
-        }
-        for key in runs[0]
-    }
+    figures = {}
+    for name in FIGURES:
+        values = [getattr(r, name) for r in runs]
+        if None not in values:
+            figures[name] = {
+                "median": round(statistics.median(values), 3),
+                "min": round(min(values), 3),
+                "max": round(max(values), 3),
+            }
     return {"workload": workload.name, "requests": len(workload.prompts), **figures}
 
 
-def build(shape: str, dtype: str, max_num_batched_tokens: int) -> Engine:
-    """An engine over random weights of the given shape."""
+def build(shape: str, dtype: str, max_num_batched_tokens: int, **options: object) -> Engine:
+    """An engine over random weights of the given shape; `options` are of `EngineConfig`."""
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as directory:
         write_config(shape, Path(directory))
         config = EngineConfig(
@@ -93,6 +87,7 @@ def build(shape: str, dtype: str, max_num_batched_tokens: int) -> Engine:
             dtype=dtype,
             load_format="random",
             max_num_batched_tokens=max_num_batched_tokens,
+            **options,
         )
         runner = ModelRunner(resolve(config))
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting)

@@ -10,6 +10,7 @@ _LLAMA = {
     "vocab_size": 128256,
     "max_position_embeddings": 32768,
     "rope_theta": 500000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
     "attention_bias": False,

@@ -42,8 +42,8 @@ def mixed(num_requests: int = 512, max_tokens: int = 256) -> Workload:
     return Workload("mixed", _prompts(rng, lengths), max_tokens)
 
 
-def long_context(batch: int = 16, length: int = 16_352, max_tokens: int = 64) -> Workload:
-    """Decode over a long cache."""
+def long_context(batch: int = 16, length: int = 16_288, max_tokens: int = 192) -> Workload:
+    """Decode over a long cache: on average 16,384 tokens a sequence."""
     return Workload(
         "long_context", _prompts(np.random.default_rng(1), [length] * batch), max_tokens
     )

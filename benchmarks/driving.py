@@ -1,0 +1,84 @@
+"""Runs a workload on any engine and measures it by its outputs alone."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from rows import Row
+from workloads import Workload
+
+
+class Target(Protocol):
+    """An engine that generates greedily and ends a request only at its number of tokens."""
+
+    def submit(self, number: int, prompt: list[int], max_tokens: int) -> None:
+        """Offer a request."""
+
+    def step(self) -> tuple[int, int]:
+        """Wait for more; how many tokens came, and how many requests ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """When tokens came: (seconds after the first request was offered, how many) of each step."""
+
+    events: list[tuple[float, int]]
+    seconds: float
+    num_requests: int
+    num_input: int
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Between steps in which every request got its one token."""
+        full = self.num_requests
+        return [(b[0] - a[0]) * 1e3 for a, b in pairwise(self.events) if a[1] == b[1] == full]
+
+    @property
+    def itl_ms(self) -> float | None:
+        """Median time between such steps; None if there were none."""
+        return statistics.median(self.gaps_ms) if self.gaps_ms else None
+
+    @property
+    def ttft_ms(self) -> float:
+        """Until the first token of any request."""
+        return self.events[0][0] * 1e3
+
+    @property
+    def input_tok_s(self) -> float:
+        """Prompt tokens a second, over all."""
+        return self.num_input / self.seconds
+
+    @property
+    def output_tok_s(self) -> float:
+        """Generated tokens a second, over all."""
+        return sum(count for _, count in self.events) / self.seconds
+
+
+def run(target: Target, workload: Workload) -> Run:
+    """Offer everything at once, step until all is done."""
+    events: list[tuple[float, int]] = []
+    begin = time.perf_counter()
+    for number, prompt in enumerate(workload.prompts):
+        target.submit(number, prompt, workload.max_tokens)
+    remaining = len(workload.prompts)
+    while remaining:
+        num_tokens, num_finished = target.step()
+        remaining -= num_finished
+        if num_tokens:
+            events.append((time.perf_counter() - begin, num_tokens))
+    seconds = time.perf_counter() - begin
+    return Run(events, seconds, len(workload.prompts), sum(map(len, workload.prompts)))
+
+
+def measure(target: Target, row: Row, repeat: int) -> list[float]:
+    """The row's figure `repeat` times, after a warm-up."""
+    run(target, row.warm_up())
+    workload = row.workload()
+    if row.runs_a_repetition < 1:
+        gaps = run(target, workload).gaps_ms
+        size = len(gaps) // repeat
+        return [statistics.median(gaps[i * size : (i + 1) * size]) for i in range(repeat)]
+    num_runs = int(repeat * row.runs_a_repetition)
+    return [getattr(run(target, workload), row.figure) for _ in range(num_runs)]

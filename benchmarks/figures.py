@@ -1,0 +1,136 @@
+"""The README's figures from the newest results: `python benchmarks/figures.py [--check]`.
+
+Reads `benchmarks/results/step-h200.json`; writes the table between the README's two marks, and two
+plots in `docs/figures/`. With `--check` it only says, by its exit code, whether all is as it would
+be written.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from plots import Axis, Line, plot
+from report import NEWEST, number, percent
+from rows import PARETO, ROWS, decode_limit_ms
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PICTURES = ROOT / "docs" / "figures"
+BEGIN, END = "<!-- figures: make figures -->", "<!-- end of figures -->"
+COLORS = {"ours": "#1f6feb", "peer": "#8a8a8a"}
+NAMES = {"ours": "Slipstream", "peer": "vLLM"}
+CONTEXT = 128 + 64 / 2  # of the short decodes behind the plots
+
+
+def readme_table(table: dict[str, Any]) -> str:
+    """The rows as markdown."""
+    ours, limits = table["ours"], table["limits"]
+    lines = [
+        f"Llama-3.1-8B shape, random weights, one {table['gpu']}, commit {table['commit']}, beside "
+        f"{table['peer'].get('versions', 'no peer')} in the same sitting; medians of "
+        f"{ours.get('repetitions')}, at most {ours.get('max_num_batched_tokens')} tokens a step. "
+        f"The limit is what must be read over {limits['read_tb_s']} TB/s, or computed over "
+        f"{limits['bf16_tflop_s']:.0f} TFLOP/s (fp8: {limits['fp8_tflop_s']:.0f}).",
+        "",
+        "| workload | Slipstream | vLLM | ratio | to reach | share of the limit | spread |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in table["rows"]:
+        row, unit = ROWS[r["row"]], r["unit"]
+        ratio = "-" if r["ratio"] is None else f"{r['ratio']:.2f}"
+        if r["reached"]:
+            ratio = f"**{ratio}**"
+        cells = (
+            row.label,
+            f"{number(r['ours'], unit)} {unit}",
+            number(r["peer"], unit),
+            ratio,
+            f"{r['ratio_to_reach']:.2f}",
+            percent(r["share"]),
+            percent(r["spread"]),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "A ratio above 1 means that ours is faster; bold: the goal is reached. Without compiled "
+        f"kernels the first start takes {number(table['start_uncached'], 's')} s.",
+        "",
+        "![Share of the limit by batch size](docs/figures/share-of-limit.svg)",
+        "![Tokens a second of the GPU against those of a user](docs/figures/pareto.svg)",
+    ]
+    return "\n".join(lines)
+
+
+def _points(table: dict[str, Any], side: str) -> list[tuple[int, float]]:
+    """(batch, ms a token), by batch."""
+    return sorted((int(batch), itl) for batch, itl in table["pareto"][side].items())
+
+
+def share_plot(table: dict[str, Any]) -> str:
+    """How much of the limit a decode step reaches."""
+    lines = []
+    for side in ("peer", "ours"):
+        points = [(b, decode_limit_ms(b, CONTEXT) / itl) for b, itl in _points(table, side)]
+        lines.append(Line(NAMES[side], COLORS[side], points))
+    return plot(
+        "Share of the limit in a decode step, bf16",
+        Axis("batch size", 1, 256, PARETO, lambda v: f"{v:.0f}", is_log=True),
+        Axis("share of the limit", 0, 1, [i / 5 for i in range(6)], lambda v: f"{v:.0%}"),
+        lines,
+    )
+
+
+def pareto_plot(table: dict[str, Any]) -> str:
+    """Throughput against latency; a point is a batch size."""
+    lines, users, gpus = [], [1.0], [1.0]
+    for side in ("peer", "ours"):
+        points = [(1e3 / itl, 1e3 * b / itl) for b, itl in _points(table, side)]
+        users += [user for user, _ in points]
+        gpus += [gpu for _, gpu in points]
+        labels = [str(batch) for batch, _ in _points(table, side)]
+        lines.append(Line(NAMES[side], COLORS[side], points, labels))
+    most_user = 50 * (int(max(users) / 50) + 1)
+    most_gpu = 5000 * (int(max(gpus) / 5000) + 1)
+    return plot(
+        "Tokens a second, by batch size, bf16",
+        Axis("of one user", 0, most_user, range(0, most_user + 1, 50), lambda v: f"{v:.0f}"),
+        Axis("of the GPU", 0, most_gpu, range(0, most_gpu + 1, 5000), lambda v: f"{v:,.0f}"),
+        lines,
+    )
+
+
+def files(table: dict[str, Any]) -> dict[Path, str]:
+    """Everything that is made of a table."""
+    head, mark, rest = README.read_text().partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not mark or not end:
+        raise SystemExit(f"{README}: the marks {BEGIN} and {END} are not both there")
+    return {
+        README: f"{head}{BEGIN}\n{readme_table(table)}\n{END}{tail}",
+        PICTURES / "share-of-limit.svg": share_plot(table),
+        PICTURES / "pareto.svg": pareto_plot(table),
+    }
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    if not NEWEST.is_file():
+        raise SystemExit(
+            f"{NEWEST}: no such file; make bench-gpu writes it on a machine with an H200"
+        )
+    texts = files(json.loads(NEWEST.read_text()))
+    if args.check:
+        return int(any(not p.is_file() or p.read_text() != text for p, text in texts.items()))
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The least time that a workload can take on a GPU: bytes it must read, operations it must do.
+
+A limit is bytes / read rate or operations / matrix rate, the larger. Matrix products and attention
+of a step follow one another, so each has a limit of its own and they add up. Many steps, of which
+some wait for memory and others for the matrix units, are bounded by the totals alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from workloads import Workload
+
+# The highest rates that were measured on an H200 under its power cap.
+READ_BYTES_S = 4.707e12
+BF16_OPERATIONS_S = 790e12
+FP8_OPERATIONS_S = 1480e12
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes to read, and seconds that the matrix units need."""
+
+    num_bytes: float = 0.0
+    matrix_seconds: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.num_bytes + other.num_bytes, self.matrix_seconds + other.matrix_seconds)
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(self.num_bytes * times, self.matrix_seconds * times)
+
+    @property
+    def seconds(self) -> float:
+        """With reading and computing at the same time."""
+        return max(self.num_bytes / READ_BYTES_S, self.matrix_seconds)
+
+
+class Model:
+    """A shape's matrices; all but embedding and head in 8 bits where `is_fp8`."""
+
+    def __init__(self, shape: dict[str, Any], is_fp8: bool = False) -> None:
+        hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+        kv_heads, size = shape["num_key_value_heads"], shape["head_dim"]
+        qkvo = 2 * (heads + kv_heads) * size * hidden
+        self.in_layers = shape["num_hidden_layers"] * (
+            qkvo + 3 * hidden * shape["intermediate_size"]
+        )
+        self.in_head = shape["vocab_size"] * hidden
+        self.kv_bytes = 2 * shape["num_hidden_layers"] * kv_heads * size * 2
+        self.operations_a_pair = 4 * shape["num_hidden_layers"] * heads * size
+        self.layer_itemsize = 1 if is_fp8 else 2
+        self.layer_rate = FP8_OPERATIONS_S if is_fp8 else BF16_OPERATIONS_S
+
+    def products(self, num_tokens: float, num_sampled: float) -> list[Work]:
+        """Of one step: the layers' products, then the head's."""
+        return [
+            Work(
+                self.in_layers * self.layer_itemsize,
+                2 * self.in_layers * num_tokens / self.layer_rate,
+            ),
+            Work(self.in_head * 2, 2 * self.in_head * num_sampled / BF16_OPERATIONS_S),
+        ]
+
+    def attention(self, cached: float, pairs: float) -> Work:
+        """Reading `cached` tokens' keys and values, over `pairs` of a query and a key."""
+        return Work(self.kv_bytes * cached, self.operations_a_pair * pairs / BF16_OPERATIONS_S)
+
+
+def decode_step(model: Model, batch: int, context: float) -> float:
+    """Seconds of a step in which `batch` sequences of `context` tokens get one each."""
+    parts = [*model.products(batch, batch), model.attention(batch * context, batch * context)]
+    return sum(work.seconds for work in parts)
+
+
+def prompts(model: Model, workload: Workload) -> float:
+    """Seconds until every prompt has its first token, in as few steps as can be."""
+    lengths = [len(prompt) for prompt in workload.prompts]
+    parts = model.products(sum(lengths), len(lengths))
+    parts.append(model.attention(0, sum(n * (n + 1) / 2 for n in lengths)))
+    return sum(work.seconds for work in parts)
+
+
+def whole(model: Model, workload: Workload, at_once: int) -> float:
+    """Seconds of prompts and decodes together, at most `at_once` sequences in a step."""
+    lengths, outputs = [len(prompt) for prompt in workload.prompts], workload.max_tokens
+    num_steps = -(-len(lengths) * outputs // at_once)
+    in_layers, head = model.products(sum(lengths) + len(lengths) * (outputs - 1), 0)
+    total = Work(in_layers.num_bytes * num_steps, in_layers.matrix_seconds)
+    _, head = model.products(0, len(lengths) * outputs)
+    total += Work(head.num_bytes * num_steps, head.matrix_seconds)
+    for n in lengths:
+        read = sum(range(n + 1, n + outputs))  # by every output but the first
+        total += model.attention(read, n * (n + 1) / 2 + read)
+    return total.seconds

@@ -1,0 +1,149 @@
+"""The rows of the GPU table: workload, figure, goal; what both engines are measured by."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import limits
+import workloads
+from shapes import SHAPES
+from workloads import Workload
+
+SHAPE = "llama-3.1-8b"
+MAX_SEQUENCES = 256
+PARETO = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    `goal` was set beside the peer's `reference`: the ratio of the two is what is to be reached
+    beside a peer in the same sitting.
+    """
+
+    name: str
+    label: str
+    unit: str  # ms/token, tok/s, ms, s: the first of them tells what is better
+    figure: str  # of a `driving.Run`; "start" is a process of its own
+    goal: float
+    reference: float
+    make: Callable[[], Workload] | None = None
+    is_fp8: bool = False
+    runs_a_repetition: float = 1  # below 1: one run is cut into repetitions
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether more is better."""
+        return self.unit == "tok/s"
+
+    @property
+    def ratio_to_reach(self) -> float:
+        """Of ours and the peer's, above 1 where ours is to be better."""
+        return self.goal / self.reference if self.is_rate else self.reference / self.goal
+
+    def ratio(self, ours: float, peer: float) -> float:
+        """How many times better ours is."""
+        return ours / peer if self.is_rate else peer / ours
+
+    def workload(self) -> Workload:
+        """What is run."""
+        assert self.make is not None, self.name
+        return self.make()
+
+    def warm_up(self) -> Workload:
+        """A short run before it: kernels, graphs and allocators have met its shapes."""
+        whole = self.workload()
+        few = whole.prompts[: 1 if self.name == "long-context" else MAX_SEQUENCES]
+        return replace(whole, prompts=few, max_tokens=min(whole.max_tokens, 32))
+
+    def limit(self) -> float | None:
+        """The least time or the highest rate of the H200, in the row's unit."""
+        if self.make is None:
+            return None
+        model, load = limits.Model(SHAPES[SHAPE], self.is_fp8), self.workload()
+        num_input = sum(map(len, load.prompts))
+        if self.figure == "itl_ms":
+            context = len(load.prompts[0]) + load.max_tokens / 2
+            return 1e3 * limits.decode_step(model, len(load.prompts), context)
+        if self.figure == "ttft_ms":
+            return 1e3 * limits.prompts(model, load)
+        if self.figure == "input_tok_s":
+            return num_input / limits.prompts(model, load)
+        assert self.figure == "output_tok_s", self.figure
+        num_output = load.max_tokens * len(load.prompts)
+        return num_output / limits.whole(model, load, MAX_SEQUENCES)
+
+
+def _decode(batch: int, goal: float, reference: float, **options: object) -> Row:
+    name = f"{'fp8-' if options else ''}decode-bs{batch}"
+    label = f"{'fp8, ' if options else ''}decode, batch {batch}"
+    tokens = 128 if batch == 256 else 256
+    return Row(
+        name,
+        label,
+        "ms/token",
+        "itl_ms",
+        goal,
+        reference,
+        lambda: workloads.decode(batch, tokens),
+        bool(options),
+    )
+
+
+def _mixed(goal: float, reference: float, is_fp8: bool = False) -> Row:
+    name, label = "mixed-512", "512 requests, 128-1,024 in, 256 out"
+    if is_fp8:
+        name, label = f"fp8-{name}", f"fp8, {label}"
+    return Row(
+        name, label, "tok/s", "output_tok_s", goal, reference, workloads.mixed, is_fp8=is_fp8
+    )
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        _decode(1, 3.55, 4.89),
+        _decode(32, 4.2, 5.50),
+        _decode(128, 5.5, 7.35),
+        _decode(256, 8.4, 10.6),
+        Row(
+            "prefill",
+            "16 prompts of 2,048",
+            "tok/s",
+            "input_tok_s",
+            45_000,
+            42_900,
+            workloads.prefill,
+        ),
+        _mixed(12_000, 9_200),
+        Row(
+            "ttft",
+            "first token, batch 1, 128 in",
+            "ms",
+            "ttft_ms",
+            6,
+            16.5,
+            lambda: workloads.decode(1, max_tokens=2),
+            runs_a_repetition=3,
+        ),
+        Row(
+            "long-context",
+            "decode, 16 x 16,384 tokens",
+            "ms/token",
+            "itl_ms",
+            11.4,
+            12.6,
+            workloads.long_context,
+            runs_a_repetition=1 / 3,
+        ),
+        Row("start", "process start to first token", "s", "start", 10, 72),
+        _decode(1, 2.25, 3.48, is_fp8=True),
+        _decode(128, 4.1, 5.9, is_fp8=True),
+        _mixed(16_500, 12_370, is_fp8=True),
+    )
+}
+
+
+def decode_limit_ms(batch: int, context: float) -> float:
+    """Of a bf16 decode step, for the plots."""
+    return 1e3 * limits.decode_step(limits.Model(SHAPES[SHAPE]), batch, context)

@@ -1,0 +1,169 @@
+"""The table of GPU figures: `python benchmarks/step.py` (`make bench-gpu`).
+
+    step.py                          ours and, where vLLM can be imported, vLLM; then the table
+    step.py ours  OUT [options]      ours alone          (runs of one sitting may be
+    step.py peer  OUT [options]      vLLM alone           made apart and in parts ...)
+    step.py merge OURS PEER          the table            (... and put together here)
+
+Every engine runs in processes of its own, one a precision. The table goes to
+`benchmarks/results/<date>-<commit>.json` and to `step-h200.json` beside it; its last line is the
+same as one JSON object. Without a GPU: one line, exit code 2.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import start
+from make_checkpoint import make
+from report import NEWEST, RESULTS, merge, show
+from rows import ROWS, SHAPE, Row
+from side import Side
+
+HERE = Path(__file__).parent
+
+
+def has_gpu() -> bool:
+    """Whether torch sees one."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def peer_environment(peer_path: str | None) -> dict[str, str]:
+    """With the peer's packages on the path, which are not on ours."""
+    paths = [path for path in (peer_path, os.environ.get("PYTHONPATH")) if path]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def can_import_peer(environment: dict[str, str]) -> bool:
+    """Whether vLLM is there; it is not imported."""
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return (
+        subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode
+        == 0
+    )
+
+
+def call(script: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """Run a script of this folder; what it wrote until a failure stays."""
+    environment = environment | {"SLIPSTREAM_BENCH_BEGAN": str(time.time())}
+    result = subprocess.run(
+        [sys.executable, str(HERE / script), *arguments], env=environment, check=False
+    )
+    if result.returncode != 0:
+        print(f"{script} {' '.join(arguments)} ended with {result.returncode}", flush=True)
+
+
+def precisions(rows: list[Row]) -> list[tuple[list[str], list[str]]]:
+    """Options and names of the rows of each process: bf16, fp8."""
+    groups = []
+    for is_fp8 in (False, True):
+        names = [row.name for row in rows if row.is_fp8 == is_fp8]
+        if names:
+            groups.append((["--fp8"] if is_fp8 else [], names))
+    return groups
+
+
+def run_ours(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
+    """All of our rows."""
+    common = ["--repeat", str(args.repeat), "--shape", args.shape]
+    if args.max_num_batched_tokens:
+        common += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
+    for options, names in precisions([row for row in rows if row.make is not None]):
+        call("ours.py", [str(output), *options, *common, "--rows", *names], dict(os.environ))
+    if ROWS["start"] in rows:
+        make(args.shape, args.checkpoint)
+        figures = start.measure(args.checkpoint, args.repeat)
+        Side(output, "slipstream").add(
+            "start", figures["cached"], start_uncached=figures["uncached"]
+        )
+
+
+def run_peer(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
+    """All of vLLM's rows; its start is that of its one bf16 process."""
+    environment = peer_environment(args.peer_path)
+    common = ["--repeat", str(args.repeat)]
+    if ROWS["start"] in rows:
+        make(args.shape, args.checkpoint)
+        common += ["--checkpoint", str(args.checkpoint)]
+    for options, names in precisions(rows):
+        call("peer.py", [str(output), *options, *common, "--rows", *names], environment)
+
+
+def save(table: dict[str, Any]) -> None:
+    """One file a run; a copy is the newest."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{table['date']}-{table['commit']}.json"
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    shutil.copyfile(path, NEWEST)
+
+
+def finish(ours: dict[str, Any], peer: dict[str, Any] | None) -> None:
+    """Print and keep the table."""
+    table = merge(ours, peer)
+    save(table)
+    print(show(table))
+    print(json.dumps(table))
+
+
+def parse() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "action", nargs="?", default="all", choices=["all", "ours", "peer", "merge"]
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="OUT, or OURS PEER")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--shape", default=SHAPE, help=argparse.SUPPRESS)
+    parser.add_argument("--max-num-batched-tokens", type=int, help="ours; default: ours.py's")
+    parser.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir()) / SHAPE)
+    parser.add_argument("--peer-path", help="where the peer's packages lie, if not on the path")
+    args = parser.parse_args()
+    expected = {"all": 0, "ours": 1, "peer": 1, "merge": 2}[args.action]
+    if len(args.files) != expected and not (args.action == "merge" and len(args.files) == 1):
+        parser.error(f"{args.action} takes {expected} files")
+    return args
+
+
+def main() -> int:
+    """The exit code."""
+    args = parse()
+    if args.action == "merge":
+        finish(
+            *[json.loads(path.read_text()) for path in args.files], *[None] * (2 - len(args.files))
+        )
+        return 0
+    if not has_gpu():
+        print("bench-gpu: torch sees no GPU on this machine", file=sys.stderr)
+        return 2
+    rows = [ROWS[name] for name in args.rows]
+    if args.action == "ours":
+        run_ours(args.files[0], rows, args)
+    elif args.action == "peer":
+        run_peer(args.files[0], rows, args)
+    else:
+        with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+            ours, peer = Path(folder) / "ours.json", Path(folder) / "peer.json"
+            run_ours(ours, rows, args)
+            if can_import_peer(peer_environment(args.peer_path)):
+                run_peer(peer, rows, args)
+            sides = [
+                json.loads(path.read_text()) if path.is_file() else None for path in (ours, peer)
+            ]
+            finish(*sides)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""The GPU table's arithmetic: limits that can be worked out by hand, ratios, plots, a real run."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from slipstream_compose.server import repository_root
+
+FOLDER = repository_root() / "benchmarks"
+NAMES = ("limits", "workloads", "shapes", "rows", "report", "driving", "side", "plots", "figures")
+ROWS = [
+    "decode-bs1",
+    "decode-bs32",
+    "decode-bs128",
+    "decode-bs256",
+    "prefill",
+    "mixed-512",
+    "ttft",
+    "long-context",
+    "start",
+    "fp8-decode-bs1",
+    "fp8-decode-bs128",
+    "fp8-mixed-512",
+]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The scripts as modules; they import each other by their plain names, as they are run."""
+    sys.path.insert(0, str(FOLDER))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
+    sys.path.remove(str(FOLDER))
+    for name in NAMES:
+        sys.modules.pop(name)
+
+
+def side(rows: dict[str, list[float]], **more: object) -> dict[str, object]:
+    return {"commit": "abc", "date": "2026-01-02", "about": {}, "rows": rows, "pareto": {}} | more
+
+
+def test_the_rows(bench) -> None:
+    assert list(bench.rows.ROWS) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("decode-bs1", 3.20),
+        ("decode-bs32", 3.42),
+        ("decode-bs128", 4.10),
+        ("decode-bs256", 6.23),
+        ("long-context", 10.5),
+        ("prefill", 54_500),
+        ("fp8-decode-bs1", 1.71),
+    ],
+)
+def test_limits(bench, name: str, limit: float) -> None:
+    assert bench.rows.ROWS[name].limit() == pytest.approx(limit, rel=0.005)
+
+
+def test_a_limit_by_hand(bench) -> None:
+    model = bench.limits.Model(
+        {
+            "hidden_size": 10,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 5,
+            "num_hidden_layers": 3,
+            "intermediate_size": 7,
+            "vocab_size": 11,
+        }
+    )
+    assert model.in_layers == 3 * (10 * 20 + 2 * 10 * 10 + 20 * 10 + 3 * 10 * 7)
+    assert model.kv_bytes == 3 * 2 * 2 * 5 * 2
+    in_layers, head = model.products(9, 2)
+    assert in_layers.num_bytes == 2 * model.in_layers
+    assert in_layers.matrix_seconds == pytest.approx(9 * 2 * model.in_layers / 790e12)
+    assert (head.num_bytes, head.matrix_seconds) == (220, pytest.approx(2 * 220 / 790e12))
+    # Reading bounds a step of one token: every matrix and the cache once.
+    read = 2 * model.in_layers + 220 + 100 * model.kv_bytes
+    assert bench.limits.decode_step(model, 1, 100) == pytest.approx(read / 4.707e12)
+
+
+def test_the_mixed_limit_is_that_of_its_operations(bench) -> None:
+    """Every token through every layer, every output through the head; attention is 3 % more."""
+    row = bench.rows.ROWS["mixed-512"]
+    load = row.workload()
+    model = bench.limits.Model(bench.shapes.SHAPES["llama-3.1-8b"])
+    outputs = 512 * 256
+    inputs = sum(map(len, load.prompts))
+    operations = 2 * (model.in_layers * (inputs + outputs - 512) + model.in_head * outputs)
+    assert 0.95 < row.limit() / (outputs / (operations / 790e12)) < 1.0
+
+
+def test_ratios_say_how_much_better_ours_is(bench) -> None:
+    table = bench.report.merge(
+        side({"decode-bs1": [3.5, 3.4, 3.6], "prefill": [40e3, 44e3, 45e3], "start": [11.0]}),
+        side({"decode-bs1": [4.9], "prefill": [42e3], "start": [70.0]}),
+    )
+    rows = {row["row"]: row for row in table["rows"]}
+    assert list(rows) == ROWS
+    decode, prefill = rows["decode-bs1"], rows["prefill"]
+    assert (decode["ours"], decode["peer"], decode["ratio"]) == (3.5, 4.9, 1.4)
+    assert decode["reached"] is True  # 4.89 / 3.55 = 1.377
+    assert decode["spread"] == pytest.approx(0.2 / 3.5, abs=1e-4)
+    assert decode["share"] == pytest.approx(3.196 / 3.5, abs=1e-3)
+    assert prefill["ratio"] == pytest.approx(44 / 42, abs=1e-4)
+    assert prefill["reached"] is False  # 45,000 / 42,900 = 1.049
+    assert prefill["share"] == pytest.approx(44_000 / 54_480, abs=1e-3)
+    assert rows["start"]["reached"] is False  # in seconds, whatever the peer takes
+    assert rows["ttft"]["ours"] is rows["ttft"]["reached"] is None
+    assert "abc" in bench.report.show(table)
+
+
+def test_a_table_without_a_peer(bench) -> None:
+    table = bench.report.merge(side({"decode-bs1": [3.5]}), None)
+    row = table["rows"][0]
+    assert (row["ours"], row["peer"], row["ratio"], row["reached"]) == (3.5, None, None, True)
+    assert json.loads(json.dumps(table)) == table
+
+
+class Scripted:
+    """An engine that gives every request a token a step, at the times of a script."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def submit(self, number: int, prompt: list[int], max_tokens: int) -> None:
+        assert number == len(self.left)
+        self.left.append(max_tokens)
+
+    def step(self) -> tuple[int, int]:
+        running = [n for n in self.left if n]
+        self.left = [max(0, n - 1) for n in self.left]
+        finished = sum(n == 1 for n in running)
+        if not any(self.left):
+            self.left = []
+        return len(running), finished
+
+
+def test_a_run_counts_tokens_and_full_steps(bench) -> None:
+    run = bench.driving.run(Scripted(), bench.workloads.decode(3, max_tokens=5, num_input=2))
+    assert [count for _, count in run.events] == [3] * 5
+    assert (len(run.gaps_ms), run.num_input) == (4, 6)
+    assert run.output_tok_s == pytest.approx(15 / run.seconds)
+    uneven = bench.driving.Run([(1, 1), (2, 3), (4, 3), (7, 3), (8, 2)], 8, 3, 9)
+    assert uneven.gaps_ms == [2000, 3000]
+    assert (uneven.itl_ms, uneven.ttft_ms) == (2500, 1000)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "start"])
+def test_every_row_can_be_measured(bench, name: str, tmp_path: Path) -> None:
+    output = bench.side.Side(tmp_path / "side.json", "scripted")
+    bench.side.measure_rows(output, Scripted(), [bench.rows.ROWS[name]], 3)
+    told = json.loads((tmp_path / "side.json").read_text())
+    assert len(told["rows"][name]) == (9 if name == "ttft" else 3)
+    again = bench.side.Side(tmp_path / "side.json", "scripted")
+    again.add_pareto(4, 3.25)
+    assert again.data["rows"] == told["rows"]
+
+
+def test_plots_hold_every_point(bench) -> None:
+    pareto = {str(batch): 3.5 + batch / 50 for batch in bench.rows.PARETO}
+    ours = side({}, pareto=pareto, about={"gpu": "NVIDIA H200"})
+    table = bench.report.merge(ours, side({}, pareto={"1": 4.9, "32": 5.5}))
+    for text in (bench.figures.share_plot(table), bench.figures.pareto_plot(table)):
+        root = ElementTree.fromstring(text)
+        circles = [e for e in root.iter() if e.tag.endswith("circle")]
+        assert len(circles) == 9 + 2
+        for circle in circles:
+            assert 70 <= float(circle.get("cx")) <= 550
+            assert 48 <= float(circle.get("cy")) <= 346
+    empty = bench.report.merge(side({}), None)
+    ElementTree.fromstring(bench.figures.pareto_plot(empty))
+    assert bench.figures.readme_table(empty).count("\n| ") == len(ROWS) + 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    command = [sys.executable, str(FOLDER / "step.py")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == ["bench-gpu: torch sees no GPU on this machine"]
+
+
+def test_a_start_is_measured_from_a_real_checkpoint(tmp_path: Path) -> None:
+    make = [sys.executable, str(FOLDER / "make_checkpoint.py"), str(tmp_path), "--shape", "tiny"]
+    subprocess.run(make, check=True)
+    command = [sys.executable, str(FOLDER / "start.py"), str(tmp_path), "--repeat", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert len(told["cached"]) == len(told["uncached"]) == 1
+    assert 0 < told["cached"][0] < 60
+    assert "runner" in result.stdout
