@@ -1,4 +1,4 @@
-"""Prefill attention at Llama-3.1-8B's heads over shuffled blocks, beside cuDNN over dense tensors."""
+"""Prefill attention at Llama-3.1-8B's heads over shuffled blocks; cuDNN over dense tensors."""
 
 from collections.abc import Callable
 
