@@ -68,10 +68,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def check_rope(
-    judge: Judge, dtype: torch.dtype, heads: tuple[int, int], d: int, block: int, odd: bool
+    judge: Judge,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    d: int,
+    block: int,
+    odd: bool = False,
+    normed: bool = False,
 ) -> None:
     hq, h = heads
-    case = f"heads {heads} d {d} block {block}{' odd' if odd else ''}"
+    case = f"heads {heads} d {d} block {block}{' odd' if odd else ''}{' norms' if normed else ''}"
     n, num_blocks = 37, 300 // block + 2
     width = (hq + 2 * h) * d
     rows = random(n, width + 1, dtype=dtype, seed=d)[:, int(odd) : width + int(odd)]
@@ -85,14 +91,22 @@ def check_rope(
     slots[::5] = -1
     cache = torch.full((num_blocks, h, 2, block, d), float("nan"), dtype=dtype, device="cuda")
     tables = [cos_sin[positions][:, None].chunk(2, -1)]
-    exact_q, exact_k = (rotate(x.double(), *(t.double() for t in tables[0])) for x in (q, k))
-    naive_q, naive_k = (rotate(x, *(t.to(dtype) for t in tables[0])) for x in (q, k))
+    norms = [1 + 0.1 * random(d, dtype=dtype, seed=i) for i in range(2)] if normed else []
+
+    def expected(x: torch.Tensor, i: int, dtype: torch.dtype) -> torch.Tensor:
+        x = x.to(dtype)
+        if norms:
+            x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * norms[i].to(dtype)
+        return rotate(x, *(t.to(dtype) for t in tables[0]))
+
+    exact_q, exact_k = (expected(x, i, torch.float64) for i, x in enumerate((q, k)))
+    naive_q, naive_k = (expected(x, i, dtype) for i, x in enumerate((q, k)))
     before = [x.clone() for x in (q, k, v, rows)]
     outputs = []
     for _ in range(3):
         q.copy_(before[0])
         cache.fill_(float("nan"))
-        rope_and_cache(q, k, v, cos_sin, positions, slots, cache)
+        rope_and_cache(q, k, v, cos_sin, positions, slots, cache, *norms, eps=1e-5)
         outputs.append((q.clone(), cache.clone()))
     judge.close(f"q {case}", q, exact_q, naive_q)
     keep = slots >= 0
@@ -112,7 +126,8 @@ def test_rope_and_cache(dtype: torch.dtype) -> None:
     for d in HEAD_SIZES:
         for block in BLOCK_SIZES:
             for odd in (False, True):
-                check_rope(judge, dtype, (6, 2), d, block, odd)
+                check_rope(judge, dtype, (6, 2), d, block, odd, normed=block == 16)
         for heads in HEADS:
-            check_rope(judge, dtype, heads, d, 32, False)
+            check_rope(judge, dtype, heads, d, 32)
+            check_rope(judge, dtype, heads, d, 32, normed=True)
     judge.verdict()

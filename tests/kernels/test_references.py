@@ -69,7 +69,13 @@ def test_rope_and_cache(data: st.DataObject, dtype: torch.dtype, seed: int) -> N
     slots[0] = -1
     cache = torch.full((4, h, 2, block, d), math.nan, dtype=dtype)
     old_q, old_k, old_v = (x.clone() for x in (q, k, v))
-    rope_and_cache(q, k, v, cos_sin, positions, slots, cache)
+    norms = (torch.rand(d).to(dtype), torch.rand(d).to(dtype)) if data.draw(st.booleans()) else ()
+    rope_and_cache(q, k, v, cos_sin, positions, slots, cache, *norms, eps=1e-6)
+    if norms:
+        old_q, old_k = (
+            x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
+            for x, norm in zip((old_q, old_k), norms, strict=True)
+        )
 
     turn = torch.complex(*cos_sin[positions][:, None].double().chunk(2, -1))
 

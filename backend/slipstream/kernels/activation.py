@@ -40,5 +40,6 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
     vector = jit.vector_width(width, gate_up)
     grid = (num_rows, min(64, -(-width // (256 * vector))))
     wanted = _variant(gate_up.dtype, vector)
-    jit.launch(wanted, "silu_mul", grid, 256, gate_up, gate_up.stride(0), out, width)
+    args = (gate_up, gate_up.stride(0), out, width)
+    jit.launch(wanted, "silu_mul", grid, 256, *args, overlaps=True)
     return out

@@ -95,13 +95,18 @@ DEVICE Pack<Element, N> load_fresh(const Element* address) {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "l"(address)
                  : "memory");
+  } else if constexpr (sizeof(result) == 8) {
+    asm volatile("ld.global.cg.u64 %0, [%1];"
+                 : "=l"(*reinterpret_cast<u64*>(&result))
+                 : "l"(address)
+                 : "memory");
   } else if constexpr (sizeof(result) == 4) {
     asm volatile("ld.global.cg.u32 %0, [%1];"
                  : "=r"(*reinterpret_cast<u32*>(&result))
                  : "l"(address)
                  : "memory");
   } else {
-    static_assert(sizeof(result) == 2, "16, 4 or 2 bytes an access");
+    static_assert(sizeof(result) == 2, "16, 8, 4 or 2 bytes an access");
     asm volatile("ld.global.cg.u16 %0, [%1];"
                  : "=h"(*reinterpret_cast<u16*>(&result))
                  : "l"(address)

@@ -17,17 +17,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x32 * rstd * weight.float()).to(x.dtype)
 
 
-def _variant(dtype: torch.dtype, vector: int, threads: int) -> jit.Variant:
+def _variant(dtype: torch.dtype, vector: int, threads: int, packs: int) -> jit.Variant:
     rows = 4 if threads == 32 else 1
-    return jit.variant("norm.cu", dtype, VECTOR=vector, THREADS=threads, ROWS=rows)
+    return jit.variant("norm.cu", dtype, VECTOR=vector, THREADS=threads, ROWS=rows, PACKS=packs)
 
 
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
     for dtype in jit.DTYPES:
         for vector in (1, 16 // dtype.itemsize):
-            for threads in (32, 256):
-                yield _variant(dtype, vector, threads)
+            for threads, packs in ((32, 2), (256, 2), (256, 8)):
+                yield _variant(dtype, vector, threads, packs)
 
 
 @rms_norm.cuda
@@ -43,9 +43,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if out.numel() == 0:
         return out
     vector = jit.vector_width(width, x, weight)
-    rows = 4 if width <= 64 * vector else 1
-    wanted = _variant(x.dtype, vector, 32 if rows > 1 else 256)
-    grid, threads = (-(-num_rows // rows),), 32 * rows if rows > 1 else 256
+    threads = 32 if width <= 64 * vector else 256
+    packs = 2 if width <= 2 * threads * vector else 8
+    rows = 4 if threads == 32 else 1
     args = (x, x.stride(0), weight, out, num_rows, width, eps)
-    jit.launch(wanted, "rms_norm", grid, threads, *args)
+    wanted = _variant(x.dtype, vector, threads, packs)
+    grid = (-(-num_rows // rows),)
+    jit.launch(wanted, "rms_norm", grid, threads * rows, *args, overlaps=True)
     return out

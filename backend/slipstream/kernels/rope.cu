@@ -1,55 +1,107 @@
-// Rotary embedding of q in place; rotated k, and v, written into the paged cache. One CTA for each token.
+// Rotary embedding of q in place; rotated k, and v, written into the paged cache; before it, if asked for, the RMS norm
+// of each head of q and k. LANES neighbouring threads for a head; grid: x = token, y = a share of its heads.
 // -D ELEMENT (T), HEAD_SIZE, VECTOR (elements an access)
 #include "common.cuh"
 
 constexpr int HALF = HEAD_SIZE / 2;
-constexpr int CHUNKS = HALF / VECTOR;  // of half a head
+constexpr int CHUNKS = HALF / VECTOR;  // of half a head: a thread takes a chunk of the first half and its partner
+constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;
+constexpr int ITEMS = (CHUNKS + LANES - 1) / LANES;  // pairs of chunks a thread
+static_assert(HALF % VECTOR == 0 && CHUNKS <= 2 * LANES, "a few lanes hold a head");
 
-// Rotate the pair of chunks (source, source + HALF) into (target, target + HALF).
-DEVICE void rotate(const T* source, T* target, const float* cosines) {
-  auto first = load<VECTOR>(source);
-  auto second = load<VECTOR>(source + HALF);
+using Chunk = Pack<T, VECTOR>;
+
+// What a thread holds of a head: elements [at(i), at(i) + VECTOR) and those HALF further.
+struct Part {
+  Chunk first[ITEMS], second[ITEMS];
+
+  static DEVICE int at(int i) { return (threadIdx.x % LANES + i * LANES) * VECTOR; }
+  static DEVICE bool has(int i) { return at(i) < HALF; }
+
+  DEVICE void load_from(const T* head) {
 #pragma unroll
-  for (int j = 0; j < VECTOR; ++j) {
-    const float cosine = cosines[j], sine = cosines[HALF + j];
-    const float a = to_float(first.at[j]), b = to_float(second.at[j]);
-    first.at[j] = from_float<T>(a * cosine - b * sine);
-    second.at[j] = from_float<T>(b * cosine + a * sine);
+    for (int i = 0; i < ITEMS; ++i)
+      if (has(i)) {
+        first[i] = load_fresh<VECTOR>(head + at(i));
+        second[i] = load_fresh<VECTOR>(head + HALF + at(i));
+      }
   }
-  store<VECTOR>(target, first);
-  store<VECTOR>(target + HALF, second);
-}
+  DEVICE void store_to(T* head) const {
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+      if (has(i)) {
+        store<VECTOR>(head + at(i), first[i]);
+        store<VECTOR>(head + HALF + at(i), second[i]);
+      }
+  }
+  // 1 / rms of the head; by all threads of a warp.
+  DEVICE float rstd(float eps) const {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        const float a = to_float(first[i].at[j]), b = to_float(second[i].at[j]);
+        if (has(i)) squares = fmaf(b, b, fmaf(a, a, squares));
+      }
+#pragma unroll
+    for (int mask = LANES / 2; mask > 0; mask /= 2)
+      squares += __shfl_xor_sync(ALL_LANES, squares, mask);
+    return 1.0f / sqrtf(squares / HEAD_SIZE + eps);
+  }
+  // Normalised if `factors` is given, then turned by the angles.
+  DEVICE void rotate(const float* angles, float scale, const Part* factors) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      if (!has(i)) continue;
+      const auto cosines = load<VECTOR>(angles + at(i));
+      const auto sines = load<VECTOR>(angles + HALF + at(i));
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        float a = to_float(first[i].at[j]), b = to_float(second[i].at[j]);
+        if (factors != nullptr) {
+          a *= scale * to_float(factors->first[i].at[j]);
+          b *= scale * to_float(factors->second[i].at[j]);
+        }
+        first[i].at[j] = from_float<T>(a * cosines.at[j] - b * sines.at[j]);
+        second[i].at[j] = from_float<T>(b * cosines.at[j] + a * sines.at[j]);
+      }
+    }
+  }
+};
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(128)
     rope_and_cache(T* q, i64 q_stride, const T* k, i64 k_stride, const T* v, i64 v_stride,
                    const float* cos_sin, const i64* positions, const i64* slots, T* cache,
-                   i64 num_q_heads, i64 num_kv_heads, i64 block_shift) {
+                   i64 num_q_heads, i64 num_kv_heads, i64 block_shift, const T* q_norm,
+                   const T* k_norm, float eps) {
+  start_next();
+  int head = (blockIdx.y * blockDim.x + threadIdx.x) / LANES;
+  const bool is_query = head < num_q_heads;
+  if (!is_query) head -= int(num_q_heads);
+  const bool is_key = !is_query && head < num_kv_heads;
+  if (!is_query && !is_key) head -= int(num_kv_heads);
+  const bool norms = q_norm != nullptr;  // both or none
+  Part factors;
+  if (norms) factors.load_from(is_query ? q_norm : k_norm);
+
+  wait_for_previous();
   const i64 token = blockIdx.x;
-  const i64 slot = slots[token];
-  const float* angles = cos_sin + positions[token] * HEAD_SIZE;
-  const i64 block_size = i64(1) << block_shift;
+  const i64 slot = load_fresh<1>(slots + token).at[0];
+  const float* angles = cos_sin + load_fresh<1>(positions + token).at[0] * HEAD_SIZE;
+  const bool real = is_query || (head < num_kv_heads && slot >= 0);
+  T* query = q + token * q_stride + head * HEAD_SIZE;
+  const T* source = (is_key ? k + token * k_stride : v + token * v_stride) + head * HEAD_SIZE;
   // K of kv head 0 at this slot; V lies one block further, the next head two.
+  const i64 block_size = i64(1) << block_shift;
   T* cached = cache + (slot >> block_shift) * num_kv_heads * 2 * block_size * HEAD_SIZE +
               (slot & (block_size - 1)) * HEAD_SIZE;
-  const int num_heads = int(num_q_heads + (slot < 0 ? 0 : 2 * num_kv_heads));
-  for (int i = threadIdx.x; i < num_heads * CHUNKS; i += blockDim.x) {
-    int head = i / CHUNKS;
-    const int at = (i % CHUNKS) * VECTOR;
-    if (head < num_q_heads) {
-      T* source = q + token * q_stride + head * HEAD_SIZE + at;
-      rotate(source, source, angles + at);
-      continue;
-    }
-    head -= int(num_q_heads);
-    if (head < num_kv_heads) {
-      const T* source = k + token * k_stride + head * HEAD_SIZE + at;
-      rotate(source, cached + head * 2 * block_size * HEAD_SIZE + at, angles + at);
-      continue;
-    }
-    head -= int(num_kv_heads);
-    const T* source = v + token * v_stride + head * HEAD_SIZE + at;
-    T* target = cached + (head * 2 + 1) * block_size * HEAD_SIZE + at;
-    store<VECTOR>(target, load<VECTOR>(source));
-    store<VECTOR>(target + HALF, load<VECTOR>(source + HALF));
-  }
+  T* target = cached + (head * 2 + !is_key) * block_size * HEAD_SIZE;
+
+  Part part = {};
+  if (real) part.load_from(is_query ? query : source);
+  const float scale = norms ? part.rstd(eps) : 1.0f;  // of V too, unused: shuffles take whole warps
+  if (!real) return;
+  if (is_query || is_key) part.rotate(angles, scale, norms ? &factors : nullptr);
+  part.store_to(is_query ? query : target);
 }

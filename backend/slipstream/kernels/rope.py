@@ -8,10 +8,20 @@ from torch import Tensor
 from slipstream.kernels import jit
 from slipstream.kernels.op import op
 
+THREADS = 128
+
+
+def _normalised(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """Each head's RMS norm, if there is one; fp32."""
+    x32 = x.float()
+    if norm is None:
+        return x32
+    return x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
+
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 @op(
@@ -26,8 +36,13 @@ def rope_and_cache(
     positions: Tensor,
     slots: Tensor,
     cache: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """Rotate `q` in place; write rotated `k`, and `v`, into `cache` at `slots`.
+
+    With `q_norm` and `k_norm [d]`, every head of q and k is first normalised (`rms_norm`, Qwen3).
 
     `cos_sin[p]` holds d/2 cosines, then d/2 sines, of position p. `cache` is
     `[block, kv head, K or V, token in block, d]`; slot s is token `s % block_size` of block
@@ -35,10 +50,10 @@ def rope_and_cache(
     qkv matrix); heads and elements within a row are contiguous.
     """
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    q.copy_(_rotate(q, cos, sin))
+    q.copy_(_rotate(_normalised(q, q_norm, eps), cos, sin))
     keep = slots >= 0
     block, offset = slots[keep] // cache.shape[3], slots[keep] % cache.shape[3]
-    cache[block, :, 0, offset] = _rotate(k, cos, sin)[keep]
+    cache[block, :, 0, offset] = _rotate(_normalised(k, k_norm, eps), cos, sin).to(k.dtype)[keep]
     cache[block, :, 1, offset] = v[keep]
 
 
@@ -63,6 +78,9 @@ def _rope_and_cache(
     positions: Tensor,
     slots: Tensor,
     cache: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     num_tokens, num_q_heads, head_size = q.shape
     jit.head_size_of(q.dtype, head_size)
@@ -77,16 +95,24 @@ def _rope_and_cache(
         ("slots", slots),
     ):
         jit.require(x.is_contiguous(), f"rope_and_cache: {name} must be contiguous")
+    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+    jit.require(len(norms) != 1, "rope_and_cache: norms of both q and k, or none")
+    jit.require(
+        all(norm.shape == (head_size,) and norm.dtype == q.dtype for norm in norms),
+        f"rope_and_cache: norms must be [{head_size}] {q.dtype}",
+    )
     if num_tokens == 0:
         return
     rows = (q.flatten(1), k.flatten(1), v.flatten(1))
-    vector = jit.vector_width(head_size // 2, *rows, cache)
+    vector = jit.vector_width(head_size // 2, *rows, cache, *norms)
     strided = [arg for x in rows for arg in (x, x.stride(0))]
+    lanes = next(n for n in (4, 8, 16, 32) if n >= min(head_size // 2 // vector, 32))
+    num_heads = num_q_heads + 2 * k.shape[1]
     jit.launch(
         _variant(q.dtype, head_size, vector),
         "rope_and_cache",
-        (num_tokens,),
-        256,
+        (num_tokens, -(-num_heads * lanes // THREADS)),
+        THREADS,
         *strided,
         cos_sin,
         positions,
@@ -95,4 +121,7 @@ def _rope_and_cache(
         num_q_heads,
         k.shape[1],
         shift,
+        *(norms or (0, 0)),
+        eps,
+        overlaps=True,
     )

@@ -85,8 +85,9 @@ class Attention:
         names = ("q_proj", "k_proj", "v_proj")
         self.qkv = project(w, names, self.sizes, dims.hidden_size, qkv_bias)
         self.out = project(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
-        self.q_norm = Norm(w.at("q_norm"), size, dims.eps) if qk_norm else None
-        self.k_norm = Norm(w.at("k_norm"), size, dims.eps) if qk_norm else None
+        self.q_norm = w.at("q_norm").tensor("weight", size) if qk_norm else None
+        self.k_norm = w.at("k_norm").tensor("weight", size) if qk_norm else None
+        self.eps = dims.eps
 
     def __call__(
         self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor
@@ -97,10 +98,8 @@ class Attention:
         """
         parts = torch.split(self.qkv.of_norm(norm, residual), self.sizes, dim=-1)
         q, k, v = (part.view(len(residual), -1, self.head_size) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q.reshape(-1, self.head_size)).view(q.shape)
-            k = self.k_norm(k.reshape(-1, self.head_size)).view(k.shape)
-        rope.rope_and_cache(q, k, v, self.cos_sin, inputs.positions, inputs.slots, cache)
+        where = (self.cos_sin, inputs.positions, inputs.slots, cache)
+        rope.rope_and_cache(q, k, v, *where, self.q_norm, self.k_norm, self.eps)
         self.out.add_to(residual, self._attend(q, inputs, cache).flatten(1))
 
     def _attend(self, q: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:
