@@ -29,7 +29,7 @@ struct Columns {
     Pack<float, VECTOR> values;
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j)
-      values.at[j] = to_float(raw.at[j]) * row_scale * column_scales[j / 4].at[j % 4];
+      values.at[j] = to_float(raw.at[j]) * column_scales[j / 4].at[j % 4] * row_scale;
     if (bias != nullptr) {
       const auto addends = load<VECTOR>(bias + first);
 #pragma unroll

@@ -47,7 +47,7 @@ def _quantized(values: Tensor) -> Quantized:
 
 
 def _scaled(product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
-    values = product.float() * rows[:, None] * columns
+    values = product.float() * columns * rows[:, None]  # so ordered, large rows do not overflow
     return values if bias is None else values + bias.float()
 
 

@@ -1,0 +1,144 @@
+"""The references of the e4m3 kernels, which are the CPU path, against fp64 written another way."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.checking import Judge, same_bits, short
+from kernels.fp8_cases import dequantized, normed, random_product, scaled, silu_mul
+from slipstream.kernels import fp8
+from slipstream.kernels.op import KernelError
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+sizes = st.integers(1, 70)
+seeds = st.integers(0, 2**31 - 1)
+dtypes = st.sampled_from(DTYPES)
+
+CODES = torch.arange(256, dtype=torch.uint8).view(fp8.E4M3).double()
+NUMBERS = CODES[~CODES.isnan()].unique()  # every number of the type, sorted
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, sizes, dtypes, seeds, st.integers(-20, 12))
+def test_every_value_becomes_the_nearest_number(
+    n: int, width: int, dtype: torch.dtype, seed: int, exponent: int
+) -> None:
+    x = normal(n, width, dtype=dtype, seed=seed) * 2.0**exponent
+    quantized = fp8.quantize(x)
+    units = x.double() / quantized.scales.double()[:, None]
+    least = (units[..., None] - NUMBERS).abs().amin(-1)
+    distance = (units - quantized.values.double()).abs()
+    assert (distance <= least + units.abs() * 1e-6).all()
+    largest = quantized.values.double().abs().amax(-1)
+    assert torch.equal(largest, torch.where(x.any(-1), 448.0, 0.0).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_rows_of_extremes(dtype: torch.dtype) -> None:
+    """Zeros stay zeros; the smallest and the largest rows stay finite; NaN and infinity show."""
+    limits = torch.finfo(dtype)
+    rows = torch.ones(7, 32)
+    rows[0] = 0
+    rows[1, 1:] = 0
+    rows[1, 0] = 2.0**-20
+    rows[2, ::2] = -1
+    rows[3, 5], rows[4, 5], rows[5, 5] = math.nan, math.inf, -math.inf
+    x = rows.to(dtype)
+    x[1] *= limits.tiny * 2.0**20  # one smallest normal number
+    x[2] *= limits.max / 2
+    values, scales = fp8.quantize(x)
+    weight = fp8.quantize(torch.eye(32))
+    product = fp8.matmul(values, weight.values)
+    out = fp8.scale(product, scales, weight.scales, torch.float32)
+    assert not out[0].any()
+    assert scales[0] > 0
+    assert out[:3].isfinite().all()
+    assert (out[2].abs() / (limits.max / 2) - 1).abs().max() < 0.01
+    assert out[3:6].isnan().all()
+    assert (out[6] - 1).abs().max() < 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, st.integers(2, 70), dtypes, seeds)
+def test_norms(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    x, weight = (normal(k, width, dtype=dtype, seed=seed + k) for k in (n, 1))
+    exact = normed(x.double(), weight[0], 1e-5)
+    naive = dequantized(fp8.quantize(exact.float()))
+    judge = Judge("norm")
+    actual = dequantized(fp8.norm_quantize(x, weight[0], 1e-5)).float()
+    judge.close("norm_quantize", actual, exact, naive)
+
+    product, rows, columns, bias = random_product(n, width, dtype, seed=seed)
+    for b in (None, bias):
+        total, want = x.clone(), x.double() + scaled(torch.float64, product, rows, columns, b)
+        out = fp8.add_norm_quantize(total, weight[0], product, rows, columns, 1e-5, b)
+        judge.close("sum", total, want, want.to(dtype))
+        alone = fp8.norm_quantize(total, weight[0], 1e-5)
+        judge.true("norm of the rounded sum", torch.equal(dequantized(out), dequantized(alone)))
+    judge.verdict()
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, sizes, dtypes, seeds)
+def test_products(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
+    product, rows, columns, bias = random_product(n, 2 * width, dtype, seed=seed)
+    judge = Judge("products")
+    for b in (None, bias):
+        exact = scaled(torch.float64, product, rows, columns, b)
+        out = fp8.scale(product, rows, columns, dtype, b)
+        judge.close("scale", out, exact, exact.to(dtype))
+        x = normal(n, 2 * width, dtype=dtype, seed=seed)
+        total = x.clone()
+        fp8.add_scaled(total, product, rows, columns, b)
+        judge.close("add_scaled", total, x.double() + exact, (x.double() + exact).to(dtype))
+        gated = silu_mul(exact)
+        actual = dequantized(fp8.silu_mul_quantize(product, rows, columns, b)).float()
+        naive = dequantized(fp8.quantize(gated.float()))
+        judge.close("silu_mul_quantize", actual, gated, naive)
+    judge.verdict()
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, sizes, sizes, seeds)
+def test_matmul(n: int, k: int, m: int, seed: int) -> None:
+    x, weight = (
+        fp8.quantize(normal(rows, k, dtype=torch.float32, seed=seed + i))
+        for i, rows in enumerate((n, m))
+    )
+    exact = x.values.double() @ weight.values.double().T
+    judge = Judge("matmul")
+    judge.close("matmul", fp8.matmul(x.values, weight.values), exact, exact.bfloat16())
+    judge.verdict()
+
+
+def test_sums_beyond_half_are_kept() -> None:
+    ones = fp8.quantize(torch.ones(2, 14336))
+    product = fp8.matmul(ones.values, ones.values)
+    assert (product > 2.8e9).all()
+    out = fp8.scale(product, ones.scales, ones.scales, torch.float16)
+    assert (out / 14336 - 1).abs().max() <= 2**-8  # the product is rounded to bfloat16
+
+
+def test_shapes_without_kernels_are_refused() -> None:
+    launch = fp8.quantize.launcher
+    assert launch is not None
+    with pytest.raises(KernelError, match=r"no kernels for torch\.float32"):
+        launch(torch.ones(1, 16))
+    with pytest.raises(KernelError, match="rows of 12"):
+        launch(torch.ones(1, 12, dtype=torch.bfloat16))
+    with pytest.raises(KernelError, match="contiguous"):
+        launch(torch.ones(2, 32, dtype=torch.bfloat16)[:, :16])
+    with pytest.raises(KernelError, match="rows of 32784, above 32768"):
+        launch(torch.ones(1, 32784, dtype=torch.bfloat16))
+
+
+def test_no_rows() -> None:
+    values, scales = fp8.quantize(torch.empty(0, 16))
+    assert (values.shape, scales.shape) == ((0, 16), (0,))
+    assert same_bits(fp8.matmul(values, values), torch.empty(0, 0, dtype=torch.bfloat16))

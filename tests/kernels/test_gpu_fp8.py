@@ -1,0 +1,222 @@
+"""The e4m3 kernels on a GPU: against fp64, bit by bit against the CPU, repeated, in graphs."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernels.checking import Judge, poison, same_bits, short
+from kernels.fp8_cases import dequantized, normed, random_product, scaled, silu_mul
+from slipstream.kernels import fp8
+from slipstream.kernels.fp8 import Quantized
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+
+WIDTHS = (16, 64, 272, 1008, 4096, 8192, 8208, 14336, 16384, 16400, 28672, 32768)
+ROWS = (1, 3, 130)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def poisoned(n: int, width: int, run: Callable[[], Quantized]) -> Quantized:
+    """`run`, its outputs made where NaN lay."""
+    kept = torch.full((n, width), 0x7F, dtype=torch.uint8, device="cuda")
+    poison((n,), dtype=torch.float32)
+    del kept
+    return run()
+
+
+def as_bytes(x: Quantized) -> Tensor:
+    return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in x])
+
+
+def check(judge: Judge, case: str, exact: Tensor, run: Callable[[], Quantized]) -> None:
+    """Error against that of quantising the exact values, scales too; the same bits again."""
+    out = poisoned(*exact.shape, run)
+    naive = fp8.quantize.reference(exact.float())
+    judge.close(case, dequantized(out).float(), exact, dequantized(naive))
+    scales = exact.abs().amax(-1) / 448
+    judge.close(f"{case}: scales", out.scales, scales, scales.float())
+    judge.repeats(case, lambda: as_bytes(poisoned(*exact.shape, run)))
+
+
+@pytest.mark.parametrize("dtype", fp8.DTYPES, ids=short)
+def test_quantize(dtype: torch.dtype) -> None:
+    judge = Judge(f"quantize {short(dtype)}")
+    for width in WIDTHS:
+        for n in ROWS:
+            x = random(n, width, dtype=dtype, seed=n + width)
+            check(judge, f"{n} x {width}", x.double(), lambda x=x: fp8.quantize(x))
+            want = fp8.quantize(x.cpu())
+            got = fp8.quantize(x)
+            judge.true(f"{n} x {width}: scales", same_bits(got.scales.cpu(), want.scales))
+            judge.true(
+                f"{n} x {width}: values",
+                same_bits(got.values.cpu().view(torch.uint8), want.values.view(torch.uint8)),
+            )
+    assert fp8.quantize(random(0, 64, dtype=dtype)).values.shape == (0, 64)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", fp8.DTYPES, ids=short)
+def test_extremes(dtype: torch.dtype) -> None:
+    """Zeros, the smallest and the largest rows as on the CPU; NaN and infinity spoil their rows."""
+    judge = Judge(f"extremes {short(dtype)}")
+    limits = torch.finfo(dtype)
+    x = torch.ones(8, 4096, dtype=dtype)
+    x[0] = 0
+    x[1] *= limits.tiny
+    x[2] = 0
+    x[2, 77] = limits.smallest_normal
+    x[3] *= limits.max
+    x[3, ::2] *= -1
+    x[4, 5], x[5, 4095], x[6, 0] = math.nan, math.inf, -math.inf
+    got, want = fp8.quantize(x.cuda()), fp8.quantize(x)
+    fine = [0, 1, 2, 3, 7]
+    judge.true("values", torch.equal(got.values.cpu().float()[fine], want.values.float()[fine]))
+    judge.true("scales", torch.equal(got.scales.cpu()[fine], want.scales[fine]))
+    weight = fp8.quantize(random(64, 4096, dtype=dtype))
+    out = fp8.scale(
+        fp8.matmul(got.values, weight.values), got.scales, weight.scales, torch.bfloat16
+    )
+    judge.true("spoilt rows", bool(out[4:7].isnan().all()))
+    judge.true("others", bool(out[[0, 1, 2, 7]].isfinite().all()))
+    ones = torch.ones(4096, dtype=dtype, device="cuda")
+    normed_rows = dequantized(fp8.norm_quantize(x.cuda(), ones, 1e-5))
+    judge.true("norm: spoilt rows", bool(normed_rows[4:7].isnan().any(-1).all()))
+    judge.true("norm: zeros", not normed_rows[0].any())
+    judge.true("norm: ones", bool(((normed_rows[7] - 1).abs() < 1e-4).all()))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", fp8.DTYPES, ids=short)
+def test_norms(dtype: torch.dtype) -> None:
+    judge = Judge(f"norms {short(dtype)}")
+    for width in WIDTHS:
+        weight = 1 + 0.1 * random(width, dtype=dtype, seed=1)
+        for n in ROWS:
+            case = f"{n} x {width}"
+            x = random(n, width, dtype=dtype, seed=n + width)
+            exact = normed(x.double(), weight, 1e-5)
+            run = lambda x=x, w=weight: fp8.norm_quantize(x, w, 1e-5)  # noqa: E731
+            check(judge, f"norm_quantize {case}", exact, run)
+
+            product, rows, columns, bias = random_product(n, width, dtype, "cuda", seed=width)
+            for b in (None, bias):
+                with_bias = f"{case}{'' if b is None else ' bias'}"
+                addend = (product, rows, columns)
+                want = x.double() + scaled(torch.float64, *addend, b)
+                total = x.clone()
+                fp8.add_norm_quantize(total, weight, *addend, 1e-5, b)
+                judge.close(f"sum {with_bias}", total, want, want.to(dtype))
+
+                def add(x=x, w=weight, addend=addend, b=b) -> Quantized:
+                    return fp8.add_norm_quantize(x.clone(), w, *addend, 1e-5, b)
+
+                exact = normed(total.double(), weight, 1e-5)
+                check(judge, f"add_norm_quantize {with_bias}", exact, add)
+                split = x.clone()
+                fp8.add_scaled(split, *addend, b)
+                judge.true(f"add_scaled {with_bias}", same_bits(split, total))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", fp8.DTYPES, ids=short)
+def test_products(dtype: torch.dtype) -> None:
+    judge = Judge(f"products {short(dtype)}")
+    for width in WIDTHS:
+        for n in ROWS:
+            product, rows, columns, bias = random_product(n, 2 * width, dtype, "cuda", seed=n)
+            for b in (None, bias):
+                case = f"{n} x {width}{'' if b is None else ' bias'}"
+                addend = (product, rows, columns)
+                exact, naive = (scaled(t, *addend, b) for t in (torch.float64, torch.float32))
+                poison(exact.shape, dtype=dtype)
+                run = lambda addend=addend, b=b: fp8.scale(*addend, dtype, b)  # noqa: E731
+                judge.close(f"scale {case}", run(), exact, naive.to(dtype))
+                judge.repeats(f"scale {case}", run)
+
+                def gate(addend=addend, b=b) -> Quantized:
+                    return fp8.silu_mul_quantize(*addend, b)
+
+                check(judge, f"silu_mul_quantize {case}", silu_mul(exact), gate)
+    judge.verdict()
+
+
+def test_many_rows() -> None:
+    """More rows than run at once, of the widest that a CTA holds in two accesses a thread."""
+    judge = Judge("many rows")
+    product, rows, columns, _ = random_product(1000, 2 * 14336, torch.bfloat16, "cuda")
+    exact = silu_mul(scaled(torch.float64, product, rows, columns, None))
+    run = lambda: fp8.silu_mul_quantize(product, rows, columns)  # noqa: E731
+    check(judge, "silu_mul_quantize", exact, run)
+    judge.verdict()
+
+
+def test_matmul() -> None:
+    judge = Judge("matmul")
+    for k, m in ((16, 16), (256, 560), (560, 256), (4096, 6144), (14336, 4096)):
+        weight = fp8.quantize(random(m, k, dtype=torch.bfloat16, seed=m))
+        for n in (1, 5, 16, 17, 33, 128, 300):
+            x = fp8.quantize(random(n, k, dtype=torch.bfloat16, seed=n))
+            exact = x.values.double() @ weight.values.double().T
+            poison((n, m), dtype=torch.bfloat16)
+            run = lambda x=x, w=weight: fp8.matmul(x.values, w.values)  # noqa: E731
+            judge.close(f"{n} x {k} x {m}", run(), exact, exact.bfloat16())
+            judge.repeats(f"{n} x {k} x {m}", run)
+    judge.verdict()
+
+
+def chain(x: Tensor, weights: list[tuple[Tensor, Quantized, Quantized]], settle: bool) -> Tensor:
+    """Gated MLPs on a residual sum; `settle` waits after every kernel."""
+
+    def wait() -> None:
+        if settle:
+            torch.cuda.synchronize()
+
+    normed = fp8.norm_quantize(x, weights[0][0], 1e-5)
+    for norm, gate_up, down in weights:
+        wait()
+        product = fp8.matmul(normed.values, gate_up.values)
+        wait()
+        gated = fp8.silu_mul_quantize(product, normed.scales, gate_up.scales)
+        wait()
+        product = fp8.matmul(gated.values, down.values)
+        wait()
+        normed = fp8.add_norm_quantize(x, norm, product, gated.scales, down.scales, 1e-5)
+    wait()
+    return torch.cat([as_bytes(normed), x.view(torch.uint8).flatten()])
+
+
+def test_overlapping_kernels_wait_for_each_other() -> None:
+    """A chain in a graph, where kernels start before those before them end, gives the same bits."""
+    judge = Judge("overlap")
+    weights = [
+        (
+            1 + 0.1 * random(1024, dtype=torch.bfloat16, seed=i),
+            fp8.quantize(random(2 * 2048, 1024, dtype=torch.bfloat16, seed=i) / 32),
+            fp8.quantize(random(1024, 2048, dtype=torch.bfloat16, seed=i) / 32),
+        )
+        for i in range(8)
+    ]
+    for n in (1, 16, 128, 700):
+        start = random(n, 1024, dtype=torch.bfloat16, seed=n)
+        want = chain(start.clone(), weights, settle=True)
+        x = start.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.copy_(start)
+            got = chain(x, weights, settle=False)
+        for _ in range(20):
+            got.fill_(0x7F)
+            graph.replay()
+            torch.cuda.synchronize()
+            judge.true(f"{n} rows", same_bits(got, want))
+    judge.verdict()
