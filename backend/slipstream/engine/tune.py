@@ -1,0 +1,126 @@
+"""Measures cuBLASLt's kernels for the products of a checkpoint and keeps the fastest of each.
+
+    python -m slipstream.engine.tune [--rows N ...] < CONFIG
+
+CONFIG is an `EngineConfig` as JSON. The GPU should have nothing else to do. Exit code 2, and one
+line on stderr, where it cannot be done.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from slipstream.config import EngineConfig
+from slipstream.engine.graphs import row_buckets
+from slipstream.engine.plan import Plan, resolve
+from slipstream.errors import ConfigError, StartError
+from slipstream.kernels import search, tuning
+from slipstream.kernels.cublaslt import DTYPES
+from slipstream.kernels.op import KernelError
+
+_FEWEST_ROWS = 8  # fewer have kernels of their own
+_MOST_ROWS = 512  # of a CUDA graph of decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Weights that a step multiplies with."""
+
+    name: str
+    outputs: int
+    inputs: int
+    count: int  # of such matrices in the model
+    dtype: torch.dtype
+
+
+def matrices(plan: Plan) -> list[Matrix]:
+    """Those of the model, packed as its layers pack them."""
+    d, dtype = plan.model.dims, plan.dtype
+    inner = torch.float8_e4m3fn if plan.config.quantization == "fp8" else dtype
+    queries, keys = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
+    return [
+        Matrix("qkv", queries + 2 * keys, d.hidden_size, d.num_layers, inner),
+        Matrix("o", d.hidden_size, queries, d.num_layers, inner),
+        Matrix("gate_up", 2 * d.intermediate_size, d.hidden_size, d.num_layers, inner),
+        Matrix("down", d.hidden_size, d.intermediate_size, d.num_layers, inner),
+        Matrix("head", d.vocab_size, d.hidden_size, 1, dtype),
+    ]
+
+
+def tune(plan: Plan, rows: list[int]) -> None:
+    """Search for every matrix and number of rows, print as it goes, and keep what is found."""
+    begin = time.perf_counter()
+    machine = tuning.Machine.of(torch.cuda.current_device())
+    print(f"{machine.gpu}, cuBLASLt {machine.cublaslt}; times in microseconds")
+    print(f"{'':8} rows     default       tuned   gain   TB/s  TFLOP/s  kernel")
+    totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for matrix in matrices(plan):
+        choices = []
+        for choice in _tune(matrix, rows):
+            print(_line(matrix, choice), flush=True)
+            choices.append(choice)
+            totals[choice.rows][0] += matrix.count * choice.default_microseconds
+            totals[choice.rows][1] += matrix.count * choice.microseconds
+        tuning.save(machine, choices)
+    for num_rows, (default, tuned) in totals.items():
+        print(
+            f"{'step':8} {num_rows:4}  {default:10.1f}  {tuned:10.1f}  {1 - tuned / default:5.1%}"
+        )
+    print(f"{tuning.path(machine)}: written in {time.perf_counter() - begin:.1f} s")
+
+
+def _tune(matrix: Matrix, rows: list[int]) -> Iterable[tuning.Choice]:
+    operands = search.Operands(matrix.inputs, matrix.outputs, matrix.dtype, max(rows))
+    for num_rows in rows:
+        found = search.search(operands, num_rows)
+        yield tuning.Choice(
+            product=tuning.Product.of(operands.shape(num_rows)),
+            rows=num_rows,
+            algorithm=found.algorithm.blob.hex(),
+            kernel=search.describe(found.algorithm),
+            microseconds=round(found.seconds * 1e6, 3),
+            default_microseconds=round(found.default_seconds * 1e6, 3),
+        )
+
+
+def _line(matrix: Matrix, choice: tuning.Choice) -> str:
+    seconds = choice.microseconds * 1e-6
+    size = matrix.inputs * matrix.outputs
+    rates = f"{size * matrix.dtype.itemsize / seconds / 1e12:5.2f}"
+    rates += f"  {2 * size * choice.rows / seconds / 1e12:7.1f}"
+    gain = 1 - choice.microseconds / choice.default_microseconds
+    return (
+        f"{matrix.name:8} {choice.rows:4}  {choice.default_microseconds:10.2f}  "
+        f"{choice.microseconds:10.2f}  {gain:5.1%}  {rates}  {choice.kernel}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="slipstream.engine.tune", description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows (default: of graphs)")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    usual = [rows for rows in row_buckets(_MOST_ROWS) if rows >= _FEWEST_ROWS]
+    try:
+        plan = resolve(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+        if plan.device.type != "cuda":
+            raise ConfigError("there is no NVIDIA GPU to tune for")
+        if plan.dtype not in DTYPES:
+            raise ConfigError(f"products of {plan.dtype} are not tuned")
+        tune(plan, sorted(set(options.rows or usual)))
+    except (StartError, KernelError, msgspec.DecodeError, OSError) as error:
+        print(f"slipstream tune: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

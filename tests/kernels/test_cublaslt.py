@@ -1,0 +1,273 @@
+"""The product's reference, which algorithm is taken for what lies where, and the search for it."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernels.checking import Judge
+from slipstream.kernels import cublaslt, search, tuning
+from slipstream.kernels.cublaslt import matmul
+from slipstream.kernels.cublaslt_api import WORKSPACE, Algorithm, Shape
+from slipstream.kernels.op import KernelError
+
+GUESS, SPLIT, TUNED = (Algorithm(bytes([i]) * 64, size) for i, size in ((1, 0), (2, 9), (3, 0)))
+
+
+# ---- the reference ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_reference(dtype: torch.dtype) -> None:
+    judge = Judge("reference")
+    x, weight = torch.randn(7, 40).to(dtype), (torch.randn(12, 40) / 7).to(dtype)
+    exact = x.double() @ weight.double().t()
+    judge.close("product", matmul(x, weight), exact, x @ weight.t())
+    holder = torch.randn(7, 20).to(dtype)
+    before = holder.clone()
+    out = holder[:, 3:15]
+    assert matmul(x, weight, out, accumulate=True) is out
+    judge.close("sum", out, exact + before[:, 3:15].double(), exact.to(dtype) + before[:, 3:15])
+    holder[:, 3:15] = before[:, 3:15]
+    judge.true("elsewhere", torch.equal(holder, before))
+    judge.verdict()
+
+
+def test_reference_fp8() -> None:
+    x, weight = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (5, 16))
+    exact = x.double() @ weight.double().t()
+    assert matmul(x, weight).dtype == torch.bfloat16
+    assert torch.equal(matmul(x, weight, dtype=torch.float32), exact.float())
+
+
+@pytest.mark.parametrize("run", [matmul, matmul.launcher])
+def test_nothing_to_add_to(run: Callable[..., object]) -> None:
+    with pytest.raises(KernelError, match="no `out` to add to"):
+        run(torch.zeros(2, 8), torch.zeros(4, 8), accumulate=True)
+
+
+# ---- plans ----
+
+
+class FakeProblem:
+    """Stands where cuBLASLt would."""
+
+    heard: list[int] = []
+    without_workspace: list[Algorithm] = [GUESS]
+    can_run = True
+
+    def __init__(self, shape: Shape, device: int) -> None:
+        self.shape = shape
+        self.device = device
+
+    def heuristics(self, workspace: int, count: int = 8) -> list[Algorithm]:
+        self.heard.append(workspace)
+        return self.without_workspace if workspace == 0 else [SPLIT]
+
+    def check(self, blob: bytes) -> Algorithm | None:
+        return Algorithm(blob, 0) if self.can_run else None
+
+
+@pytest.fixture(autouse=True)
+def lt(monkeypatch: pytest.MonkeyPatch) -> type[FakeProblem]:
+    """cuBLASLt, faked; 64 rows of a product of 128 and 256 are tuned."""
+
+    class Fresh(FakeProblem):
+        heard: list[int] = []
+
+    product = tuning.Product(128, 256, "bfloat16", "bfloat16")
+    choice = tuning.Choice(product, 64, TUNED.blob.hex(), "", 1.0, 2.0)
+    monkeypatch.setattr(cublaslt, "Problem", Fresh)
+    monkeypatch.setattr(cublaslt, "Plan", lambda problem, algorithm: (problem.shape, algorithm))
+    monkeypatch.setattr(tuning, "choices", lambda device: tuning.Choices([choice]))
+    cublaslt._plan.cache_clear()
+    return Fresh
+
+
+def plan(
+    rows: int,
+    outputs: int = 512,
+    x_strides: tuple[int, int] = (128, 1),
+    weight_strides: tuple[int, int] = (128, 1),
+    alignment: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Shape, Algorithm]:
+    shapes = ((rows, 128), outputs, (rows, outputs), dtype, dtype)
+    strides = (x_strides, weight_strides, (outputs, 1))
+    return cublaslt._plan(*shapes, *strides, alignment, 0)  # type: ignore[return-value]
+
+
+def test_few_rows_do_not_split_the_sum(lt: type[FakeProblem]) -> None:
+    assert plan(64)[1] == GUESS
+    assert plan(65)[1] == SPLIT
+    assert lt.heard == [0, WORKSPACE]
+    lt.without_workspace = []
+    assert plan(63)[1] == SPLIT
+    assert plan(64)[1] == GUESS  # remembered
+
+
+def test_no_kernel_at_all(lt: type[FakeProblem], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lt, "heuristics", lambda *_: [])
+    with pytest.raises(KernelError, match=r"\[3, 128\] x \[512, 128\]\^T, bfloat16: cuBLASLt has"):
+        plan(3)
+
+
+def test_tuned_where_it_was_measured(lt: type[FakeProblem]) -> None:
+    assert plan(64, 256)[1] == TUNED
+    assert plan(33, 256)[1] == TUNED
+    assert plan(31, 256)[1] == GUESS  # too far from what was measured
+    assert plan(65, 256)[1] == SPLIT
+    assert plan(64, 248)[1] == GUESS
+    assert plan(64, 256, dtype=torch.float16)[1] == GUESS
+    assert plan(64, 256, x_strides=(136, 1))[1] == TUNED
+
+
+def test_tuned_kernels_need_alignment(lt: type[FakeProblem]) -> None:
+    assert plan(64, 256, alignment=8)[1] == GUESS
+    assert plan(64, 256, x_strides=(132, 1))[1] == GUESS
+    assert plan(64, 256, weight_strides=(129, 1))[1] == GUESS
+
+
+def test_a_choice_that_cannot_run(lt: type[FakeProblem], caplog: pytest.LogCaptureFixture) -> None:
+    lt.can_run = False
+    with caplog.at_level(logging.WARNING):
+        assert plan(64, 256)[1] == GUESS
+    assert "[64, 128] x [256, 128]^T, bfloat16: the tuned kernel cannot do it" in caplog.text
+
+
+def test_strides(lt: type[FakeProblem]) -> None:
+    assert plan(4, x_strides=(140, 1))[0].strides == (140, 128, 512)
+    assert plan(1, x_strides=(0, 1))[0].strides[0] == 128
+    with pytest.raises(KernelError, match="rows of x overlap"):
+        plan(2, x_strides=(0, 1))
+    with pytest.raises(KernelError, match="elements of a row of weight"):
+        plan(2, weight_strides=(1, 512))
+    with pytest.raises(KernelError, match="float64"):
+        plan(2, dtype=torch.float64)
+    strides = ((8, 1), (8, 1), (4, 1))
+    with pytest.raises(KernelError, match=r"out is \[2, 4\], not \[2, 3\]"):
+        cublaslt._plan((2, 8), 3, (2, 4), torch.half, torch.half, *strides, 16, 0)
+
+
+# ---- the search ----
+
+
+def test_numbers_of_tiles() -> None:
+    """Some of `cublasLtMatmulTile_t`."""
+    sizes = search.tile_sizes()
+    known = {1: (8, 8), 24: (256, 128), 27: (96, 64), 46: (8, 768), 123: (64, 768), 134: (80, 64)}
+    known |= {197: (168, 128), 311: (768, 64), 312: (64, 16), 393: (128, 8), 447: (128, 512)}
+    known |= {513: (256, 256), 590: (576, 24), 630: (768, 80)}
+    assert {number: sizes[number] for number in known} == known
+    assert len(sizes) == len(set(sizes.values())) == 630
+
+
+def test_tiles_that_won_are_ranked_high() -> None:
+    """Measured on an H200 of 132 multiprocessors: outputs, rows, and the tile that was fastest."""
+    won = {
+        (6144, 128, (96, 64)),
+        (6144, 192, (152, 64)),
+        (6144, 256, (96, 128)),
+        (4096, 32, (64, 16)),
+        (4096, 64, (64, 32)),
+        (4096, 128, (64, 64)),
+        (4096, 192, (64, 96)),
+        (4096, 256, (128, 64)),
+        (4096, 512, (128, 128)),
+        (28672, 32, (128, 32)),
+        (28672, 64, (112, 64)),
+        (28672, 128, (240, 64)),
+        (28672, 192, (128, 192)),
+        (28672, 256, (224, 128)),
+        (28672, 512, (176, 128)),
+    }
+    for outputs, rows, tile in won:
+        ranked = search.ranked(search.tile_sizes().values(), rows, outputs, 132)
+        assert tile in ranked[: search._NUM_TILES], (outputs, rows, tile)
+
+
+class FakeTrial(search._Trial):
+    """Kernels whose seconds are known; `broken` ones compute something else, some do not start."""
+
+    def __init__(self, seconds: dict[int, float], broken: tuple[int, ...] = ()) -> None:
+        operands = type("Operands", (), {"weights": [None] * 5})
+        self._problem, self._operands = type("Problem", (), {"shape": "shape"}), operands
+        self._seconds = {}
+        self._known = {algorithm(i).blob: value for i, value in seconds.items()}
+        self._broken = [algorithm(i).blob for i in broken]
+        self._clock = 0.0
+        self.launches: dict[int, int] = {}
+
+    def _launch(self, plan: object, count: int) -> None:
+        blob = plan[1].blob  # type: ignore[index]
+        self.launches[blob[0]] = self.launches.get(blob[0], 0) + count
+        if self._known[blob] < 0:
+            raise KernelError("it does not start")
+        self._clock += self._known[blob] * count
+
+    def _elapsed(self, work: Callable[[], None]) -> float:
+        begin = self._clock
+        work()
+        return self._clock - begin
+
+    def _captured(self, plan: object, count: int) -> object:
+        return type("Graph", (), {"replay": lambda _: self._launch(plan, count)})()
+
+    def _output(self, algorithm: Algorithm) -> torch.Tensor:
+        wrong = float("nan") if algorithm.blob in self._broken else 0.001
+        return torch.ones(4) + wrong * torch.tensor([1.0, 0, 0, 0])
+
+
+def algorithm(number: int) -> Algorithm:
+    return Algorithm(bytes([number]) * 64, 0)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "Plan", lambda problem, algorithm: (problem, algorithm))
+
+
+@pytest.mark.usefixtures("plans")
+def test_slow_kernels_run_twice_and_no_more() -> None:
+    trial = FakeTrial({1: 1e-4, 2: 5e-3, 3: 9e-5, 4: -1, 5: 1.9e-4})
+    trial.time(map(algorithm, (1, 2, 3, 4, 5, 3)))
+    assert trial.launches == {1: 7, 2: 2, 3: 7, 4: 1, 5: 7}
+    assert trial.best(9) == [algorithm(i) for i in (3, 1, 5, 2)]
+
+
+@pytest.mark.usefixtures("plans")
+@pytest.mark.parametrize(
+    ("seconds", "broken", "winner"),
+    [
+        ({1: 1e-4, 2: 9e-5, 3: 8e-5}, (), 3),
+        ({1: 1e-4, 2: 9e-5, 3: 8e-5}, (3,), 2),
+        ({1: 1e-4, 2: 9e-5, 3: 8e-5}, (2, 3), 1),
+        ({1: 1e-4, 2: 9.98e-5}, (), 1),
+        ({1: 1e-4, 2: 2e-4}, (), 1),
+    ],
+)
+def test_the_fastest_that_is_right_wins(
+    seconds: dict[int, float], broken: tuple[int, ...], winner: int
+) -> None:
+    trial = FakeTrial(seconds, broken)
+    trial.time(map(algorithm, seconds))
+    found = trial.finish(algorithm(1))
+    assert found.algorithm == algorithm(winner)
+    assert found.seconds == pytest.approx(seconds[winner])
+    assert found.default_seconds == pytest.approx(1e-4)
+
+
+@pytest.mark.usefixtures("plans")
+def test_a_default_that_does_not_start() -> None:
+    trial = FakeTrial({1: -1, 2: 1e-4})
+    trial.time(map(algorithm, (1, 2)))
+    with pytest.raises(KernelError, match="does not run"):
+        trial.finish(algorithm(1))
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"tile": 312, "splits": 1, "cluster": 5, "custom": 2, "swizzle": 3}
+    monkeypatch.setattr(Algorithm, "read", lambda self, name: values[name])
+    assert search.describe(GUESS) == "64x16 cluster 1x2 option 2 swizzle 3"
+    values |= {"tile": 9999, "splits": 4, "cluster": 2}
+    assert search.describe(GUESS) == "tile 9999 option 2 swizzle 3 split 4"
