@@ -127,14 +127,14 @@ def _launch_wgmma(
     num_q_heads, head_size = q.shape[1:]
     num_blocks, num_kv_heads, _, block_size, _ = cache.shape
     group_size = num_q_heads // num_kv_heads
-    row_tiles = -(-max_queries * group_size // _WGMMA_ROWS)
-    num_items = row_tiles * len(lengths) * num_kv_heads
+    most = -(-max_queries * group_size // _WGMMA_ROWS) * len(lengths) * num_kv_heads
     rows = _WGMMA_ROWS + 2 * _WGMMA_STAGES * _WGMMA_TILE
     num_rows = num_blocks * num_kv_heads * 2 * block_size
+    jit.require(num_rows < 2**31, f"prefill_attention: {num_blocks} blocks are too many")
     jit.launch(
         _wgmma_variant(q.dtype, head_size),
         "prefill_wgmma",
-        (min(num_ctas, num_items),),
+        (min(num_ctas, most),),
         384,
         tensor_map.boxes(cache, num_rows, head_size, min(block_size, _WGMMA_TILE)),
         q,
@@ -150,7 +150,6 @@ def _launch_wgmma(
         num_kv_heads,
         group_size,
         jit.block_shift(block_size),
-        num_items,
         shared_memory=rows * head_size * q.element_size() + 128,  # 128 for the barriers
         overlaps=True,
     )

@@ -28,7 +28,6 @@ struct Arguments {
   i64 out_stride;
   float scale;  // of the scores, times log2(e): the softmax is in base 2
   int num_sequences, num_kv_heads, group_size, block_shift;
-  int num_items;
 };
 
 // What lies where in shared memory. A barrier's name says whose arrival ends its phase.
@@ -71,46 +70,59 @@ struct Item {
   int num_tiles;
 };
 
-// This CTA's items: every warp of it meets the same in the same order. An item's number is (tile of rows from the
-// sequence's end, sequence, kv head): about the longest first, so CTAs take them back and forth.
+// This CTA's items: every warp of it meets the same in the same order. Items are numbered by (sequence, tile of rows
+// from its end, kv head), so neighbours are about as long, and CTAs take them back and forth.
 class Items {
   const Arguments& a;
-  int cursor = 0;
+  int round = 0;
+  int window = 0;         // first of the 32 sequences that the lanes look at
+  int tiles_before = 0;   // the window
 
-  DEVICE int number(int k) const {
-    const int forth = blockIdx.x, back = gridDim.x - 1 - blockIdx.x;
-    return k * int(gridDim.x) + (k % 2 ? back : forth);
+  DEVICE Item read(int sequence, int rank, int kv_head) const {
+    const int start = a.query_starts[sequence], length = a.lengths[sequence];
+    const int num_queries = a.query_starts[sequence + 1] - start;
+    const int num_rows = num_queries * a.group_size;
+    const int first_row = ((num_rows - 1) / (GROUPS * ROWS) - rank) * GROUPS * ROWS;
+    const int position = length - num_queries;
+    const int last_row = min(first_row + GROUPS * ROWS, num_rows) - 1;
+    const int num_tiles = (position + last_row / a.group_size) / TILE + 1;
+    return {sequence, kv_head, start, num_rows, first_row, position, length, num_tiles};
   }
 
-  DEVICE bool read(int number, Item& item) const {
-    item.kv_head = number % a.num_kv_heads;
-    item.sequence = number / a.num_kv_heads % a.num_sequences;
-    const int rank = number / a.num_kv_heads / a.num_sequences;
-    item.start = a.query_starts[item.sequence];
-    const int num_queries = a.query_starts[item.sequence + 1] - item.start;
-    item.length = a.lengths[item.sequence];
-    item.num_rows = num_queries * a.group_size;
-    item.first_row = ((item.num_rows - 1) / (GROUPS * ROWS) - rank) * GROUPS * ROWS;
-    item.position = item.length - num_queries;
-    return item.num_rows > 0 && item.first_row >= 0 && item.length > 0;
+  // Tiles of rows of a sequence.
+  DEVICE int tiles_of(int sequence) const {
+    if (sequence >= a.num_sequences || a.lengths[sequence] == 0) return 0;
+    const int num_queries = a.query_starts[sequence + 1] - a.query_starts[sequence];
+    return (num_queries * a.group_size + GROUPS * ROWS - 1) / (GROUPS * ROWS);
   }
 
  public:
   DEVICE explicit Items(const Arguments& arguments) : a(arguments) {}
 
   DEVICE bool next(Item& item) {
-    for (;; cursor += 32) {  // the grid is sized for the longest chunk: skip what others lack, 32 at a time
-      if (number(cursor) >= a.num_items) return false;
-      const int k = cursor + threadIdx.x % 32;
-      const bool real = number(k) < a.num_items && read(number(k), item);
-      const u32 found = __ballot_sync(ALL_LANES, real);
-      if (found == 0) continue;
-      cursor += __ffs(found);
-      read(number(cursor - 1), item);
-      const int last_row = min(item.first_row + GROUPS * ROWS, item.num_rows) - 1;
-      item.num_tiles = (item.position + last_row / a.group_size) / TILE + 1;
-      return true;
+    const int forth = blockIdx.x, back = gridDim.x - 1 - blockIdx.x;
+    const int number = round * int(gridDim.x) + (round % 2 ? back : forth);
+    const int lane = threadIdx.x % 32, tile = number / a.num_kv_heads;
+    ++round;
+    for (; window < a.num_sequences; window += 32) {
+      const int own = tiles_of(window + lane);
+      int end = own;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(ALL_LANES, end, distance);
+        if (lane >= distance) end += before;
+      }
+      end += tiles_before;
+      const u32 later = __ballot_sync(ALL_LANES, tile < end);
+      if (later != 0) {
+        const int found = __ffs(later) - 1;
+        const int rank = tile - __shfl_sync(ALL_LANES, end - own, found);
+        item = read(window + found, rank, number % a.num_kv_heads);
+        return true;
+      }
+      tiles_before = __shfl_sync(ALL_LANES, end, 31);
     }
+    return false;
   }
 };
 
@@ -361,7 +373,7 @@ DEVICE void attend(const Arguments& a, const Shared& shared, int group) {
   u32 parity = 0;
   GroupRows rows;
   if (group == 1) turn_end(group);
-  while (items.next(item)) {
+  for (bool more = items.next(item); more;) {
     const int lowest = item.position + (item.first_row + group * ROWS) / a.group_size;
     const int position[2] = {item.position + (item.first_row + own) / a.group_size,
                              item.position + (item.first_row + own + 8) / a.group_size};
@@ -373,11 +385,11 @@ DEVICE void attend(const Arguments& a, const Shared& shared, int group) {
       if (first + TILE - 1 > lowest) rows.hide({position[0] - first, position[1] - first});
       rows.exponentiate(a.scale);
     };
-    rows.reset();
     barrier_wait(shared.queries_full(group), parity);
     parity ^= 1;
     barrier_wait(shared.keys_full(keys.slot), keys.parity);
     rows.start_scores(shared.queries(group), shared.keys(keys.slot));
+    rows.reset();
     rows.wait_scores<0>();
     softmax(0);
     rows.pack();
@@ -400,29 +412,30 @@ DEVICE void attend(const Arguments& a, const Shared& shared, int group) {
     const int end = item.length - (item.num_tiles - 1) * TILE;
     if (end < TILE) clear_values(shared.values(values.slot), end, group);
     rows.start_output(shared.values(values.slot));
-    rows.wait_output();
-    release(shared.values_free(values.slot));
-    values.advance();
-
     T* target[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = item.first_row + own + half * 8, query = row / a.group_size;
       const i64 head = item.kv_head * a.group_size + row - query * a.group_size;
-      target[half] = row < item.num_rows ? a.out + (item.start + query) * a.out_stride + head * HEAD_SIZE : nullptr;
+      T* const place = a.out + (item.start + query) * a.out_stride + head * HEAD_SIZE;
+      target[half] = row < item.num_rows ? place : nullptr;
     }
+    more = items.next(item);
+    rows.wait_output();
+    release(shared.values_free(values.slot));
+    values.advance();
     rows.store_rows(target);
   }
 }
 
-// Grid: any; the CTAs share `num_items` items.
+// Grid: any.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_wgmma(const __grid_constant__ TensorMap cache, const T* q, i64 q_stride,
                   const int* block_tables, i64 table_stride, const int* query_starts,
                   const int* lengths, T* out, i64 out_stride, float scale, i64 num_sequences,
-                  i64 num_kv_heads, i64 group_size, i64 block_shift, i64 num_items) {
+                  i64 num_kv_heads, i64 group_size, i64 block_shift) {
   const Arguments a = {q, q_stride, block_tables, table_stride, query_starts, lengths, out, out_stride, scale,
-                       int(num_sequences), int(num_kv_heads), int(group_size), int(block_shift), int(num_items)};
+                       int(num_sequences), int(num_kv_heads), int(group_size), int(block_shift)};
   const Shared shared;
   if (threadIdx.x == 0) {
     prefetch_map(&cache);
@@ -431,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   wait_for_previous();
   start_next();
-  const int group = int(threadIdx.x) / 128 - 1;
+  const int group = __shfl_sync(ALL_LANES, int(threadIdx.x) / 128, 0) - 1;  // known to be the same in a warp
   if (group >= 0) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     attend(a, shared, group);
