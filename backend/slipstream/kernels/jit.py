@@ -8,8 +8,12 @@ import ctypes
 import functools
 import hashlib
 import logging
+import os
 import struct
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,6 +181,28 @@ def cubin_path(wanted: Variant, arch: str, folder: Path | None = None) -> Path:
     return path
 
 
+_cubin = functools.cache(cubin_path)  # compiled once, even where no cache can be written
+_put_off: set[Variant] | None = None  # what `compile_ahead` collects
+
+
+@contextmanager
+def compile_ahead() -> Iterator[None]:
+    """Launch nothing in this block; at its end compile what it would have launched, side by side.
+
+    A step that runs in it meets all its kernels, and its outputs stay as they were allocated.
+    """
+    global _put_off
+    wanted: set[Variant] = set()
+    _put_off = wanted
+    try:
+        yield
+    finally:
+        _put_off = None
+    arch = _architecture(torch.cuda.current_device())
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile") as pool:
+        list(pool.map(lambda one: _cubin(one, arch), wanted))
+
+
 # ---- launching ----
 
 
@@ -204,7 +230,7 @@ def _module(wanted: Variant, device: int) -> Any:
     import cupy
 
     with cupy.cuda.Device(device):
-        return cupy.RawModule(path=str(cubin_path(wanted, _architecture(device))))
+        return cupy.RawModule(path=str(_cubin(wanted, _architecture(device))))
 
 
 class _Kernel:
@@ -303,6 +329,9 @@ def launch(
     kernel that `overlaps` starts while the one before it ends (programmatic dependent launch, from
     sm_90 on): whatever it reads or writes of others, it does after `wait_for_previous()`.
     """
+    if _put_off is not None:
+        _put_off.add(wanted)
+        return
     device = torch.cuda.current_device()
     values: list[int | float] = []
     maps: dict[int, TensorMap] = {}
