@@ -48,7 +48,14 @@ def measure(
 ) -> Result:
     """Time what `make` returns, made as often as its bytes need to exceed the L2 cache."""
     copies = max(4, min(64, math.ceil(ROTATION / num_bytes)))
-    seconds = time_graph([make() for _ in range(copies)])
+    return report(kernel, case, [make() for _ in range(copies)], num_bytes, flops)
+
+
+def report(
+    kernel: str, case: str, runs: list[Callable[[], object]], num_bytes: float, flops: float
+) -> Result:
+    """Time `runs`, which are alike; bytes and operations are of one of them."""
+    seconds = time_graph(runs)
     limits = LIMITS.get(torch.cuda.get_device_name())
     share = max(num_bytes / limits[0], flops / limits[1]) / seconds if limits else None
     result = Result(

@@ -14,3 +14,20 @@ template <int PENDING>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+
+// For what is read once: it leaves the L2 cache before anything else.
+DEVICE u64 evict_first() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// `copy_async` to a shared address, with a policy of the L2 cache.
+DEVICE void copy_async(u32 target, const void* source, bool inside, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target),
+               "l"(source), "r"(inside ? 16 : 0), "l"(policy)
+               : "memory");
+}
+// The 128 bytes around an address into the L2 cache.
+DEVICE void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}

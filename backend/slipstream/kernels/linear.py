@@ -4,11 +4,12 @@
 once, after what follows it.
 """
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.cublaslt import matmul
+from slipstream.kernels.gemv import gemv, takes
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.op import op
 
@@ -43,22 +44,34 @@ def norm_gate_up(
     return silu_mul.reference(norm_linear.reference(x, norm, weight, eps, bias))
 
 
+# ---- on a GPU: all in one kernel for few rows, else one after the other ----
+
+
 @linear.cuda
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return functional.linear(x, weight, bias)
+    if takes(x, weight):
+        return gemv(x, weight, bias=bias)
+    if bias is None:
+        return matmul(x, weight)
+    return matmul(x, weight, bias.expand(len(x), -1).contiguous(), accumulate=True)
 
 
 @linear_add.cuda
 def _linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
+    if takes(x, weight):
+        gemv(x, weight, bias=bias, residual=residual)
+        return
     if bias is not None:
         residual += bias
-    torch.addmm(residual, x, weight.t(), out=residual)
+    matmul(x, weight, residual, accumulate=True)
 
 
 @norm_linear.cuda
 def _norm_linear(
     x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
 ) -> Tensor:
+    if takes(x, weight, norm):
+        return gemv(x, weight, norm=norm, eps=eps, bias=bias)
     return _linear(rms_norm(x, norm, eps), weight, bias)
 
 
@@ -66,4 +79,6 @@ def _norm_linear(
 def _norm_gate_up(
     x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
 ) -> Tensor:
-    return silu_mul(_norm_linear(x, norm, weight, eps, bias))
+    if takes(x, weight, norm, gated=True):
+        return gemv(x, weight, norm=norm, eps=eps, bias=bias, gated=True)
+    return silu_mul(_linear(rms_norm(x, norm, eps), weight, bias))

@@ -1,0 +1,247 @@
+"""Products with what stands around them, on a GPU: against fp64, poisoned, repeated bitwise."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from kernels.checking import Judge, poison, same_bits, short
+from slipstream.kernels.gemv import FP8, MAX_ROWS, gemv, takes
+from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
+from torch.nn import functional
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+
+EPS = 1e-5
+SHAPES = [(n, k) for n in (1, 7, 130, 4096) for k in (8, 64, 520, 1000, 4096, 14336)]
+SHAPES += [(6144, 4096), (28672, 4096), (130, 8192), (130, 28672), (1000, 2048)]
+ROWS = (1, 2, 3, 4)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """The same rows with NaN between them."""
+    n, width = x.shape
+    wide = torch.full((n, width + 24), float("nan"), dtype=x.dtype, device="cuda")
+    return wide[:, 8 : 8 + width].copy_(x)
+
+
+@dataclass
+class Case:
+    """A product in some precision."""
+
+    x: torch.Tensor
+    weight: torch.Tensor  # of the precision of x, or e4m3
+    norm: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    gated: bool = False
+    residual: torch.Tensor | None = None
+
+    def expected(self, dtype: torch.dtype) -> torch.Tensor:
+        x, weight = self.x.to(dtype), self.weight.to(dtype)
+        if self.scales is not None:
+            weight = weight * self.scales[:, None].to(dtype)
+        if self.norm is not None:
+            x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS) * self.norm.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        y = functional.linear(x, weight, bias)
+        if self.gated:
+            gate, up = y.chunk(2, -1)
+            y = functional.silu(gate) * up
+        return y if self.residual is None else self.residual.to(dtype) + y
+
+    def run(self) -> torch.Tensor:
+        residual = None if self.residual is None else spread(self.residual)
+        outputs = len(self.weight) // (2 if self.gated else 1)
+        poison((len(self.x), outputs), dtype=self.x.dtype)
+        around = {"norm": self.norm, "bias": self.bias, "scales": self.scales}
+        out = gemv(self.x, self.weight, eps=EPS, gated=self.gated, residual=residual, **around)
+        if residual is not None:
+            assert out is residual
+            assert bool(residual._base.view(len(out), -1)[:, :8].isnan().all())
+        return out
+
+
+def cases(rows: int, outputs: int, width: int, dtype: torch.dtype, fp8: bool) -> dict[str, Case]:
+    seed = outputs + width
+    x = spread(random(rows, width, dtype=dtype, seed=seed))
+    weight = random(outputs, width, dtype=dtype, seed=seed + 1) * width**-0.5
+    norm = 1 + 0.1 * random(width, dtype=dtype, seed=2)
+    bias = random(outputs, dtype=dtype, seed=3)
+    residual = random(rows, outputs, dtype=dtype, seed=4)
+    scales = None
+    if fp8:
+        scales = weight.abs().amax(1).float().clamp_min(1e-3) / 448
+        weight = (weight.float() / scales[:, None]).to(FP8)
+    found = {
+        "plain": Case(x, weight, scales=scales),
+        "bias, residual": Case(x, weight, None, bias, scales, residual=residual),
+        "norm, bias": Case(x, weight, norm, bias, scales),
+    }
+    if outputs % 2 == 0:
+        found["norm, gated"] = Case(x, weight, norm, None, scales, gated=True)
+        found["bias, gated"] = Case(x, weight, None, bias, scales, gated=True)
+    return found
+
+
+def check(judge: Judge, rows: int, shape: tuple[int, int], dtype: torch.dtype, fp8: bool) -> int:
+    taken = 0
+    for what, case in cases(rows, *shape, dtype, fp8).items():
+        if not takes(case.x, case.weight, case.norm, case.gated):
+            continue
+        name = f"{rows} x {shape} {what}{' e4m3' if fp8 else ''}"
+        judge.close(name, case.run(), case.expected(torch.float64), case.expected(dtype))
+        judge.repeats(name, case.run)
+        taken += 1
+    return taken
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
+def test_few_rows(dtype: torch.dtype, fp8: bool) -> None:
+    judge = Judge(f"gemv {short(dtype)}{' e4m3' if fp8 else ''}")
+    shapes = SHAPES if dtype == torch.bfloat16 else [(130, 1000), (4096, 4096), (130, 14336)]
+    taken = [check(judge, rows, shape, dtype, fp8) for shape in shapes for rows in ROWS]
+    assert sum(n > 0 for n in taken) > len(taken) // 2
+    judge.verdict()
+
+
+def test_a_row_does_not_see_its_neighbours() -> None:
+    judge = Judge("rows alone and together")
+    for shape in ((6144, 4096), (4096, 14336), (1000, 520)):
+        for fp8 in (False, True):
+            if fp8 and shape[1] % 16:
+                continue
+            for what, case in cases(MAX_ROWS, *shape, torch.bfloat16, fp8).items():
+                together = takes(case.x, case.weight, case.norm, case.gated)
+                if not together:
+                    continue
+                out = case.run()
+                for rows in ROWS:
+                    residual = None if case.residual is None else case.residual[:rows]
+                    fewer = Case(
+                        case.x[:rows],
+                        case.weight,
+                        case.norm,
+                        case.bias,
+                        case.scales,
+                        case.gated,
+                        residual,
+                    )
+                    judge.true(f"{rows} x {shape} {what}", same_bits(fewer.run(), out[:rows]))
+    judge.verdict()
+
+
+# ---- a step's products, one after the other ----
+
+HIDDEN, FFN, NUM_LAYERS, VOCAB = 4096, 14336, 32, 128256
+MATRICES = {
+    "qkv": (6144, HIDDEN),
+    "o": (HIDDEN, HIDDEN),
+    "gate_up": (2 * FFN, HIDDEN),
+    "down": (HIDDEN, FFN),
+}
+
+
+class Chain:
+    """The products of 32 layers and the head, with norms, gates and sums; no attention."""
+
+    def __init__(self) -> None:
+        def matrix(outputs: int, inputs: int) -> torch.Tensor:
+            numbers = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+            return numbers.mul_(inputs**-0.5)
+
+        torch.manual_seed(0)
+        self.layers = [
+            {name: matrix(*shape) for name, shape in MATRICES.items()} for _ in range(NUM_LAYERS)
+        ]
+        self.head = matrix(VOCAB, HIDDEN)
+        self.norm = 1 + 0.1 * random(HIDDEN, dtype=torch.bfloat16)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits; through the kernels."""
+        residual = x.clone()
+        for layer in self.layers:
+            qkv = norm_linear(residual, self.norm, layer["qkv"], EPS)
+            linear_add(qkv[:, :HIDDEN], layer["o"], residual)
+            gate = norm_gate_up(residual, self.norm, layer["gate_up"], EPS)
+            linear_add(gate, layer["down"], residual)
+        return norm_linear(residual, self.norm, self.head, EPS)
+
+    def expected(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        residual, norm = x.to(dtype), self.norm.to(dtype)
+
+        def normed() -> torch.Tensor:
+            return residual * torch.rsqrt((residual**2).mean(-1, keepdim=True) + EPS) * norm
+
+        for layer in self.layers:
+            qkv = functional.linear(normed(), layer["qkv"].to(dtype))
+            residual = residual + functional.linear(qkv[:, :HIDDEN], layer["o"].to(dtype))
+            gate, up = functional.linear(normed(), layer["gate_up"].to(dtype)).chunk(2, -1)
+            residual = residual + functional.linear(
+                functional.silu(gate) * up, layer["down"].to(dtype)
+            )
+        return functional.linear(normed(), self.head.to(dtype))
+
+
+@pytest.fixture(scope="module")
+def chain() -> Chain:
+    return Chain()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_a_chain_of_products(chain: Chain, rows: int) -> None:
+    """200 replays of one graph, in which each kernel starts before the one ahead has ended."""
+    judge = Judge(f"chain of {rows}")
+    x = random(rows, HIDDEN, dtype=torch.bfloat16, seed=rows)
+    chain.run(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = chain.run(x)
+    graph.replay()
+    first = logits.clone()
+    exact, naive = chain.expected(x, torch.float64), chain.expected(x, torch.bfloat16)
+    judge.close("logits", first, exact, naive)
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(200):
+        logits.fill_(float("nan"))
+        graph.replay()
+        differing += (logits.view(torch.int16) != first.view(torch.int16)).any()
+    judge.true(f"{int(differing)} of 200 replays differ", int(differing) == 0)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=short)
+def test_functions(dtype: torch.dtype) -> None:
+    """The public functions, whichever kernels they choose."""
+    judge = Judge(f"linear {short(dtype)}")
+    for rows in (1, 4, 5, 16, 17, 100):
+        for outputs, width in ((130, 1000), (512, 37), (4096, 4096)):
+            x = random(rows, width, dtype=dtype, seed=rows)
+            weight = random(outputs, width, dtype=dtype, seed=1) * width**-0.5
+            norm = 1 + 0.1 * random(width, dtype=dtype, seed=2)
+            for bias in (None, random(outputs, dtype=dtype, seed=3)):
+                residual = random(rows, outputs, dtype=dtype, seed=4)
+                name = f"{rows} x {outputs, width}{'' if bias is None else ' bias'}"
+
+                def judged(what: str, out: torch.Tensor, case: Case, name: str = name) -> None:
+                    exact = case.expected(torch.float64)
+                    judge.close(f"{what} {name}", out, exact, case.expected(dtype))
+
+                judged("linear", linear(x, weight, bias), Case(x, weight, None, bias))
+                normed = norm_linear(x, norm, weight, EPS, bias)
+                judged("norm_linear", normed, Case(x, weight, norm, bias))
+                gated = norm_gate_up(x, norm, weight, EPS, bias)
+                judged("norm_gate_up", gated, Case(x, weight, norm, bias, gated=True))
+                total = residual.clone()
+                linear_add(x, weight, total, bias)
+                judged("linear_add", total, Case(x, weight, None, bias, residual=residual))
+    judge.verdict()
