@@ -1,17 +1,22 @@
 """A matrix product in e4m3: a scale for each output of the weights and for each token."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from slipstream.kernels import fp8
+from slipstream.kernels import fp8, gemv
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Addend, Residual
 from slipstream.layers.source import WeightSource
 
 
 class QuantizedLinear:
-    """`Linear`, its matrix quantised as it is loaded: one at a time has its 16-bit numbers too."""
+    """`Linear`, its matrix quantised as it is loaded: one at a time has its 16-bit numbers too.
+
+    Few rows of activations are left as they are where there is a kernel for that: what takes time
+    then is to read the weights.
+    """
 
     def __init__(
         self,
@@ -28,18 +33,34 @@ class QuantizedLinear:
 
     def of_norm(self, norm: Norm, residual: Residual) -> Tensor:
         """The product with `norm(residual)`; `[n, out]`."""
+        if self._is_for_few(norm, residual, gated=False):
+            return self._few(residual.values, norm=norm.weight, eps=norm.eps)
         x = residual.quantized(norm)
         product = fp8.matmul(x.values, self.weight.values)
         return fp8.scale(product, x.scales, self.weight.scales, self.dtype, self.bias)
 
-    def gate_of_norm(self, norm: Norm, residual: Residual) -> fp8.Quantized:
+    def gate_of_norm(self, norm: Norm, residual: Residual) -> Tensor | fp8.Quantized:
         """`silu(gate) * up` of `[gate | up]`, the product with `norm(residual)`; `[n, out / 2]`."""
+        if self._is_for_few(norm, residual, gated=True):
+            return self._few(residual.values, norm=norm.weight, eps=norm.eps, gated=True)
         x = residual.quantized(norm)
         product = fp8.matmul(x.values, self.weight.values)
         return fp8.silu_mul_quantize(product, x.scales, self.weight.scales, self.bias)
 
     def add_to(self, residual: Residual, x: Tensor | fp8.Quantized) -> None:
         """`residual [n, out] += ` the product with `x [n, in]`."""
+        if isinstance(x, Tensor) and gemv.takes(x, self.weight.values):
+            self._few(x, residual=residual.values)
+            return
         x = fp8.quantize(x) if isinstance(x, Tensor) else x
         product = fp8.matmul(x.values, self.weight.values)
         residual.add_later(Addend(product, x.scales, self.weight.scales, self.bias))
+
+    def _is_for_few(self, norm: Norm, residual: Residual, gated: bool) -> bool:
+        if len(residual) > gemv.MAX_ROWS:
+            return False
+        return gemv.takes(residual.values, self.weight.values, norm.weight, gated)
+
+    def _few(self, x: Tensor, **around: Any) -> Tensor:
+        weight, scales = self.weight
+        return gemv.gemv(x, weight, bias=self.bias, scales=scales, **around)
