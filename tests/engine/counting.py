@@ -6,10 +6,13 @@ freed or shared too early: each changes the tokens. `expected` says what they mu
 engine or cache.
 """
 
+from collections import deque
 from math import inf
 from zlib import crc32
 
-from slipstream.engine.batch import Batch, LogitEdit, Row, Sampled
+import msgspec
+from slipstream.engine.batch import Batch, Row, Sampled
+from slipstream.engine.edits import EDIT
 from slipstream.engine.engine import Engine
 from slipstream.engine.sequence import mix_seed
 from slipstream.wire import FinishReason, Submit, Tokens
@@ -36,47 +39,113 @@ def next_token(history: list[int], seed: int, number: int, banned: set[int]) -> 
     return token_id
 
 
-def banned_ids(edits: tuple[LogitEdit, ...]) -> set[int]:
-    ids = [edit.token_id for edit in edits]
-    assert len(ids) == len(set(ids)), "two edits of one token"
-    return {edit.token_id for edit in edits if edit.addend == -inf}
+def banned_ids(edits: bytes) -> set[int]:
+    pairs = list(EDIT.iter_unpack(edits))
+    ids = [token_id for token_id, _ in pairs]
+    assert ids == sorted(set(ids)), "not one edit a token, by rising id"
+    return {token_id for token_id, addend in pairs if addend == -inf}
+
+
+class Counted:
+    """A step between launch and wait; it reads and writes the cache when it is waited for."""
+
+    def __init__(self, runner: "CountingRunner", batch: Batch, error: Exception | None) -> None:
+        self._runner = runner
+        self.batch = batch
+        self._error = error
+
+    def wait(self) -> Sampled:
+        assert self._runner.in_flight[0] is self, "waited for out of turn"
+        self._runner.in_flight.popleft()
+        if self._error is not None:
+            self._runner.samples = [0] * len(self.batch.rows)
+            raise self._error
+        return self._runner.compute(self.batch)
 
 
 class CountingRunner:
-    """Checks the shape of every batch, and that only its own rows are written."""
+    """Checks the shape of every batch, and that only its own rows are written.
 
-    def __init__(self, num_blocks: int, block_size: int, max_model_len: int = MAX_LEN) -> None:
+    A launch keeps what the rows say at that time, as a GPU does, and computes when waited for. The
+    samples of a step that failed, or of NaN, are the token 0.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int = MAX_LEN,
+        max_in_flight: int = 2,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = VOCAB_SIZE
         self.max_model_len = max_model_len
+        self.max_in_flight = max_in_flight
         self.max_tokens = 1 << 30
         self.batches: list[Batch] = []
+        self.in_flight: deque[Counted] = deque()
         self.poisoned: set[int] = set()  # sequence ids whose logits are NaN
-        self.error: Exception | None = None  # raised by the next run
+        self.error: Exception | None = None  # raised by the next launch
+        self.late_error: Exception | None = None  # raised by the wait for the next launch
+        self.samples: list[int] = []  # of the last step that was waited for
         self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._owners: dict[int, int] = {}  # slot -> sequence
 
-    def run(self, batch: Batch) -> Sampled:
+    def launch(self, batch: Batch) -> Counted:
+        assert len(self.in_flight) < self.max_in_flight
         self._check(batch)
+        self._check_fences(batch)
+        rows = [
+            msgspec.structs.replace(
+                row, block_ids=list(row.block_ids), token_ids=list(row.token_ids)
+            )
+            for row in batch.rows
+        ]
+        batch = Batch(tuple(rows), batch.num_decodes)
         self.batches.append(batch)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
+        self.in_flight.append(Counted(self, batch, self.late_error))
+        self.late_error = None
+        return self.in_flight[-1]
+
+    def compute(self, batch: Batch) -> Sampled:
         for row in batch.rows:
-            for i, token_id in enumerate(row.token_ids, start=row.start):
+            token_ids = row.token_ids if row.source < 0 else [self.samples[row.source]]
+            for i, token_id in enumerate(token_ids, start=row.start):
                 block = row.block_ids[i // self.block_size]
                 self._cache[block][i % self.block_size] = token_id
         rows = [row for row in batch.rows if row.samples]
-        return Sampled(
-            [self._sample(row) for row in rows],
-            [-float(row.num_outputs) for row in rows],
-            [row.sequence_id not in self.poisoned for row in rows],
-        )
+        is_finite = [row.sequence_id not in self.poisoned for row in rows]
+        drawn = [self._sample(row) for row in rows]
+        self.samples = [t if ok else 0 for t, ok in zip(drawn, is_finite, strict=True)]
+        return Sampled(self.samples, [-float(row.num_outputs) for row in rows], is_finite)
+
+    def _check_fences(self, batch: Batch) -> None:
+        """What a step in flight may write to is not handed to another sequence."""
+        for step in self.in_flight:
+            for old in step.batch.rows:
+                written = set(self._blocks(old, old.start))
+                for row in batch.rows:
+                    if row.sequence_id != old.sequence_id:
+                        assert not written & set(self._blocks(row, 0)), "the fence is broken"
 
     def _check(self, batch: Batch) -> None:
         assert batch.rows
         assert batch.num_tokens <= self.max_tokens
+        slots = [row.slot for row in batch.rows]
+        assert len(set(slots)) == len(slots)
+        before = self.in_flight[-1].batch.rows if self.in_flight else ()
+        num_before = sum(row.samples for row in before)
         for number, row in enumerate(batch.rows):
+            if row.is_new:
+                self._owners[row.slot] = row.sequence_id
+            assert self._owners[row.slot] == row.sequence_id
+            if row.source >= 0:
+                assert row.source < num_before
+                assert self._is_sample(row)
             is_decode = len(row.token_ids) == 1 and row.samples
             assert is_decode == (number < batch.num_decodes)
             end = row.start + len(row.token_ids)
@@ -94,6 +163,12 @@ class CountingRunner:
         for row in batch.rows:
             for block in self._blocks(row, 0):
                 assert writers.get(block, row.sequence_id) == row.sequence_id
+
+    def _is_sample(self, row: Row) -> bool:
+        """Is the row's source its own sequence's sample, one position before?"""
+        before = [r for r in self.in_flight[-1].batch.rows if r.samples][row.source]
+        is_next = before.start + len(before.token_ids) == row.start
+        return before.sequence_id == row.sequence_id and is_next and len(row.token_ids) == 1
 
     def _blocks(self, row: Row, start: int) -> list[int]:
         end = row.start + len(row.token_ids)

@@ -45,9 +45,13 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
 
 
 def make(
-    num_blocks: int = 64, block_size: int = 4, num_seqs: int = 64, num_tokens: int = 64
+    num_blocks: int = 64,
+    block_size: int = 4,
+    num_seqs: int = 64,
+    num_tokens: int = 64,
+    max_in_flight: int = 2,
 ) -> tuple[Client, CountingRunner]:
-    runner = CountingRunner(num_blocks, block_size)
+    runner = CountingRunner(num_blocks, block_size, max_in_flight=max_in_flight)
     runner.max_tokens = num_tokens
     limits = Limits(num_seqs, num_tokens, 1000)
     return Client(Engine(limits, runner, Words(), "counting")), runner
@@ -68,6 +72,7 @@ def check(client: Client, number: int, prompt: list[int], sampling: SamplingPara
     st.integers(0, 12),
     st.integers(1, 6),
     st.integers(1, 40),
+    st.integers(1, 2),
 )
 def test_any_schedule_gives_the_tokens_of_the_definition(
     requests: list[tuple[list[int], SamplingParams]],
@@ -75,10 +80,11 @@ def test_any_schedule_gives_the_tokens_of_the_definition(
     spare_blocks: int,
     num_seqs: int,
     num_tokens: int,
+    max_in_flight: int,
 ) -> None:
     # The smallest pool that never ends a lone sequence early.
     num_blocks = -(-MAX_LEN // block_size) + spare_blocks
-    client, _ = make(num_blocks, block_size, num_seqs, num_tokens)
+    client, _ = make(num_blocks, block_size, num_seqs, num_tokens, max_in_flight)
     numbers = [client.submit(prompt, sampling) for prompt, sampling in requests]
     client.drain()
     for number, (prompt, sampling) in zip(numbers, requests, strict=True):

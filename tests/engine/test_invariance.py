@@ -98,3 +98,31 @@ def test_alone_in_a_batch_in_chunks_and_preempted(tmp_path: Path, name: str) -> 
         got, log_probs = tokens(client, number)
         assert got == want, (budget, others, preemptions)
         assert log_probs == pytest.approx(want_log_probs, abs=1e-4)
+
+
+def test_a_step_in_flight_changes_nothing(tmp_path: Path) -> None:
+    model = runner(tmp_path, 400)  # preemptions too
+    asked = [
+        *ASKED.values(),
+        SamplingParams(max_tokens=30, seed=5, n=3, log_probs=True),
+        SamplingParams(max_tokens=30, seed=6, bad_words=((1, 2), (3,)), stop_token_ids=(5, 9)),
+        SamplingParams(max_tokens=30, seed=7, presence_penalty=1.5, bias=((8, 3.0),), n=2),
+        SamplingParams(max_tokens=1, seed=8),
+    ]
+
+    def streams(max_in_flight: int) -> Client:
+        model.max_in_flight = max_in_flight
+        client = Client(Engine(Limits(9, 50, 100), model, None))
+        for i, sampling in enumerate(asked * 2):
+            client.submit(PROMPT[: 5 + 3 * i], sampling)
+            client.step()
+        client.drain()
+        return client
+
+    one, two = streams(1), streams(2)
+    assert one.engine.status().num_preemptions > 0
+    assert two.engine.status().num_preemptions > 0
+    for key, stream in one.streams.items():
+        other = two.streams[key]
+        assert (other.token_ids, other.reason) == (stream.token_ids, stream.reason), key
+        assert other.log_probs == pytest.approx(stream.log_probs, abs=1e-4)

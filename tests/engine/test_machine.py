@@ -26,12 +26,19 @@ class Machine(RuleBasedStateMachine):
         num_seqs=st.integers(1, 6),
         num_tokens=st.integers(1, 30),
         max_waiting=st.integers(1, 8),
+        max_in_flight=st.integers(1, 2),
     )
     def begin(
-        self, block_size: int, num_blocks: int, num_seqs: int, num_tokens: int, max_waiting: int
+        self,
+        block_size: int,
+        num_blocks: int,
+        num_seqs: int,
+        num_tokens: int,
+        max_waiting: int,
+        max_in_flight: int,
     ) -> None:
         num_blocks += -(-MAX_MODEL_LEN // block_size)
-        self.runner = CountingRunner(num_blocks, block_size, MAX_MODEL_LEN)
+        self.runner = CountingRunner(num_blocks, block_size, MAX_MODEL_LEN, max_in_flight)
         self.runner.max_tokens = num_tokens
         self.engine = Engine(Limits(num_seqs, num_tokens, max_waiting), self.runner, Words())
         self.client = Client(self.engine)
@@ -80,6 +87,22 @@ class Machine(RuleBasedStateMachine):
         self.client.step()
         self.runner.error = None
         self.engine._num_failed_steps = 0
+
+    @precondition(lambda self: self.in_flight())
+    @rule()
+    def fail_late(self) -> None:
+        self.may_fail |= self.in_flight()
+        self.runner.late_error = ValueError("planted, told by the wait")
+        self.client.step()
+        self.runner.late_error = None
+        self.engine._num_failed_steps = 0
+
+    @precondition(lambda self: self.in_flight())
+    @rule(choice=st.integers(0, 99))
+    def preempt(self, choice: int) -> None:
+        running = list(self.engine._scheduler._running.values())
+        if running and (victim := running[choice % len(running)]).num_preemptions < MAX_PREEMPTIONS:
+            self.engine._scheduler._preempt(victim)
 
     @precondition(lambda self: self.in_flight())
     @rule(choice=st.integers(0, 99))

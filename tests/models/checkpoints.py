@@ -130,6 +130,7 @@ class Driver:
             g.block_ids.append(self.free.pop())
         return Row(
             sequence_id=number,
+            slot=number,
             token_ids=token_ids,
             start=g.num_computed,
             block_ids=list(g.block_ids),

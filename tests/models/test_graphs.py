@@ -16,12 +16,13 @@ from models.checkpoints import (
     random_prompts,
     save,
 )
-from slipstream.engine.arrays import pad_decodes, token_arrays
+from slipstream.engine.arrays import Shape, Slots, shape_of
 from slipstream.engine.batch import Batch, Row
-from slipstream.engine.graphs import Buckets, row_buckets, width_buckets
+from slipstream.engine.graphs import MAX_CHUNK_ROWS, Buckets, row_buckets, token_buckets
 from slipstream.engine.runner import ModelRunner
+from slipstream.kernels.sample import ROW
 
-BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+TOKENS = token_buckets(2048)
 
 
 def test_row_buckets_of_the_default() -> None:
@@ -36,44 +37,59 @@ def test_row_buckets_of_the_default() -> None:
     assert row_buckets(4000)[-1] == 512
 
 
-def test_width_buckets_in_tokens() -> None:
-    widths = [width * 32 for width in width_buckets(131_072, 32)]
-    assert widths == [
-        *(256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
-        *(16_384, 32_768, 65_536, 131_072),
-    ]
-    assert width_buckets(100, 32) == [4]
-    assert width_buckets(700, 32) == [8, 16, 22]
+def test_token_buckets() -> None:
+    assert token_buckets(2048) == [16, 32, 64, 128, 192, 256, 384, 512]
+    assert token_buckets(100) == [16, 32, 64, 100]
+    assert token_buckets(7) == [7]
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     max_num_seqs=st.integers(1, 600),
-    max_model_len=st.integers(1, 200_000),
-    block_size=st.sampled_from(BLOCK_SIZES),
+    max_num_tokens=st.integers(1, 3000),
+    all_chunks=st.booleans(),
     data=st.data(),
 )
 def test_a_bucket_is_the_smallest_that_holds(
-    max_num_seqs: int, max_model_len: int, block_size: int, data: st.DataObject
+    max_num_seqs: int, max_num_tokens: int, all_chunks: bool, data: st.DataObject
 ) -> None:
-    buckets = Buckets(max_num_seqs, max_model_len, block_size)
-    most_blocks = -(-max_model_len // block_size)
-    assert buckets.rows == sorted(set(buckets.rows))
-    assert buckets.widths == sorted(set(buckets.widths))
-    assert (buckets.rows[-1], buckets.widths[-1]) == (min(max_num_seqs, 512), most_blocks)
+    buckets = Buckets(max_num_seqs, max_num_tokens, all_chunks)
+    assert len(set(buckets.shapes)) == len(buckets.shapes)
     num_rows = data.draw(st.integers(1, max_num_seqs))
-    num_blocks = data.draw(st.integers(1, most_blocks))
-    bucket = buckets.find(num_rows, num_blocks)
+    shape = Shape(num_rows, num_rows, 0 if all_chunks else num_rows, num_rows, int(all_chunks))
+    found = buckets.find(shape)
     if num_rows > 512:
-        assert bucket is None
+        assert found is None
+    else:
+        assert found in buckets.shapes
+        assert num_rows <= found.num_rows <= max(num_rows + 1, 2 * num_rows)
+        assert found == Shape(found[1], found[1], found[1] * (not all_chunks), *found[3:])
+        rows = [s.num_rows for s in buckets.shapes if s.max_queries <= 1]
+        assert found.num_rows == min(r for r in rows if r >= num_rows)
+
+
+@given(
+    counts=st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    num_decodes=st.integers(0, 12),
+    first_samples=st.booleans(),
+)
+def test_a_shape_with_chunks_holds_them(
+    counts: list[int], num_decodes: int, first_samples: bool
+) -> None:
+    buckets = Buckets(256, 2048)
+    num_rows = num_decodes + len(counts)
+    samples = num_rows - (not first_samples)
+    shape = Shape(num_decodes + sum(counts), num_rows, num_decodes, samples, max(counts))
+    found = buckets.find(shape)
+    if shape.num_samples == shape.num_tokens:
+        return  # such a row would be a decode
+    if found is None:
+        assert num_rows > MAX_CHUNK_ROWS or shape.num_tokens > 512
         return
-    assert bucket is not None
-    assert bucket.num_rows == min(b for b in buckets.rows if b >= num_rows)
-    assert bucket.num_blocks == min(b for b in buckets.widths if b >= num_blocks)
-    # Padding never doubles the work: at most one row more than twice, or half the tables in vain.
-    assert bucket.num_rows <= max(num_rows + 1, 2 * num_rows)
-    assert bucket.num_blocks * block_size <= max(256, 2 * num_blocks * block_size) + block_size
-    assert buckets.find(num_rows, most_blocks + 1) is None
+    assert found.num_tokens == found.max_queries == min(t for t in TOKENS if t >= shape.num_tokens)
+    assert found.num_decodes == 0
+    assert found.num_rows >= num_rows
+    assert found.num_samples >= samples
 
 
 @pytest.fixture(scope="module")
@@ -83,69 +99,134 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 def logits_and_cache(
-    runner: ModelRunner, batch: Batch, shape: tuple[int, int] | None
+    runner: ModelRunner, batch: Batch, shape: Shape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step of decodes, padded to so many rows and blocks; the caches are as before it."""
-    tokens = token_arrays(batch, runner.block_size)
-    if shape is not None:
-        tokens = pad_decodes(tokens, *shape)
+    """A step in that shape; the caches are as before it."""
     with torch.inference_mode():
         before = [cache.clone() for cache in runner._caches]
-        logits = runner._forward([torch.from_numpy(a) for a in tokens], len(tokens.lengths), 0)
+        staged = runner._stage(runner._builder.build(batch, shape, 0, 0))
+        logits = runner._forward(shape, *staged)
         after = torch.stack(runner._caches)
         for cache, old in zip(runner._caches, before, strict=True):
             cache.copy_(old)
-    return logits[: len(batch.rows)], after
+    return logits[: sum(row.samples for row in batch.rows)], after
+
+
+def make_batch(
+    runner: ModelRunner, rng: random.Random, sizes: list[tuple[int, int]], num_decodes: int
+) -> Batch:
+    """Rows of (tokens, tokens before them), the cache NaN wherever nobody may look."""
+    blocks = list(range(runner.num_blocks))
+    rng.shuffle(blocks)
+    rows = []
+    for i, (count, start) in enumerate(sizes):
+        owned = [blocks.pop() for _ in range(-(-(start + count) // runner.block_size))]
+        token_ids = [rng.randrange(1009) for _ in range(count)]
+        samples = i < num_decodes or rng.random() < 0.7
+        rows.append(Row(i, i, token_ids, start, owned, samples, GREEDY, 0, 1))
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
+    with torch.inference_mode():
+        for cache in runner._caches:
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+            cache[blocks] = float("nan")
+    return Batch(tuple(rows), num_decodes)
+
+
+def check_padding(runner: ModelRunner, batch: Batch, shape: Shape) -> None:
+    plain, plain_cache = logits_and_cache(runner, batch, shape_of(batch))
+    padded, padded_cache = logits_and_cache(runner, batch, shape)
+    torch.testing.assert_close(padded, plain, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(padded_cache, plain_cache, rtol=1e-5, atol=2e-5, equal_nan=True)
+    assert padded.argmax(-1).tolist() == plain.argmax(-1).tolist()
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
     more_rows=st.integers(0, 7),
-    more_blocks=st.integers(0, 20),
     seed=st.integers(0, 1000),
 )
-def test_padding_changes_nothing(
-    runner: ModelRunner, lengths: list[int], more_rows: int, more_blocks: int, seed: int
+def test_padding_decodes_changes_nothing(
+    runner: ModelRunner, lengths: list[int], more_rows: int, seed: int
 ) -> None:
-    rng = random.Random(seed)
-    blocks = list(range(runner.num_blocks))
-    rng.shuffle(blocks)
-    rows = []
-    for i, length in enumerate(lengths):
-        count = -(-length // runner.block_size)
-        owned = [blocks.pop() for _ in range(count)]
-        rows.append(Row(i, [rng.randrange(1009)], length - 1, owned, True, GREEDY, 0, 1))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.inference_mode():
-        for cache in runner._caches:  # what earlier tokens left, NaN wherever nobody may look
-            cache.copy_(torch.randn(cache.shape, generator=generator))
-            cache[blocks] = float("nan")
-    batch = Batch(tuple(rows), len(rows))
-    width = max(len(row.block_ids) for row in rows)
-    plain, plain_cache = logits_and_cache(runner, batch, None)
-    shape = (len(rows) + more_rows, width + more_blocks)
-    padded, padded_cache = logits_and_cache(runner, batch, shape)
-    torch.testing.assert_close(padded, plain, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(padded_cache, plain_cache, rtol=1e-5, atol=1e-5, equal_nan=True)
-    assert padded.argmax(-1).tolist() == plain.argmax(-1).tolist()
+    sizes = [(1, length - 1) for length in lengths]
+    batch = make_batch(runner, random.Random(seed), sizes, len(sizes))
+    count = len(sizes) + more_rows
+    check_padding(runner, batch, Shape(count, count, count, count, 0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_decodes=st.integers(0, 4),
+    counts=st.lists(st.integers(2, 60), min_size=1, max_size=4),
+    starts=st.lists(st.integers(0, 60), min_size=8, max_size=8),
+    more_rows=st.integers(0, 5),
+    more_tokens=st.integers(0, 50),
+    seed=st.integers(0, 1000),
+)
+def test_padding_chunks_changes_nothing(
+    runner: ModelRunner,
+    num_decodes: int,
+    counts: list[int],
+    starts: list[int],
+    more_rows: int,
+    more_tokens: int,
+    seed: int,
+) -> None:
+    sizes = list(zip([1] * num_decodes + counts, starts, strict=False))
+    batch = make_batch(runner, random.Random(seed), sizes, num_decodes)
+    exact = shape_of(batch)
+    num_rows, num_tokens = exact.num_rows + more_rows, exact.num_tokens + more_tokens
+    check_padding(runner, batch, Shape(num_tokens, num_rows, 0, num_rows, num_tokens))
 
 
 def test_padding_keeps_what_was_there(runner: ModelRunner) -> None:
-    rows = tuple(Row(i, [7 + i], 9 * i, [i, 9, 4], True, GREEDY, 0, 0) for i in range(3))
-    tokens = token_arrays(Batch(rows, 3), 8)
-    padded = pad_decodes(tokens, 5, 6)
-    assert [a.dtype for a in padded] == [a.dtype for a in tokens]
+    rows = tuple(Row(i, i, [7 + i], 9 * i, [i, 9, 4], True, GREEDY, 0, 0) for i in range(3))
+    batch = Batch(rows, 3)
+    plain = runner._builder.build(batch, Shape(3, 3, 3, 3, 0), 0, 0)
+    padded = runner._builder.build(batch, Shape(5, 5, 5, 5, 0), 20, 0)
+    assert [a.dtype for a in padded] == [a.dtype for a in plain]
     assert padded.token_ids.tolist() == [7, 8, 9, 0, 0]
+    assert padded.sources.tolist() == [-1] * 5
     assert padded.positions.tolist() == [0, 9, 18, 0, 0]
     assert padded.slots.tolist() == [0, 73, 34, -1, -1]
     assert padded.lengths.tolist() == [1, 10, 19, 0, 0]
-    assert padded.sample_rows.tolist() == [0, 1, 2, 3, 4]
+    assert padded.sample_rows.tolist() == [0, 1, 2, 0, 0]
     assert padded.query_starts.tolist() == [0]
-    assert padded.block_tables.shape == (5, 6)
-    assert np.array_equal(padded.block_tables[:3, :3], tokens.block_tables)
-    assert not padded.block_tables[3:].any()
-    assert not padded.block_tables[:, 3:].any()
+    assert padded.rows.view(ROW)["result"].ravel().tolist() == [20, 21, 22, -1, -1]
+    assert np.array_equal(padded.tables, [[0, 9, 4], [1, 9, 4], [2, 9, 4]])
+    assert np.array_equal(padded.tables, plain.tables)
+
+
+def test_chunks_of_a_padded_step(runner: ModelRunner) -> None:
+    rows = (
+        Row(0, 0, [5], 9, [3, 1], True, GREEDY, 0, 0, source=2),
+        Row(1, 1, [6, 7, 8], 0, [2], False, GREEDY, 0, 0),
+        Row(2, 2, [9, 10], 7, [4, 5], True, GREEDY, 0, 0),
+    )
+    step = runner._builder.build(Batch(rows, 1), Shape(8, 4, 0, 4, 8), 0, 20)
+    assert step.token_ids.tolist() == [5, 6, 7, 8, 9, 10, 0, 0]
+    assert step.sources.tolist() == [22, *[-1] * 7]
+    assert step.positions.tolist() == [9, 0, 1, 2, 7, 8, 0, 0]
+    assert step.slots.tolist() == [9, 16, 17, 18, 39, 40, -1, -1]
+    assert step.query_starts.tolist() == [0, 1, 4, 6, 6]
+    assert step.lengths.tolist() == [10, 3, 9, 0]
+    assert step.sample_rows.tolist() == [0, 5, 0, 0]
+    mixed = runner._builder.build(Batch(rows, 1), Shape(6, 3, 1, 2, 3), 0, 20)
+    assert mixed.query_starts.tolist() == [0, 3, 5]
+
+
+def test_slots_keep_what_has_not_changed() -> None:
+    slots = Slots(4, 6)
+    first = Row(7, 2, [1], 0, [5, 6], True, GREEDY, 0, 0)
+    assert slots.update((first,)).tolist() == [2]
+    assert slots.tables[2].tolist() == [5, 6, 0, 0, 0, 0]
+    grown = Row(7, 2, [1], 1, [8, 8, 9], True, GREEDY, 0, 1, is_new=False)
+    slots.update((grown,))  # only what came is read
+    assert slots.tables[2].tolist() == [5, 6, 9, 0, 0, 0]
+    other = Row(8, 2, [1], 0, [3], True, GREEDY, 0, 0)
+    slots.update((other,))
+    assert slots.tables[2, 0] == 3
 
 
 def test_the_cpu_makes_no_graphs(runner: ModelRunner) -> None:

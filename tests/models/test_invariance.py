@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
-from slipstream.engine.batch import Batch, LogitEdit, Row
+from slipstream.engine.batch import Batch, Row
+from slipstream.engine.edits import EDIT
 from slipstream.engine.runner import ModelRunner
-from slipstream.kernels.sample import sample
+from slipstream.sampling.rows import pack_row, sampling_arrays
+from slipstream.sampling.sampler import Results, SamplingInputs, draw, make_counts
 from slipstream_contract.sampling import SamplingParams
 
 LENGTHS = [3, 60, 17, 1, 33, 8, 45, 26, 64, 2, 31, 12]
@@ -101,15 +103,17 @@ def test_three_preemptions(runner: ModelRunner, alone: list[Generation]) -> None
     assert [g.outputs for g in generations] == [g.outputs for g in alone]
 
 
-def make_row(token_ids: list[int], blocks: list[int], edits: tuple[LogitEdit, ...] = ()) -> Row:
-    return Row(0, token_ids, 0, blocks, True, STYLES[0], 0, 0, edits)
+def make_row(token_ids: list[int], blocks: list[int], edits: bytes = b"") -> Row:
+    slot = blocks[0]  # another for every row of a batch
+    return Row(slot, slot, token_ids, 0, blocks, True, STYLES[0], 0, 0, edits)
 
 
 def test_edits_reach_their_own_row(runner: ModelRunner) -> None:
     prompts = random_prompts([9, 9])
     plain = Batch(tuple(make_row(p, [2 * i, 2 * i + 1]) for i, p in enumerate(prompts)), 0)
     first, second = runner.run(plain).token_ids
-    ban = (LogitEdit(first, 1.0, float("-inf")), LogitEdit(7, 1.0, 1e4))
+    edits = sorted([(first, float("-inf")), (7, 1e4)])
+    ban = b"".join(EDIT.pack(*edit) for edit in edits)
     edited = Batch((make_row(prompts[0], [0, 1], ban), make_row(prompts[1], [2, 3])), 0)
     assert runner.run(edited).token_ids == [7, second]
 
@@ -118,28 +122,25 @@ def test_every_row_is_drawn_by_its_own_parameters(runner: ModelRunner) -> None:
     (prompt,) = random_prompts([9])
     draws = [(style, seed, n) for style in STYLES for seed in (3, 2**64 - 1) for n in (0, 5)]
     rows = tuple(
-        Row(i, prompt, 0, [2 * i, 2 * i + 1], True, style, seed, n)
+        Row(i, i, prompt, 0, [2 * i, 2 * i + 1], True, style, seed, n)
         for i, (style, seed, n) in enumerate(draws)
     )
     sampled = runner.run(Batch(rows, 0))
-    styles, seeds, numbers = zip(*draws, strict=True)
-    token_ids, log_probs, _ = sample(
-        runner.logits(Batch(rows, 0)),
-        torch.tensor([s.temperature for s in styles]),
-        torch.tensor([s.top_k for s in styles], dtype=torch.int32),
-        torch.tensor([s.top_p for s in styles]),
-        torch.tensor([s.min_p for s in styles]),
-        torch.tensor([3 if seed == 3 else -1 for seed in seeds]),  # 64 bits, as a signed number
-        torch.tensor(numbers),
-    )
-    assert sampled.token_ids == token_ids.tolist()
-    assert sampled.log_probs == pytest.approx(log_probs.tolist())
+    numbers = [number for _, _, number in draws]
+    drawn = sampling_arrays([pack_row(s, seed, 0) for s, seed, _ in draws], numbers, [b""] * 20)
+    results = Results(20, torch.device("cpu"))
+    inputs = SamplingInputs(torch.from_numpy(drawn.rows), torch.zeros(0, 2, dtype=torch.int32))
+    counts = make_counts(1, runner.vocab_size, torch.device("cpu"))
+    draw(runner.logits(Batch(rows, 0)), inputs, counts, results)
+    token_ids, log_probs, _ = results.read(0, 20)
+    assert sampled.token_ids == token_ids
+    assert sampled.log_probs == pytest.approx(log_probs)
     assert len(set(sampled.token_ids)) > len(STYLES)
 
 
 def test_rows_that_do_not_sample_return_nothing(runner: ModelRunner) -> None:
     (prompt,) = random_prompts([12])
-    row = Row(0, prompt, 0, [5, 3], False, STYLES[0], 0, 0)
+    row = Row(0, 0, prompt, 0, [5, 3], False, STYLES[0], 0, 0)
     assert runner.run(Batch((row,), 0)).token_ids == []
     sampled = runner.run(Batch((row, make_row(prompt, [9, 1])), 0))
     assert len(sampled.token_ids) == len(sampled.log_probs) == len(sampled.is_finite) == 1

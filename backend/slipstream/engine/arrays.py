@@ -1,99 +1,170 @@
-"""A batch as numpy arrays: what a step copies to the device."""
+"""A batch as numpy arrays: what a step copies to the device.
+
+What a sequence keeps while it runs (`Slots`) is written down once, and then what changed of it; so
+a step of decodes costs a few microseconds of numpy and next to nothing a row.
+"""
 
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.engine.batch import Batch, Row
+from slipstream.sampling.rows import HistoryArrays, history_arrays, pack_row, sampling_arrays
 
 Array = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+_Int = TypeVar("_Int", np.int32, np.int64)
 
 
-class TokenArrays(NamedTuple):
-    """`n` tokens of `s` rows: decodes (one token each) first, then chunks.
+class Shape(NamedTuple):
+    """The sizes of a step's tensors: `num_decodes` of the rows come first and have one token."""
 
-    After the first two, the tensors of `AttentionInputs` in order.
+    num_tokens: int
+    num_rows: int
+    num_decodes: int
+    num_samples: int
+    max_queries: int  # of the rows after the decodes; 0 without such rows
+
+
+class StepArrays(NamedTuple):
+    """A step of a `Shape`: `n` tokens of `s` rows, `r` of which are sampled.
+
+    What is there only to fill a shape reads no cache, writes none, and draws nothing.
     """
 
-    token_ids: NDArray[np.int64]  # [n]
-    sample_rows: NDArray[np.int64]  # [r], of the n tokens
-    positions: NDArray[np.int64]  # [n]
-    slots: NDArray[np.int64]  # [n]
-    block_tables: NDArray[np.int32]  # [s, longest]
-    query_starts: NDArray[np.int32]  # [s - decodes + 1]
-    lengths: NDArray[np.int32]  # [s]
+    header: Int32s  # [3]: see `kernels.stage.begin_step`
+    token_ids: Int64s  # [n]
+    sources: Int32s  # [n]; >= 0: the token is this one of the results
+    sample_rows: Int64s  # [r], of the n tokens
+    positions: Int64s  # [n]
+    slots: Int64s  # [n], where in the cache K and V go; -1: nowhere
+    query_starts: Int32s  # [s - decodes + 1]
+    lengths: Int32s  # [s]; 0: no row
+    rows: Int32s  # [r, 16], of `SamplingInputs`
+    edits: Int32s  # [e, 2], of `SamplingInputs`
+    tables: Int32s  # [rows of the batch, longest table]
 
 
-def _block_tables(rows: tuple[Row, ...]) -> NDArray[np.int32]:
-    """`[rows, longest]`, padded with block 0, whose content is never used."""
-    counts = np.array([len(row.block_ids) for row in rows], np.int64)
-    tables = np.zeros((len(rows), int(counts.max())), np.int32)
-    flat = np.fromiter(chain.from_iterable(row.block_ids for row in rows), np.int32, counts.sum())
-    tables[np.arange(tables.shape[1]) < counts[:, None]] = flat
-    return tables
+def shape_of(batch: Batch, all_chunks: bool = False) -> Shape:
+    """The sizes of a batch itself; `all_chunks` counts decodes among the chunks."""
+    rows = batch.rows
+    num_decodes = 0 if all_chunks else batch.num_decodes
+    if num_decodes == len(rows):
+        return Shape(num_decodes, num_decodes, num_decodes, num_decodes, 0)
+    counts = [len(row.token_ids) for row in rows]
+    num_samples = sum([row.samples for row in rows])
+    return Shape(sum(counts), len(rows), num_decodes, num_samples, max(counts[num_decodes:]))
 
 
-def token_arrays(batch: Batch, block_size: int) -> TokenArrays:
-    """What the model reads of a batch."""
-    rows, num_decodes = batch.rows, batch.num_decodes
-    counts = np.array([len(row.token_ids) for row in rows], np.int64)
-    first_positions = np.array([row.start for row in rows], np.int64)
-    ends = counts.cumsum()
-    owners = np.repeat(np.arange(len(rows)), counts)
-    positions = np.arange(len(owners)) - (ends - counts - first_positions)[owners]
-    tables = _block_tables(rows)
-    blocks = tables[owners, positions // block_size].astype(np.int64)
-    return TokenArrays(
-        np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, len(owners)),
-        (ends - 1)[[row.samples for row in rows]],
-        positions,
-        blocks * block_size + positions % block_size,
-        tables,
-        (np.append(0, ends)[num_decodes:] - num_decodes).astype(np.int32),
-        (first_positions + counts).astype(np.int32),
-    )
+class Slots:
+    """Block tables and sampling parameters of the sequences that run, by their slots."""
+
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        self.tables = np.zeros((num_slots, max_blocks), np.int32)
+        self._num_blocks = np.zeros(num_slots, np.int64)
+        self._packed = [b""] * num_slots  # `pack_row` of each
+
+    def update(self, rows: tuple[Row, ...]) -> Int64s:
+        """Take in what is new of these rows' sequences; their slots."""
+        slots = np.array([row.slot for row in rows], np.int64)
+        counts = np.array([len(row.block_ids) for row in rows], np.int64)
+        for row in rows:
+            if row.is_new:
+                self._num_blocks[row.slot] = 0
+                self._packed[row.slot] = pack_row(row.sampling, row.seed, row.slot)
+        for i in (self._num_blocks[slots] != counts).nonzero()[0].tolist():
+            row, begin = rows[i], int(self._num_blocks[slots[i]])
+            self.tables[row.slot, begin : counts[i]] = row.block_ids[begin:]
+        self._num_blocks[slots] = counts
+        return slots
+
+    def packed(self, rows: list[Row]) -> list[bytes]:
+        """How each is drawn, but for what changes with every step."""
+        packed = self._packed
+        return [packed[row.slot] for row in rows]
 
 
-def pad_decodes(tokens: TokenArrays, num_rows: int, num_blocks: int) -> TokenArrays:
-    """Decodes with rows added up to `num_rows`, and tables as wide as `num_blocks`.
+def histories(rows: tuple[Row, ...]) -> HistoryArrays | None:
+    """Of the rows whose tokens are to be counted anew."""
+    found = [(r.slot, r.history, r.num_prompt) for r in rows if r.history is not None]
+    return history_arrays(found) if found else None
 
-    An added row has length 0 and slot -1: it reads no cache, writes none, and its output is unused.
+
+def _filled(array: NDArray[_Int], size: int, fill: int) -> NDArray[_Int]:
+    """`array`, made as long as `size`."""
+    if len(array) == size:
+        return array
+    out = np.full(size, fill, array.dtype)
+    out[: len(array)] = array
+    return out
+
+
+class StepBuilder:
+    """Makes the arrays of steps.
+
+    Args:
+        slots: what is known of the sequences.
+        block_size: tokens of a block.
     """
 
-    def extended(array: NDArray[np.int64], fill: int) -> NDArray[np.int64]:
-        return np.append(array, np.full(num_rows - len(array), fill, array.dtype))
+    def __init__(self, slots: Slots, block_size: int) -> None:
+        self._slots = slots
+        self._block_size = block_size
 
-    count, width = tokens.block_tables.shape
-    tables = np.zeros((num_rows, num_blocks), np.int32)
-    tables[:count, :width] = tokens.block_tables
-    lengths = np.zeros(num_rows, np.int32)
-    lengths[:count] = tokens.lengths
-    return TokenArrays(
-        extended(tokens.token_ids, 0),
-        np.arange(num_rows),
-        extended(tokens.positions, 0),
-        extended(tokens.slots, -1),
-        tables,
-        tokens.query_starts,
-        lengths,
-    )
+    def build(self, batch: Batch, shape: Shape, first_result: int, first_source: int) -> StepArrays:
+        """The batch in a shape that is at least as large as its own.
 
-
-def sampling_arrays(rows: list[Row]) -> list[Array]:
-    """The fields of `SamplingInputs`, in order."""
-    params = [row.sampling for row in rows]
-    edits = [(i, edit) for i, row in enumerate(rows) for edit in row.edits]
-    return [
-        np.array([p.temperature for p in params], np.float32),
-        np.array([p.top_k for p in params], np.int32),
-        np.array([p.top_p for p in params], np.float32),
-        np.array([p.min_p for p in params], np.float32),
-        np.array([row.seed % 2**64 for row in rows], np.uint64).view(np.int64),
-        np.array([row.num_outputs for row in rows], np.int64),
-        np.array([i for i, _ in edits], np.int64),
-        np.array([edit.token_id for _, edit in edits], np.int64),
-        np.array([edit.factor for _, edit in edits], np.float32),
-        np.array([edit.addend for _, edit in edits], np.float32),
-    ]
+        Args:
+            batch: the step; without rows, all of it is there to fill the shape.
+            shape: of the arrays.
+            first_result: where in the results this step's samples begin.
+            first_source: where those of the step before began.
+        """
+        rows, size = batch.rows, self._block_size
+        slots = self._slots.update(rows)
+        starts = np.array([row.start for row in rows], np.int64)
+        if batch.num_decodes == len(rows):
+            token_ids = np.array([row.token_ids[0] for row in rows], np.int64)
+            counts = np.ones(len(rows), np.int64)
+            owners = np.arange(len(rows))
+        else:
+            counts = np.array([len(row.token_ids) for row in rows], np.int64)
+            token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64)
+            owners = np.repeat(np.arange(len(rows)), counts)
+        ends = counts.cumsum()
+        positions = np.arange(len(owners)) - (ends - counts - starts)[owners]
+        blocks = self._slots.tables[slots[owners], positions // size].astype(np.int64)
+        lengths = starts + counts
+        width = -(-int(lengths.max()) // size) if len(rows) else 0
+        sources = np.array([row.source for row in rows], np.int32)
+        sources[sources >= 0] += first_source
+        samples = np.array([row.samples for row in rows], bool)
+        sampling = [row for row in rows if row.samples]
+        drawn = sampling_arrays(
+            self._slots.packed(sampling),
+            [row.num_outputs for row in sampling],
+            [row.edits for row in sampling],
+            shape.num_samples,
+            first_result,
+        )
+        query_starts = np.zeros(shape.num_rows - shape.num_decodes + 1, np.int32)
+        chunk_ends = ends[shape.num_decodes :] - shape.num_decodes
+        query_starts[1 : 1 + len(chunk_ends)] = chunk_ends
+        query_starts[1 + len(chunk_ends) :] = query_starts[len(chunk_ends)]
+        n = shape.num_tokens
+        return StepArrays(
+            np.zeros(3, np.int32),
+            _filled(token_ids, n, 0),
+            _filled(sources[owners], n, -1),
+            _filled((ends - 1)[samples], shape.num_samples, 0),
+            _filled(positions, n, 0),
+            _filled(blocks * size + positions % size, n, -1),
+            query_starts,
+            _filled(lengths, shape.num_rows, 0).astype(np.int32),
+            drawn.rows,
+            drawn.edits,
+            np.take(self._slots.tables[:, :width], slots, axis=0),
+        )

@@ -2,27 +2,20 @@
 
 from dataclasses import dataclass
 
+import msgspec
 from slipstream_contract.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class LogitEdit:
-    """A change to one token's logit: `l / factor if l > 0 else l * factor`, then `+ addend`."""
-
-    token_id: int
-    factor: float
-    addend: float
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: `token_ids` at positions `start`, `start + 1`, ...
 
     `block_ids` covers at least positions `0 .. start + len(token_ids) - 1`. If `samples`, the
     logits of the last token are turned into token number `num_outputs` of the sequence's output.
+    A `slot` is its sequence's alone from the first row after admission (`is_new`) on.
     """
 
     sequence_id: int
+    slot: int  # 0 .. max_num_seqs - 1
     token_ids: list[int]
     start: int
     block_ids: list[int]
@@ -30,7 +23,11 @@ class Row:
     sampling: SamplingParams
     seed: int  # 64 bits; with `num_outputs` the whole state of this row's random numbers
     num_outputs: int
-    edits: tuple[LogitEdit, ...] = ()
+    edits: bytes = b""  # records of `edits.EDIT`
+    source: int = -1  # >= 0: the one token is sample number `source` of the step launched before
+    is_new: bool = True
+    num_prompt: int = 0
+    history: list[int] | None = None  # prompt and output, when what was counted of it is not kept
 
 
 @dataclass(frozen=True, slots=True)

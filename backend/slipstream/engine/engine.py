@@ -8,7 +8,9 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
@@ -42,16 +44,33 @@ _MAX_FAILED_STEPS = 3  # in a row: then it is the device, not the requests
 _STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError"}
 
 
+class Launched(Protocol):
+    """A step that a runner has begun."""
+
+    def wait(self) -> Sampled:
+        """Its tokens, when they are known. Steps are waited for in the order of their launch."""
+
+
 class Runner(Protocol):
-    """What executes a batch."""
+    """What executes batches, one after another."""
 
     num_blocks: int
     block_size: int
     vocab_size: int
     max_model_len: int
+    max_in_flight: int  # 2: a step may be launched while the one before it runs; 1: it may not
 
-    def run(self, batch: Batch) -> Sampled:
-        """One step; returns when its tokens are known."""
+    def launch(self, batch: Batch) -> Launched:
+        """Begin a step. A row's `source` is a sample of the step launched before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step between launch and commit."""
+
+    batch: Batch
+    launched: Launched | None  # None: its launch failed
+    error: Exception | None
 
 
 class Engine:
@@ -70,6 +89,7 @@ class Engine:
         self._model = model
         self._scheduler = Scheduler(limits, runner.num_blocks, runner.block_size)
         self._requests: dict[tuple[bytes, int], Request] = {}
+        self._flights: deque[_Flight] = deque()
         self._next_sequence_id = 0
         self._num_failed_steps = 0
         self._last_step = 0.0  # time.monotonic()
@@ -77,7 +97,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Would `step` compute or tell anything?"""
-        return bool(self._requests)
+        return bool(self._requests or self._flights)
 
     def submit(self, bridge: bytes, message: Submit) -> None:
         """Queue a request. Raises `ContractError`, and then nothing has changed."""
@@ -128,17 +148,18 @@ class Engine:
         return len(gone)
 
     def step(self) -> dict[bytes, list[Tokens]]:
-        """Advance every sequence that fits into the step; what there is to tell, by bridge."""
-        batch = self._scheduler.schedule()
-        if batch is not None:
-            sampled = self._run(batch)
-            if sampled is not None:
-                self._scheduler.commit(batch, sampled)
-            self.num_steps += 1
+        """Finish a step, with the next one launched behind it; what there is to tell, by bridge."""
+        self._launch_ahead()
+        had_flights = bool(self._flights)
+        if had_flights:
+            self._land(self._flights.popleft())
+            # The next step to be scheduled may not build on one that was never launched.
+            while self._flights and self._flights[0].error is not None:
+                self._land(self._flights.popleft())
             self._last_step = time.monotonic()
         outputs = self._outputs()
-        # One thread, no step in flight: whoever waits while nobody runs is always admitted.
-        assert batch is not None or outputs or not self._requests, "no progress"
+        # Whoever waits while nobody runs is always admitted.
+        assert had_flights or outputs or not self._requests, "no progress"
         return outputs
 
     def status(self, number: int = 0, bridges: Iterable[str] = ()) -> Status:
@@ -163,30 +184,49 @@ class Engine:
         """Assert what must hold between steps; for tests and idle times. O(blocks)."""
         self._scheduler.check_integrity()
         num_sequences = self._scheduler.num_running + self._scheduler.num_waiting
+        blocks = self._scheduler.blocks
         if not self._requests:
             assert num_sequences == 0, "sequences without a request"
-            assert self._scheduler.blocks.num_free == self._scheduler.blocks.num_blocks, "a leak"
+            assert blocks.num_free + blocks.num_fenced == blocks.num_blocks, "a leak"
+        assert blocks.num_fenced == 0 or self._flights, "a fence without a step in flight"
         assert num_sequences <= sum(r.num_unfinished for r in self._requests.values())
 
     # --- one step ------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch) -> Sampled | None:
-        """Run the batch; if that raises, end its sequences and go on without them."""
+    def _launch_ahead(self) -> None:
+        """As many steps as the runner takes; one that fails is the last."""
+        while len(self._flights) < self._runner.max_in_flight:
+            batch = self._scheduler.schedule()
+            if batch is None:
+                return
+            try:
+                self._flights.append(_Flight(batch, self._runner.launch(batch), None))
+            except Exception as error:
+                self._flights.append(_Flight(batch, None, error))
+                return
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a step and commit it; if it failed, end its sequences and go on without them."""
+        batch, error = flight.batch, flight.error
+        self.num_steps += 1
         try:
-            sampled = self._runner.run(batch)
-            num_samples = sum(row.samples for row in batch.rows)
+            if error is not None:
+                raise error
+            assert flight.launched is not None
+            sampled = flight.launched.wait()
+            num_samples = sum([row.samples for row in batch.rows])
             if len(sampled.token_ids) != num_samples:
                 raise RuntimeError(f"{len(sampled.token_ids)} tokens for {num_samples} rows")
-        except Exception as error:
+        except Exception as caught:
             _log.exception("a step of %d rows failed", len(batch.rows))
             self._num_failed_steps += 1
-            names = {kind.__name__ for kind in type(error).__mro__}
+            names = {kind.__name__ for kind in type(caught).__mro__}
             if names & _STICKY or self._num_failed_steps >= _MAX_FAILED_STEPS:
-                self.fatal = error
-            self._scheduler.fail(batch, f"the step failed: {type(error).__name__}")
-            return None
+                self.fatal = caught
+            self._scheduler.fail(f"the step failed: {type(caught).__name__}")
+            return
         self._num_failed_steps = 0
-        return sampled
+        self._scheduler.commit(batch, sampled)
 
     def _outputs(self) -> dict[bytes, list[Tokens]]:
         outputs: dict[bytes, list[Tokens]] = {}

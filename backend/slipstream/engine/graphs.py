@@ -1,7 +1,10 @@
-"""Steps of decodes alone as CUDA graphs: the host launches one thing instead of hundreds.
+"""Whole steps as CUDA graphs: the host launches one thing instead of hundreds.
 
-A graph has fixed shapes and addresses. So a batch is padded up to a bucket, its inputs lie where
-they lay at capture (equal shapes in one `Staging` do), and all graphs write to one output.
+A graph has fixed shapes and addresses. So a step is padded up to a shape that has a graph, and its
+inputs lie where they lay at capture (equal shapes in one `Staging` do). Steps of decodes alone have
+graphs by their number of rows; small steps with chunks have them by their number of tokens, and
+then every row is a chunk, decodes too. All others, whose work takes longer than their launches, run
+eagerly.
 Padding adds rows; the rows that were there have the bits of an eager step of the padded shape.
 """
 
@@ -9,28 +12,18 @@ import bisect
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from slipstream.engine.arrays import TokenArrays, pad_decodes
-from slipstream.engine.staging import Staging, num_bytes
+from slipstream.engine.arrays import Shape
 
-_MAX_ROWS = 512  # beyond, a step's launches take less time than its work
+_MAX_ROWS = 512
+_CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
+MAX_CHUNK_ROWS = 8  # of a step with chunks
 _log = logging.getLogger(__name__)
-
-Forward = Callable[[Sequence[Tensor], int, int], Tensor]
-
-
-class Bucket(NamedTuple):
-    """The shape of a graph's inputs."""
-
-    num_rows: int
-    num_blocks: int  # columns of the block tables, which decide how many CTAs attention launches
 
 
 def row_buckets(max_num_seqs: int) -> list[int]:
@@ -40,41 +33,51 @@ def row_buckets(max_num_seqs: int) -> list[int]:
     return [*(rows for rows in steps if rows < limit), limit]
 
 
-def width_buckets(max_model_len: int, block_size: int) -> list[int]:
-    """Blocks: 256 tokens (what one CTA of attention reads at least), then two widths an octave.
-
-    From 8192 tokens on attention launches no more CTAs, and the widths only double.
-    """
-    tokens = [256]
-    while tokens[-1] < min(max_model_len, 8192):
-        tokens += [2 * tokens[-1]] if tokens[-1] == 256 else [3 * tokens[-1] // 2, 2 * tokens[-1]]
-    while tokens[-1] < max_model_len:
-        tokens.append(2 * tokens[-1])
-    most = -(-max_model_len // block_size)
-    return sorted({min(most, -(-count // block_size)) for count in tokens})
+def token_buckets(max_num_batched_tokens: int) -> list[int]:
+    """Of steps with chunks."""
+    limit = min(max_num_batched_tokens, _CHUNK_TOKENS[-1])
+    return [*(tokens for tokens in _CHUNK_TOKENS if tokens < limit), limit]
 
 
 class Buckets:
-    """The shapes that graphs are made for."""
+    """The shapes that graphs are made for.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        self.rows = row_buckets(max_num_seqs)
-        self.widths = width_buckets(max_model_len, block_size)
+    Args:
+        max_num_seqs, max_num_batched_tokens: of a step.
+        all_chunks: decodes are chunks of one token in every step.
+    """
 
-    def find(self, num_rows: int, num_blocks: int) -> Bucket | None:
-        """The smallest that holds so many decodes with tables so wide; None: no graph does."""
-        if num_rows > self.rows[-1] or num_blocks > self.widths[-1]:
+    def __init__(
+        self, max_num_seqs: int, max_num_batched_tokens: int, all_chunks: bool = False
+    ) -> None:
+        self._rows = row_buckets(max_num_seqs)
+        self._tokens = token_buckets(max_num_batched_tokens)
+        self._all_chunks = all_chunks
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """All of them, the largest first."""
+        chunks = [self._of_tokens(tokens) for tokens in reversed(self._tokens)]
+        return chunks + [self._of_rows(rows) for rows in reversed(self._rows)]
+
+    def find(self, shape: Shape) -> Shape | None:
+        """The smallest that holds a step; None: it has no graph."""
+        if shape.max_queries <= 1 and shape.num_samples == shape.num_tokens:
+            if shape.num_rows > self._rows[-1]:
+                return None
+            return self._of_rows(self._rows[bisect.bisect_left(self._rows, shape.num_rows)])
+        if shape.num_rows > MAX_CHUNK_ROWS or shape.num_tokens > self._tokens[-1]:
             return None
-        return Bucket(
-            self.rows[bisect.bisect_left(self.rows, num_rows)],
-            self.widths[bisect.bisect_left(self.widths, num_blocks)],
-        )
+        return self._of_tokens(self._tokens[bisect.bisect_left(self._tokens, shape.num_tokens)])
 
+    def _of_rows(self, rows: int) -> Shape:
+        if self._all_chunks:
+            return Shape(rows, rows, 0, rows, 1)
+        return Shape(rows, rows, rows, rows, 0)
 
-def _no_decodes() -> TokenArrays:
-    empty, empty32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
-    start = np.zeros(1, np.int32)
-    return TokenArrays(empty, empty, empty, empty, np.zeros((0, 0), np.int32), start, empty32)
+    @staticmethod
+    def _of_tokens(tokens: int) -> Shape:
+        return Shape(tokens, MAX_CHUNK_ROWS, 0, MAX_CHUNK_ROWS, tokens)
 
 
 @contextmanager
@@ -91,63 +94,54 @@ def _no_collection() -> Iterator[None]:
 
 
 class Graphs:
-    """One graph for each bucket that was met.
+    """One graph for each shape of `buckets`, all made at start.
 
-    The first batch of a bucket runs eagerly, which loads all its kernels; then it is captured.
-    Where memory is too short for that, the bucket's batches all run eagerly.
-    All graphs share one pool of memory: they run one after the other, and keep nothing.
-
-    Args:
-        forward: staged `TokenArrays`, number of decodes and longest chunk to `[rows, vocab]`.
-        buckets: the shapes.
-        logits: `[rows, vocab]` of the largest bucket, on the device.
+    They share one pool of memory: they run one after the other, and keep nothing. A shape for which
+    memory is too short has no graph.
     """
 
-    def __init__(self, forward: Forward, buckets: Buckets, logits: Tensor) -> None:
-        self._forward = forward
+    def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
-        self._logits = logits
-        largest = pad_decodes(_no_decodes(), buckets.rows[-1], buckets.widths[-1])
-        self._staging = Staging(logits.device, num_bytes(largest))
-        self._address = self._staging.upload(largest)[0].data_ptr()
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[Bucket, torch.cuda.CUDAGraph | None] = {}  # None: no memory
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
 
-    def warm_up(self) -> None:
-        """Capture every number of rows with the narrowest tables; the largest first."""
+    def find(self, shape: Shape) -> tuple[Shape, torch.cuda.CUDAGraph] | None:
+        """The graph for a step of this shape, and its own shape."""
+        found = self._buckets.find(shape)
+        graph = None if found is None else self._graphs.get(found)
+        return None if found is None or graph is None else (found, graph)
+
+    def capture(self, prepare: Callable[[Shape], Callable[[], None]]) -> None:
+        """Make them.
+
+        Args:
+            prepare: from a shape to a step without rows: its inputs lie in place, and calling it
+                launches the step's kernels on the current stream.
+        """
         begin = time.perf_counter()
-        for num_rows in reversed(self._buckets.rows):
-            self._run(_no_decodes(), Bucket(num_rows, self._buckets.widths[0]))
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with _no_collection():
+            for shape in self._buckets.shapes:
+                step = prepare(shape)
+                step()  # loads, and chooses, all its kernels
+                stream.wait_stream(torch.cuda.current_stream())
+                try:
+                    self._graphs[shape] = self._capture(step, pool, stream)
+                except torch.OutOfMemoryError:
+                    _log.warning("no memory for the CUDA graph of %s: it runs eagerly", shape)
+        torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         _log.info("%d CUDA graphs captured in %.2f s", len(self._graphs), seconds)
 
-    def run(self, tokens: TokenArrays) -> Tensor | None:
-        """`[rows, vocab]` of decodes, overwritten by the next run; None: no bucket is so large."""
-        bucket = self._buckets.find(*tokens.block_tables.shape)
-        return None if bucket is None else self._run(tokens, bucket)
-
-    def _run(self, tokens: TokenArrays, bucket: Bucket) -> Tensor:
-        count, padded = len(tokens.lengths), pad_decodes(tokens, *bucket)
-        graph = self._graphs.get(bucket)
-        if graph is not None:
-            self._staging.copy(padded)
-            graph.replay()
-            return self._logits[:count]
-        staged = self._staging.upload(padded)
-        assert staged[0].data_ptr() == self._address, "the inputs of the graphs have moved"
-        logits = self._forward(staged, bucket.num_rows, 0)
-        if bucket not in self._graphs:
-            self._graphs[bucket] = self._capture(staged, bucket)
-        return logits[:count]
-
-    def _capture(self, staged: Sequence[Tensor], bucket: Bucket) -> torch.cuda.CUDAGraph | None:
+    @staticmethod
+    def _capture(
+        step: Callable[[], None], pool: Any, stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
+        """Not by `torch.cuda.graph`, which gives memory back to the device at every capture."""
         graph = torch.cuda.CUDAGraph()
-        try:
-            with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
-                out = self._forward(staged, bucket.num_rows, 0)
-                self._logits[: bucket.num_rows].copy_(out)
-        except torch.OutOfMemoryError:
-            _log.warning("no memory for the CUDA graph of %s: such steps run without", bucket)
-            return None
-        _log.debug("captured %s", bucket)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool)
+            try:
+                step()
+            finally:
+                graph.capture_end()
         return graph

@@ -1,20 +1,30 @@
 """Executes a `Batch` on the device: stage inputs, run the model, draw tokens. Knows no request."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.arrays import sampling_arrays, token_arrays
+from slipstream.engine.arrays import Shape, Slots, StepArrays, StepBuilder, histories, shape_of
 from slipstream.engine.batch import Batch, Sampled
-from slipstream.engine.graphs import Buckets, Graphs
+from slipstream.engine.graphs import MAX_CHUNK_ROWS, Buckets, Graphs
 from slipstream.engine.plan import Plan
-from slipstream.engine.staging import Staging
+from slipstream.engine.staging import Staging, num_bytes
+from slipstream.kernels.stage import begin_step
 from slipstream.layers.attention import AttentionInputs
 from slipstream.models.registry import build
 from slipstream.models.weights import FileSource, RandomSource, Weights
-from slipstream.sampling.sampler_before import SamplingInputs, draw
+from slipstream.sampling.sampler import (
+    HistoryInputs,
+    Results,
+    SamplingInputs,
+    count,
+    draw,
+    make_counts,
+)
+
+_EDIT_BYTES = 1 << 20  # of a step with a graph
 
 
 def _load(plan: Plan) -> Weights:
@@ -23,8 +33,38 @@ def _load(plan: Plan) -> Weights:
     return Weights(source, plan.device, plan.dtype, plan.config.quantization)
 
 
+class _OnHost:
+    """A step that is computed when it is waited for."""
+
+    def __init__(self, compute: Callable[[], Sampled]) -> None:
+        self._compute = compute
+
+    def wait(self) -> Sampled:
+        """Compute it now."""
+        return self._compute()
+
+
+class _OnDevice:
+    """A step in the device's stream."""
+
+    def __init__(self, done: torch.cuda.Event, results: Results, first: int, size: int) -> None:
+        self._done = done
+        self._results = results
+        self._first = first
+        self._size = size
+
+    def wait(self) -> Sampled:
+        """Until the device has got so far."""
+        self._done.synchronize()
+        return Sampled(*self._results.read(self._first, self._size))
+
+
 class ModelRunner:
-    """The model, its paged cache, the buffers of a step and, on a GPU, the graphs of decodes."""
+    """The model, its paged cache, the buffers of a step and, on a GPU, the graphs of steps.
+
+    Results of steps go to two halves of one buffer by turns: one is written while the other is
+    read. The GPU takes the token of a row in flight from there, unseen by the host.
+    """
 
     @torch.inference_mode()
     def __init__(self, plan: Plan) -> None:
@@ -34,13 +74,15 @@ class ModelRunner:
         self.block_size = plan.block_size
         self.vocab_size = plan.model.dims.vocab_size
         self.max_model_len = plan.max_model_len
+        self.max_in_flight = 2 if plan.device.type == "cuda" else 1
         self._num_heads = plan.model.dims.num_heads
         self._model = build(plan.model, _load(plan), plan.max_model_len)
         self._caches = self._make_caches(plan)
-        self._tokens = Staging(plan.device)
-        self._sampling = Staging(plan.device)
-        uses_graphs = plan.device.type == "cuda" and plan.config.cuda_graphs
-        self._graphs = self._make_graphs(plan) if uses_graphs else None
+        self._make_buffers(plan)
+        self._graphs = None
+        if plan.device.type == "cuda" and plan.config.cuda_graphs:
+            self._graphs = Graphs(Buckets(plan.max_num_seqs, plan.max_num_batched_tokens))
+            self._graphs.capture(self._prepare)
 
     @staticmethod
     def _make_caches(plan: Plan) -> list[Tensor]:
@@ -51,44 +93,118 @@ class ModelRunner:
             torch.zeros(shape, dtype=plan.dtype, device=plan.device) for _ in range(d.num_layers)
         ]
 
-    def _make_graphs(self, plan: Plan) -> Graphs:
-        buckets = Buckets(plan.max_num_seqs, plan.max_model_len, plan.block_size)
-        shape = (buckets.rows[-1], plan.model.dims.vocab_size)
-        logits = torch.empty(shape, dtype=plan.dtype, device=plan.device)
-        graphs = Graphs(self._forward, buckets, logits)
-        graphs.warm_up()
-        return graphs
+    def _make_buffers(self, plan: Plan) -> None:
+        """What a step reads and writes besides weights and cache, for the largest step there is."""
+        device = plan.device
+        num_rows = max(plan.max_num_seqs, MAX_CHUNK_ROWS)
+        max_blocks = -(-plan.max_model_len // plan.block_size)
+        self._builder = StepBuilder(Slots(plan.max_num_seqs, max_blocks), plan.block_size)
+        self._tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
+        self._counts = make_counts(plan.max_num_seqs, self.vocab_size, device)
+        self._half = num_rows
+        self._first_result = 0  # of the next step
+        self._results = Results(2 * num_rows, device)
+        num_tokens = max(plan.max_num_batched_tokens, num_rows)
+        largest = Shape(num_tokens, num_rows, 0, num_rows, num_tokens)
+        arrays = self._builder.build(Batch((), 0), largest, 0, 0)
+        size = num_bytes(arrays) + self._tables.nbytes + _EDIT_BYTES
+        self._staging = Staging(device, size)
+        self._histories = Staging(device)
+        if device.type == "cuda":
+            self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
+    def launch(self, batch: Batch) -> _OnDevice | _OnHost:
+        """Begin a step; on a CPU it is computed when it is waited for."""
+        first, before = self._first_result, self._half - self._first_result
+        self._first_result = before
+        size = sum([row.samples for row in batch.rows])
+        if self._tables.device.type == "cpu":
+            return _OnHost(lambda: self._compute(batch, first, before, size))
+        self._run(batch, first, before)
+        done = self._done[first > 0]
+        done.record()
+        return _OnDevice(done, self._results, first, size)
+
     def run(self, batch: Batch) -> Sampled:
-        """One step. Returns when the sampled tokens are known."""
-        logits = self.logits(batch)
-        if len(logits) == 0:
-            return Sampled([], [], [])
-        # Only now, so that on a GPU the model already runs meanwhile.
-        rows = [row for row in batch.rows if row.samples]
-        inputs = SamplingInputs(*self._sampling.upload(sampling_arrays(rows)))
-        token_ids, log_probs, is_finite = draw(logits, inputs)
-        # One read for all three; fp64 holds every token id exactly.
-        drawn = torch.stack((token_ids.double(), log_probs.double(), is_finite.double())).cpu()
-        ids, probs, finite = drawn.numpy()
-        return Sampled(ids.astype(np.int64).tolist(), probs.tolist(), (finite != 0).tolist())
+        """One step from beginning to end."""
+        return self.launch(batch).wait()
+
+    @torch.inference_mode()
+    def _compute(self, batch: Batch, first: int, before: int, size: int) -> Sampled:
+        self._run(batch, first, before)
+        return Sampled(*self._results.read(first, size))
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
-        """Unedited fp32 logits `[rows that sample, vocab]`; the cache is written as by `run`."""
-        tokens = token_arrays(batch, self.block_size)
-        if self._graphs is not None and batch.num_decodes == len(batch.rows):
-            logits = self._graphs.run(tokens)
-            if logits is not None:
-                return logits.float()
-        chunks = batch.rows[batch.num_decodes :]
-        max_queries = max((len(row.token_ids) for row in chunks), default=0)
-        return self._forward(self._tokens.upload(tokens), batch.num_decodes, max_queries).float()
+        """Unedited fp32 logits `[rows that sample, vocab]`; the cache is written as by `run`.
 
-    def _forward(self, staged: Sequence[Tensor], num_decodes: int, max_queries: int) -> Tensor:
-        """`[rows that sample, vocab]` of `TokenArrays` on the device."""
-        token_ids, sample_rows, positions, slots, tables, starts, lengths = staged
+        Eagerly, in the shape in which `run` would compute it.
+        """
+        exact = shape_of(batch)
+        found = None if self._graphs is None else self._graphs.find(exact)
+        shape = exact if found is None else found[0]
+        arrays = self._builder.build(batch, shape, 0, 0)
+        tensors, staged = self._stage(arrays)
+        return self._forward(shape, tensors, staged)[: exact.num_samples].float()
+
+    # --- a step --------------------------------------------------------------------------------
+
+    def _run(self, batch: Batch, first: int, before: int) -> None:
+        """Put a step into the stream; results from `first` on, those of the last from `before`."""
+        shape = shape_of(batch)
+        found = None if self._graphs is None else self._graphs.find(shape)
+        if found is not None:
+            shape = found[0]
+        arrays = self._builder.build(batch, shape, first, before)
+        history = histories(batch.rows)
+        if history is not None:
+            count(self._counts, HistoryInputs(*self._histories.upload(history)))
+        if found is None:
+            self._step(shape, *self._stage(arrays))
+            return
+        self._locate(arrays)
+        base = self._staging.copy(arrays)
+        if base is self._staging.home:
+            found[1].replay()
+        else:
+            tensors = self._staging.views(base, arrays)
+            self._step(shape, tensors, base.view(torch.int32))
+
+    def _prepare(self, shape: Shape) -> Callable[[], None]:
+        """A step of nothing but padding, its inputs in place."""
+        arrays = self._builder.build(Batch((), 0), shape, 0, 0)
+        # An empty tensor has no address, and graphs with edits have theirs here.
+        arrays = arrays._replace(edits=np.zeros((1, 2), np.int32))
+        tensors, staged = self._stage(arrays)
+        return lambda: self._step(shape, tensors, staged)
+
+    def _locate(self, arrays: StepArrays) -> None:
+        """Say in the header where the tables lie."""
+        begin = 0 if self._tables.device.type == "cpu" else num_bytes(arrays[:-1]) // 4
+        arrays.header[:] = (begin, arrays.tables.shape[1], arrays.tables.shape[0])
+
+    def _stage(self, arrays: StepArrays) -> tuple[list[Tensor], Tensor]:
+        """The arrays as tensors, and the words among which the tables are."""
+        self._locate(arrays)
+        if self._tables.device.type == "cpu":
+            tensors = self._staging.upload(arrays)
+            return tensors, tensors[-1].view(-1)
+        base = self._staging.copy(arrays)
+        return self._staging.views(base, arrays), base.view(torch.int32)
+
+    def _step(self, shape: Shape, tensors: list[Tensor], staged: Tensor) -> None:
+        """All kernels of a step."""
+        logits = self._forward(shape, tensors, staged)
+        if shape.num_samples:
+            inputs = SamplingInputs(*tensors[-3:-1])
+            draw(logits, inputs, self._counts, self._results)
+
+    def _forward(self, shape: Shape, tensors: list[Tensor], staged: Tensor) -> Tensor:
+        """The kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""
+        header, token_ids, sources, sample_rows, positions, slots, starts, lengths = tensors[:8]
+        tables = self._tables[: shape.num_rows]
+        begin_step(header, staged, token_ids, sources, self._results.token_ids, tables)
         inputs = AttentionInputs.of(
             self._caches[0],
             self._num_heads,
@@ -97,7 +213,7 @@ class ModelRunner:
             tables,
             starts,
             lengths,
-            num_decodes,
-            max_queries,
+            shape.num_decodes,
+            shape.max_queries,
         )
         return self._model(token_ids, inputs, self._caches, sample_rows)

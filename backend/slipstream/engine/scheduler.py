@@ -11,9 +11,14 @@ computes prompt and output again. After `MAX_PREEMPTIONS` it is admitted only wi
 can ever need, and is then no victim: that bounds the waste.
 
 Siblings (n > 1) are parked until the first one has computed the prompt, then share its full blocks.
+
+A step may be scheduled while the one before it runs. The tokens that one samples are then known by
+number only (`Sequence.num_pending`): a row computes them all the same, and says whose sample it is.
+Who turns out to have ended has a row in flight that means nothing; who is preempted meanwhile still
+gets the token that was in flight.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from time import time_ns
 
@@ -26,6 +31,7 @@ from slipstream.engine.stop import Ending
 from slipstream.wire import FinishReason
 
 MAX_PREEMPTIONS = 3
+_IN_FLIGHT = [0]  # in place of a token that is not known yet; any valid id
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,11 @@ class Limits:
 
 
 class Scheduler:
-    """Queues, blocks, and the decision of each step: `schedule`, run the batch, `commit`."""
+    """Queues, blocks, and the decision of each step: `schedule`, run the batch, `commit`.
+
+    Steps are committed (or fail) in the order in which they were scheduled, and at most one is in
+    flight when the next one is scheduled.
+    """
 
     def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
         self.limits = limits
@@ -50,6 +60,8 @@ class Scheduler:
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()  # first come, first served
         self._parked: dict[int, list[Sequence]] = {}  # first sibling's id -> those who wait for it
         self._running: dict[int, Sequence] = {}
+        self._free_slots = list(range(self._max_running - 1, -1, -1))
+        self._launched: deque[list[Sequence]] = deque()  # of each step in flight, its rows' owners
         self._num_queued = 0  # requests never scheduled yet
         self._changed: dict[int, Sequence] = {}
 
@@ -111,71 +123,135 @@ class Scheduler:
     # --- one step ------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
-        """The next step's work; None if there is nothing to compute."""
+        """The next step's work; None if there is nothing to compute before a commit."""
         num_preemptions = self.num_preemptions
         size = self._block_size
-        for sequence in list(self._running.values()):
-            if len(sequence.token_ids) > len(sequence.block_ids) * size:
-                self._grow(sequence)
-        decodes: list[Row] = []
+        running = self._running.values()
+        for sequence in [s for s in running if s.num_tokens > len(s.block_ids) * size]:
+            self._grow(sequence)
+        decodes: list[Sequence] = []
+        chunks: list[tuple[Sequence, int]] = []
         prefills: list[Sequence] = []
-        for sequence in self._running.values():
-            num_tokens = len(sequence.token_ids)
-            if num_tokens - sequence.num_computed > 1:
+        for sequence in running:
+            num_tokens = sequence.num_tokens
+            if num_tokens - sequence.num_scheduled > 1:
                 prefills.append(sequence)
-            elif num_tokens <= len(sequence.block_ids) * size:  # else it waits for a fence
-                decodes.append(self._row(sequence, 1))
-        chunks: list[Row] = []
+            elif (
+                num_tokens < sequence.num_final  # else its last token is in flight
+                and num_tokens <= len(sequence.block_ids) * size  # else it waits for a fence
+                and not (sequence.num_pending and sequence.needs_every_token)
+            ):
+                decodes.append(sequence)
         budget = self.limits.max_num_batched_tokens - len(decodes)
         for sequence in prefills:
-            budget -= self._chunk(sequence, budget, decodes, chunks)
+            budget -= self._cut(sequence, budget, decodes, chunks)
         if num_preemptions == self.num_preemptions:
             self._admit_waiting(budget, decodes, chunks)
         if not decodes and not chunks:
             return None
         self.blocks.launch()
-        return Batch((*decodes, *chunks), len(decodes))
+        return self._batch(decodes, chunks)
 
     def commit(self, batch: Batch, sampled: Sampled) -> None:
-        """Take in what a step computed: new tokens, endings, free blocks."""
+        """Take in what the oldest step computed: new tokens, endings, free blocks."""
         self.blocks.complete()
         now = time_ns()
+        changed, running, finished = self._changed, Status.RUNNING, Status.FINISHED
         results = zip(sampled.token_ids, sampled.log_probs, sampled.is_finite, strict=True)
-        for row in batch.rows:
+        for row, sequence in zip(batch.rows, self._launched.popleft(), strict=True):
             result = next(results) if row.samples else None
-            sequence = self._running.get(row.sequence_id)
-            if sequence is None:
+            status = sequence.status
+            if status is finished:
                 continue  # ended while the step ran
-            sequence.num_computed = row.start + len(row.token_ids)
+            sequence.num_in_flight -= 1
+            if status is running:
+                sequence.num_computed = row.start + len(row.token_ids)
             if result is None:
                 continue
             if self._parked:
                 self._wake_siblings(sequence)
             token_id, log_prob, is_finite = result
-            self._changed[sequence.id] = sequence
+            sequence.num_pending -= 1
+            changed[sequence.id] = sequence
             if not is_finite:
                 self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
             elif (ending := sequence.append(token_id, log_prob, now)) is not None:
                 self.finish(sequence, ending)
 
-    def fail(self, batch: Batch, error: str) -> None:
-        """The step raised: end its sequences with that error."""
+    def fail(self, error: str) -> None:
+        """The oldest step raised: end its sequences with that error."""
         self.blocks.complete()
-        for row in batch.rows:
-            if (sequence := self._running.get(row.sequence_id)) is not None:
-                self.finish(sequence, Ending(FinishReason.ERROR, error=error))
+        for sequence in self._launched.popleft():
+            self.finish(sequence, Ending(FinishReason.ERROR, error=error))
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def _row(self, sequence: Sequence, num_tokens: int) -> Row:
-        """The next `num_tokens` uncomputed tokens; the row sees the sequence's own block list."""
-        token_ids, start = sequence.token_ids, sequence.num_computed
+    def _cut(
+        self,
+        sequence: Sequence,
+        budget: int,
+        decodes: list[Sequence],
+        chunks: list[tuple[Sequence, int]],
+    ) -> int:
+        """Take as much of a sequence as the budget allows; how many tokens that is."""
+        num_left = sequence.num_tokens - sequence.num_scheduled
+        num_tokens = min(num_left, budget)
+        if num_tokens == num_left == 1:
+            decodes.append(sequence)  # one token that samples is a decode, whoever it belongs to
+        elif num_tokens:
+            chunks.append((sequence, num_tokens))
+        return num_tokens
+
+    def _batch(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> Batch:
+        """Their rows; from here on these tokens count as scheduled."""
+        rows = [self._decode(sequence, number) for number, sequence in enumerate(decodes)]
+        num_samples = len(decodes)
+        for sequence, num_tokens in chunks:
+            row = self._chunk(sequence, num_tokens, num_samples)
+            num_samples += row.samples
+            rows.append(row)
+        self._launched.append([*decodes, *(sequence for sequence, _ in chunks)])
+        return Batch(tuple(rows), len(decodes))
+
+    def _decode(self, sequence: Sequence, sample: int) -> Row:
+        """The row of the last token, known or not; it is sample number `sample` of the step."""
+        start = sequence.num_scheduled
+        if not sequence.num_pending:
+            return self._chunk(sequence, 1, sample)
+        num_outputs = start + 1 - sequence.num_prompt
+        edits = sequence.edits
+        row = Row(
+            sequence.id,
+            sequence.slot,
+            _IN_FLIGHT,
+            start,
+            sequence.block_ids,
+            True,
+            sequence.sampling,
+            sequence.seed,
+            num_outputs,
+            b"" if edits is None else edits.pack(num_outputs),
+            sequence.sample,
+            False,
+            sequence.num_prompt,
+        )
+        sequence.num_scheduled = start + 1
+        sequence.num_tokens += 1
+        sequence.num_in_flight += 1
+        sequence.num_pending += 1
+        sequence.sample = sample
+        return row
+
+    def _chunk(self, sequence: Sequence, num_tokens: int, sample: int) -> Row:
+        """The next `num_tokens` tokens, all known; the row sees the sequence's own block list."""
+        token_ids, start = sequence.token_ids, sequence.num_scheduled
         end = start + num_tokens
         samples = end == len(token_ids)
         num_outputs = len(token_ids) - sequence.num_prompt
         edits = sequence.edits
-        return Row(
+        row = Row(
             sequence.id,
+            sequence.slot,
             token_ids[start:end],
             start,
             sequence.block_ids,
@@ -183,44 +259,48 @@ class Scheduler:
             sequence.sampling,
             sequence.seed,
             num_outputs,
-            edits.pack(token_ids, num_outputs) if samples and edits is not None else (),
+            edits.pack(num_outputs, token_ids) if samples and edits is not None else b"",
+            -1,
+            sequence.is_new,
+            sequence.num_prompt,
+            list(token_ids) if samples and sequence.needs_history else None,
         )
-
-    def _chunk(self, sequence: Sequence, budget: int, decodes: list[Row], chunks: list[Row]) -> int:
-        """Add as much of a sequence as the budget allows; how many tokens that is."""
-        num_tokens = min(len(sequence.token_ids) - sequence.num_computed, budget)
-        if num_tokens == 0:
-            return 0
-        row = self._row(sequence, num_tokens)
-        # One token that samples is a decode to the runner, whoever it belongs to.
-        (decodes if num_tokens == 1 and row.samples else chunks).append(row)
-        return num_tokens
+        sequence.num_scheduled = end
+        sequence.num_in_flight += 1
+        sequence.is_new = False
+        if samples:
+            sequence.needs_history = False
+            sequence.num_tokens += 1
+            sequence.num_pending += 1
+            sequence.sample = sample
+        return row
 
     # --- admission and preemption --------------------------------------------------------------
 
-    def _admit_waiting(self, budget: int, decodes: list[Row], chunks: list[Row]) -> None:
+    def _admit_waiting(
+        self, budget: int, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]
+    ) -> None:
         while self._waiting and budget and len(self._running) < self._max_running:
             sequence = next(iter(self._waiting.values()))
             if not self._admit(sequence):
                 return
-            budget -= self._chunk(sequence, budget, decodes, chunks)
+            budget -= self._cut(sequence, budget, decodes, chunks)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its blocks, if that leaves one for each running sequence."""
-        num_tokens = len(sequence.token_ids)
+        if sequence.num_in_flight:
+            return False  # what it computed before it was preempted is not told yet
+        num_tokens = sequence.num_tokens
         if sequence.num_preemptions >= MAX_PREEMPTIONS:
-            num_tokens = sequence.num_prompt + sequence.max_outputs - 1
+            num_tokens = sequence.num_final - 1
         shared = self._shareable(sequence)
         num_new = min(self.blocks_for(num_tokens), self.blocks.num_blocks) - len(shared)
         if num_new + len(self._running) > self.blocks.num_free:
             return False
         del self._waiting[sequence.id]
         self.blocks.share(shared)
-        sequence.block_ids = shared + self.blocks.allocate(num_new)
-        sequence.num_computed = len(shared) * self._block_size
-        sequence.num_shared_blocks += len(shared)
-        sequence.num_allocated_blocks += num_new
-        sequence.status = Status.RUNNING
+        sequence.admit(shared, self.blocks.allocate(num_new), self._block_size)
+        sequence.slot = self._free_slots.pop()
         self._running[sequence.id] = sequence
         if not sequence.first_scheduled_ns:
             sequence.start(time_ns())
@@ -239,10 +319,14 @@ class Scheduler:
         """One more block for a decode, at the cost of the youngest if need be."""
         if sequence.status is not Status.RUNNING:
             return  # preempted for an older one in this very step
+        if sequence.num_tokens == sequence.num_final:
+            return  # its last token is in flight and will not be computed
         while not self.blocks.num_free:
             if self.blocks.num_fenced:
                 return  # a block comes back with the step in flight
             if len(self._running) == 1:
+                if sequence.num_pending:
+                    return  # the token in flight is its last, and must be told first
                 self.finish(sequence, Ending(FinishReason.LENGTH))
                 return
             victims = (s for s in self._running.values() if s.num_preemptions < MAX_PREEMPTIONS)
@@ -263,9 +347,10 @@ class Scheduler:
 
     def _release_blocks(self, sequence: Sequence) -> None:
         del self._running[sequence.id]
+        self._free_slots.append(sequence.slot)
         self.blocks.free(sequence.block_ids)
         sequence.block_ids = []  # a new list: rows in flight keep the old one
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_scheduled = 0
 
     def _wake_siblings(self, first: Sequence) -> None:
         """Queue those who waited for this one, ahead of later requests."""
@@ -281,20 +366,27 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Every block accounted for, every sequence in one place, no shared block written."""
-        self.blocks.check_integrity(s.block_ids for s in self._running.values())
+        running = list(self._running.values())
+        self.blocks.check_integrity(s.block_ids for s in running)
         idle = [*self._waiting.values(), *(s for group in self._parked.values() for s in group)]
-        assert all(s.status is Status.RUNNING for s in self._running.values())
+        assert all(s.status is Status.RUNNING for s in running)
         assert all(s.status is Status.WAITING for s in idle)
-        assert all(not s.block_ids and s.num_computed == 0 for s in idle), "waiting with blocks"
-        assert len(self._running) <= self._max_running
-        assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in [*idle, *self._running.values()])
+        assert all(not s.block_ids and s.num_scheduled == 0 for s in idle), "waiting with blocks"
+        assert len(running) <= self._max_running
+        slots = [*self._free_slots, *(s.slot for s in running)]
+        assert sorted(slots) == list(range(self._max_running)), "a slot is lost or taken twice"
+        for sequence in [*idle, *running]:
+            assert sequence.num_preemptions <= MAX_PREEMPTIONS
+            assert sequence.num_tokens == len(sequence.token_ids) + sequence.num_pending
+            in_flight = sum(sequence in owners for owners in self._launched)
+            assert sequence.num_pending <= sequence.num_in_flight == in_flight
+        size = self._block_size
         owners: dict[int, int] = {}
-        for sequence in self._running.values():
-            size = self._block_size
-            assert sequence.num_computed < len(sequence.token_ids)
-            assert sequence.num_computed <= len(sequence.block_ids) * size
+        for sequence in running:
+            assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens
+            assert sequence.num_scheduled <= len(sequence.block_ids) * size
             for block in sequence.block_ids[sequence.num_computed // size :]:
                 assert owners.setdefault(block, sequence.id) == sequence.id, "two writers"
-        for sequence in self._running.values():
-            for block in sequence.block_ids[: sequence.num_computed // self._block_size]:
+        for sequence in running:
+            for block in sequence.block_ids[: sequence.num_computed // size]:
                 assert owners.get(block, sequence.id) == sequence.id, "a shared block is written"

@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from slipstream_contract.sampling import SamplingParams
 
-from slipstream.engine.edits import Edits, needs_edits
+from slipstream.engine.edits import Edits, counts_tokens, needs_edits
 from slipstream.engine.stop import Ending, RawBytes, StopChecker
 from slipstream.wire import Finished, FinishReason, Perf, Tokens
 
@@ -46,9 +46,12 @@ class Request:
 class Sequence:
     """Sequence `index` of a request.
 
-    token_ids    prompt, then output:  [ computed, in the cache | not yet ]
-    num_computed                                                ^
-    block_ids    room for `len(block_ids) * block_size` positions; empty unless running
+    token_ids  prompt, then output:  [ computed | in flight | not yet ]  + `num_pending` unknown
+                                 num_computed ^           ^ num_scheduled             num_tokens ^
+    block_ids  room for `len(block_ids) * block_size` positions; empty unless running
+
+    A token is pending while the step that samples it is in flight: its place counts in
+    `num_tokens` and `num_scheduled`, its id is not in `token_ids` yet.
     """
 
     __slots__ = (
@@ -59,18 +62,27 @@ class Sequence:
         "first_token_ns",
         "id",
         "index",
+        "is_new",
         "last_token_ns",
         "log_probs",
-        "max_outputs",
+        "needs_every_token",
+        "needs_history",
         "num_allocated_blocks",
         "num_computed",
+        "num_final",
+        "num_in_flight",
+        "num_pending",
         "num_preemptions",
         "num_prompt",
+        "num_scheduled",
         "num_sent",
         "num_shared_blocks",
+        "num_tokens",
         "request",
+        "sample",
         "sampling",
         "seed",
+        "slot",
         "status",
         "stop",
         "token_ids",
@@ -94,12 +106,22 @@ class Sequence:
         self.seed = mix_seed(seed, index)
         self.token_ids = prompt  # shared with the siblings until `start`
         self.num_prompt = len(prompt)
-        self.max_outputs = min(sampling.max_tokens, max_model_len - len(prompt))
+        max_outputs = min(sampling.max_tokens, max_model_len - len(prompt))
+        self.num_tokens = len(prompt)
+        self.num_final = len(prompt) + max_outputs  # `num_tokens` at which it ends
         self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_pending = 0
+        self.num_in_flight = 0  # its rows in steps that are scheduled and not committed
+        self.sample = 0  # which sample of the last step it was in
         self.block_ids: list[int] = []
+        self.slot = -1
+        self.is_new = True  # nothing scheduled since it was admitted
+        self.needs_history = False  # nothing sampled since then, and what it sampled counts
+        self.needs_every_token = False  # the next edits depend on a pending token
         self.status = Status.WAITING
         self.edits: Edits | None = None
-        self.stop = StopChecker(sampling, vocab, self.max_outputs)
+        self.stop = StopChecker(sampling, vocab, max_outputs)
         self.log_probs: list[float] = []  # of the output, if asked for
         self.num_sent = 0
         self.num_preemptions = 0
@@ -120,7 +142,18 @@ class Sequence:
         self.first_scheduled_ns = now_ns
         self.token_ids = list(self.token_ids)
         if needs_edits(self.sampling):
-            self.edits = Edits(self.sampling, self.token_ids)
+            self.edits = Edits(self.sampling)
+            self.needs_every_token = self.edits.needs_every_token
+
+    def admit(self, shared: list[int], own: list[int], block_size: int) -> None:
+        """It runs from now on, in these blocks, of which the shared ones are computed."""
+        self.status = Status.RUNNING
+        self.block_ids = shared + own
+        self.num_computed = self.num_scheduled = len(shared) * block_size
+        self.num_shared_blocks += len(shared)
+        self.num_allocated_blocks += len(own)
+        self.is_new = True
+        self.needs_history = counts_tokens(self.sampling)
 
     def append(self, token_id: int, log_prob: float, now_ns: int) -> Ending | None:
         """Take one sampled token; how the sequence ends with it, if it does."""
@@ -133,8 +166,6 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.sampling.log_probs:
             self.log_probs.append(log_prob)
-        if self.edits is not None:
-            self.edits.add(token_id)
         return self.stop.check(token_id, num_outputs + 1)
 
     def finish(self, ending: Ending) -> None:
