@@ -1,0 +1,105 @@
+"""Products' references against fp64, and how matrices are cut for the GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.checking import DTYPES, Judge, short
+from slipstream.kernels.gemv import FP8, MAX_SLOTS, PIECE, THREADS, gemv, takes, tiling
+from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
+from torch import Tensor
+
+CTA_MEMORY = 227 << 10  # of an H100 or H200
+MULTIPROCESSOR_MEMORY = 228 << 10
+RESERVED = 1 << 10  # by the driver, of each CTA
+STATIC = 9 << 10  # at most; what gemv.cu takes beside the ring
+
+
+def rows(n: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, width, generator=generator).to(dtype)
+
+
+def normed(x: Tensor, norm: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm
+
+
+def gated(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products(dtype: torch.dtype, with_bias: bool) -> None:
+    judge = Judge("linear")
+    x, weight, residual = rows(5, 24, dtype, 0), rows(10, 24, dtype, 1), rows(5, 10, dtype, 2)
+    norm, bias = rows(1, 24, dtype, 3)[0], rows(1, 10, dtype, 4)[0] if with_bias else None
+
+    def expected(dtype: torch.dtype) -> list[Tensor]:
+        wide, matrix, factors = x.to(dtype), weight.to(dtype), norm.to(dtype)
+        offset = 0 if bias is None else bias.to(dtype)
+        plain = wide @ matrix.t() + offset
+        of_norm = normed(wide, factors) @ matrix.t() + offset
+        return [plain, of_norm, gated(of_norm), residual.to(dtype) + plain]
+
+    total, total_of_gemv = residual.clone(), residual.clone()
+    linear_add(x, weight, total, bias)
+    assert gemv(x, weight, bias=bias, residual=total_of_gemv) is total_of_gemv
+    outputs = {
+        "linear": [linear(x, weight, bias), gemv(x, weight, bias=bias)],
+        "norm_linear": [
+            norm_linear(x, norm, weight, 1e-6, bias),
+            gemv(x, weight, norm=norm, eps=1e-6, bias=bias),
+        ],
+        "norm_gate_up": [
+            norm_gate_up(x, norm, weight, 1e-6, bias),
+            gemv(x, weight, norm=norm, eps=1e-6, bias=bias, gated=True),
+        ],
+        "linear_add": [total, total_of_gemv],
+    }
+    expectations = zip(outputs.items(), expected(torch.float64), expected(dtype), strict=True)
+    for (name, both), exact, naive in expectations:
+        for out in both:
+            judge.close(name, out, exact, naive)
+    judge.verdict()
+
+
+def test_weights_of_8_bits_have_a_scale_for_each_row() -> None:
+    x, weight = rows(3, 32, torch.bfloat16, 0), rows(6, 32, torch.float32, 1)
+    scales = weight.abs().amax(1) / 448
+    small = (weight / scales[:, None]).to(FP8)
+    exact = x.double() @ (small.double() * scales[:, None].double()).t()
+    judge = Judge("e4m3")
+    judge.close("plain", gemv(x, small, scales=scales), exact, exact.bfloat16())
+    judge.close(
+        "gated", gemv(x, small, scales=scales, gated=True), gated(exact), gated(exact).bfloat16()
+    )
+    judge.verdict()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4000), st.sampled_from((1, 2)), st.booleans())
+def test_tilings_fit(num_rows: int, pieces: int, itemsize: int, is_gated: bool) -> None:
+    width = pieces * PIECE
+    row_bytes = width * itemsize
+    tiles = tiling(num_rows, width, row_bytes, is_gated)
+    if tiles is None:
+        assert width > (28672 if num_rows == 1 else 14336) or (is_gated and row_bytes > 51200)
+        return
+    assert tiles.rows >= num_rows
+    assert tiles.chunks * THREADS * PIECE >= width
+    assert width > tiles.chunks // 2 * THREADS * PIECE, "pieces of the first half are inside"
+    assert tiles.slot_rows % tiles.group == 0
+    assert tiles.slot_rows % (2 if is_gated else 1) == 0
+    assert tiles.slot_rows * tiles.rows <= THREADS, "a batch holds at least one slot"
+    assert 2 <= tiles.num_slots <= MAX_SLOTS
+    used = tiles.bytes(row_bytes) + STATIC
+    assert tiles.num_slots * tiles.slot_rows * row_bytes <= tiles.bytes(row_bytes)
+    assert used <= CTA_MEMORY
+    assert (tiles.ctas + 1) * (used - STATIC + RESERVED) > MULTIPROCESSOR_MEMORY
+
+
+def test_a_cpu_takes_the_reference() -> None:
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    assert not takes(x, x)
