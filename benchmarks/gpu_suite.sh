@@ -18,5 +18,5 @@ for name in ("pytest", "torch", "cupy", "cuda.bindings", "hypothesis", "msgspec"
 CHECK
 "$python" -m pytest -m gpu -q -s --tb=line --no-header -p no:cacheprovider "$@"
 status=$?
-if [ -z "$NO_BENCHMARK" ]; then "$python" benchmarks/kernels.py; fi
+if [ -z "$NO_BENCHMARK" ]; then "$python" benchmarks/kernel_times.py; fi
 exit $status

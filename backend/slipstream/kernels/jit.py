@@ -300,7 +300,9 @@ def _kernel(
     with cupy.cuda.Device(device):
         function = _module(wanted, device).get_function(entry)
         if shared_memory > 48 * 1024:
-            function.max_dynamic_shared_size_bytes = shared_memory
+            # The bound is the function's, not a launch's: raised once, to all there is.
+            static = function.shared_size_bytes
+            function.max_dynamic_shared_size_bytes = shared_memory_limit(device) - static
         kernel = _Kernel(function, layout, block, shared_memory)
     if overlaps and torch.cuda.get_device_capability(device) >= (9, 0):
         kernel.overlap()
