@@ -7,21 +7,38 @@ from slipstream.kernels import (
     activation,
     decode_attention,
     fp8,
+    gemv,
     jit,
     norm,
     prefill_attention,
     rope,
+    sample,
     sample_before,
+    stage,
 )
 from slipstream.kernels.jit import Variant
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extra")
 
-MODULES = (activation, decode_attention, fp8, norm, prefill_attention, rope, sample_before)
+MODULES = (
+    activation,
+    decode_attention,
+    fp8,
+    gemv,
+    norm,
+    prefill_attention,
+    rope,
+    sample,
+    sample_before,
+    stage,
+)
 VARIANTS = [v for module in MODULES for v in module.variants()]
 ENTRIES = {
     "activation.cu": {"silu_mul"},
-    "decode_attention.cu": {"decode_attention", "combine_splits"},
+    "count_tokens.cu": {"count_tokens"},
+    "decode_attention.cu": {"decode_attention"},
+    "decode_attention_fp32.cu": {"decode_attention", "combine_splits"},
+    "decode_plan.cu": {"plan_decode"},
     "fp8.cu": {
         "quantize",
         "norm_quantize",
@@ -30,11 +47,14 @@ ENTRIES = {
         "scale",
         "add_scaled",
     },
+    "gemv.cu": {"gemv"},
     "norm.cu": {"rms_norm"},
     "prefill_attention.cu": {"prefill_attention"},
     "prefill_wgmma.cu": {"prefill_wgmma"},
     "rope.cu": {"rope_and_cache"},
+    "sample.cu": {"sample"},
     "sample_before.cu": {"sample", "edit_logits"},
+    "stage.cu": {"begin_step"},
 }
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "

@@ -1,58 +1,240 @@
 """Decode attention in every legal configuration: against fp64, poisoned, repeated bitwise."""
 
+import dataclasses
+
 import pytest
 import torch
 from kernels.attention_cases import Case, attend, configurations, make_case
-from kernels.checking import DTYPES, Judge, bits, poison, same_bits, short
+from kernels.checking import DTYPES, Judge, poison, same_bits, short
+from slipstream.kernels import decode_attention as module
 from slipstream.kernels.decode_attention import decode_attention, plan_decode
+from slipstream.kernels.rope import rope_and_cache
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
 ]
 
+LENGTHS = [0, 1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 0, 64, 1100, 0]
+LONG = [33001, 300, 0, 5000, 8193, 20000, 1]
+HALVES = (torch.float16, torch.bfloat16)
 
-def decode(case: Case) -> torch.Tensor:
+
+def decode(case: Case, poisoned: bool = False) -> torch.Tensor:
+    if poisoned:
+        poison(case.q.shape, dtype=case.q.dtype)
+        num_ctas = torch.cuda.get_device_properties(0).multi_processor_count
+        for warps in (4, 8):
+            poison((module._plan_size(len(case.lengths), num_ctas, warps),), dtype=torch.float32)
+        poison((num_ctas * 2 * module._COLUMNS * (case.q.shape[2] + 6),), dtype=torch.float32)
     plan = plan_decode(case.lengths, case.cache, case.q.shape[1])
     return decode_attention(case.q, case.cache, case.block_tables, case.lengths, plan, case.scale)
 
 
-LENGTHS = [1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 1100, 64, 5000, 8193]
+def check(judge: Judge, name: str, case: Case) -> None:
+    out = decode(case, poisoned=True)
+    judge.close(name, out, attend(case, torch.float64), attend(case, case.q.dtype))
+    judge.true(f"{name}: length 0", not out[case.lengths == 0].any())
+    judge.repeats(name, lambda: decode(case, poisoned=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_decode_attention(dtype: torch.dtype) -> None:
     judge = Judge(f"decode_attention {short(dtype)}")
     for heads, d, block in configurations():
-        name = f"heads {heads} d {d} block {block}"
         case = make_case([1] * len(LENGTHS), LENGTHS, heads, d, block, dtype)
+        check(judge, f"heads {heads} d {d} block {block}", case)
+    for heads, d, block in (((8, 2), 128, 32), ((7, 1), 80, 8)):
+        case = make_case([1] * len(LONG), LONG, heads, d, block, dtype)
+        check(judge, f"long, heads {heads} d {d} block {block}", case)
+    judge.verdict()
 
-        def run(case=case) -> torch.Tensor:
-            poison(case.q.shape, dtype=dtype)
-            return decode(case)
 
-        out = run()
-        judge.close(name, out, attend(case, torch.float64), attend(case, dtype))
-        judge.true(f"{name}: length 0", not out[LENGTHS.index(0)].any())
-        judge.repeats(name, run)
+def test_smaller_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes of a CTA for other GPUs."""
+    judge = Judge("smaller shapes")
+    for shape in module._SHAPES[1:]:
+        monkeypatch.setattr(module, "_SHAPES", (shape,))
+        module._device.cache_clear()
+        for d in (64, 80, 128):
+            case = make_case([1] * len(LENGTHS), LENGTHS, (8, 2), d, 16, torch.bfloat16)
+            check(judge, f"{shape} d {d}", case)
+    module._device.cache_clear()
+    judge.verdict()
+
+
+@pytest.mark.parametrize("lengths", [[0] * 3, [1], [5000], [384] * 32, [300] * 600, [0, 999] * 50])
+def test_the_plan_covers_every_tile_once(lengths: list[int]) -> None:
+    """Workers one after the other walk all tiles in order; CTAs agree on what they share."""
+    cache = torch.empty((1, 2, 2, 16, 64), dtype=torch.float16, device="cuda")
+    plan = plan_decode(torch.tensor(lengths, dtype=torch.int32, device="cuda"), cache, 24).tolist()
+    num_ctas, shape = module._device(0, 64)
+    shares_at = -(-num_ctas // 4) * 4
+    starts_at = shares_at + 8 * num_ctas
+    tiles = [
+        (row, head, tile)
+        for row, length in enumerate(lengths)
+        for head in range(4)  # 12 query heads to a kv head are two heads
+        for tile in range(-(-length // 32))
+    ]
+    assert not any(plan[:num_ctas])
+    done, owners = 0, {}
+    for worker in range(num_ctas * shape.warps):
+        _, head, tile, count, row, length = plan[starts_at + 8 * worker :][:6]
+        if count:
+            assert (row, head, tile) == tiles[done]
+            assert length == lengths[row]
+        for row, head, _ in tiles[done : done + count]:
+            owners.setdefault((row, head), []).append(worker // shape.warps)
+        done += count
+    assert done == len(tiles)
+    for cta in range(num_ctas):
+        for first, last, row, head in (plan[shares_at + 8 * cta + i :][:4] for i in (0, 4)):
+            if first < last:
+                assert (first, last) == (owners[row, head][0], owners[row, head][-1])
+                assert first <= cta <= last
+    shared = {key for key, ctas in owners.items() if ctas[0] < ctas[-1]}
+    told = {
+        tuple(plan[shares_at + 8 * cta + 6 :][:2])
+        for cta in range(num_ctas)
+        if plan[shares_at + 8 * cta + 4] < plan[shares_at + 8 * cta + 5]
+    }
+    assert told == shared
+
+
+def random_case(lengths: list[int], heads: tuple[int, int], block: int, dtype: torch.dtype) -> Case:
+    """Made on the GPU; nothing is NaN."""
+    counts = [-(-length // block) for length in lengths]
+    tables = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
+    order = torch.randperm(sum(counts), dtype=torch.int32)
+    for s, ids in enumerate(order.split(counts)):
+        tables[s, : len(ids)] = ids
+    shape = (sum(counts), heads[1], 2, block, 128)
+    return Case(
+        torch.randn((len(lengths), heads[0], 128), dtype=dtype, device="cuda"),
+        torch.randn(shape, dtype=dtype, device="cuda"),
+        tables.cuda(),
+        torch.empty(0),
+        torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+        [1] * len(lengths),
+    )
+
+
+MIXES = [
+    [2048] * 64,
+    [1] * 64,
+    [0] * 64,
+    [200] + [0] * 63,
+    [0] * 63 + [2048],
+    [384] * 32 + [0] * 32,
+    [0, 2048, 0, 1] * 16,
+    [32 * i for i in range(64)],
+    [33 * (63 - i) + 1 for i in range(62)] + [0, 0],
+    [2048] * 3 + [17] * 61,
+    [1000] * 17 + [0] * 47,
+    [256] * 64,
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=short)
+def test_one_graph_for_every_mix(dtype: torch.dtype) -> None:
+    """Lengths change in place; what a mix does not use is NaN."""
+    judge = Judge(f"one graph {short(dtype)}")
+    case = random_case([2048] * 64, (8, 2), 16, dtype)
+    values = case.cache.clone()
+    decode(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = plan_decode(case.lengths, case.cache, 8)
+        arguments = (case.cache, case.block_tables, case.lengths, plan, case.scale)
+        layers = [decode_attention(case.q, *arguments) for _ in range(3)]
+    positions = torch.arange(2048, device="cuda")
+    slots = case.block_tables.long()[:, positions // 16] * 16 + positions % 16
+    for number, lengths in enumerate(MIXES):
+        case.lengths.copy_(torch.tensor(lengths))
+        case.q.normal_()
+        unused = torch.ones(len(values) * 16, dtype=torch.bool, device="cuda")
+        unused[slots[positions < case.lengths[:, None]]] = False
+        case.cache.copy_(
+            values.masked_fill(unused.view(-1, 1, 1, 16, 1).expand(values.shape), float("nan"))
+        )
+        plan.fill_(-1)
+        for out in layers:
+            out.fill_(float("nan"))
+        graph.replay()
+        judge.close(f"mix {number}", layers[0], attend(case, torch.float64), attend(case, dtype))
+        eager = decode(case, poisoned=True)
+        for out in layers:
+            judge.true(f"mix {number}: bits", same_bits(out, eager))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("lengths", [[384] * 256, [32768] + [300] * 200, [16384] * 16], ids=len)
+def test_large_batches_repeat(lengths: list[int]) -> None:
+    """150 runs, in graphs where they overlap, have the bits of the first."""
+    judge = Judge(f"{len(lengths)} sequences")
+    case = random_case(lengths, (32, 8), 32, torch.bfloat16)
+    first = decode(case)
+    few = [0, 1, len(lengths) // 2, len(lengths) - 1]
+    some = dataclasses.replace(
+        case,
+        q=case.q[few],
+        block_tables=case.block_tables[few],
+        lengths=case.lengths[few],
+        chunks=[1] * len(few),
+    )
+    judge.close("some", first[few], attend(some, torch.float64), attend(some, torch.bfloat16))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = plan_decode(case.lengths, case.cache, 32)
+        arguments = (case.cache, case.block_tables, case.lengths, plan, case.scale)
+        layers = [decode_attention(case.q, *arguments) for _ in range(15)]
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(10):
+        for out in layers:
+            out.fill_(float("nan"))
+        graph.replay()
+        for out in layers:
+            differing += (out.view(torch.int16) != first.view(torch.int16)).any()
+    judge.true(f"{int(differing)} of 150 differ", int(differing) == 0)
+    judge.verdict()
+
+
+def test_the_newest_token_is_seen() -> None:
+    """The kernel in front writes it while attention already reads what is older."""
+    judge = Judge("newest token")
+    for length in (1, 32, 33, 200, 1000):
+        case = random_case([length] * 4, (8, 2), 32, torch.bfloat16)
+        plan = plan_decode(case.lengths, case.cache, 8)
+        angles = torch.zeros((1, 128), device="cuda")
+        angles[:, :64] = 1  # rotates by nothing
+        last = torch.full((4,), length - 1, device="cuda")
+        slots = case.block_tables.long()[:, (length - 1) // 32] * 32 + last % 32
+        k, v = (torch.randn((4, 2, 128), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        arguments = (case.cache, case.block_tables, case.lengths, plan, case.scale)
+
+        def step(case=case, k=k, v=v, angles=angles, slots=slots, arguments=arguments):
+            rope_and_cache(case.q, k, v, angles, torch.zeros_like(slots), slots, case.cache)
+            return decode_attention(case.q, *arguments)
+
+        graph = torch.cuda.CUDAGraph()
+        step()
+        with torch.cuda.graph(graph):
+            outs = [step() for _ in range(8)]
+        for _ in range(5):
+            k.normal_()
+            v.normal_()
+            graph.replay()
+            torch.cuda.synchronize()
+            want = decode(case)
+            judge.true(f"length {length}", all(same_bits(out, want) for out in outs))
     judge.verdict()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_long_decode(dtype: torch.dtype) -> None:
-    judge = Judge(f"long decode {short(dtype)}")
-    lengths = [33001, 300, 20000]
-    case = make_case([1] * 3, lengths, (8, 2), 128, 32, dtype)
-    out = decode(case)
-    judge.close(f"{lengths}", out, attend(case, torch.float64), attend(case, dtype))
-    judge.verdict()
-
-
-def test_streams_and_graphs() -> None:
-    """Kernels run on torch's current stream; a captured graph reads its inputs at replay."""
-    judge = Judge("streams and graphs")
-    lengths = [300, 1, 1000, 64]
-    case = make_case([1] * 4, lengths, (8, 2), 128, 32, torch.bfloat16)
+def test_streams(dtype: torch.dtype) -> None:
+    """Kernels run on torch's current stream."""
+    case = make_case([1] * 4, [300, 1, 1000, 64], (8, 2), 128, 32, dtype)
     want = decode(case)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -62,17 +244,4 @@ def test_streams_and_graphs() -> None:
             busy = busy @ busy * 1e-2
         got = decode(case)
     stream.synchronize()
-    judge.true("side stream", same_bits(got, want))
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = decode(case)
-    for change in ([1, 300, 64, 0], [1000, 999, 257, 30]):
-        fitting = torch.minimum(torch.tensor(change), torch.tensor(lengths))
-        case.lengths.copy_(fitting)
-        captured.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        judge.true(f"graph {change}", same_bits(captured, decode(case)))
-        assert bits(captured).ndim == 3
-    judge.verdict()
+    assert same_bits(got, want)

@@ -1,7 +1,14 @@
-"""Attention of one query a sequence over a paged cache."""
+"""Attention of one query a sequence over a paged cache.
 
+16-bit elements: a fixed grid of workers shares out the tiles of all sequences, whatever their
+lengths, by a plan made once a step on the device; so one CUDA graph serves every mix. fp32: the
+tokens of a sequence are split over CTAs.
+"""
+
+import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,17 +16,16 @@ from torch.nn import functional
 
 from slipstream.kernels import jit
 from slipstream.kernels.op import op
-from slipstream.kernels.pages import (
-    check,
-    gather,
-    stages_of,
-    tiles_memory,
-    tiles_variant,
-    tiles_variants,
-    warps_of,
-)
+from slipstream.kernels.pages import check, gather, tiles_memory, tiles_variant, warps_of
 
-_MIN_SPLIT, _MAX_SPLITS = 256, 32  # as in decode_attention.cu
+# decode_columns.cuh: query heads that a worker takes at once; decode_plan.cuh: tokens of a tile.
+_COLUMNS, _TILE = 8, 32
+# Tiles: what a CTA gets at least; how long its run may be, or how much longer than others, for the
+# sake of whole sequences.
+_MIN_RUN, _WHOLE_RUN, _WHOLE_MORE = 4, 12, 4
+_PLAN_CTAS, _PLAN_THREADS = 16, 512
+_MOST_SEQUENCES = 16384
+_MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_attention_fp32.cu
 
 
 @op("lengths[s]:i32, cache[_,h,2,_,d]:T")
@@ -37,7 +43,9 @@ def decode_attention(
 ) -> Tensor:
     """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.
 
-    Length 0 gives zeros. `plan` is `plan_decode` of the lengths.
+    Length 0 gives zeros. `plan` is `plan_decode` of the lengths, made earlier in the stream. All
+    but the newest token of a sequence must be from earlier steps: the kernel reads it while the
+    kernels in front of it still run.
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -45,42 +53,158 @@ def decode_attention(
         if length == 0:
             continue
         k, v = gather(cache, block_tables[s, : -(-length // block_size)], length)
-        group = q[s].reshape(
-            num_kv_heads, -1, q.shape[2]
-        )  # a kv head's query heads, as its queries
+        group = q[s].reshape(num_kv_heads, -1, q.shape[2])  # a kv head's, as its queries
         result = functional.scaled_dot_product_attention(group[None], k[None], v[None], scale=scale)
         out[s] = result[0].flatten(0, 1)
     return out
 
 
+# ---- 16-bit elements ----
+
+
+class _Shape(NamedTuple):
+    """Of a CTA of decode_attention.cu."""
+
+    warps: int
+    slots: int  # of a warp's ring, each of a tile's K or V
+
+    def shared_memory(self, head_size: int) -> int:
+        """Bytes: rings, a part for each warp, two entries for each warp, flags."""
+        chunks = head_size // 8
+        row = 16 * (chunks if chunks & (chunks - 1) == 0 else chunks + 1)
+        part = 4 * _COLUMNS * (head_size + 4 + 2)
+        return self.warps * (self.slots * _TILE * row + part + 2 * 16) + 16
+
+
+_SHAPES = (_Shape(8, 3), _Shape(8, 2), _Shape(4, 2))  # the first that fits is best
+
+
+def _variant(dtype: torch.dtype, head_size: int, shape: _Shape) -> jit.Variant:
+    jit.head_size_of(dtype, head_size)
+    return jit.variant(
+        "decode_attention.cu", dtype, HEAD_SIZE=head_size, WARPS=shape.warps, SLOTS=shape.slots
+    )
+
+
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
-    return tiles_variants("decode_attention.cu", 3)
+    yield jit.variant("decode_plan.cu")
+    for head_size in jit.HEAD_SIZES:
+        yield _fp32_variant(head_size)
+        for dtype in (torch.float16, torch.bfloat16):
+            for shape in _SHAPES:
+                yield _variant(dtype, head_size, shape)
+
+
+@functools.cache
+def _device(index: int, head_size: int) -> tuple[int, _Shape]:
+    """CTAs of the grid, one for each SM, and their shape."""
+    limit = jit.shared_memory_limit(index)
+    shape = next(s for s in _SHAPES if s.shared_memory(head_size) <= limit)
+    return torch.cuda.get_device_properties(index).multi_processor_count, shape
+
+
+def _plan_size(num_sequences: int, num_ctas: int, num_warps: int) -> int:
+    """Of `Plan` in decode_plan.cuh, as int32."""
+    arrivals = -(-num_ctas // 4) * 4
+    return arrivals + num_ctas * (8 + 8 * num_warps) + 2 * (num_sequences + 2)
 
 
 @plan_decode.cuda
 def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
-    return plan_decode.reference(lengths, cache, num_q_heads)
+    num_sequences, num_kv_heads, head_size = len(lengths), cache.shape[1], cache.shape[4]
+    if cache.dtype == torch.float32 or num_sequences == 0:
+        return torch.empty(0, dtype=torch.int32, device=lengths.device)
+    jit.head_size_of(cache.dtype, head_size)
+    jit.require(lengths.is_contiguous(), "plan_decode: lengths must be contiguous")
+    jit.require(
+        num_sequences <= _MOST_SEQUENCES, f"plan_decode: more than {_MOST_SEQUENCES} sequences"
+    )
+    num_ctas, shape = _device(lengths.get_device(), head_size)
+    size = _plan_size(num_sequences, num_ctas, shape.warps)
+    plan = torch.empty(size, dtype=torch.int32, device=lengths.device)
+    parts = -(-(num_q_heads // num_kv_heads) // _COLUMNS)
+    jit.launch(
+        jit.variant("decode_plan.cu"),
+        "plan_decode",
+        (_PLAN_CTAS,),
+        _PLAN_THREADS,
+        lengths,
+        plan,
+        num_sequences,
+        num_kv_heads * parts,
+        num_ctas,
+        shape.warps,
+        _MIN_RUN,
+        _WHOLE_RUN,
+        _WHOLE_MORE,
+        shared_memory=4 * (2 * num_sequences + num_ctas + 1),
+    )
+    return plan
 
 
 @decode_attention.cuda
 def _decode_attention(
     q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, plan: Tensor, scale: float
 ) -> Tensor:
-    check("decode_attention", q, cache, block_tables, lengths)
+    check("decode_attention", q, cache, block_tables, lengths, plan)
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     shift = jit.block_shift(block_size)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_sequences == 0:
         return out
+    if q.dtype == torch.float32:
+        _launch_fp32(q, cache, block_tables, lengths, out, scale)
+        return out
+    num_ctas, shape = _device(q.get_device(), head_size)
+    size = _plan_size(num_sequences, num_ctas, shape.warps)
+    jit.require(len(plan) == size, "decode_attention: the plan is of other sequences")
+    part = _COLUMNS * (head_size + 4 + 2)
+    parts = torch.empty(num_ctas * 2 * part, dtype=torch.float32, device=q.device)
+    jit.launch(
+        _variant(q.dtype, head_size, shape),
+        "decode_attention",
+        (num_ctas,),
+        32 * shape.warps,
+        q,
+        q.stride(0),
+        cache,
+        block_tables,
+        block_tables.stride(0),
+        lengths,
+        plan,
+        out,
+        parts,
+        scale * math.log2(math.e),
+        num_sequences,
+        num_kv_heads,
+        num_q_heads // num_kv_heads,
+        shift,
+        shared_memory=shape.shared_memory(head_size),
+        overlaps=True,
+    )
+    return out
+
+
+# ---- fp32 ----
+
+
+def _fp32_variant(head_size: int) -> jit.Variant:
+    return tiles_variant("decode_attention_fp32.cu", torch.float32, head_size, 2)
+
+
+def _launch_fp32(
+    q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, out: Tensor, scale: float
+) -> None:
+    num_sequences, num_q_heads, head_size = q.shape
+    num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     capacity = block_tables.shape[1] * block_size
     splits = max(1, min(_MAX_SPLITS, -(-capacity // _MIN_SPLIT)))
     size = num_sequences * num_q_heads * splits * (head_size + 2) if splits > 1 else 1
     partial = torch.empty(size, dtype=torch.float32, device=q.device)
     group_size = num_q_heads // num_kv_heads
-    stages = stages_of(q, 3 if q.element_size() == 2 else 2)
-    wanted = tiles_variant("decode_attention.cu", q.dtype, head_size, stages)
+    wanted = _fp32_variant(head_size)
     jit.launch(
         wanted,
         "decode_attention",
@@ -97,10 +221,9 @@ def _decode_attention(
         scale * math.log2(math.e),
         num_kv_heads,
         group_size,
-        shift,
-        shared_memory=tiles_memory(q.dtype, head_size, stages),
+        jit.block_shift(block_size),
+        shared_memory=tiles_memory(q.dtype, head_size, 2),
     )
     if splits > 1:
         grid = (num_q_heads, num_sequences)
         jit.launch(wanted, "combine_splits", grid, head_size, partial, lengths, out, splits)
-    return out

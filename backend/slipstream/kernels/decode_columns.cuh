@@ -1,0 +1,157 @@
+// The running softmax of up to 8 query heads over the tiles of one (sequence, kv head), kept by one warp
+// (FlashAttention-2; Dao, 2023). Products are transposed: tokens, then dimensions, are the 16 rows of a fragment,
+// query heads its 8 columns.
+// -D ELEMENT (T: 16 bits), HEAD_SIZE
+#pragma once
+#include "decode_ring.cuh"
+#include "mma.cuh"
+
+constexpr int COLUMNS = 8;
+
+// What a worker, or a CTA, has of a (sequence, head): sums of V by exponentials, their base-2 maximum, their total.
+struct alignas(16) Part {
+  float output[COLUMNS][HEAD_SIZE + 4];  // padded against bank conflicts
+  float maximum[COLUMNS];
+  float total[COLUMNS];
+};
+
+// Query heads as fragments B: a lane 4 g + t holds elements 2t, 2t + 1 of every chunk of head g.
+struct Query {
+  u32 pairs[STEPS][2];
+
+  DEVICE void load(const T* heads, int count) {
+    const int lane = threadIdx.x % 32;
+    const T* own = heads + lane / 4 * HEAD_SIZE + lane % 4 * 2;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32* pair = reinterpret_cast<const u32*>(own + step * 16 + half * 8);
+        pairs[step][half] = lane / 4 < count ? load_fresh<1>(pair).at[0] : 0;
+      }
+  }
+};
+
+class Columns {
+  const int lane = threadIdx.x % 32;
+  float output[STEPS][4];  // dimensions g and g + 8 of every step, each of columns 2t, 2t + 1
+  float maximum[2];        // of columns 2t, 2t + 1
+  float total[2];          // this lane's share: its tokens
+
+ public:
+  DEVICE void clear() {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) output[step][j] = 0.0f;
+    maximum[0] = maximum[1] = -INFINITE;
+    total[0] = total[1] = 0.0f;
+  }
+
+  // K q^T: scores of tokens 16 i + g and 16 i + g + 8, each of columns 2t, 2t + 1.
+  DEVICE void score(float (&scores)[2][4], const Query& query, u32 keys) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[i][j] = 0.0f;
+    const u32 own = keys + chunk_offset(lane % 16, lane / 16);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        u32 key[4];
+        load_matrices(key, at_step(own, step) + i * 16 * ROW_BYTES);
+        multiply_add(scores[i], key, query.pairs[step][0], query.pairs[step][1], T{});
+      }
+  }
+
+  // Scores of `count` tokens become exponentials, as fragments B; what was summed so far is rescaled.
+  DEVICE void exponentiate(float (&scores)[2][4], u32 (&weights)[4], int count, float scale) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int token = i * 16 + lane / 4 + j / 2 * 8;
+        scores[i][j] = token < count ? scores[i][j] * scale : -INFINITE;
+      }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float highest = fmaxf(fmaxf(scores[0][c], scores[0][c + 2]), fmaxf(scores[1][c], scores[1][c + 2]));
+      highest = fmaxf(highest, maximum[c]);
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2)
+        highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, mask));
+      const float factor = exp2_fast(maximum[c] - highest);
+      maximum[c] = highest;
+      total[c] *= factor;
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        output[step][c] *= factor;
+        output[step][c + 2] *= factor;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = c; j < 4; j += 2) {
+          scores[i][j] = exp2_fast(scores[i][j] - highest);
+          total[c] += scores[i][j];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        weights[i * 2 + j] = transpose(pack_pair(scores[i][j * 2], scores[i][j * 2 + 1]));
+  }
+
+  // output += V^T weights
+  DEVICE void accumulate(const u32 (&weights)[4], u32 values) {
+    const u32 own = values + chunk_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        u32 value[4];
+        load_transposed(value, at_step(own, step) + i * 16 * ROW_BYTES);
+        multiply_add(output[step], value, weights[i * 2], weights[i * 2 + 1], T{});
+      }
+  }
+
+  DEVICE void sum_totals() {
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2)
+        total[c] += __shfl_xor_sync(ALL_LANES, total[c], mask);
+  }
+  // The result: rows of `count` heads.
+  DEVICE void write(T* heads, int count) const {
+    const float low = 1.0f / total[0], high = 1.0f / total[1];
+    u32* own = reinterpret_cast<u32*>(heads + lane / 4 * HEAD_SIZE) + lane % 4;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* pair = &output[step][half * 2];
+        const u32 dimensions = transpose(pack_pair(pair[0] * low, pair[1] * high));
+        if (lane / 4 < count) own[step * 8 + half * 4] = dimensions;
+      }
+  }
+  DEVICE void store(Part& part, int count) const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int column = lane % 4 * 2 + c;
+      if (column >= count) continue;
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        float* own = part.output[column] + step * 16 + lane / 4;
+        own[0] = output[step][c];
+        own[8] = output[step][c + 2];
+      }
+      if (lane / 4 == 0) {
+        part.maximum[column] = maximum[c];
+        part.total[column] = total[c];
+      }
+    }
+  }
+};

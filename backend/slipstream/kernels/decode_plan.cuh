@@ -1,0 +1,46 @@
+// The plan of decode attention, made once a step: which tiles every worker (a warp of the grid) attends to.
+//
+// A tile is TILE tokens of one (sequence, head); a head stands for the query heads that share a kv head, or for some
+// of them where they are many. Tiles lie in the order sequence, head, token: each CTA gets a run of them, each
+// worker a run of its CTA's.
+#pragma once
+#include "common.cuh"
+
+constexpr int TILE = 32;
+
+struct alignas(8) Sequence {
+  int row;  // of the batch
+  int length;
+};
+
+// The first tile of a worker, and what it must know to go on from there.
+struct alignas(16) Start {
+  int index;  // of the sequence, among those that have tokens
+  int head;
+  int tile;
+  int count;  // tiles of the worker
+  Sequence sequence;
+  Sequence following;
+};
+
+// A (sequence, head) whose tiles lie in the CTAs first .. last.
+struct alignas(16) Share {
+  int first;
+  int last;
+  int row;
+  int head;
+};
+
+struct Plan {
+  int* arrivals;        // [CTAs], zero between kernels: CTAs that have their part of what starts in this one
+  Share* shares;        // [CTAs][2]: what an earlier CTA starts, what this one starts and does not end
+  Start* starts;        // [CTAs * workers]
+  Sequence* sequences;  // those that have tokens, and two more that are read but not used
+
+  DEVICE Plan(int* memory, int num_ctas, int num_workers) {
+    arrivals = memory;
+    shares = reinterpret_cast<Share*>(memory + (num_ctas + 3) / 4 * 4);
+    starts = reinterpret_cast<Start*>(shares + 2 * num_ctas);
+    sequences = reinterpret_cast<Sequence*>(starts + num_ctas * num_workers);
+  }
+};

@@ -1,0 +1,173 @@
+// A worker's private ring of slots in shared memory, through which its tiles pass: K, V, K, V, ...
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, SLOTS
+#pragma once
+#include "copies.cuh"
+#include "decode_plan.cuh"
+
+constexpr int PIECE = 8;                // tokens that surely lie in one block
+constexpr int PIECES = TILE / PIECE;    // of a tile
+constexpr int CHUNKS = HEAD_SIZE / 8;   // 16-byte accesses of a token
+constexpr int STEPS = HEAD_SIZE / 16;   // of two chunks: a fragment's columns
+// Eight tokens of one column of chunks must lie in different banks: rows of 64 and 128 dimensions are swizzled, others
+// padded.
+constexpr bool SWIZZLED = (CHUNKS & (CHUNKS - 1)) == 0;
+constexpr int ROW_BYTES = CHUNKS * 16 + (SWIZZLED ? 0 : 16);
+constexpr int SLOT_BYTES = TILE * ROW_BYTES;
+constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
+
+// Where in a slot a chunk of a token lies.
+DEVICE int chunk_offset(int token, int chunk) {
+  return token * ROW_BYTES + (SWIZZLED ? chunk ^ token % 8 : chunk) * 16;
+}
+// From the address of a chunk of step 0 to that of the same chunk of another step; slots are aligned to 128 bytes.
+DEVICE u32 at_step(u32 address, int step) {
+  return SWIZZLED ? address ^ u32(step * 32) : address + step * 32;
+}
+
+// The paged cache of a layer, `[block, kv head, K or V, token in block, HEAD_SIZE]`.
+struct Cache {
+  const T* memory;
+  const int* block_tables;
+  i64 table_stride;
+  i64 num_kv_heads;
+  int block_shift;
+  int parts;  // heads of the plan to a kv head
+
+  DEVICE i64 from_k_to_v() const { return i64(HEAD_SIZE) << block_shift; }
+};
+
+// A tile on a worker's way.
+struct Cursor {
+  Sequence now;
+  Sequence following;
+  int head;
+  int tile;
+  const Sequence* rest;  // behind `following`
+
+  DEVICE Cursor(const Plan& plan, const Start& start)
+      : now(start.sequence), following(start.following), head(start.head), tile(start.tile),
+        rest(plan.sequences + start.index + 2) {}
+
+  DEVICE int num_tokens() const { return now.length - tile * TILE; }  // of the tile, if no more follow
+  DEVICE bool is_last() const { return num_tokens() <= TILE; }
+  DEVICE void advance(int num_heads) {
+    if (!is_last()) {
+      ++tile;
+      return;
+    }
+    tile = 0;
+    if (++head < num_heads) return;
+    head = 0;
+    now = following;
+    following = *rest++;
+  }
+};
+
+class Ring {
+  const Cache& cache;
+  const u32 slots;
+  const int num_heads;
+  const u64 policy = evict_first();
+  const int lane = threadIdx.x % 32;
+  Cursor cursor;  // of the tile that is copied next
+  int left;       // tiles to copy
+  int slot = 0;   // that is filled next; once all are filled, also the one that is read next
+  bool is_value = false;
+  int block;  // in lane i < PIECES: where piece i of the cursor's tile lies
+
+ public:
+  DEVICE Ring(const Cache& cache, u32 slots, int num_heads, const Cursor& cursor, int count)
+      : cache(cache), slots(slots), num_heads(num_heads), cursor(cursor), left(count) {
+    find_block();
+  }
+
+  // Fill the ring with what earlier steps wrote: up to the first tile that holds the newest token of its sequence.
+  // Returns how many slots are filled.
+  DEVICE int fill_early() {
+#pragma unroll
+    for (int filled = 0; filled < SLOTS; ++filled) {
+      if (left > 0 && cursor.is_last()) {
+        warm();
+        return filled;
+      }
+      fill();
+    }
+    return SLOTS;
+  }
+  DEVICE void fill_up(int filled) {
+    for (; filled < SLOTS; ++filled) fill();
+  }
+  // The address of the next K or V, once it is there.
+  DEVICE u32 front() const {
+    copy_wait<SLOTS - 1>();
+    __syncwarp();
+    return slots + slot * SLOT_BYTES;
+  }
+  // The front has been read: its slot takes the next copy.
+  DEVICE void pop() {
+    __syncwarp();
+    fill();
+  }
+
+ private:
+  DEVICE void find_block() {
+    const int token = cursor.tile * TILE + lane * PIECE;
+    const bool exists = left > 0 && lane < PIECES && token < cursor.now.length;
+    const int* table = cache.block_tables + cursor.now.row * cache.table_stride;
+    block = exists ? table[token >> cache.block_shift] : 0;
+  }
+  // In lane i < PIECES: of piece i of the cursor's K.
+  DEVICE i64 piece_offset() const {
+    const int token = cursor.tile * TILE + lane * PIECE;
+    const int within = token & ((1 << cache.block_shift) - 1);
+    const i64 pair = block * cache.num_kv_heads + cursor.head / cache.parts;
+    return pair * 2 * cache.from_k_to_v() + within * HEAD_SIZE;
+  }
+
+  DEVICE void fill() {
+    if (left > 0) {
+      start_copy();
+      if (is_value) {
+        --left;
+        cursor.advance(num_heads);
+        find_block();
+      }
+      is_value = !is_value;
+    }
+    copy_commit();
+    slot = slot + 1 == SLOTS ? 0 : slot + 1;
+  }
+
+  // Tokens past the sequence's end become zeros: what their memory holds (NaN even) meets no arithmetic.
+  DEVICE void start_copy() const {
+    const int count = cursor.num_tokens();
+    const i64 offset = piece_offset() + (is_value ? cache.from_k_to_v() : 0);
+    const u32 target = slots + slot * SLOT_BYTES;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+      const T* source = cache.memory + __shfl_sync(ALL_LANES, offset, piece);
+#pragma unroll
+      for (int step = 0; step < (PIECE * CHUNKS + 31) / 32; ++step) {
+        const int i = lane + 32 * step, token = i / CHUNKS;
+        if (PIECE * CHUNKS % 32 != 0 && i >= PIECE * CHUNKS) continue;
+        copy_async(target + piece * PIECE * ROW_BYTES + chunk_offset(token, i % CHUNKS),
+                   source + i * 8, piece * PIECE + token < count, policy);
+      }
+    }
+  }
+
+  // Bring the cursor's tile into the L2 cache, where the newest token is being written meanwhile.
+  DEVICE void warm() const {
+    const i64 offset = piece_offset();
+    const int count = cursor.num_tokens();
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+      const T* source = cache.memory + __shfl_sync(ALL_LANES, offset, piece);
+      if (piece * PIECE >= count) continue;
+      for (int i = lane * 64; i < PIECE * HEAD_SIZE; i += 32 * 64) {
+        prefetch(source + i);
+        prefetch(source + cache.from_k_to_v() + i);
+      }
+    }
+  }
+};
