@@ -13,8 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from slipstream.models import reading
 from slipstream.models.files import TensorEntry, tensor_entries
-from slipstream.models.reading import PIECE_BYTES, Region, TensorReader, num_threads
+from slipstream.models.reading import Region, TensorReader, num_threads
+
+_BUFFER_BYTES = 4 << 20  # stays in a cache of the processor: the reads are at their best
 
 
 def plain_read(files: list[Path], threads: int) -> float:
@@ -23,9 +26,9 @@ def plain_read(files: list[Path], threads: int) -> float:
 
     def read(job: tuple[Path, int]) -> None:
         path, worker = job
-        memory = bytearray(PIECE_BYTES)
+        memory = bytearray(_BUFFER_BYTES)
         descriptor = os.open(path, os.O_RDONLY)
-        for at in range(worker * PIECE_BYTES, path.stat().st_size, threads * PIECE_BYTES):
+        for at in range(worker * _BUFFER_BYTES, path.stat().st_size, threads * _BUFFER_BYTES):
             os.preadv(descriptor, [memory], at)
         os.close(descriptor)
 
@@ -55,6 +58,7 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--piece-mb", type=int, nargs="+", default=[reading.PIECE_BYTES >> 20])
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, 4, 8, num_threads()}))
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,13 +68,18 @@ def main() -> int:
     plain_read(files, num_threads())
     rows = []
     for threads in args.threads:
-        plain, ours = size / plain_read(files, threads), size / load(entries, device, threads)
-        rows.append({"threads": threads, "plain_gb_s": plain, "load_gb_s": ours})
-        print(
-            f"{threads:3} threads: page cache {plain:6.1f} GB/s, "
-            f"weights to {device.type} {ours:6.1f} GB/s ({ours / plain:.0%})",
-            flush=True,
-        )
+        plain = size / plain_read(files, threads)
+        for piece in args.piece_mb:
+            reading.PIECE_BYTES = piece << 20
+            ours = size / load(entries, device, threads)
+            rows.append(
+                {"threads": threads, "piece_mb": piece, "plain_gb_s": plain, "load_gb_s": ours}
+            )
+            print(
+                f"{threads:3} threads, {piece:3} MB: page cache {plain:5.1f} GB/s, "
+                f"weights to {device.type} {ours:5.1f} GB/s ({ours / plain:.0%})",
+                flush=True,
+            )
     print(json.dumps({"gb": round(size, 3), "device": device.type, "rows": rows}))
     return 0
 

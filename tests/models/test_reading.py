@@ -20,7 +20,8 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE_BYTES", 64)
+    for name in ("PIECE_BYTES", "_LEAST_BYTES", "_ALIGNMENT"):
+        monkeypatch.setattr(reading, name, 64)
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,14 +49,13 @@ def test_pieces_at_odd_places(
         data += raw(tensor)
         expected.append(tensor.to(wanted))
     path.write_bytes(data)
-    before, reading.PIECE_BYTES = reading.PIECE_BYTES, 64
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PIECE_BYTES", "_LEAST_BYTES", "_ALIGNMENT"):
+            patch.setattr(reading, name, 64)
         reader = TensorReader(CPU, threads)
         outs = [torch.full((size,), float("nan"), dtype=wanted) for size in sizes]
         reader.read(regions, outs)
         reader.close()
-    finally:
-        reading.PIECE_BYTES = before
     for out, right in zip(outs, expected, strict=True):
         assert torch.equal(out, right)
 
