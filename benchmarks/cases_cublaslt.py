@@ -1,14 +1,16 @@
 """Products of many rows at Llama-3.1-8B's matrices: torch, cuBLASLt's guess, and what was tuned.
 
 `slipstream tune` goes first. Products one by one come from graphs of few launches; `chain` is what
-a step sees: 32 layers of four products each and the head, in one graph, over half a second.
+a step sees: 32 layers of four products each and the head, in one graph, the three in turns over
+half a second each, so that they meet the same clocks.
 """
 
+import functools
 import itertools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -35,13 +37,23 @@ MATRICES = {  # name -> outputs, inputs
 }
 NUM_LAYERS = 32
 ROWS = (8, 16, 32, 64, 128, 256, 512)
-SUSTAINED_S = 0.5
+SUSTAINED_S, TURN_S = 0.5, 0.05
+FP8 = torch.float8_e4m3fn
 
 Product = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def by_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.mm(x, weight.t())
+    if x.dtype != FP8:
+        return torch.mm(x, weight.t())
+    one = _one()
+    options = {"scale_a": one, "scale_b": one, "out_dtype": DTYPE, "use_fast_accum": True}
+    return torch._scaled_mm(x, weight.t(), **options)
+
+
+@functools.cache
+def _one() -> torch.Tensor:
+    return torch.ones((), device="cuda")
 
 
 @contextmanager
@@ -78,14 +90,16 @@ def single() -> list[Result]:
     return results
 
 
-def captured(product: Product, weights: list[list[torch.Tensor]], n: int) -> torch.cuda.CUDAGraph:
+def captured(product: Product, weights: list[torch.Tensor], n: int) -> torch.cuda.CUDAGraph:
     """One step's products; inputs are drawn, so that they cost the power of real ones."""
-    inputs = {width: rows(n, width) for width in {w.shape[1] for layer in weights for w in layer}}
+    inputs = {
+        (weight.shape[1], weight.dtype): rows(n, weight.shape[1]).to(weight.dtype)
+        for weight in weights
+    }
 
     def step() -> None:
-        for layer in weights:
-            for weight in layer:
-                product(inputs[weight.shape[1]], weight)
+        for weight in weights:
+            product(inputs[weight.shape[1], weight.dtype], weight)
 
     step()
     torch.cuda.synchronize()
@@ -95,41 +109,49 @@ def captured(product: Product, weights: list[list[torch.Tensor]], n: int) -> tor
     return graph
 
 
-def sustained(graph: torch.cuda.CUDAGraph) -> float:
-    """Median seconds of a replay in the second half of `SUSTAINED_S`."""
+def replays(graph: torch.cuda.CUDAGraph) -> list[float]:
+    """Seconds of each replay of one turn."""
     times: list[float] = []
-    while sum(times) < SUSTAINED_S:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(9)]
+    while sum(times) < TURN_S:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
         for event in events:
-            event.record()
             graph.replay()
+            event.record()
         torch.cuda.synchronize()
         times += [a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(events)]
-    return statistics.median(times[len(times) // 2 :])
+    return times
 
 
-def chain() -> list[Result]:
-    layers = [[*MATRICES.values()][:4]] * NUM_LAYERS + [[MATRICES["head"]]]
-    weights = [[rows(*shape).mul_(shape[1] ** -0.5) for shape in layer] for layer in layers]
-    size = sum(weight.numel() for layer in weights for weight in layer)
+def chain(dtype: torch.dtype = DTYPE, wanted: Sequence[int] = ROWS) -> list[Result]:
+    """One step's products by each of the three; matrices of layers are of `dtype`."""
+    layer = [*MATRICES.values()][:4]
+    weights = [rows(*shape).to(dtype) for _ in range(NUM_LAYERS) for shape in layer]
+    weights.append(rows(*MATRICES["head"]))
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
     limits = LIMITS.get(torch.cuda.get_device_name())
     results = []
-    for n in ROWS:
+    for n in wanted:
         graphs = {"torch": captured(by_torch, weights, n)}
         with untuned():
             graphs["default"] = captured(cublaslt.matmul, weights, n)
         graphs["tuned"] = captured(cublaslt.matmul, weights, n)
-        for kind, graph in graphs.items():
-            seconds = sustained(graph)
-            share = (
-                max(2 * size / limits[0], 2 * size * n / limits[1]) / seconds if limits else None
-            )
-            rates = (2 * size / seconds / 1e9, 2 * size * n / seconds / 1e12)
-            results.append(Result("chain", f"{kind} {n}", seconds * 1e6, *rates, share))
+        times: dict[str, list[float]] = {kind: [] for kind in graphs}
+        while sum(times["torch"]) < SUSTAINED_S:
+            for kind, graph in graphs.items():
+                times[kind] += replays(graph)
+        flops = 2 * n * sum(weight.numel() for weight in weights)
+        for kind, taken in times.items():
+            seconds = statistics.median(taken[len(taken) // 4 :])
+            # Twice the operations in fp8.
+            busy = flops / (limits[1] * (2 if dtype == FP8 else 1)) if limits else 0
+            share = max(num_bytes / limits[0], busy) / seconds if limits else None
+            rates = (num_bytes / seconds / 1e9, flops / seconds / 1e12)
+            case = f"{str(dtype).removeprefix('torch.')} {n} {kind}"
+            results.append(Result("chain", case, seconds * 1e6, *rates, share))
             shown = "-" if share is None else f"{share:6.1%}"
-            print(f"chain {n:4} {kind:8} {seconds * 1e3:8.3f} ms {shown}", flush=True)
+            print(f"chain {case:28} {seconds * 1e3:8.3f} ms {shown}", flush=True)
     return results
 
 
 def cases() -> list[Result]:
-    return [*single(), *chain()]
+    return [*single(), *chain(), *chain(FP8)]

@@ -97,13 +97,13 @@ def plan(
     return cublaslt._plan(*shapes, *strides, alignment, 0)  # type: ignore[return-value]
 
 
-def test_few_rows_do_not_split_the_sum(lt: type[FakeProblem]) -> None:
-    assert plan(64)[1] == GUESS
-    assert plan(65)[1] == SPLIT
-    assert lt.heard == [0, WORKSPACE]
+def test_the_sum_is_split_only_where_it_must_be(lt: type[FakeProblem]) -> None:
+    assert plan(65)[1] == GUESS
+    assert plan(65)[1] == GUESS
+    assert lt.heard == [0]  # remembered
     lt.without_workspace = []
-    assert plan(63)[1] == SPLIT
-    assert plan(64)[1] == GUESS  # remembered
+    assert plan(66)[1] == SPLIT
+    assert lt.heard == [0, 0, WORKSPACE]
 
 
 def test_no_kernel_at_all(lt: type[FakeProblem], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_tuned_where_it_was_measured(lt: type[FakeProblem]) -> None:
     assert plan(64, 256)[1] == TUNED
     assert plan(33, 256)[1] == TUNED
     assert plan(31, 256)[1] == GUESS  # too far from what was measured
-    assert plan(65, 256)[1] == SPLIT
+    assert plan(65, 256)[1] == GUESS
     assert plan(64, 248)[1] == GUESS
     assert plan(64, 256, dtype=torch.float16)[1] == GUESS
     assert plan(64, 256, x_strides=(136, 1))[1] == TUNED
@@ -269,5 +269,5 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"tile": 312, "splits": 1, "cluster": 5, "custom": 2, "swizzle": 3}
     monkeypatch.setattr(Algorithm, "read", lambda self, name: values[name])
     assert search.describe(GUESS) == "64x16 cluster 1x2 option 2 swizzle 3"
-    values |= {"tile": 9999, "splits": 4, "cluster": 2}
-    assert search.describe(GUESS) == "tile 9999 option 2 swizzle 3 split 4"
+    values |= {"tile": 9999, "splits": 4, "cluster": 51}
+    assert search.describe(GUESS) == "tile 9999 cluster #51 option 2 swizzle 3 split 4"

@@ -137,6 +137,19 @@ def test_captured_in_a_graph() -> None:
         assert same_bits(out, chain())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_bits_do_not_depend_on_the_rows_beside(dtype: torch.dtype) -> None:
+    """No sum is split, and all kernels add in the same order."""
+    judge = Judge(f"alone or among others {dtype}")
+    for inputs, outputs in ((4096, 6144), (14336, 4096), (1024, 1024), (256, 4096)):
+        weight = random(outputs, inputs, dtype=dtype, seed=1)
+        x = random(600, inputs, dtype=dtype, seed=2)
+        alone = torch.cat([matmul(x[i : i + 1], weight) for i in range(600)])
+        for n in (2, 5, 8, 16, 24, 33, 64, 100, 128, 200, 256, 384, 512, 600):
+            judge.true(f"{n} of {inputs} -> {outputs}", same_bits(matmul(x[:n], weight), alone[:n]))
+    judge.verdict()
+
+
 def save(operands: search.Operands, rows: int, algorithm: bytes) -> None:
     product = tuning.Product.of(operands.shape(rows))
     choice = tuning.Choice(product, rows, algorithm.hex(), "", 1.0, 1.0)
@@ -149,6 +162,7 @@ def test_tuned(dtype: torch.dtype) -> None:
     """What the search finds is right, is what then runs, and repeats its bits."""
     judge = Judge(f"tuned {dtype}")
     operands = search.Operands(4096, 2048, dtype, 128)
+    guessed = matmul(operands.x, operands.weights[0])
     for rows in (16, 64, 128):
         found = search.search(operands, rows)
         print(rows, search.describe(found.algorithm), found.seconds, found.default_seconds)
@@ -162,6 +176,7 @@ def test_tuned(dtype: torch.dtype) -> None:
             judge.repeats(f"{n}", lambda x=x, weight=weight: matmul(x, weight))
             plan = cublaslt.plan_of(x, weight, operands.out[:n])
             judge.true(f"{n} runs the choice", plan.algorithm.blob == found.algorithm.blob)
+            judge.true(f"{n} has the default's bits", same_bits(matmul(x, weight), guessed[:n]))
     judge.verdict()
 
 

@@ -1,8 +1,8 @@
 """Matrix products of many rows: cuBLASLt's kernels, chosen by us.
 
 The kernel of a shape is the one that `slipstream tune` measured as the fastest (`tuning.py`); if
-that was never done, cuBLASLt's own first guess, up to `_FEW_ROWS` rows among those that do not
-split the sum: splitting costs a second kernel, which loses there.
+that was never done, cuBLASLt's own first guess among those that do not split the sum of an element.
+Splitting it costs a second kernel, and bits that depend on how many rows there are.
 """
 
 import functools
@@ -17,7 +17,6 @@ from slipstream.kernels.cublaslt_api import WORKSPACE, Algorithm, Plan, Problem,
 from slipstream.kernels.op import KernelError, op
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
-_FEW_ROWS = 64
 _ALIGNED = 16  # bytes; all that a kernel asks for
 _log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ def _matmul(
     if x.dtype == torch.float32:  # torch knows whether the operator allows tf32
         return torch.addmm(out, x, weight.t(), beta=int(accumulate), out=out)
     plan = plan_of(x, weight, out)
-    stream = torch.cuda.current_stream(out.device).cuda_stream
+    stream = torch.cuda.current_stream(x.get_device()).cuda_stream
     plan.launch(x.data_ptr(), weight.data_ptr(), out.data_ptr(), accumulate, stream)
     return out
 
@@ -128,9 +127,8 @@ def _row_stride(name: str, rows: int, width: int, strides: tuple[int, ...]) -> i
 
 
 def default(problem: Problem) -> Algorithm:
-    """cuBLASLt's own choice, for few rows without splitting the sum where that is possible."""
-    limits = (0, WORKSPACE) if problem.shape.rows <= _FEW_ROWS else (WORKSPACE,)
-    for workspace in limits:
+    """cuBLASLt's own choice, without splitting the sum wherever that is possible."""
+    for workspace in (0, WORKSPACE):
         for algorithm in problem.heuristics(workspace, 1):
             return algorithm
     raise KernelError(f"{problem.shape}: cuBLASLt has no kernel for it")

@@ -1,10 +1,11 @@
 """Finds the fastest of cuBLASLt's kernels for a product: guess, widen, time, compare.
 
 Of the thousands that are possible, those win that read the weights once: tiles that cover `out` in
-few full waves, no split of the sum, clusters of one or two CTAs, a swizzled order. So tiles are
-ranked by a model first, the best are timed once each, variants of the winners likewise, and the
-last few against each other in many rounds, so that all of them see the same clocks. What cuBLASLt
-accepts may be 50 times as slow as it should be: nothing is chosen that was not timed.
+few full waves, in small clusters, in a swizzled order. Kernels that split the sum of an element are
+left out: they seldom win, and their bits depend on the number of rows. So tiles are ranked by a
+model first, the best are timed once each, variants of the winners likewise, and the last few
+against each other in many rounds, so that all of them see the same clocks. What cuBLASLt accepts
+may be 50 times as slow as it should be: nothing is chosen that was not timed.
 """
 
 import itertools
@@ -19,21 +20,41 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import cublaslt
-from slipstream.kernels.cublaslt_api import WORKSPACE, Algorithm, Plan, Problem, Shape
+from slipstream.kernels.cublaslt_api import Algorithm, Plan, Problem, Shape
 from slipstream.kernels.op import KernelError
 
 _PASSED = 160 << 20  # bytes of weights between two uses of one: more than an L2 cache holds
 _MAX_COPIES = 32
-_NUM_TILES = 32  # timed of those that the model ranks
+_NUM_TILES = 24  # timed of those that the model ranks, each in two clusters
 _NUM_ALIKE = 4  # of them, as high as each other and in as many waves
 _LARGEST_TILE = 256 * 128
 _NUM_WIDENED = 4  # whose other clusters and orders are timed
 _NUM_FINALISTS = 6
 _ROUNDS = 9
 _ROUND_S = 4e-4  # of one finalist
-_CLUSTERS = {2: "", 3: " cluster 2x1", 5: " cluster 1x2"}
-_SWIZZLES = (0, 1, 2, 3)
-_CUSTOM = (0, 2, 4, 6)  # order of CTAs, and whether two warp groups share a tile
+_CLUSTER_NAMES = {
+    2: "1x1",
+    3: "2x1",
+    4: "4x1",
+    5: "1x2",
+    6: "2x2",
+    7: "4x2",
+    8: "1x4",
+    9: "2x4",
+    10: "4x4",
+    11: "8x1",
+    12: "1x8",
+    13: "8x2",
+    14: "2x8",
+    15: "16x1",
+    16: "1x16",
+}
+_SINGLE = 2  # 1x1
+_VARIANTS = (  # what is tried of the best so far, one after the other
+    ("custom", tuple(range(8))),  # order of CTAs; whether two warp groups share a tile
+    ("cluster", (2, 3, 4, 5, 6, 7)),
+    ("swizzle", (0, 1, 2, 3)),
+)
 _FEWEST_GAINED = 0.005  # of the default's time: less is noise
 _LARGEST_DIFFERENCE = 0.01  # of two kernels' outputs, relative, as root mean square
 
@@ -86,45 +107,32 @@ def search(operands: Operands, rows: int) -> Found:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         trial = _Trial(problem, operands, stream)
-        trial.time([default, *problem.heuristics(0), *problem.heuristics(WORKSPACE)])
-        trial.time(itertools.islice(_tilings(problem, default, num_sms), _NUM_TILES))
-        for variants in (_clusters, _swizzles):
+        trial.time([default, *problem.heuristics(0)])
+        for cluster in {_SINGLE, default.read("cluster")}:
+            tilings = _tilings(problem, default, cluster, num_sms)
+            trial.time(itertools.islice(tilings, _NUM_TILES))
+        for name, values in _VARIANTS:
             for algorithm in trial.best(_NUM_WIDENED):
-                trial.time(variants(problem, algorithm))
+                changed = (algorithm.changed(**{name: value}) for value in values)
+                trial.time(filter(None, map(problem.check, changed)))
         return trial.finish(default)
 
 
 # ---- candidates ----
 
 
-def _tilings(problem: Problem, like: Algorithm, num_sms: int) -> Iterator[Algorithm]:
+def _tilings(problem: Problem, like: Algorithm, cluster: int, num_sms: int) -> Iterator[Algorithm]:
     """A kernel for each tile, those that should be the fastest first; none splits the sum."""
     sizes, shape = tile_sizes(), problem.shape
     numbers = {sizes[number]: number for number in like.tiles() if number in sizes}
+    same = {"cluster": cluster, "swizzle": 1, "splits": 1, "reduction": 0}
     for tile in ranked(numbers, shape.rows, shape.outputs, num_sms):
-        for custom in _CUSTOM:
-            number = numbers[tile]
-            blob = like.changed(
-                tile=number, custom=custom, cluster=2, swizzle=1, splits=1, reduction=0
-            )
+        for custom in (0, like.read("custom"), 2, 4, 6):
+            blob = like.changed(tile=numbers[tile], custom=custom, **same)
             algorithm = problem.check(blob)
             if algorithm is not None:
                 yield algorithm
                 break
-
-
-def _clusters(problem: Problem, like: Algorithm) -> Iterator[Algorithm]:
-    for cluster, custom in itertools.product(_CLUSTERS, _CUSTOM):
-        algorithm = problem.check(like.changed(cluster=cluster, custom=custom))
-        if algorithm is not None:
-            yield algorithm
-
-
-def _swizzles(problem: Problem, like: Algorithm) -> Iterator[Algorithm]:
-    for swizzle in _SWIZZLES:
-        algorithm = problem.check(like.changed(swizzle=swizzle))
-        if algorithm is not None:
-            yield algorithm
 
 
 def ranked(
@@ -180,7 +188,7 @@ def describe(algorithm: Algorithm) -> str:
     tile, splits = algorithm.read("tile"), algorithm.read("splits")
     size = "x".join(map(str, tile_sizes().get(tile, (f"tile {tile}",))))
     cluster = algorithm.read("cluster")
-    parts = [size + _CLUSTERS.get(cluster, f" cluster #{cluster}")]
+    parts = [size, f"cluster {_CLUSTER_NAMES.get(cluster, f'#{cluster}')}"]
     parts += [f"option {algorithm.read('custom')}", f"swizzle {algorithm.read('swizzle')}"]
     return " ".join([*parts, *([f"split {splits}"] if splits > 1 else [])])
 
