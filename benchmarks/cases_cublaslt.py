@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from slipstream.kernels import cublaslt
 from timing import (
+    DTYPE,
     FFN,
     HEAD_SIZE,
     HIDDEN,
