@@ -16,7 +16,6 @@ import torch
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.rope import rope_and_cache
-from slipstream.kernels.sample import sample
 from timing import (
     BLOCK,
     FFN,
@@ -24,7 +23,6 @@ from timing import (
     HIDDEN,
     KV_HEADS,
     Q_HEADS,
-    VOCAB,
     Result,
     measure,
     rows,
@@ -70,37 +68,9 @@ def rowwise() -> list[Result]:
     return results
 
 
-def sampling() -> list[Result]:
-    parameters = {
-        "greedy": (0.0, 0, 1.0, 0.0),
-        "temperature": (0.8, 0, 1.0, 0.0),
-        "top-k 50": (0.8, 50, 1.0, 0.0),
-        "top-p 0.95": (0.8, 0, 0.95, 0.0),
-        "all": (0.8, 50, 0.95, 0.05),
-    }
-    results = []
-    for n in (1, 16, 256):
-        for case, values in parameters.items():
-
-            def make(
-                n: int = n, values: tuple[float, int, float, float] = values
-            ) -> Callable[[], object]:
-                logits = torch.randn(n, VOCAB, device="cuda") * 3
-                dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
-                columns = [
-                    torch.full((n,), v, dtype=t, device="cuda")
-                    for v, t in zip(values, dtypes, strict=True)
-                ]
-                seeds = torch.arange(n, device="cuda")
-                return lambda: sample(logits, *columns, seeds, seeds)
-
-            results.append(measure("sample", f"{n} x {VOCAB} {case}", make, n * VOCAB * 4, 0))
-    return results
-
-
 def main() -> None:
     """Run the suites named on the command line, all by default."""
-    suites = {"rowwise": rowwise, "sampling": sampling}
+    suites = {"rowwise": rowwise}
     for path in sorted(Path(__file__).parent.glob("cases_*.py")):
         suites[path.stem.removeprefix("cases_")] = import_module(path.stem).cases
     parser = argparse.ArgumentParser(description=__doc__)

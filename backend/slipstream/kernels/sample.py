@@ -9,12 +9,14 @@ sequence that has penalties (`counts`, a row for each slot), because the host sc
 before it knows the token of the step before.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.kernels import jit
 from slipstream.kernels.op import op
 
 # `struct Parameters` in sample.cu.
@@ -220,3 +222,69 @@ def count_tokens(
         state = output.clamp(max=MAX_COUNT).to(torch.int16)
         state[history[:num_prompt]] |= _IN_PROMPT
         counts[slot] = state
+
+
+def _variant(dtype: torch.dtype) -> jit.Variant:
+    return jit.variant("sample.cu", dtype)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    yield from map(_variant, jit.DTYPES)
+    yield jit.variant("count_tokens.cu")
+
+
+@functools.cache
+def _team_size(device: int) -> int:
+    """CTAs for a row, TEAM in team.cuh."""
+    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
+
+
+@sample.cuda
+def _sample(
+    logits: Tensor,
+    rows: Tensor,
+    edits: Tensor,
+    counts: Tensor,
+    token_ids: Tensor,
+    log_probs: Tensor,
+    is_finite: Tensor,
+    mirrors: Sequence[Tensor] = (),
+) -> None:
+    num_rows, num_tokens = logits.shape
+    results = (token_ids, log_probs, is_finite)
+    jit.require(0 < num_tokens < 2**31 - 2**20, f"sample: {num_tokens} tokens")
+    jit.require(logits.stride(1) == 1 or num_tokens == 1, "sample: rows must be contiguous")
+    dense = (rows, edits, counts, *results, *mirrors)
+    jit.require(all(t.is_contiguous() for t in dense), "sample: all but logits must be contiguous")
+    jit.require(rows.data_ptr() % 16 == 0, "sample: rows must be aligned to 16 bytes")
+    group = 4  # GROUP in sample_row.cuh
+    is_aligned = (
+        num_tokens % group == 0
+        and logits.stride(0) % group == 0
+        and logits.data_ptr() % (group * logits.element_size()) == 0
+    )
+    if num_rows == 0:
+        return
+    jit.launch(
+        _variant(logits.dtype),
+        "sample",
+        (num_rows * _team_size(logits.get_device()),),
+        512,
+        *(logits, logits.stride(0), num_tokens, int(is_aligned), rows, edits, counts, *results),
+        *([mirror.data_ptr() for mirror in mirrors] or (0, 0, 0)),
+        overlaps=True,
+    )
+
+
+@count_tokens.cuda
+def _count_tokens(
+    counts: Tensor, tokens: Tensor, slots: Tensor, starts: Tensor, num_prompts: Tensor
+) -> None:
+    arrays = (counts, tokens, slots, starts, num_prompts)
+    jit.require(all(a.is_contiguous() for a in arrays), "count_tokens: arrays must be contiguous")
+    if len(slots) > 0:
+        num_tokens = counts.shape[1]
+        args = (counts, num_tokens, *arrays[1:])
+        variant = jit.variant("count_tokens.cu")
+        jit.launch(variant, "count_tokens", (len(slots),), 1024, *args, overlaps=True)

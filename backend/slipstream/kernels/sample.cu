@@ -1,0 +1,165 @@
+// A team of CTAs turns one row of logits into a token.
+#include "sample_threshold.cuh"
+
+constexpr float MAX_GUMBEL = 16.7f;  // more than any of 23 bits
+constexpr float LOG2_E = 1.44269504f;
+
+// Philox4x32-10 of counter (quad, output number, 0, 0): the random words of token ids 4 quad .. 4 quad + 3.
+DEVICE void philox(u32 (&words)[4], u32 quad, u32 number, u64 seed) {
+  words[0] = quad, words[1] = number, words[2] = 0, words[3] = 0;
+  u32 key0 = u32(seed), key1 = u32(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const u64 first = u64(0xD2511F53u) * words[0], second = u64(0xCD9E8D57u) * words[2];
+    words[0] = u32(second >> 32) ^ words[1] ^ key0;
+    words[1] = u32(second);
+    words[2] = u32(first >> 32) ^ words[3] ^ key1;
+    words[3] = u32(first);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+}
+DEVICE float uniform(u32 bits) { return (float(bits >> 9) + 0.5f) * 0x1p-23f; }
+DEVICE float gumbel(u32 bits) { return -logf(-logf(uniform(bits))); }
+
+// The team's best token by score + Gumbel noise, of those that `low` and min-p keep; the likeliest is one of them.
+DEVICE u64 draw(const Row& row, Team& team, u32 low, u32 likeliest) {
+  u32 words[4];
+  philox(words, likeliest / 4, row.how.number, row.how.seed);
+  const u32 word = likeliest % 4 < 2 ? (likeliest % 2 ? words[1] : words[0]) : (likeliest % 2 ? words[3] : words[2]);
+  float bound = row.maximum + gumbel(word);
+  u64 best = ranked(bound, likeliest);
+  // A bound on chances, larger than all rounding of scores; where scores are too coarse for it, there is none.
+  const float slack = fabsf(row.maximum) < 0x1p16f ? 1.01f : INFINITE;
+  row.visit([&](int id, const float(&logits)[GROUP]) {
+    float scaled[GROUP];
+    bool keep[GROUP], any = false;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      scaled[i] = row.scaled(logits[i]);
+      keep[i] = scaled[i] + MAX_GUMBEL >= bound && to_key(scaled[i]) >= low &&
+                (row.how.min_p <= 0.0f || row.likelihood(scaled[i]) >= row.how.min_p);
+      any |= keep[i];
+    }
+    if (!any) return;
+    philox(words, u32(id) / GROUP, row.how.number, row.how.seed);
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      // gumbel(u) < -log(1 - u): whoever has no chance by this bound is spared two logarithms.
+      const float chance = slack * exp2_fast((scaled[i] - bound) * LOG2_E);
+      if (!keep[i] || 1.0f - uniform(words[i]) > chance) continue;
+      best = max(best, ranked(scaled[i] + gumbel(words[i]), id + i));
+      bound = from_key(u32(best >> 32));
+    }
+  });
+  return team.highest(best);
+}
+
+// What a thread sees of the row at first: the highest logit, and the sum of exp(logit - highest).
+struct Peak {
+  float highest = -INFINITE, sum = 0.0f;
+  int id = 0;
+  bool is_broken = false;
+
+  DEVICE void see(int first, const float (&logits)[GROUP]) {
+    float top = logits[0];
+#pragma unroll
+    for (int i = 1; i < GROUP; ++i) top = fmaxf(top, logits[i]);
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) is_broken |= !(logits[i] < INFINITE);
+    if (top > highest) {
+      sum *= exp2_fast((highest - top) * LOG2_E);
+      highest = top;
+#pragma unroll
+      for (int i = GROUP - 1; i >= 0; --i)
+        if (logits[i] == top) id = first + i;
+    }
+    if (highest == -INFINITE) return;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) sum += exp2_fast((logits[i] - highest) * LOG2_E);
+  }
+};
+
+struct Results {
+  i64* token_ids;
+  float* log_probs;
+  u8* is_finite;
+  DEVICE void put(int place, u32 token_id, float log_prob, bool is_finite) const {
+    if (!token_ids) return;
+    token_ids[place] = token_id;
+    log_probs[place] = log_prob;
+    this->is_finite[place] = is_finite;
+  }
+};
+
+extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
+    sample(const T* logits, i64 stride, i64 num_tokens, i64 is_aligned, const Parameters* rows, const Edit* edits,
+           u16* counts, i64* token_ids, float* log_probs, u8* is_finite, i64* token_ids_mirror,
+           float* log_probs_mirror, u8* is_finite_mirror) {
+  __shared__ Shared shared;
+  wait_for_previous();
+  start_next();
+  const int n = blockIdx.x / TEAM;
+  Team team = {shared.mail, int(blockIdx.x % TEAM)};
+  Row row = {rows[n], logits + n * stride, int(num_tokens)};
+  if (row.how.result < 0) return;
+  team_arrive();
+  row.temperature = row.how.temperature;
+  const int part = (row.size + TEAM * GROUP - 1) / (TEAM * GROUP) * GROUP;
+  row.begin = team.rank * part;
+  row.end = min(row.size, row.begin + part);
+  row.is_aligned = is_aligned;
+  const bool has_penalties = row.how.repetition != 1.0f || row.how.presence != 0.0f || row.how.frequency != 0.0f;
+  row.counts = has_penalties ? counts + row.how.slot * num_tokens : nullptr;
+  row.edits = edits + row.how.first_edit;
+  row.num_edits = row.how.end_edit - row.how.first_edit;
+  row.marks = shared.marks;
+  if (row.num_edits) row.mark();
+
+  Peak peak;
+  row.visit_first([&](int id, const float(&values)[GROUP]) { peak.see(id, values); });
+  team_wait();  // all members have started: their mail may come
+  const u64* bests = shared.mail.boxes[team.turn];
+  u64 best = team.highest(peak.is_broken ? ~0ull : ranked(peak.highest, peak.id));
+  const Results results = {token_ids, log_probs, is_finite};
+  const Results mirrors = {token_ids_mirror, log_probs_mirror, is_finite_mirror};
+  const bool is_first = team.rank == 0 && threadIdx.x == 0;
+  const u32 key = u32(best >> 32);
+  if (key >= to_key(INFINITE) || key == to_key(-INFINITE)) {
+    if (is_first) {
+      results.put(row.how.result, 0, __uint_as_float(0x7fffffffu), false);
+      mirrors.put(row.how.result, 0, __uint_as_float(0x7fffffffu), false);
+    }
+    return;
+  }
+  const float maximum = from_key(key);
+  const int top_k = row.how.top_k;
+  u32 low = 0;
+  const bool has_floor = top_k > 0 && top_k <= Mail::SIZE;
+  if (has_floor) low = find_floor(shared, bests, top_k);  // before the box is written again
+  const bool is_empty = peak.highest == -INFINITE;
+  const float sum = team.sum(is_empty ? 0.0f : peak.sum * exp2_fast((peak.highest - maximum) * LOG2_E));
+  if (threadIdx.x == 0) shared.maximum = maximum, shared.sum = sum;
+
+  row.maximum = row.scaled(maximum);
+  if (row.temperature != 0.0f && fabsf(row.maximum) < INFINITE) {  // else greedy: the limit of 1 / 0
+    if (has_floor) low = to_key(row.scaled(from_key(low)));
+#pragma unroll 1
+    for (int filter = 0; filter < 2; ++filter) {  // top-k, then top-p of what it keeps
+      const Weight weight = {filter == 0 ? top_k : 0, row.how.top_p};
+      const bool is_on = filter == 0 ? top_k > 0 && top_k < row.size : weight.top_p < 1.0f;
+      const bool is_short = top_k > 0 && top_k <= (filter == 0 ? Mail::SIZE : MAX_CANDIDATES);
+      if (is_on) low = threshold(row, shared, team, weight, low, is_short);
+    }
+    best = draw(row, team, low, ~u32(best));
+  }
+  if (!is_first) return;
+  const u32 token = ~u32(best);
+  const float log_prob = row.logit(token) - shared.maximum - logf(shared.sum);
+  results.put(row.how.result, token, log_prob, true);
+  mirrors.put(row.how.result, token, log_prob, true);
+  if (has_penalties) {
+    u16& state = counts[row.how.slot * num_tokens + token];
+    if ((state & MAX_COUNT) < MAX_COUNT) ++state;
+  }
+}

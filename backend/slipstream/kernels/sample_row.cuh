@@ -1,0 +1,153 @@
+// One row of logits as a member of its team reads it: edited on the way, scaled, ranked.
+#pragma once
+#include "team.cuh"
+
+constexpr int GROUP = 4;  // consecutive tokens that a thread takes at once: those of one Philox
+constexpr int BATCH = 64 / sizeof(T) / GROUP;  // groups that are loaded ahead
+constexpr int MARKS = 2048;                    // bytes that tell which tokens of a CTA have edits
+constexpr u32 MAX_COUNT = 0x7fff;
+
+struct alignas(16) Parameters {  // ROW in sample.py
+  float temperature;
+  int top_k;
+  float top_p, min_p;
+  float repetition, presence, frequency;
+  int slot;
+  u64 seed;
+  u32 number;
+  int result;
+  int first_edit, end_edit;
+  i64 unused;
+};
+struct alignas(8) Edit {
+  int token_id;
+  float addend;
+};
+
+// Order-preserving bits of a float; -0 and +0 have the same.
+DEVICE u32 to_key(float value) {
+  const u32 bits = __float_as_uint(value + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+DEVICE float from_key(u32 key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+// What argmax compares: the higher score, then the lower token id.
+DEVICE u64 ranked(float score, u32 id) { return u64(to_key(score)) << 32 | u32(~id); }
+
+// The logits of one row, edited as they are read; this CTA's are those of tokens begin .. end - 1.
+struct Row {
+  const Parameters& how;
+  const T* logits;
+  int size, begin, end;
+  bool is_aligned;    // a group is one access
+  const u16* counts;  // null without penalties
+  const Edit* edits;
+  int num_edits;
+  u32* marks;  // in shared memory
+  float temperature;
+  float maximum;  // of the scaled logits
+
+  DEVICE bool is_edited() const { return counts || num_edits; }
+  DEVICE float scaled(float logit) const { return __fdiv_rn(logit, temperature); }
+  DEVICE float likelihood(float scaled) const { return expf(scaled - maximum); }  // over the likeliest's
+
+  // Every rounding is the reference's.
+  DEVICE float edited(float logit, u32 state, float addend) const {
+    if (state != 0) {
+      logit = logit > 0.0f ? __fdiv_rn(logit, how.repetition) : __fmul_rn(logit, how.repetition);
+      if (state & MAX_COUNT)
+        addend = __fsub_rn(addend, __fadd_rn(how.presence, __fmul_rn(how.frequency, float(state & MAX_COUNT))));
+    }
+    return __fadd_rn(logit, addend);
+  }
+  // The first edit of a token id of at least this.
+  DEVICE int find_edit(int id) const {
+    int low = 0, high = num_edits;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (edits[middle].token_id < id)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+  DEVICE float logit(int id) const {
+    const float raw = to_float(logits[id]);
+    if (!is_edited()) return raw;
+    const int edit = find_edit(id);
+    const bool has_edit = edit < num_edits && edits[edit].token_id == id;
+    return edited(raw, counts ? counts[id] : 0, has_edit ? edits[edit].addend : 0.0f);
+  }
+
+  // Set a bit for each edit of this CTA's tokens. Tokens far apart share one, which costs a search.
+  DEVICE void mark() const {
+    for (int i = threadIdx.x; i < MARKS / 4; i += THREADS) marks[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < num_edits; i += THREADS) {
+      const int id = edits[i].token_id - begin;
+      if (id >= 0 && id < end - begin) atomicOr(&marks[id / 32 % (MARKS / 4)], 1u << id % 32);
+    }
+    __syncthreads();
+  }
+
+  DEVICE Pack<T, GROUP> group(int id) const {
+    if (is_aligned) return load<GROUP>(logits + id);
+    Pack<T, GROUP> pack;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) pack.at[i] = id + i < size ? logits[id + i] : from_float<T>(-INFINITE);
+    return pack;
+  }
+  DEVICE void edit(float (&values)[GROUP], int id) const {
+    Pack<u16, GROUP> states = {};
+    if (counts && is_aligned) states = load<GROUP>(counts + id);
+    if (counts && !is_aligned) {
+#pragma unroll
+      for (int i = 0; i < GROUP; ++i) states.at[i] = id + i < size ? counts[id + i] : u16(0);
+    }
+    const int place = (id - begin) / GROUP % (2 * MARKS);
+    const bool is_marked = num_edits && (marks[place / 8] >> place % 8 * 4 & 0xf) != 0;
+    int next = is_marked ? find_edit(id) : num_edits;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      const bool has_edit = next < num_edits && edits[next].token_id == id + i;
+      values[i] = edited(values[i], states.at[i], has_edit ? edits[next++].addend : 0.0f);
+    }
+  }
+  // f(first token id, GROUP logits): this thread's in rising order, -inf past the end of the row.
+  template <class Visit>
+  DEVICE void visit(const Visit& f) const {
+#pragma unroll 1
+    for (int id = begin + GROUP * threadIdx.x; id < end; id += THREADS * GROUP) {
+      float values[GROUP];
+      to_floats(values, group(id));
+      if (is_edited()) edit(values, id);
+      f(id, values);
+    }
+  }
+  // The same, for the first time that the logits are read: from far away, so several loads are under way.
+  template <class Visit>
+  DEVICE void visit_first(const Visit& f) const {
+    if (is_edited()) return visit(f);
+    constexpr int STEP = THREADS * GROUP;
+    for (int first = begin + GROUP * threadIdx.x; first < end; first += BATCH * STEP) {
+      Pack<T, GROUP> packs[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+        if (first + i * STEP < end) packs[i] = group(first + i * STEP);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (first + i * STEP >= end) break;
+        float values[GROUP];
+        to_floats(values, packs[i]);
+        f(first + i * STEP, values);
+      }
+    }
+  }
+  DEVICE static void to_floats(float (&values)[GROUP], const Pack<T, GROUP>& pack) {
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) values[i] = to_float(pack.at[i]);
+  }
+};
+

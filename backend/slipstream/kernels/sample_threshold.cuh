@@ -1,0 +1,235 @@
+// The least likely token that top-k or top-p keeps, without a sort: histograms narrow the range of logits in which it
+// lies, until the few tokens that are left are compared each with each. Weights are integers, so no order of addition
+// changes a result.
+#pragma once
+#include "sample_row.cuh"
+
+constexpr int NUM_BINS = 1024;          // of a histogram
+constexpr float BINS_PER_UNIT = 32.0f;  // of scaled logit, in the first one
+constexpr int MAX_CANDIDATES = 256;     // so few tokens are compared each with each
+constexpr float MASS_ONE = 0x1p42f;     // fixed point of exp(scaled - maximum), at most 1 each
+
+struct Shared {
+  Mail mail;
+  u64 bins[NUM_BINS];                   // this CTA's
+  u64 totals[NUM_BINS];                 // the team's
+  u64 warp_totals[WARPS];
+  u64 weights[MAX_CANDIDATES];          // of the team's candidates
+  u32 keys[MAX_CANDIDATES];
+  float candidates[2][MAX_CANDIDATES];  // this CTA's, scaled; taking turns as the boxes do
+  u32 marks[MARKS / 4];
+  u64 before, limit;                    // of the search: what weighs more than its range, and what is looked for
+  u32 found, floor, num_candidates;
+  float maximum, sum;  // of the logits, of exp(logit - maximum)
+};
+
+// What a token weighs: 1, or its probability. The best tokens are kept until they weigh `top_k`, or the share `top_p`
+// of all.
+struct Weight {
+  int top_k;  // 0: by probability
+  float top_p;
+
+  DEVICE u64 operator()(const Row& row, float scaled) const {
+    return top_k ? 1 : u64(row.likelihood(scaled) * MASS_ONE);
+  }
+  DEVICE u64 limit(u64 total) const {  // the likeliest stays
+    const u64 limit = top_k ? top_k : u64(ceil(double(top_p) * double(total)));
+    return limit > 0 ? limit : 1;
+  }
+  // All tokens less likely than (1 - top_p) / size together weigh less than 1 - top_p: they need no bins.
+  DEVICE int reach(const Row& row) const {
+    const float bins = BINS_PER_UNIT * logf(row.size / fmaxf(1.0f - top_p, 1e-9f)) + 2.0f;
+    return top_k ? NUM_BINS - 1 : min(NUM_BINS - 1, int(bins));
+  }
+};
+
+// Tokens with keys low .. high, of one bin of the first histogram if `bin` is set.
+struct Range {
+  u32 low, high;
+  int bin = -1;
+  int reach;  // the last bin of the first histogram, for all that is less likely than the others
+
+  DEVICE int coarse(const Row& row, float scaled) const {
+    return min(reach, int(fminf((row.maximum - scaled) * BINS_PER_UNIT, 1e6f)));
+  }
+  DEVICE bool has(const Row& row, float scaled, u32 key) const {
+    return key >= low && key <= high && (bin < 0 || coarse(row, scaled) == bin);
+  }
+  DEVICE int shift() const { return max(0, 22 - __clz(high - low)); }  // so that key bins are enough
+
+  // Go on in one bin. The keys of a coarse one are bounded with half a bin to spare for rounding.
+  DEVICE void narrow(const Row& row, u32 found) {
+    if (bin < 0) {
+      bin = found;
+      high = min(high, to_key(row.maximum - (bin - 0.5f) / BINS_PER_UNIT));
+      if (bin < reach) low = max(low, to_key(row.maximum - (bin + 1.5f) / BINS_PER_UNIT));
+    } else {
+      const u32 width = 1u << shift();
+      high -= found * width;
+      if (high - low >= width) low = high - (width - 1);
+    }
+  }
+};
+
+// Add to 64 bits in shared memory, which has atomics of 32: the carry is told by who makes it.
+DEVICE void add(u64* sum, u64 value) {
+  u32* words = reinterpret_cast<u32*>(sum);
+  u32 high = u32(value >> 32);
+  if (const u32 low = u32(value)) high += atomicAdd(words, low) > ~low;
+  if (high) atomicAdd(words + 1, high);
+}
+
+// The team's weights by bin, in `totals` of each member.
+DEVICE void histogram(const Row& row, Shared& shared, int rank, const Weight& weight, const Range& range) {
+  for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) shared.bins[i] = 0;
+  __syncthreads();
+  const bool is_coarse = range.bin < 0;
+  const int last = is_coarse ? range.reach : NUM_BINS - 1, shift = range.shift();
+  u64 rest = 0;  // in the last bin: often most of the tokens
+  row.visit([&](int, const float(&logits)[GROUP]) {
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      const float scaled = row.scaled(logits[i]);
+      const u32 key = to_key(scaled);
+      if (!range.has(row, scaled, key)) continue;
+      const int bin = is_coarse ? range.coarse(row, scaled) : int((range.high - key) >> shift);
+      const u64 w = weight(row, scaled);
+      if (bin < last)
+        add(&shared.bins[bin], w);
+      else
+        rest += w;
+    }
+  });
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) rest += __shfl_xor_sync(ALL_LANES, rest, mask);
+  if (threadIdx.x % 32 == 0) add(&shared.bins[last], rest);
+  team_sync();
+  for (int i = threadIdx.x; i < NUM_BINS / TEAM; i += THREADS) {
+    const int bin = rank * (NUM_BINS / TEAM) + i;
+    u64 total = 0;
+#pragma unroll
+    for (int r = 0; r < TEAM; ++r) total += load_at(&shared.bins[bin], r);
+#pragma unroll 2
+    for (int r = 0; r < TEAM; ++r) store_at(&shared.totals[bin], r, total);
+  }
+  team_sync();
+}
+
+// The bin in which the weight from above reaches the limit; `shared.before` becomes what is above it. A limit of 0 is
+// made of the total.
+DEVICE u32 find(Shared& shared, const Weight& weight) {
+  constexpr int SHARE = NUM_BINS / THREADS;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const u64* bins = &shared.totals[SHARE * threadIdx.x];
+  u64 limit = shared.limit, above = shared.before, sum = 0;
+#pragma unroll
+  for (int i = 0; i < SHARE; ++i) sum += bins[i];
+  u64 upto = sum;  // by this lane, of this warp's
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const u64 other = __shfl_up_sync(ALL_LANES, upto, distance);
+    if (lane >= distance) upto += other;
+  }
+  if (lane == 31) shared.warp_totals[warp] = upto;
+  __syncthreads();
+  u64 total = 0;
+  above += upto - sum;
+  for (int i = 0; i < WARPS; ++i) {
+    if (i < warp) above += shared.warp_totals[i];
+    total += shared.warp_totals[i];
+  }
+  if (limit == 0) limit = weight.limit(total);
+#pragma unroll
+  for (int i = 0; i < SHARE; ++i) {
+    if (above < limit && limit <= above + bins[i]) {  // one thread's, once
+      shared.found = SHARE * threadIdx.x + i;
+      shared.before = above;
+      shared.limit = limit;
+    }
+    above += bins[i];
+  }
+  __syncthreads();
+  return shared.found;
+}
+
+// The scaled logits in a range, of the whole team, as keys and weights in every member; false if they are too many.
+DEVICE bool gather(const Row& row, Shared& shared, Team& team, const Weight& weight, const Range& range, u32& number) {
+  float* candidates = shared.candidates[team.turn & 1];
+  if (threadIdx.x == 0) shared.num_candidates = 0;
+  __syncthreads();
+  row.visit([&](int, const float(&logits)[GROUP]) {
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+      const float scaled = row.scaled(logits[i]);
+      if (!range.has(row, scaled, to_key(scaled))) continue;
+      // The order of arrival varies; what is made of the candidates does not depend on it.
+      const u32 place = atomicAdd(&shared.num_candidates, 1);
+      if (place < MAX_CANDIDATES) candidates[place] = scaled;
+    }
+  });
+  __syncthreads();
+  const u64* numbers = team.share(shared.num_candidates);
+  number = 0;
+#pragma unroll
+  for (int r = 0; r < TEAM; ++r) number += u32(numbers[r]);
+  if (number > MAX_CANDIDATES) return false;
+  if (threadIdx.x < number) {
+    int owner = 0, place = threadIdx.x;
+    for (; place >= int(numbers[owner]); ++owner) place -= int(numbers[owner]);
+    const float scaled = load_at(&candidates[place], owner);
+    shared.keys[threadIdx.x] = to_key(scaled);
+    shared.weights[threadIdx.x] = weight(row, scaled);
+  }
+  __syncthreads();
+  return true;
+}
+
+// The lowest key of the candidates above which less than the limit weighs.
+DEVICE u32 choose(Shared& shared, const Weight& weight, u32 number) {
+  if (threadIdx.x == 0) shared.found = ~0u;
+  __syncthreads();
+  if (threadIdx.x < number) {
+    const u32 key = shared.keys[threadIdx.x];
+    u64 above = shared.before, total = above;
+#pragma unroll 4
+    for (int i = 0; i < number; ++i) {
+      const u64 w = shared.weights[i];
+      total += w;
+      if (shared.keys[i] > key) above += w;
+    }
+    if (above < (shared.limit ? shared.limit : weight.limit(total))) atomicMin(&shared.found, key);
+  }
+  __syncthreads();
+  return shared.found;
+}
+
+// The lowest key, `low` at least, of a token such that those above it weigh less than the limit. `is_short` if not
+// many tokens are expected above `low`.
+DEVICE u32 threshold(const Row& row, Shared& shared, Team& team, const Weight& weight, u32 low, bool is_short) {
+  Range range = {low, to_key(row.maximum), -1, weight.reach(row)};
+  if (threadIdx.x == 0) shared.before = shared.limit = 0;
+  for (;; is_short = true) {
+    u32 number;
+    if (is_short && gather(row, shared, team, weight, range, number))
+      return choose(shared, weight, number);
+    if (range.low == range.high) return range.low;
+    histogram(row, shared, team.rank, weight, range);
+    range.narrow(row, find(shared, weight));
+  }
+}
+
+// A logit that at least `number` tokens have or exceed: that of the number-th best of the warps' best tokens.
+DEVICE u32 find_floor(Shared& shared, const u64* bests, u32 number) {
+  if (threadIdx.x < Mail::SIZE) {
+    const u64 best = bests[threadIdx.x];
+    u32 above = 0, same = 0;
+    for (int i = 0; i < Mail::SIZE; ++i) {
+      above += bests[i] > best;
+      same += bests[i] == best;
+    }
+    if (above < number && number <= above + same) shared.floor = u32(best >> 32);
+  }
+  __syncthreads();
+  return shared.floor;
+}
+
