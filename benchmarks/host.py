@@ -1,0 +1,84 @@
+"""What a step costs the host: `python benchmarks/host.py`, no GPU needed.
+
+Steady decode on a device that takes no time and draws constants: schedule, staging arrays, commit
+and what is told. Prints the least and the median of microseconds a step.
+"""
+
+import statistics
+import sys
+import time
+
+import numpy as np
+from slipstream.engine.arrays import Slots, StepBuilder, shape_of
+from slipstream.engine.batch import Batch, Sampled
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import Limits
+from slipstream.wire import Submit
+from slipstream_contract.sampling import SamplingParams
+
+MAX_SEQS, MAX_LEN, BLOCK_SIZE = 256, 4096, 32
+
+
+class Drawn:
+    """A step that is done."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def wait(self) -> Sampled:
+        """Constants, as the results of a device are read."""
+        ids, zeros = np.full(self._count, 7), np.zeros(self._count, np.float32)
+        return Sampled(ids.tolist(), zeros.tolist(), (zeros == 0).tolist())
+
+
+class Nothing:
+    """Stages the arrays of a step and computes nothing."""
+
+    num_blocks = MAX_SEQS * MAX_LEN // BLOCK_SIZE
+    block_size = BLOCK_SIZE
+    vocab_size = 128_256
+    max_model_len = MAX_LEN
+    max_in_flight = 2
+
+    def __init__(self) -> None:
+        self._builder = StepBuilder(Slots(MAX_SEQS, MAX_LEN // BLOCK_SIZE), BLOCK_SIZE)
+        self._memory = np.empty(1 << 22, np.uint8)
+
+    def launch(self, batch: Batch) -> Drawn:
+        """All that the host does for a step, but for one copy and one launch."""
+        arrays = self._builder.build(batch, shape_of(batch), 0, MAX_SEQS)
+        offset = 0
+        for array in arrays:
+            piece = self._memory[offset : offset + array.nbytes]
+            piece[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            offset += array.nbytes
+        return Drawn(sum([row.samples for row in batch.rows]))
+
+
+def step_times(num_seqs: int, num_steps: int = 300) -> list[float]:
+    """Seconds of each step of decodes."""
+    engine = Engine(Limits(MAX_SEQS, 2048, 1000), Nothing(), None)
+    sampling = SamplingParams(max_tokens=num_steps + 100, temperature=0.0, end_ids=(1,))
+    for i in range(num_seqs):
+        engine.submit(b"bench", Submit(i, list(range(100 + i % 50)), sampling, 1))
+    while engine.status().waiting or engine.num_steps < 30:
+        engine.step()
+    times = []
+    for _ in range(num_steps):
+        begin = time.perf_counter()
+        outputs = engine.step()
+        times.append(time.perf_counter() - begin)
+        assert len(outputs[b"bench"]) == num_seqs
+    return times
+
+
+def main() -> None:
+    """Command line."""
+    for num_seqs in (1, 64, 256):
+        times = sorted(t * 1e6 for t in step_times(num_seqs))
+        median = statistics.median(times)
+        print(f"{num_seqs:4} sequences: {times[0]:6.0f} us, median {median:6.0f}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
