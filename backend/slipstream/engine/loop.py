@@ -208,7 +208,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         runner.max_model_len,
     )
     loop = EngineLoop(engine, welcome, address)
-    _log.info("%s", plan.banner())
+    _log.info("%s", plan.banner(runner.num_blocks))
     return loop
 
 

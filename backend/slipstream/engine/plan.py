@@ -15,8 +15,6 @@ from slipstream.models.hf import ModelConfig, read_config, weights_dtype
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _MIN_THREADED_HIDDEN_SIZE = 768
-_CPU_KV_TOKENS = 65_536  # default on a CPU, where the cache is not the limit
-_RESERVED = 1 << 30  # bytes of GPU memory for the context, cuBLAS and fragmentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +29,27 @@ class Plan:
     dtype: torch.dtype
     max_model_len: int
     block_size: int
-    num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
     num_threads: int | None  # of torch on the CPU; None: its own choice
     has_tokenizer: bool
 
     @property
-    def kv_tokens(self) -> int:
-        """Tokens that the cache holds."""
-        return self.num_blocks * self.block_size
+    def block_bytes(self) -> int:
+        """Bytes of a block of the cache, over all layers."""
+        return self.block_size * self.model.dims.kv_elements_per_token * self.dtype.itemsize
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the whole cache."""
-        return self.kv_tokens * self.model.dims.kv_elements_per_token * self.dtype.itemsize
-
-    def banner(self) -> str:
-        """One line for the log at start."""
-        fit = self.num_blocks / -(-self.max_model_len // self.block_size)
+    def banner(self, num_blocks: int) -> str:
+        """One line for the log at start, with the cache that came of it."""
+        fit = num_blocks / -(-self.max_model_len // self.block_size)
         dtype = str(self.dtype).removeprefix("torch.")
         dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
         return (
             f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
-            f"KV cache of {self.kv_tokens:,} tokens ({self.kv_bytes / 1e9:.2f} GB, "
-            f"{self.num_blocks:,} blocks of {self.block_size}), room for {fit:.1f} "
-            f"sequences of {self.max_model_len:,} tokens, at most {self.max_num_seqs} at once"
+            f"KV cache of {num_blocks * self.block_size:,} tokens "
+            f"({num_blocks * self.block_bytes / 1e9:.2f} GB, {num_blocks:,} blocks of "
+            f"{self.block_size}), room for {fit:.1f} sequences of {self.max_model_len:,} tokens, "
+            f"at most {self.max_num_seqs} at once"
         )
 
 
@@ -160,15 +153,7 @@ def _weight_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) 
     return outer * dtype.itemsize + (d.num_parameters - outer) * size
 
 
-def _workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """What a step allocates at most: activations of the token budget, logits of every sequence."""
-    d = model.dims
-    widest = 3 * d.intermediate_size + 6 * d.hidden_size + 3 * d.num_heads * d.head_size
-    logits = 4 * config.max_num_seqs * d.vocab_size * 4  # fp32, edited, scaled, and one to spare
-    return config.max_num_batched_tokens * widest * dtype.itemsize + logits
-
-
-def _available_memory() -> int:
+def available_on_host() -> int:
     """Bytes of host memory to be had: what the kernel says, within what the container may use."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -181,47 +166,21 @@ def _available_memory() -> int:
     return available
 
 
-def _free_for_cache(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> int:
-    """Bytes for the cache: 0.9 of what weights and a step leave of the device's free memory."""
-    used = _weight_bytes(config, model, dtype) + _workspace_bytes(config, model, dtype)
-    if device.type == "cpu":
-        free = _available_memory()
-    else:
-        free = torch.cuda.mem_get_info(device)[0] - _RESERVED
-    return max(0, int(0.9 * (free - used)))
-
-
-def _num_blocks(
-    config: EngineConfig,
-    model: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_model_len: int,
-) -> int:
-    bytes_per_block = config.block_size * model.dims.kv_elements_per_token * dtype.itemsize
-    free = _free_for_cache(config, model, device, dtype)
-    if config.kv_cache_tokens is not None:
-        tokens = _at_least(config, "kv_cache_tokens", config.block_size)
-        wanted = tokens // config.block_size * bytes_per_block
-        if wanted > free:
-            raise ConfigError(
-                f"kv_cache_tokens = {tokens} takes {wanted / 1e9:.2f} GB, but {free / 1e9:.2f} GB "
-                "are free for the cache"
-            )
-        return tokens // config.block_size
-    num_blocks = free // bytes_per_block
-    if device.type == "cpu":
-        num_blocks = min(num_blocks, _CPU_KV_TOKENS // config.block_size)
-    # More than every sequence at its longest can never be used.
-    most = config.max_num_seqs * -(-max_model_len // config.block_size)
-    if num_blocks < 1:
+def _check_cache(plan: Plan) -> None:
+    """Refuse what can never fit, before weights are read; what is left is measured after that."""
+    config = plan.config
+    if config.kv_cache_tokens is None:
+        return
+    tokens = _at_least(config, "kv_cache_tokens", config.block_size)
+    wanted = tokens // config.block_size * plan.block_bytes
+    is_cuda = plan.device.type == "cuda"
+    free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else available_on_host()
+    free = max(0, free - _weight_bytes(config, plan.model, plan.dtype))
+    if wanted > free:
         raise ConfigError(
-            f"no memory is left for the KV cache: {free / 1e9:.2f} GB free for it, a block of "
-            f"{config.block_size} tokens takes {bytes_per_block / 1e9:.3f} GB"
+            f"kv_cache_tokens = {tokens} takes {wanted / 1e9:.2f} GB, but {free / 1e9:.2f} GB "
+            "are free beside the weights"
         )
-    return min(num_blocks, most)
 
 
 def _num_threads(model: ModelConfig) -> int | None:
@@ -259,7 +218,7 @@ def resolve(config: EngineConfig) -> Plan:
     if config.quantization == "fp8":
         _check_fp8(model, device, dtype)
     max_model_len = _max_model_len(config, model)
-    return Plan(
+    plan = Plan(
         config=config,
         checkpoint=checkpoint,
         model_name=config.model or checkpoint.resolve().name,
@@ -268,9 +227,10 @@ def resolve(config: EngineConfig) -> Plan:
         dtype=dtype,
         max_model_len=max_model_len,
         block_size=config.block_size,
-        num_blocks=_num_blocks(config, model, device, dtype, max_model_len),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_threads=_num_threads(model),
         has_tokenizer=(checkpoint / "tokenizer.json").is_file(),
     )
+    _check_cache(plan)
+    return plan

@@ -1,5 +1,6 @@
 """Executes a `Batch` on the device: stage inputs, run the model, draw tokens. Knows no request."""
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -9,8 +10,11 @@ from torch import Tensor
 from slipstream.engine.arrays import Shape, Slots, StepArrays, StepBuilder, histories, shape_of
 from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.graphs import MAX_CHUNK_ROWS, Buckets, Graphs
-from slipstream.engine.plan import Plan
+from slipstream.engine.laps import Laps
+from slipstream.engine.memory import left_on_gpu, num_blocks
+from slipstream.engine.plan import Plan, available_on_host
 from slipstream.engine.staging import Staging, num_bytes
+from slipstream.kernels import jit
 from slipstream.kernels.stage import begin_step
 from slipstream.layers.attention import AttentionInputs
 from slipstream.models.registry import build
@@ -24,6 +28,7 @@ from slipstream.sampling.sampler import (
     make_counts,
 )
 
+_log = logging.getLogger(__name__)
 _EDIT_BYTES = 1 << 20  # of a step with a graph
 
 
@@ -70,25 +75,50 @@ class ModelRunner:
     def __init__(self, plan: Plan) -> None:
         if plan.num_threads is not None:
             torch.set_num_threads(plan.num_threads)
-        self.num_blocks = plan.num_blocks
+        laps = Laps()
         self.block_size = plan.block_size
         self.vocab_size = plan.model.dims.vocab_size
         self.max_model_len = plan.max_model_len
         self.max_in_flight = 2 if plan.device.type == "cuda" else 1
         self._num_heads = plan.model.dims.num_heads
         self._model = build(plan.model, _load(plan), plan.max_model_len)
-        self._caches = self._make_caches(plan)
+        laps.lap("weights")
         self._make_buffers(plan)
+        buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens)
         self._graphs = None
+        self.num_blocks = num_blocks(plan, self._measure(plan, buckets, laps))
+        self._caches = self._make_caches(plan, self.num_blocks)
+        laps.lap("cache")
         if plan.device.type == "cuda" and plan.config.cuda_graphs:
-            self._graphs = Graphs(Buckets(plan.max_num_seqs, plan.max_num_batched_tokens))
+            self._graphs = Graphs(buckets)
             self._graphs.capture(self._prepare)
+            laps.lap("graphs")
+        laps.log(_log, "runner")
+
+    def _measure(self, plan: Plan, buckets: Buckets, laps: Laps) -> int:
+        """Bytes that are left for the cache. On a GPU all kernels are compiled then, and loaded."""
+        if plan.device.type == "cpu":
+            return available_on_host()
+        self._caches = self._make_caches(plan, 1)
+        size = min(plan.max_num_seqs, plan.max_num_batched_tokens)
+        alone = Shape(size, size, size, size, 0)
+        chunk = plan.max_num_batched_tokens - size + 1
+        mixed = Shape(size - 1 + chunk, size, size - 1, size, chunk)
+        with jit.compile_ahead():
+            for shape in [*buckets.shapes, alone, mixed]:
+                self._prepare(shape)()
+        laps.lap("compiling")
+        left = left_on_gpu(
+            plan.device, lambda: self._prepare(mixed)(), lambda: self._prepare(alone)()
+        )
+        laps.lap("largest step")
+        return left
 
     @staticmethod
-    def _make_caches(plan: Plan) -> list[Tensor]:
+    def _make_caches(plan: Plan, num_blocks: int) -> list[Tensor]:
         """One a layer, zeroed: padding may be multiplied by 0 and must be finite for that."""
         d = plan.model.dims
-        shape = (plan.num_blocks, d.num_kv_heads, 2, plan.block_size, d.head_size)
+        shape = (num_blocks, d.num_kv_heads, 2, plan.block_size, d.head_size)
         return [
             torch.zeros(shape, dtype=plan.dtype, device=plan.device) for _ in range(d.num_layers)
         ]

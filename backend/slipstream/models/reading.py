@@ -1,9 +1,9 @@
 """Bytes of files into tensors: several threads read pieces, and a GPU takes them meanwhile.
 
-One thread copies from the page cache at a fraction of what the memory or PCIe can do. So the pieces
-of a tensor are read by several; on their way to a GPU they pass pinned buffers, two a thread: one is
-read into while the other is copied from. Every piece costs some Python, during which no other thread
-gets on: few large ones are better than many, as long as all threads have one.
+One thread copies from the page cache at a fraction of what memory or PCIe can do. So the pieces of
+a tensor are read by several; on their way to a GPU they pass pinned buffers, two a thread: one is
+read into while the other is copied from. Every piece costs some Python, during which no other
+thread gets on: few large ones are better than many, as long as all threads have one.
 """
 
 import os
