@@ -57,17 +57,17 @@ class Counted:
     def wait(self) -> Sampled:
         assert self._runner.in_flight[0] is self, "waited for out of turn"
         self._runner.in_flight.popleft()
+        sampled = self._runner.compute(self.batch)
         if self._error is not None:
-            self._runner.samples = [0] * len(self.batch.rows)
             raise self._error
-        return self._runner.compute(self.batch)
+        return sampled
 
 
 class CountingRunner:
     """Checks the shape of every batch, and that only its own rows are written.
 
-    A launch keeps what the rows say at that time, as a GPU does, and computes when waited for. The
-    samples of a step that failed, or of NaN, are the token 0.
+    A launch keeps what the rows say at that time, as a GPU does, and computes when waited for. A
+    sample of NaN is the token 0.
     """
 
     def __init__(
