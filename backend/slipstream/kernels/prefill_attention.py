@@ -1,6 +1,7 @@
 """Attention of chunks of queries over a paged cache."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -80,6 +81,23 @@ def _num_multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+_NUM_COUNTERS = 1024
+_launches = itertools.count()
+
+
+@functools.cache
+def _counters(device: int) -> Tensor:
+    """Zeros; a launch counts with one of them, which others that run meanwhile do not use."""
+    zeros = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=f"cuda:{device}")
+    torch.cuda.synchronize(device)  # other streams may be the next to use them
+    return zeros
+
+
+def _counter(device: int) -> int:
+    """The address of a launch's counter, which the kernel leaves as it was: zero."""
+    return _counters(device).data_ptr() + next(_launches) % _NUM_COUNTERS * 4
+
+
 @prefill_attention.cuda
 def _prefill_attention(
     q: Tensor,
@@ -145,12 +163,13 @@ def _launch_wgmma(
         lengths,
         out,
         out.stride(0),
+        _counter(q.get_device()),
         scale * math.log2(math.e),
         len(lengths),
         num_kv_heads,
         group_size,
         jit.block_shift(block_size),
-        shared_memory=rows * head_size * q.element_size() + 128,  # 128 for the barriers
+        shared_memory=rows * head_size * q.element_size() + 256,  # barriers, items
         overlaps=True,
     )
 

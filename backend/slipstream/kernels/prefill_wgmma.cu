@@ -1,34 +1,26 @@
 // Paged prefill attention on Hopper's tensor cores, after FlashAttention-3 (Shah et al., 2024): two warpgroups of 64
 // query rows attend to tiles of 128 tokens, one multiplies while the other exponentiates; a third fetches.
-// A query row is one head of one query: the heads that share a kv head share tiles.
 // -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128)
-#include "tma.cuh"
+#include "prefill_items.cuh"
 #include "wgmma.cuh"
 
 constexpr int GROUPS = 2;       // warpgroups that multiply
 constexpr int ROWS = 64;        // query rows of each
-constexpr int TILE = 128;       // tokens
 constexpr int STAGES = 2;       // tiles of K, and of V, in shared memory
 constexpr int COLUMNS = HEAD_SIZE / 64;  // of 128 bytes
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int FETCHERS = 96;    // threads that fetch queries
+constexpr int ITEMS = 2;        // handed out, one of them ahead
+constexpr int FETCHERS = 64;    // threads that fetch queries
+static_assert(GROUPS * ROWS == ITEM_ROWS);
 constexpr int QUERY_COLUMN = ROWS * 128, QUERY_BYTES = COLUMNS * QUERY_COLUMN;
 constexpr int TILE_COLUMN = TILE * 128, TILE_BYTES = COLUMNS * TILE_COLUMN;
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
-struct Arguments {
-  const T* q;
-  i64 q_stride;
-  const int* block_tables;
-  i64 table_stride;
-  const int* query_starts;
-  const int* lengths;
-  T* out;
-  i64 out_stride;
-  float scale;  // of the scores, times log2(e): the softmax is in base 2
-  int num_sequences, num_kv_heads, group_size, block_shift;
-};
+// A warp needs what the barrier guards no more.
+DEVICE void release(u32 barrier) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
 
 // What lies where in shared memory. A barrier's name says whose arrival ends its phase.
 struct Shared {
@@ -43,6 +35,11 @@ struct Shared {
   DEVICE u32 values_free(int slot) const { return keys_full(3 * STAGES + slot); }
   DEVICE u32 queries_full(int group) const { return keys_full(4 * STAGES + group); }
   DEVICE u32 queries_free(int group) const { return keys_full(4 * STAGES + GROUPS + group); }
+  DEVICE u32 items_full(int slot) const { return keys_full(4 * STAGES + 2 * GROUPS + slot); }
+  DEVICE u32 items_free(int slot) const { return items_full(ITEMS + slot); }
+  DEVICE Item* item(int slot) const {
+    return reinterpret_cast<Item*>(shared_bytes + (items_full(2 * ITEMS) - base)) + slot;
+  }
 
   DEVICE void init() const {
     for (int i = 0; i < STAGES; ++i) {
@@ -55,76 +52,50 @@ struct Shared {
       barrier_init(queries_full(i), FETCHERS);
       barrier_init(queries_free(i), 4);
     }
+    for (int i = 0; i < ITEMS; ++i) {
+      barrier_init(items_full(i), 1);
+      barrier_init(items_free(i), 4 * GROUPS + FETCHERS / 32 + 1);
+    }
     barrier_init_done();
   }
 };
 
-// GROUPS * ROWS query rows of one kv head of one sequence.
-struct Item {
-  int sequence, kv_head;
-  int start;      // row of the sequence's first query in q
-  int num_rows;   // of the sequence: queries times heads of the group
-  int first_row;  // of the item, among them
-  int position;   // of the sequence's first query
-  int length;
-  int num_tiles;
-};
-
-// This CTA's items: every warp of it meets the same in the same order. Items are numbered by (sequence, tile of rows
-// from its end, kv head), so neighbours are about as long, and CTAs take them back and forth.
+// The items of this CTA, as the scheduling warp hands them out; all lanes of a warp.
 class Items {
-  const Arguments& a;
-  int round = 0;
-  int window = 0;         // first of the 32 sequences that the lanes look at
-  int tiles_before = 0;   // the window
-
-  DEVICE Item read(int sequence, int rank, int kv_head) const {
-    const int start = a.query_starts[sequence], length = a.lengths[sequence];
-    const int num_queries = a.query_starts[sequence + 1] - start;
-    const int num_rows = num_queries * a.group_size;
-    const int first_row = ((num_rows - 1) / (GROUPS * ROWS) - rank) * GROUPS * ROWS;
-    const int position = length - num_queries;
-    const int last_row = min(first_row + GROUPS * ROWS, num_rows) - 1;
-    const int num_tiles = (position + last_row / a.group_size) / TILE + 1;
-    return {sequence, kv_head, start, num_rows, first_row, position, length, num_tiles};
-  }
-
-  // Tiles of rows of a sequence.
-  DEVICE int tiles_of(int sequence) const {
-    if (sequence >= a.num_sequences || a.lengths[sequence] == 0) return 0;
-    const int num_queries = a.query_starts[sequence + 1] - a.query_starts[sequence];
-    return (num_queries * a.group_size + GROUPS * ROWS - 1) / (GROUPS * ROWS);
-  }
+  const Shared& shared;
+  Ring<ITEMS> ring;
+  bool has_one = false;
 
  public:
-  DEVICE explicit Items(const Arguments& arguments) : a(arguments) {}
+  DEVICE explicit Items(const Shared& memory) : shared(memory) {}
 
+  // Done with the item before.
   DEVICE bool next(Item& item) {
-    const int forth = blockIdx.x, back = gridDim.x - 1 - blockIdx.x;
-    const int number = round * int(gridDim.x) + (round % 2 ? back : forth);
-    const int lane = threadIdx.x % 32, tile = number / a.num_kv_heads;
-    ++round;
-    for (; window < a.num_sequences; window += 32) {
-      const int own = tiles_of(window + lane);
-      int end = own;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = __shfl_up_sync(ALL_LANES, end, distance);
-        if (lane >= distance) end += before;
-      }
-      end += tiles_before;
-      const u32 later = __ballot_sync(ALL_LANES, tile < end);
-      if (later != 0) {
-        const int found = __ffs(later) - 1;
-        const int rank = tile - __shfl_sync(ALL_LANES, end - own, found);
-        item = read(window + found, rank, number % a.num_kv_heads);
-        return true;
-      }
-      tiles_before = __shfl_sync(ALL_LANES, end, 31);
+    if (has_one) {
+      release(shared.items_free(ring.slot));
+      ring.advance();
     }
-    return false;
+    has_one = true;
+    barrier_wait(shared.items_full(ring.slot), ring.parity);
+    item = *shared.item(ring.slot);
+    return item.num_tiles > 0;
   }
 };
+
+// One warp.
+DEVICE void hand_out_items(const Arguments& a, const Shared& shared) {
+  Schedule schedule(a);
+  Ring<ITEMS> ring;
+  for (bool more = true; more; ring.advance()) {
+    const Item item = schedule.next();
+    barrier_wait(shared.items_free(ring.slot), ring.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      *shared.item(ring.slot) = item;
+      barrier_arrive(shared.items_full(ring.slot));
+    }
+    more = item.num_tiles > 0;
+  }
+}
 
 // One warp: tiles of K and V, a piece of a page and 64 columns a lane.
 DEVICE void fetch_tiles(const Arguments& a, const Shared& shared, const TensorMap* cache) {
@@ -134,7 +105,7 @@ DEVICE void fetch_tiles(const Arguments& a, const Shared& shared, const TensorMa
   const int piece_bytes = piece_tokens * 128;
   const int offset = column * TILE_COLUMN + piece * piece_bytes;
   const int block_mask = (1 << a.block_shift) - 1;
-  Items items(a);
+  Items items(shared);
   Item item;
   Ring<STAGES> ring;
   while (items.next(item)) {
@@ -167,10 +138,10 @@ DEVICE void fetch_tiles(const Arguments& a, const Shared& shared, const TensorMa
   }
 }
 
-// Three warps: the query rows of both groups, zeros where there are none.
+// Two warps: the query rows of both groups, zeros where there are none.
 DEVICE void fetch_queries(const Arguments& a, const Shared& shared) {
-  const int thread = threadIdx.x % 128 - 32;
-  Items items(a);
+  const int thread = threadIdx.x % 64;
+  Items items(shared);
   Item item;
   u32 parity = 1;
   while (items.next(item)) {
@@ -361,13 +332,9 @@ DEVICE void clear_values(u32 values, int first, int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(3 + group) : "memory");
 }
 
-DEVICE void release(u32 barrier) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
-
 DEVICE void attend(const Arguments& a, const Shared& shared, int group) {
   const int own = group * ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // first row of this lane
-  Items items(a);
+  Items items(shared);
   Item item;
   Ring<STAGES> keys, values;
   u32 parity = 0;
@@ -432,9 +399,9 @@ DEVICE void attend(const Arguments& a, const Shared& shared, int group) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_wgmma(const __grid_constant__ TensorMap cache, const T* q, i64 q_stride,
                   const int* block_tables, i64 table_stride, const int* query_starts,
-                  const int* lengths, T* out, i64 out_stride, float scale, i64 num_sequences,
+                  const int* lengths, T* out, i64 out_stride, u32* counter, float scale, i64 num_sequences,
                   i64 num_kv_heads, i64 group_size, i64 block_shift) {
-  const Arguments a = {q, q_stride, block_tables, table_stride, query_starts, lengths, out, out_stride, scale,
+  const Arguments a = {q, q_stride, block_tables, table_stride, query_starts, lengths, out, out_stride, counter, scale,
                        int(num_sequences), int(num_kv_heads), int(group_size), int(block_shift)};
   const Shared shared;
   if (threadIdx.x == 0) {
@@ -452,6 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x < 32)
       fetch_tiles(a, shared, &cache);
+    else if (threadIdx.x < 64)
+      hand_out_items(a, shared);
     else
       fetch_queries(a, shared);
   }
