@@ -23,7 +23,7 @@ constexpr int PIECE = 8;
 constexpr int SUMS = GROUP * ROWS;  // of a group; each is left with LANES lanes
 constexpr int LANES = 32 / SUMS;
 constexpr int MAX_SLOTS = 16;
-constexpr bool PACKED = ROWS * CHUNKS > 16;  // x stays in 16 bits where fp32 takes too many registers
+constexpr bool PACKED = ROWS * CHUNKS > 16 || CHUNKS > 7;  // x stays in 16 bits: fp32 takes too many registers
 
 struct Task {
   const T* x;
@@ -37,8 +37,9 @@ struct Task {
   int num_rows, num_outputs, width;
   int streams;  // weight rows of an output: 1, or 2 for silu(gate) * up
   int share;    // outputs of a slot, which holds their rows of one stream behind those of the other
+  int batch;    // outputs that are finished together: a multiple of the share, at most one a thread
   bool adds;    // to `out`
-  float eps;
+  float eps, inverse_width;
   int begin, end;  // this CTA's outputs
 
   DEVICE int row_bytes() const { return width * int(sizeof(Weight)); }
@@ -110,30 +111,24 @@ DEVICE bool is_inside(const Task& task, int i) {
   return (threadIdx.x + THREADS * i) * PIECE < task.width;
 }
 
-// Waits for the kernels before. `squares` gets this thread's share of the sum of squares of each row.
-DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROWS]) {
-  const bool norms = !PACKED && task.norm != nullptr;
-  Pack<u32, 4> factors[CHUNKS];
-  if (norms) {
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i)
-      factors[i] = load<4>(reinterpret_cast<const u32*>(task.norm + piece_begin(task, i)));
-  }
-  wait_for_previous();
+using Words = Pack<u32, 4>;  // a piece of x or of the norm
+
+// `squares` gets this thread's share of the sum of squares of each row, if they are normalised.
+template <bool NORMS>
+DEVICE void convert(const Task& task, const Words (&words)[ROWS][CHUNKS],
+                    const Words (&factors)[CHUNKS], Part<PACKED>& part, float (&squares)[ROWS]) {
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
-    const T* x = task.x + min(row, task.num_rows - 1) * task.x_stride;
     squares[row] = 0.0f;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      const auto pack = load_fresh<4>(reinterpret_cast<const u32*>(x + piece_begin(task, i)));
       const bool real = is_inside(task, i) && row < task.num_rows;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const u32 word = real ? pack.at[j] : 0;
+        const u32 word = real ? words[row][i].at[j] : 0;
         float pair[2], factor[2] = {1.0f, 1.0f};
         unpack(word, pair, T{});
-        if (norms) {
+        if (NORMS) {
           squares[row] = fmaf(pair[1], pair[1], fmaf(pair[0], pair[0], squares[row]));
           unpack(factors[i].at[j], factor, T{});
         }
@@ -143,6 +138,30 @@ DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROW
       }
     }
   }
+}
+
+// Waits for the kernels before.
+DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROWS]) {
+  const bool norms = !PACKED && task.norm != nullptr;
+  Words factors[CHUNKS], words[ROWS][CHUNKS];
+  if (norms) {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+      factors[i] = load<4>(reinterpret_cast<const u32*>(task.norm + piece_begin(task, i)));
+  }
+  wait_for_previous();
+  // All loads before the first use: no latency comes twice.
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    const T* x = task.x + min(row, task.num_rows - 1) * task.x_stride;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+      words[row][i] = load_fresh<4>(reinterpret_cast<const u32*>(x + piece_begin(task, i)));
+  }
+  if (norms)
+    convert<true>(task, words, factors, part, squares);
+  else
+    convert<false>(task, words, factors, part, squares);
 }
 
 // Products of GROUP weight rows with this thread's part of every row of x.
@@ -206,12 +225,15 @@ DEVICE float total(const float* of_warps) {
 // The one output of a batch that this thread finishes. What it takes beside the sum is loaded as the batch begins.
 class Output {
   bool real;
-  int row, place, column;
+  int row, column;
+  int at;  // where the batch's sums of it begin
   float before = 0.0f, scale[2] = {1.0f, 1.0f}, bias[2] = {};
 
  public:
   DEVICE Output(const Task& task, int first, int end)
-      : row(threadIdx.x % ROWS), place(threadIdx.x / ROWS), column(first + place) {
+      : row(threadIdx.x % ROWS), column(first + threadIdx.x / ROWS) {
+    const int slot = (column - first) / task.share, place = (column - first) % task.share;
+    at = ((slot * task.slot_rows() + place) * ROWS + row) * WARPS;
     real = row < task.num_rows && column < end;
     if (!real) return;
 #pragma unroll
@@ -229,13 +251,11 @@ class Output {
     if (!real) return;
     float rstd = 1.0f;
     if (task.norm != nullptr)
-      rstd = 1.0f / sqrtf(total(squares + row * WARPS) / float(task.width) + task.eps);
-    const int slot_row = place / task.share * task.slot_rows() + place % task.share;
-    const float* sum = sums + (slot_row * ROWS + row) * WARPS;
-    float value = total(sum) * rstd * scale[0] + bias[0];
+      rstd = rsqrtf(total(squares + row * WARPS) * task.inverse_width + task.eps);
+    float value = total(sums + at) * rstd * scale[0] + bias[0];
     if (task.streams == 2) {
-      const float up = total(sum + task.share * ROWS * WARPS) * rstd * scale[1] + bias[1];
-      value = value / (1.0f + expf(-value)) * up;
+      const float up = total(sums + at + task.share * ROWS * WARPS) * rstd * scale[1] + bias[1];
+      value = __fdividef(value, 1.0f + __expf(-value)) * up;
     }
     task.out[row * task.out_stride + column] = from_float<T>(value + before);
   }
@@ -247,13 +267,12 @@ DEVICE void multiply_rows(const Task& task, CopyRing& ring, float* sums, float* 
   float square[ROWS];
   load_part(task, part, square);
 #pragma unroll
-  for (int row = 0; row < ROWS; ++row) {
+  for (int row = 0; row < ROWS && task.norm != nullptr; ++row) {
     square[row] = warp_sum(square[row]);
     if (lane == 0) squares[row * WARPS + warp] = square[row];
   }
-  const int batch = THREADS / (ROWS * task.slot_rows()) * task.share;  // outputs: at most one a thread
-  for (int first = task.begin; first < task.end; first += batch) {
-    const int end = min(first + batch, task.end);
+  for (int first = task.begin; first < task.end; first += task.batch) {
+    const int end = min(first + task.batch, task.end);
     const Output output(task, first, end);
     float* target = sums + warp;
     for (int begin = first; begin < end; begin += task.share) {
@@ -273,42 +292,33 @@ DEVICE void multiply_rows(const Task& task, CopyRing& ring, float* sums, float* 
     }
     barrier_of_readers();
     output.write(task, sums, squares);
-    if (first + batch < task.end) barrier_of_readers();
+    if (end < task.end) barrier_of_readers();
   }
 }
 
+// Every CTA has `quotient` outputs, the first `remainder` one more.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, CTAS)
     gemv(const T* x, i64 x_stride, const u8* weight, const T* norm, const T* bias,
          const float* scales, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 width,
-         i64 streams, i64 share, i64 num_slots, i64 adds, float eps) {
+         i64 streams, i64 share, i64 batch, i64 num_slots, i64 quotient, i64 remainder, i64 adds,
+         float eps, float inverse_width) {
   extern __shared__ __align__(128) u8 slots[];
   __shared__ u64 barriers[2 * MAX_SLOTS];
   __shared__ float sums[THREADS * WARPS], squares[ROWS * WARPS];
-  const Task task{x,
-                  x_stride,
-                  weight,
-                  norm,
-                  bias,
-                  scales,
-                  out,
-                  out_stride,
-                  int(num_rows),
-                  int(num_outputs),
-                  int(width),
-                  int(streams),
-                  int(share),
-                  adds != 0,
-                  eps,
-                  int(blockIdx.x * num_outputs / gridDim.x),
-                  int((blockIdx.x + 1) * num_outputs / gridDim.x)};
+  const int cta = blockIdx.x, begin = cta * int(quotient) + min(cta, int(remainder));
+  const Task task{x,          x_stride,           weight,        norm,        bias,      scales,
+                  out,        out_stride,         int(num_rows), int(num_outputs), int(width), int(streams),
+                  int(share), int(batch),         adds != 0,     eps,         inverse_width,
+                  begin,      begin + int(quotient) + (cta < remainder)};
   CopyRing ring(slots, barriers, task.slot_rows() * task.row_bytes(), int(num_slots));
   const bool copies = threadIdx.x == THREADS;
-  if (copies) ring.init(WARPS);
-  __syncthreads();
   if (copies) {
     start_next();
-    stream_weights(task, ring);
-  } else if (threadIdx.x < THREADS) {
-    multiply_rows(task, ring, sums, squares);
+    ring.init(WARPS);
   }
+  __syncthreads();
+  if (copies)
+    stream_weights(task, ring);
+  else if (threadIdx.x < THREADS)
+    multiply_rows(task, ring, sums, squares);
 }

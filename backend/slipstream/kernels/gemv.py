@@ -22,7 +22,6 @@ THREADS = 256  # that multiply
 PIECE = 8  # weights that a thread takes at once
 CHUNKS = (1, 2, 4, 7, 14)
 MAX_CHUNKS = {1: 14, 2: 7, 4: 7}  # by rows: what registers can hold of x
-MAX_PARTS = 16  # rows times chunks in fp32; above, x stays in 16 bits and knows no norm
 MAX_SLOTS = 16
 SLOT_BYTES = 32 << 10
 # Dynamic shared memory of a CTA when so many fill a multiprocessor. One more must not fit: CTAs of
@@ -76,8 +75,8 @@ class Tiling:
 
     @property
     def is_packed(self) -> bool:
-        """Whether x stays in 16 bits."""
-        return self.rows * self.chunks > MAX_PARTS
+        """Whether registers hold x in 16 bits; it is not normalised then (PACKED in gemv.cu)."""
+        return self.rows * self.chunks > 16 or self.chunks > 7
 
     def bytes(self, row_bytes: int) -> int:
         """Of dynamic shared memory; no less than keeps another CTA out."""
@@ -186,10 +185,12 @@ def launch(
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     jit.require(out.stride(1) == 1, "gemv: elements of a row of the residual must be contiguous")
     pointers = (0 if t is None else t for t in (norm, bias, scales))
+    num_ctas = min(tiles.ctas * _num_multiprocessors(x.get_device()), num_outputs)
+    share = tiles.slot_rows // streams
     jit.launch(
         _variant(x.dtype, weight.dtype == FP8, tiles),
         "gemv",
-        (min(tiles.ctas * _num_multiprocessors(x.get_device()), num_outputs),),
+        (num_ctas,),
         THREADS + 32,
         x,
         x.stride(0),
@@ -201,10 +202,13 @@ def launch(
         num_outputs,
         width,
         streams,
-        tiles.slot_rows // streams,
+        share,
+        THREADS // (tiles.rows * tiles.slot_rows) * share,
         tiles.num_slots,
+        *divmod(num_outputs, num_ctas),
         int(residual is not None),
         eps,
+        1.0 / width,
         shared_memory=tiles.bytes(width * weight.itemsize),
         overlaps=True,
     )
