@@ -25,6 +25,7 @@ from slipstream_contract.vocab import TokenBytes
 from slipstream import __version__, wire
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.laps import Laps, process_age
 from slipstream.engine.scheduler import Limits
 
 _log = logging.getLogger(__name__)
@@ -191,12 +192,17 @@ def read_config(path: Path) -> EngineConfig:
 
 def load(config: EngineConfig, address: str) -> EngineLoop:
     """Load the checkpoint and listen. Raises whatever is wrong with either."""
+    laps = Laps(process_age())
     from slipstream.engine.plan import resolve
     from slipstream.engine.runner import ModelRunner
 
+    laps.lap("imports")
     plan = resolve(config)
+    laps.lap("plan")
     vocab = TokenBytes.load(plan.checkpoint) if plan.has_tokenizer else None
+    laps.lap("vocabulary")
     runner = ModelRunner(plan)
+    laps.lap("runner")
     limits = Limits(plan.max_num_seqs, plan.max_num_batched_tokens, config.max_waiting)
     engine = Engine(limits, runner, vocab, plan.model_name)
     welcome = wire.Welcome(
@@ -209,6 +215,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
     )
     loop = EngineLoop(engine, welcome, address)
     _log.info("%s", plan.banner(runner.num_blocks))
+    laps.log(_log, "process ready")
     return loop
 
 
