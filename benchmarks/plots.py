@@ -30,7 +30,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points from left to right, or as they are connected; each may have a label."""
+    """Points as they are connected; each may have a label."""
 
     name: str
     color: str
@@ -70,11 +70,13 @@ def _line(line: Line, x: Callable[[float], float], y: Callable[[float], float]) 
     style = f'fill="{line.color}" font-size="11"'
     for (a, b), label in zip(places, line.labels, strict=False):
         parts.append(_text(a + 6, b - 6, label, "start", style))
-    a, b = max(places)
-    below = 18 if line.labels else 5
-    parts.append(
-        _text(a + 8, b + below, line.name, "start", f'fill="{line.color}" font-weight="bold"')
-    )
+    style = f'fill="{line.color}" font-weight="bold"'
+    if line.labels:  # those are to the right of their points
+        a, b = max(places, key=lambda place: place[1])
+        parts.append(_text(a - 10, b + 5, line.name, "end", style))
+    else:
+        a, b = max(places)
+        parts.append(_text(a + 8, b + 5, line.name, "start", style))
     return parts
 
 
