@@ -98,18 +98,20 @@ def run_peer(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
         call("peer.py", [str(output), *options, *common, "--rows", *names], environment)
 
 
-def save(table: dict[str, Any]) -> None:
-    """One file a run; a copy is the newest."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{table['date']}-{table['commit']}.json"
+def save(table: dict[str, Any], folder: Path) -> None:
+    """One file a run; a copy of those on an H200 is the newest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{table['date']}-{table['commit']}.json"
     path.write_text(json.dumps(table, indent=1) + "\n")
-    shutil.copyfile(path, NEWEST)
+    if "H200" in (table["gpu"] or ""):
+        shutil.copyfile(path, folder / NEWEST.name)
 
 
-def finish(ours: dict[str, Any], peer: dict[str, Any] | None) -> None:
-    """Print and keep the table."""
-    table = merge(ours, peer)
-    save(table)
+def finish(ours: Path, peer: Path | None, folder: Path) -> None:
+    """Print and keep the table of what was measured."""
+    sides = (path if path is not None and path.is_file() else None for path in (ours, peer))
+    table = merge(*(None if path is None else json.loads(path.read_text()) for path in sides))
+    save(table, folder)
     print(show(table))
     print(json.dumps(table))
 
@@ -128,11 +130,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", default=SHAPE, help=argparse.SUPPRESS)
     parser.add_argument("--max-num-batched-tokens", type=int, help="ours; default: ours.py's")
     parser.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir()) / SHAPE)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table is kept")
     parser.add_argument("--peer-path", help="where the peer's packages lie, if not on the path")
     args = parser.parse_args()
-    expected = {"all": 0, "ours": 1, "peer": 1, "merge": 2}[args.action]
-    if len(args.files) != expected and not (args.action == "merge" and len(args.files) == 1):
-        parser.error(f"{args.action} takes {expected} files")
+    expected = {"all": (0,), "ours": (1,), "peer": (1,), "merge": (1, 2)}[args.action]
+    if len(args.files) not in expected:
+        parser.error(f"{args.action} takes {expected[-1]} files")
+    if missing := [path for path in args.files if args.action == "merge" and not path.is_file()]:
+        parser.error(f"{missing[0]}: no such file")
     return args
 
 
@@ -140,9 +145,7 @@ def main() -> int:
     """The exit code."""
     args = parse()
     if args.action == "merge":
-        finish(
-            *[json.loads(path.read_text()) for path in args.files], *[None] * (2 - len(args.files))
-        )
+        finish(*[*args.files, None][:2], args.results)
         return 0
     if not has_gpu():
         print("bench-gpu: torch sees no GPU on this machine", file=sys.stderr)
@@ -158,10 +161,7 @@ def main() -> int:
             run_ours(ours, rows, args)
             if can_import_peer(peer_environment(args.peer_path)):
                 run_peer(peer, rows, args)
-            sides = [
-                json.loads(path.read_text()) if path.is_file() else None for path in (ours, peer)
-            ]
-            finish(*sides)
+            finish(ours, peer, args.results)
     return 0
 
 

@@ -190,6 +190,23 @@ def test_without_a_gpu_it_says_so() -> None:
     assert result.stderr.splitlines() == ["bench-gpu: torch sees no GPU on this machine"]
 
 
+def test_sides_of_a_sitting_are_put_together(bench, tmp_path: Path) -> None:
+    ours = side({"decode-bs1": [3.5]}, about={"gpu": "NVIDIA H200"}, start_uncached=[12.0])
+    (tmp_path / "ours").write_text(json.dumps(ours))
+    (tmp_path / "peer").write_text(json.dumps(side({"decode-bs1": [4.9]})))
+    command = [sys.executable, str(FOLDER / "step.py"), "merge", str(tmp_path / "ours")]
+    command += [str(tmp_path / "peer"), "--results", str(tmp_path / "results")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    table = json.loads(result.stdout.splitlines()[-1])
+    kept = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results").iterdir()}
+    assert kept == {"2026-01-02-abc.json": table, "step-h200.json": table}
+    assert {"commit", "gpu", "ceilings", "rows"} <= set(table)
+    assert table["rows"][0]["ratio"] == 1.4
+    assert "start without compiled kernels: 12.00 s" in result.stdout
+    readme = bench.figures.files(table)[bench.figures.README]
+    assert readme.count("| decode, batch 1 | 3.50 ms/token | 4.90 | **1.40** |") == 1
+
+
 def test_a_start_is_measured_from_a_real_checkpoint(tmp_path: Path) -> None:
     make = [sys.executable, str(FOLDER / "make_checkpoint.py"), str(tmp_path), "--shape", "tiny"]
     subprocess.run(make, check=True)
