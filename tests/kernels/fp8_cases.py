@@ -1,7 +1,9 @@
 """What the tests of e4m3 share: the numbers that a quantised row stands for, and products."""
 
 import torch
+from slipstream.kernels import fp8
 from slipstream.kernels.fp8 import Quantized
+from slipstream.kernels.rope import rope_and_cache
 from torch import Tensor
 
 
@@ -27,6 +29,36 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """In the dtype of `gate_up`."""
     gate, up = gate_up.chunk(2, -1)
     return gate / (1 + torch.exp(-gate)) * up
+
+
+class Rotation:
+    """A packed bf16 product of 6 query and 2 key heads, and where its keys and values go."""
+
+    def __init__(self, n: int, head_size: int, device: str = "cpu", bias: bool = False) -> None:
+        heads = (6, 2, 2)
+        product = random_product(n, sum(heads) * head_size, torch.bfloat16, device, seed=n)
+        self.product, rows, columns, biases = product
+        self.scales = fp8.Scales(rows, columns, biases if bias else None)
+        self.norm = 1 + 0.1 * biases[:head_size]
+        self._sizes = [count * head_size for count in heads]
+        self._head_size, self._n = head_size, n
+        angles = torch.rand(9, head_size // 2, device=device) * 6
+        self._cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+        self._positions = torch.arange(n, device=device) % 9
+        self._slots = torch.arange(n, device=device) * 2 - 1  # the first writes nothing
+
+    def __call__(
+        self, qkv: Tensor, scales: fp8.Scales | None, norms: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Rotated queries, and the cache."""
+        qkv, d = qkv.clone(), self._head_size
+        shape = (self._n // 4 + 1, 2, 2, 8, d)
+        cache = torch.full(shape, float("nan"), dtype=qkv.dtype, device=qkv.device)
+        q, k, v = (x.unflatten(1, (-1, d)) for x in torch.split(qkv, self._sizes, 1))
+        norm = self.norm if norms else None
+        where = (self._cos_sin, self._positions, self._slots, cache)
+        rope_and_cache(q, k, v, *where, norm, norm, 1e-5, scales)
+        return q, cache
 
 
 def random_product(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.checking import Judge, same_bits, short
-from kernels.fp8_cases import dequantized, normed, random_product, scaled, silu_mul
+from kernels.fp8_cases import Rotation, dequantized, normed, random_product, scaled, silu_mul
 from slipstream.kernels import fp8
 from slipstream.kernels.op import KernelError
 
@@ -123,6 +123,19 @@ def test_sums_beyond_half_are_kept() -> None:
     assert (product > 2.8e9).all()
     out = fp8.scale(product, ones.scales, ones.scales, torch.float16)
     assert (out / 14336 - 1).abs().max() <= 2**-8  # the product is rounded to bfloat16
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norms", [False, True])
+def test_rotation_of_a_product(bias: bool, norms: bool) -> None:
+    """Scaled on the way is as scaled before."""
+    case = Rotation(11, 16, bias=bias)
+    before = fp8.scale(
+        case.product, case.scales.rows, case.scales.columns, torch.bfloat16, case.scales.bias
+    )
+    want = case(before, None, norms)
+    got = case(case.product, case.scales, norms)
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_shapes_without_kernels_are_refused() -> None:

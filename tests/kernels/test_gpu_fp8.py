@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from kernels.checking import Judge, poison, same_bits, short
-from kernels.fp8_cases import dequantized, normed, random_product, scaled, silu_mul
+from kernels.fp8_cases import Rotation, dequantized, normed, random_product, scaled, silu_mul
 from slipstream.kernels import fp8
 from slipstream.kernels.fp8 import Quantized
 from torch import Tensor
@@ -147,6 +147,36 @@ def test_products(dtype: torch.dtype) -> None:
                     return fp8.silu_mul_quantize(*addend, b)
 
                 check(judge, f"silu_mul_quantize {case}", silu_mul(exact), gate)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128])
+def test_rotation_of_a_product(head_size: int) -> None:
+    """Scaled on the way is as scaled before."""
+    judge = Judge("rotation")
+    for n in (1, 3, 130):
+        for bias in (False, True):
+            rotation = Rotation(n, head_size, "cuda", bias)
+            rows, columns, b = rotation.scales
+            before = fp8.scale(rotation.product, rows, columns, torch.bfloat16, b)
+            exact = scaled(torch.float64, rotation.product, rows, columns, b)
+            for norms in (False, True):
+                case = f"{n} rows{' bias' if bias else ''}{' norms' if norms else ''}"
+                want = rotation(before, None, norms)
+                got = rotation(rotation.product, rotation.scales, norms)
+                truth = rotation(exact.float().bfloat16(), None, norms)
+                for name, a, b, t in zip(("q", "cache"), got, want, truth, strict=True):
+                    judge.true(f"{name} {case}: NaN", torch.equal(a.isnan(), t.isnan()))
+                    finite = ~t.isnan()
+                    a, b, t = (x[finite] for x in (a, b, t))
+                    if bias:
+                        judge.close(f"{name} {case}", a, t.double(), b)
+                    else:
+                        judge.true(f"{name} {case}", same_bits(a, b))
+                run = lambda norms=norms, r=rotation: torch.cat(  # noqa: E731
+                    [x.flatten() for x in r(r.product, r.scales, norms)]
+                )
+                judge.repeats(case, run)
     judge.verdict()
 
 

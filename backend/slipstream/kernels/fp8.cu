@@ -1,7 +1,7 @@
 // Rows to e4m3 (largest number 448) with one fp32 scale each, and products of such matrices back to the model's type.
 // A product comes in BFloat16 and unscaled: its sums reach 448 * 448 * inputs, which Half cannot hold. It is
-// product * (scale of the row) * (scale of the column) + bias. Where a row gets a scale, a CTA holds all of it.
-// -D ELEMENT (T, of 16 bits), PACKS (accesses of a thread along a row: 1 or 2, or 8 for the longest rows)
+// product * (scale of the column) * (scale of the row) + bias. Where a row gets a scale, a CTA holds all of it.
+// -D ELEMENT (T, of 16 bits), PACKS (accesses of a thread along a row)
 #include "common.cuh"
 
 constexpr int VECTOR = 8;           // elements an access; a row is a whole number of them
@@ -9,8 +9,18 @@ constexpr float LARGEST = 448.0f;   // of e4m3
 constexpr float SMALLEST = 1e-30f;  // the least that a row's largest counts as, so that LARGEST / it is finite
 constexpr int MAX_THREADS = PACKS > 2 ? 512 : 1024;  // so that a thread has the registers for its packs
 constexpr int ELEMENTWISE_THREADS = 256;
-constexpr i64 ROWS_AHEAD = 132;  // about as many as run at once
+constexpr float LOG2_E = 1.44269504f;
 
+DEVICE float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+DEVICE float reciprocal_fast(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // What scales a product's columns; read-only, so that it may be asked for before the wait.
@@ -22,9 +32,8 @@ struct Columns {
     ::prefetch(scales + first);
     if (bias != nullptr) ::prefetch(bias + first);
   }
-  // Columns `first ...` of a row whose numbers lie at `product`.
-  DEVICE Pack<float, VECTOR> scaled(const BFloat16* product, float row_scale, i64 first) const {
-    const auto raw = load<VECTOR>(product + first);
+  // `raw` of columns `first ...`.
+  DEVICE Pack<float, VECTOR> scaled(const Pack<BFloat16, VECTOR>& raw, float row_scale, i64 first) const {
     const Pack<float, 4> column_scales[] = {load<4>(scales + first), load<4>(scales + first + 4)};
     Pack<float, VECTOR> values;
 #pragma unroll
@@ -39,66 +48,87 @@ struct Columns {
   }
 };
 
-// A thread's part of the CTA's row, in fp32.
+// What a thread holds of its CTA's row: PACKS accesses, the CTA's threads side by side in each.
+DEVICE i64 first_of(int pack) { return (i64(pack) * blockDim.x + threadIdx.x) * VECTOR; }
+
+// A thread's elements of a row: on their way all at once where there are registers for that.
+template <class Element>
+struct Loading {
+  static constexpr bool AT_ONCE = PACKS <= 2;
+  const Element* row;
+  Pack<Element, VECTOR> packs[AT_ONCE ? PACKS : 1];
+
+  DEVICE Loading(const Element* row, i64 width) : row(row) {
+#pragma unroll
+    for (int pack = 0; AT_ONCE && pack < PACKS; ++pack)
+      if (first_of(pack) < width) packs[pack] = load_fresh<VECTOR>(row + first_of(pack));
+  }
+  DEVICE Pack<Element, VECTOR> at(int pack) const {
+    if constexpr (AT_ONCE) return packs[pack];
+    return load_fresh<VECTOR>(row + first_of(pack));
+  }
+};
+
+// A thread's part of the row to be quantised, in fp32.
 struct RowPart {
   float at[PACKS][VECTOR];
-  u32 largest = 0;  // the bits of the largest absolute value: they are ordered as the values, NaN above all
+  float largest = 0.0f;  // absolute value, or NaN
   float squares = 0.0f;
-
-  static DEVICE i64 first(int pack) { return (i64(pack) * blockDim.x + threadIdx.x) * VECTOR; }
 
   DEVICE void set(int pack, int j, float value) {
     at[pack][j] = value;
-    largest = max(largest, __float_as_uint(fabsf(value)));
+    largest = max_or_nan(largest, fabsf(value));
   }
 
-  // Make `largest` and `squares` the whole row's; the sum has a fixed order.
+  // Make `largest` and `squares` the whole row's; the sum has a fixed order. The bits of numbers that are not negative
+  // are ordered as the numbers, NaN above all.
   DEVICE void reduce() {
     __shared__ u32 maxima[32];
     __shared__ float sums[32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    largest = __reduce_max_sync(ALL_LANES, largest);
+    u32 bits = __reduce_max_sync(ALL_LANES, __float_as_uint(largest));
     squares = warp_sum(squares);
     if (lane == 0) {
-      maxima[warp] = largest;
+      maxima[warp] = bits;
       sums[warp] = squares;
     }
     __syncthreads();
     const bool is_warp = lane < blockDim.x / 32;
-    largest = __reduce_max_sync(ALL_LANES, is_warp ? maxima[lane] : 0);
+    bits = __reduce_max_sync(ALL_LANES, is_warp ? maxima[lane] : 0);
+    largest = __uint_as_float(bits);
     squares = warp_sum(is_warp ? sums[lane] : 0.0f);
   }
 
   // Write the row as e4m3 and its scale, times `factor`; after `reduce`.
   DEVICE void store_quantized(u8* out, float* scale, float factor, i64 width) const {
-    float limit = __uint_as_float(largest);
-    if (limit < SMALLEST) limit = SMALLEST;  // not of NaN
+    const float limit = max_or_nan(largest, SMALLEST);
     const float inverse = LARGEST / limit;
 #pragma unroll
     for (int pack = 0; pack < PACKS; ++pack) {
-      if (first(pack) >= width) break;
+      if (first_of(pack) >= width) break;
       Pack<u16, VECTOR / 2> pairs;
 #pragma unroll
       for (int j = 0; j < VECTOR; j += 2)
         asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"  // the second source becomes the lower byte
             : "=h"(pairs.at[j / 2])
             : "f"(at[pack][j + 1] * inverse), "f"(at[pack][j] * inverse));
-      store<VECTOR / 2>(reinterpret_cast<u16*>(out + first(pack)), pairs);
+      store<VECTOR / 2>(reinterpret_cast<u16*>(out + first_of(pack)), pairs);
     }
     if (threadIdx.x == 0) *scale = limit / LARGEST * factor;
   }
 };
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS) quantize(const T* x, u8* out, float* scales, i64 width) {
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+    quantize(const T* x, u8* out, float* scales, i64 width) {
   const i64 row = blockIdx.x;
   start_next();
   wait_for_previous();
+  const Loading<T> loading(x + row * width, width);
   RowPart part;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
-    const i64 first = RowPart::first(pack);
-    if (first >= width) break;
-    const auto raw = load<VECTOR>(x + row * width + first);
+    if (first_of(pack) >= width) break;
+    const auto raw = loading.at(pack);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) part.set(pack, j, to_float(raw.at[j]));
   }
@@ -113,30 +143,32 @@ DEVICE void norm_row(T* x, const T* weight, const BFloat16* product, const float
   const i64 row = blockIdx.x;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
-    const i64 first = RowPart::first(pack);
-    if (first >= width) break;
-    prefetch(weight + first);
-    if (ADD) columns.prefetch(first);
+    if (first_of(pack) >= width) break;
+    prefetch(weight + first_of(pack));
+    if (ADD) columns.prefetch(first_of(pack));
   }
   start_next();
   wait_for_previous();
-  const float row_scale = ADD ? row_scales[row] : 0.0f;
+  const float row_scale = ADD ? load_fresh<1>(row_scales + row).at[0] : 0.0f;
+  x += row * width;
+  const Loading<T> values(x, width);
+  const Loading<BFloat16> addends(product + row * width, ADD ? width : 0);
   RowPart part;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
-    const i64 first = RowPart::first(pack);
+    const i64 first = first_of(pack);
     if (first >= width) break;
-    auto values = load<VECTOR>(x + row * width + first);
     const auto factors = load<VECTOR>(weight + first);
+    auto sums = values.at(pack);
     if (ADD) {
-      const auto addends = columns.scaled(product + row * width, row_scale, first);
+      const auto scaled = columns.scaled(addends.at(pack), row_scale, first);
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) values.at[j] = from_float<T>(to_float(values.at[j]) + addends.at[j]);
-      store<VECTOR>(x + row * width + first, values);
+      for (int j = 0; j < VECTOR; ++j) sums.at[j] = from_float<T>(to_float(sums.at[j]) + scaled.at[j]);
+      store<VECTOR>(x + first, sums);
     }
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
-      const float value = to_float(values.at[j]);
+      const float value = to_float(sums.at[j]);
       part.squares = fmaf(value, value, part.squares);
       part.set(pack, j, value * to_float(factors.at[j]));
     }
@@ -165,29 +197,28 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
   const Columns columns{column_scales, bias};
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
-    const i64 first = RowPart::first(pack);
-    if (first >= width) break;
-    columns.prefetch(first);
-    columns.prefetch(width + first);
+    if (first_of(pack) >= width) break;
+    columns.prefetch(first_of(pack));
+    columns.prefetch(width + first_of(pack));
   }
   start_next();
   wait_for_previous();
+  const float row_scale = load_fresh<1>(row_scales + row).at[0];
   product += row * 2 * width;
-  const bool has_follower = row + ROWS_AHEAD < gridDim.x;
-  const float row_scale = row_scales[row];
+  const Loading<BFloat16> raw_gates(product, width), raw_ups(product + width, width);
   RowPart part;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
-    const i64 first = RowPart::first(pack);
+    const i64 first = first_of(pack);
     if (first >= width) break;
-    const auto gates = columns.scaled(product, row_scale, first);
-    const auto ups = columns.scaled(product, row_scale, width + first);
-    if (has_follower) {  // a CTA fills its SM, which would else wait for memory at every start
-      prefetch(product + ROWS_AHEAD * 2 * width + first);
-      prefetch(product + ROWS_AHEAD * 2 * width + width + first);
-    }
+    const auto gates = columns.scaled(raw_gates.at(pack), row_scale, first);
+    const auto ups = columns.scaled(raw_ups.at(pack), row_scale, width + first);
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) part.set(pack, j, gates.at[j] / (1.0f + expf(-gates.at[j])) * ups.at[j]);
+    for (int j = 0; j < VECTOR; ++j) {
+      // With exact division and exponential, arithmetic would take longer than memory.
+      const float sigmoid = reciprocal_fast(1.0f + exp2_fast(-LOG2_E * gates.at[j]));
+      part.set(pack, j, gates.at[j] * sigmoid * ups.at[j]);
+    }
   }
   part.reduce();
   part.store_quantized(out + row * width, scales + row, 1.0f, width);
@@ -202,9 +233,11 @@ DEVICE void scale_row(T* out, const BFloat16* product, const float* row_scales, 
   columns.prefetch(first);
   start_next();
   wait_for_previous();
-  const auto values = columns.scaled(product + row * width, row_scales[row], first);
+  const float row_scale = load_fresh<1>(row_scales + row).at[0];
+  const auto raw = load_fresh<VECTOR>(product + row * width + first);
   Pack<T, VECTOR> results;
-  if (ADD) results = load<VECTOR>(out + row * width + first);
+  if (ADD) results = load_fresh<VECTOR>(out + row * width + first);
+  const auto values = columns.scaled(raw, row_scale, first);
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j)
     results.at[j] = from_float<T>(ADD ? to_float(results.at[j]) + values.at[j] : values.at[j]);

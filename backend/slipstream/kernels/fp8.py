@@ -28,6 +28,7 @@ _SMALLEST = 1e-30  # what a row's largest value counts as at least: 448 / it is 
 _VECTOR = 8  # elements of an access
 _MAX_THREADS = 1024
 _ELEMENTWISE_THREADS = 256
+_FEW_ROWS = 132  # about as many as there are multiprocessors
 
 
 class Quantized(NamedTuple):
@@ -35,6 +36,14 @@ class Quantized(NamedTuple):
 
     values: Tensor  # [n, k] e4m3
     scales: Tensor  # [n] f32
+
+
+class Scales(NamedTuple):
+    """What a product of `n` rows and `m` columns still lacks."""
+
+    rows: Tensor  # [n] f32
+    columns: Tensor  # [m] f32
+    bias: Tensor | None  # [m], added after
 
 
 # ---- references, which are the CPU path ----
@@ -142,6 +151,13 @@ def _empty(shape: tuple[int, ...], device: torch.device) -> Quantized:
     )
 
 
+def _packs(accesses: int, num_rows: int) -> int:
+    """Of a thread. More threads are faster for a row, fewer with more each for many long rows."""
+    if accesses <= _MAX_THREADS:
+        return 1
+    return 2 if accesses <= 2 * _MAX_THREADS and num_rows <= _FEW_ROWS else 8
+
+
 def _launch_rows(
     entry: str, out: Quantized, dtype: torch.dtype, *args: Tensor | int | float
 ) -> Quantized:
@@ -150,7 +166,7 @@ def _launch_rows(
     jit.require(width <= MAX_WIDTH, f"{entry}: rows of {width}, above {MAX_WIDTH}")
     if out.values.numel() > 0:
         accesses = width // _VECTOR
-        packs = 8 if accesses > 2 * _MAX_THREADS else -(-accesses // _MAX_THREADS)
+        packs = _packs(accesses, num_rows)
         threads = 32 * -(-accesses // (32 * packs))
         jit.launch(_variant(dtype, packs), entry, (num_rows,), threads, *args, overlaps=True)
     return out

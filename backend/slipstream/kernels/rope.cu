@@ -1,5 +1,5 @@
-// Rotary embedding of q in place; rotated k, and v, written into the paged cache; before it, if asked for, the RMS norm
-// of each head of q and k. LANES neighbouring threads for a head; grid: x = token, y = a share of its heads.
+// Rotary embedding of q in place; rotated k, and v, written into the paged cache; before it, if asked for, the scales of
+// an e4m3 product (fp8.cu), and the RMS norm of each head of q and k. LANES neighbouring threads for a head; grid: x = token, y = a share of its heads.
 // -D ELEMENT (T), HEAD_SIZE, VECTOR (elements an access)
 #include "common.cuh"
 
@@ -33,6 +33,23 @@ struct Part {
         store<VECTOR>(head + at(i), first[i]);
         store<VECTOR>(head + HALF + at(i), second[i]);
       }
+  }
+  // `columns` and `bias` (or null) are those of the head's first element.
+  DEVICE void scale(float row_scale, const float* columns, const T* bias) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      if (!has(i)) continue;
+      scale_chunk(first[i], row_scale, columns + at(i), bias == nullptr ? nullptr : bias + at(i));
+      scale_chunk(second[i], row_scale, columns + HALF + at(i), bias == nullptr ? nullptr : bias + HALF + at(i));
+    }
+  }
+  static DEVICE void scale_chunk(Chunk& chunk, float row_scale, const float* columns, const T* bias) {
+    const auto factors = load<VECTOR>(columns);
+    Chunk addends = {};
+    if (bias != nullptr) addends = load<VECTOR>(bias);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j)
+      chunk.at[j] = from_float<T>(to_float(chunk.at[j]) * factors.at[j] * row_scale + to_float(addends.at[j]));
   }
   // 1 / rms of the head; by all threads of a warp.
   DEVICE float rstd(float eps) const {
@@ -74,9 +91,11 @@ extern "C" __global__ void __launch_bounds__(128)
     rope_and_cache(T* q, i64 q_stride, const T* k, i64 k_stride, const T* v, i64 v_stride,
                    const float* cos_sin, const i64* positions, const i64* slots, T* cache,
                    i64 num_q_heads, i64 num_kv_heads, i64 block_shift, const T* q_norm,
-                   const T* k_norm, float eps) {
+                   const T* k_norm, float eps, const float* row_scales, const float* column_scales,
+                   const T* bias) {
   start_next();
   int head = (blockIdx.y * blockDim.x + threadIdx.x) / LANES;
+  const i64 column = i64(head) * HEAD_SIZE;
   const bool is_query = head < num_q_heads;
   if (!is_query) head -= int(num_q_heads);
   const bool is_key = !is_query && head < num_kv_heads;
@@ -100,6 +119,9 @@ extern "C" __global__ void __launch_bounds__(128)
 
   Part part = {};
   if (real) part.load_from(is_query ? query : source);
+  if (real && row_scales != nullptr)
+    part.scale(load_fresh<1>(row_scales + token).at[0], column_scales + column,
+               bias == nullptr ? nullptr : bias + column);
   const float scale = norms ? part.rstd(eps) : 1.0f;  // of V too, unused: shuffles take whole warps
   if (!real) return;
   if (is_query || is_key) part.rotate(angles, scale, norms ? &factors : nullptr);

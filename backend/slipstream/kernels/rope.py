@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slipstream.kernels import jit
+from slipstream.kernels import fp8, jit
 from slipstream.kernels.op import op
 
 THREADS = 128
@@ -17,6 +17,14 @@ def _normalised(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     if norm is None:
         return x32
     return x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
+
+
+def _scaled(qkv: tuple[Tensor, ...], scales: fp8.Scales) -> list[Tensor]:
+    """Each head's numbers times their scales, rounded as a product of 16 bits would be."""
+    flat = torch.cat([x.flatten(1) for x in qkv], dim=1)
+    scaled = fp8.scale.reference(flat, scales.rows, scales.columns, flat.dtype, scales.bias)
+    parts = torch.split(scaled, [x[0].numel() for x in qkv], dim=1)
+    return [part.view(x.shape) for part, x in zip(parts, qkv, strict=True)]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,10 +47,12 @@ def rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    scales: fp8.Scales | None = None,
 ) -> None:
     """Rotate `q` in place; write rotated `k`, and `v`, into `cache` at `slots`.
 
     With `q_norm` and `k_norm [d]`, every head of q and k is first normalised (`rms_norm`, Qwen3).
+    `scales`, of an e4m3 product `[q | k | v]` (fp8.py; all is bf16 then), come before that.
 
     `cos_sin[p]` holds d/2 cosines, then d/2 sines, of position p. `cache` is
     `[block, kv head, K or V, token in block, d]`; slot s is token `s % block_size` of block
@@ -50,7 +60,10 @@ def rope_and_cache(
     qkv matrix); heads and elements within a row are contiguous.
     """
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    q.copy_(_rotate(_normalised(q, q_norm, eps), cos, sin))
+    out = q
+    if scales is not None and len(q) > 0:
+        q, k, v = _scaled((q, k, v), scales)
+    out.copy_(_rotate(_normalised(q, q_norm, eps), cos, sin))
     keep = slots >= 0
     block, offset = slots[keep] // cache.shape[3], slots[keep] % cache.shape[3]
     cache[block, :, 0, offset] = _rotate(_normalised(k, k_norm, eps), cos, sin).to(k.dtype)[keep]
@@ -81,6 +94,7 @@ def _rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    scales: fp8.Scales | None = None,
 ) -> None:
     num_tokens, num_q_heads, head_size = q.shape
     jit.head_size_of(q.dtype, head_size)
@@ -105,6 +119,9 @@ def _rope_and_cache(
         return
     rows = (q.flatten(1), k.flatten(1), v.flatten(1))
     vector = jit.vector_width(head_size // 2, *rows, cache, *norms)
+    jit.require(
+        scales is None or q.dtype == torch.bfloat16, "rope_and_cache: scales of a bf16 product only"
+    )
     strided = [arg for x in rows for arg in (x, x.stride(0))]
     lanes = next(n for n in (4, 8, 16, 32) if n >= min(head_size // 2 // vector, 32))
     num_heads = num_q_heads + 2 * k.shape[1]
@@ -123,5 +140,6 @@ def _rope_and_cache(
         shift,
         *(norms or (0, 0)),
         eps,
+        *(0 if scale is None else scale for scale in scales or (0, 0, 0)),
         overlaps=True,
     )

@@ -96,10 +96,11 @@ class Attention:
 
         Writes this step's K and V into the layer's `cache`.
         """
-        parts = torch.split(self.qkv.of_norm(norm, residual), self.sizes, dim=-1)
+        qkv, scales = self.qkv.of_norm(norm, residual)
+        parts = torch.split(qkv, self.sizes, dim=-1)
         q, k, v = (part.view(len(residual), -1, self.head_size) for part in parts)
         where = (self.cos_sin, inputs.positions, inputs.slots, cache)
-        rope.rope_and_cache(q, k, v, *where, self.q_norm, self.k_norm, self.eps)
+        rope.rope_and_cache(q, k, v, *where, self.q_norm, self.k_norm, self.eps, scales)
         self.out.add_to(residual, self._attend(q, inputs, cache).flatten(1))
 
     def _attend(self, q: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:

@@ -25,9 +25,10 @@ class Linear:
         self.weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
         self.bias = w.packed([f"{name}.bias" for name in names], outputs) if bias else None
 
-    def of_norm(self, norm: Norm, residual: Residual) -> Tensor:
-        """The product with `norm(residual)`; `[n, out]`."""
-        return linear.norm_linear(residual.values, norm.weight, self.weight, norm.eps, self.bias)
+    def of_norm(self, norm: Norm, residual: Residual) -> tuple[Tensor, None]:
+        """The product with `norm(residual)`, `[n, out]`; there are no scales."""
+        x = residual.values
+        return linear.norm_linear(x, norm.weight, self.weight, norm.eps, self.bias), None
 
     def gate_of_norm(self, norm: Norm, residual: Residual) -> Tensor:
         """`silu(gate) * up` of `[gate | up]`, the product with `norm(residual)`; `[n, out / 2]`."""

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.fp8 import Quantized
+from slipstream.kernels.fp8 import Quantized, Scales
 from slipstream.layers.linear import Linear
 from slipstream.layers.norm import Norm
 from slipstream.layers.quantized import QuantizedLinear
@@ -16,8 +16,8 @@ from slipstream.layers.source import WeightSource
 class Projection(Protocol):
     """`y = x W^T + b` between a norm, or another product, and a gate or the residual sum."""
 
-    def of_norm(self, norm: Norm, residual: Residual) -> Tensor:
-        """The product with `norm(residual)`; `[n, out]`."""
+    def of_norm(self, norm: Norm, residual: Residual) -> tuple[Tensor, Scales | None]:
+        """The product with `norm(residual)`, `[n, out]`, and what it is still to be scaled by."""
 
     def gate_of_norm(self, norm: Norm, residual: Residual) -> Tensor | Quantized:
         """`silu(gate) * up` of `[gate | up]`, the product with `norm(residual)`; `[n, out / 2]`.

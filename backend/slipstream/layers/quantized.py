@@ -7,8 +7,10 @@ from torch import Tensor
 
 from slipstream.kernels import fp8, gemv
 from slipstream.layers.norm import Norm
-from slipstream.layers.residual import Addend, Residual
+from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
+
+MAX_FEW = 2  # rows of activations that stay in 16 bits; from 3 on, e4m3 products are faster
 
 
 class QuantizedLinear:
@@ -31,33 +33,35 @@ class QuantizedLinear:
         self.weight = fp8.quantize(weight)
         self.bias = w.packed([f"{name}.bias" for name in names], outputs) if bias else None
 
-    def of_norm(self, norm: Norm, residual: Residual) -> Tensor:
-        """The product with `norm(residual)`; `[n, out]`."""
+    def of_norm(self, norm: Norm, residual: Residual) -> tuple[Tensor, fp8.Scales | None]:
+        """The product with `norm(residual)`, `[n, out]`, and what it is still to be scaled by."""
         if self._is_for_few(norm, residual, gated=False):
-            return self._few(residual.values, norm=norm.weight, eps=norm.eps)
-        x = residual.quantized(norm)
-        product = fp8.matmul(x.values, self.weight.values)
-        return fp8.scale(product, x.scales, self.weight.scales, self.dtype, self.bias)
+            return self._few(residual.values, norm=norm.weight, eps=norm.eps), None
+        product, scales = self._product(residual.quantized(norm))
+        if self.dtype == product.dtype:
+            return product, scales
+        return fp8.scale(product, scales.rows, scales.columns, self.dtype, scales.bias), None
 
     def gate_of_norm(self, norm: Norm, residual: Residual) -> Tensor | fp8.Quantized:
         """`silu(gate) * up` of `[gate | up]`, the product with `norm(residual)`; `[n, out / 2]`."""
         if self._is_for_few(norm, residual, gated=True):
             return self._few(residual.values, norm=norm.weight, eps=norm.eps, gated=True)
-        x = residual.quantized(norm)
-        product = fp8.matmul(x.values, self.weight.values)
-        return fp8.silu_mul_quantize(product, x.scales, self.weight.scales, self.bias)
+        product, scales = self._product(residual.quantized(norm))
+        return fp8.silu_mul_quantize(product, *scales)
 
     def add_to(self, residual: Residual, x: Tensor | fp8.Quantized) -> None:
         """`residual [n, out] += ` the product with `x [n, in]`."""
-        if isinstance(x, Tensor) and gemv.takes(x, self.weight.values):
+        if isinstance(x, Tensor) and len(x) <= MAX_FEW and gemv.takes(x, self.weight.values):
             self._few(x, residual=residual.values)
             return
-        x = fp8.quantize(x) if isinstance(x, Tensor) else x
+        residual.add_later(*self._product(fp8.quantize(x) if isinstance(x, Tensor) else x))
+
+    def _product(self, x: fp8.Quantized) -> tuple[Tensor, fp8.Scales]:
         product = fp8.matmul(x.values, self.weight.values)
-        residual.add_later(Addend(product, x.scales, self.weight.scales, self.bias))
+        return product, fp8.Scales(x.scales, self.weight.scales, self.bias)
 
     def _is_for_few(self, norm: Norm, residual: Residual, gated: bool) -> bool:
-        if len(residual) > gemv.MAX_ROWS:
+        if len(residual) > MAX_FEW:
             return False
         return gemv.takes(residual.values, self.weight.values, norm.weight, gated)
 

@@ -1,20 +1,9 @@
 """The sum that the blocks of a model add to."""
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from slipstream.kernels import fp8
 from slipstream.layers.norm import Norm
-
-
-class Addend(NamedTuple):
-    """A product of e4m3 matrices that still lacks its scales (kernels/fp8.py)."""
-
-    product: Tensor  # [n, hidden] bf16
-    rows: Tensor  # [n] f32
-    columns: Tensor  # [hidden] f32
-    bias: Tensor | None  # [hidden]
 
 
 class Residual:
@@ -22,7 +11,7 @@ class Residual:
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
-        self._addend: Addend | None = None
+        self._addend: tuple[Tensor, fp8.Scales] | None = None
 
     def __len__(self) -> int:
         return len(self._values)
@@ -31,21 +20,21 @@ class Residual:
     def values(self) -> Tensor:
         """The sum so far."""
         if self._addend is not None:
-            product, rows, columns, bias = self._addend
-            fp8.add_scaled(self._values, product, rows, columns, bias)
+            product, scales = self._addend
+            fp8.add_scaled(self._values, product, *scales)
             self._addend = None
         return self._values
 
-    def add_later(self, addend: Addend) -> None:
-        """Add it before anybody sees the sum."""
+    def add_later(self, product: Tensor, scales: fp8.Scales) -> None:
+        """Add an e4m3 product `[n, hidden]` before anybody sees the sum."""
         assert self._addend is None, "a block looks at the sum before it adds to it"
-        self._addend = addend
+        self._addend = (product, scales)
 
     def quantized(self, norm: Norm) -> fp8.Quantized:
         """`norm` of the sum, in e4m3."""
         if self._addend is None:
             return fp8.norm_quantize(self._values, norm.weight, norm.eps)
-        product, rows, columns, bias = self._addend
+        product, (rows, columns, bias) = self._addend
         self._addend = None
         return fp8.add_norm_quantize(
             self._values, norm.weight, product, rows, columns, norm.eps, bias
