@@ -3,6 +3,9 @@
 // -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128)
 #include "prefill_items.cuh"
 #include "wgmma.cuh"
+#ifndef QREG
+#define QREG 0
+#endif
 
 constexpr int GROUPS = 2;       // warpgroups that multiply
 constexpr int ROWS = 64;        // query rows of each
@@ -10,7 +13,6 @@ constexpr int STAGES = 2;       // tiles of K, and of V, in shared memory
 constexpr int COLUMNS = HEAD_SIZE / 64;  // of 128 bytes
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int ITEMS = 2;        // handed out, one of them ahead
-constexpr int FETCHERS = 64;    // threads that fetch queries
 static_assert(GROUPS * ROWS == ITEM_ROWS);
 constexpr int QUERY_COLUMN = ROWS * 128, QUERY_BYTES = COLUMNS * QUERY_COLUMN;
 constexpr int TILE_COLUMN = TILE * 128, TILE_BYTES = COLUMNS * TILE_COLUMN;
@@ -49,12 +51,12 @@ struct Shared {
       barrier_init(values_free(i), 4 * GROUPS);
     }
     for (int i = 0; i < GROUPS; ++i) {
-      barrier_init(queries_full(i), FETCHERS);
+      barrier_init(queries_full(i), 32);
       barrier_init(queries_free(i), 4);
     }
     for (int i = 0; i < ITEMS; ++i) {
       barrier_init(items_full(i), 1);
-      barrier_init(items_free(i), 4 * GROUPS + FETCHERS / 32 + 1);
+      barrier_init(items_free(i), 4 * GROUPS + 3);  // and of those that fetch K, V and queries
     }
     barrier_init_done();
   }
@@ -97,8 +99,8 @@ DEVICE void hand_out_items(const Arguments& a, const Shared& shared) {
   }
 }
 
-// One warp: tiles of K and V, a piece of a page and 64 columns a lane.
-DEVICE void fetch_tiles(const Arguments& a, const Shared& shared, const TensorMap* cache) {
+// One warp: tiles of K (or of V, `part` 1), a piece of a page and 64 columns a lane.
+DEVICE void fetch_tiles(const Arguments& a, const Shared& shared, const TensorMap* cache, int part) {
   const int lane = threadIdx.x % 32;
   const int column = lane % COLUMNS, piece = lane / COLUMNS;
   const int piece_tokens = min(TILE, 1 << a.block_shift);
@@ -116,38 +118,33 @@ DEVICE void fetch_tiles(const Arguments& a, const Shared& shared, const TensorMa
     int block = inside ? table[token >> a.block_shift] : 0;
     for (int tile = 0; tile < item.num_tiles; ++tile) {
       const int bytes = __popc(__ballot_sync(ALL_LANES, inside)) * piece_bytes;
-      const int row = ((block * a.num_kv_heads + item.kv_head) * 2 << a.block_shift) + (token & block_mask);
+      const int block_row = (block * a.num_kv_heads + item.kv_head) * 2 + part;
+      const int row = (block_row << a.block_shift) + (token & block_mask);
       const bool fetched = inside;
       token += TILE;
       inside = piece * piece_tokens < TILE && token < item.length;
-      if (inside) block = table[token >> a.block_shift];  // early: the waits below hide it
+      if (inside) block = table[token >> a.block_shift];  // early: the wait below hides it
 
-      barrier_wait(shared.keys_free(ring.slot), ring.parity ^ 1);
-      if (lane == 0) barrier_expect(shared.keys_full(ring.slot), bytes);
+      const u32 full = part ? shared.values_full(ring.slot) : shared.keys_full(ring.slot);
+      barrier_wait(part ? shared.values_free(ring.slot) : shared.keys_free(ring.slot), ring.parity ^ 1);
+      if (lane == 0) barrier_expect(full, bytes);
       __syncwarp();
-      if (fetched)
-        copy_box(shared.keys(ring.slot) + offset, cache, column * 64, row, shared.keys_full(ring.slot));
-      barrier_wait(shared.values_free(ring.slot), ring.parity ^ 1);
-      if (lane == 0) barrier_expect(shared.values_full(ring.slot), bytes);
-      __syncwarp();
-      if (fetched)
-        copy_box(shared.values(ring.slot) + offset, cache, column * 64, row + (1 << a.block_shift),
-                 shared.values_full(ring.slot));
+      const u32 target = part ? shared.values(ring.slot) : shared.keys(ring.slot);
+      if (fetched) copy_box(target + offset, cache, column * 64, row, full);
       ring.advance();
     }
   }
 }
 
-// Two warps: the query rows of both groups, zeros where there are none.
+// One warp: the query rows of both groups, zeros where there are none.
 DEVICE void fetch_queries(const Arguments& a, const Shared& shared) {
-  const int thread = threadIdx.x % 64;
   Items items(shared);
   Item item;
   u32 parity = 1;
   while (items.next(item)) {
     for (int group = 0; group < GROUPS; ++group) {
       barrier_wait(shared.queries_free(group), parity);
-      for (int i = thread; i < ROWS * COLUMNS * 8; i += FETCHERS) {
+      for (int i = threadIdx.x % 32; i < ROWS * COLUMNS * 8; i += 32) {
         const int row = i / (COLUMNS * 8), column = i / 8 % COLUMNS, chunk = i % 8;
         const int flat = item.first_row + group * ROWS + row;
         const int query = flat / a.group_size;
@@ -189,6 +186,32 @@ class GroupRows {
     maximum[0] = maximum[1] = -INFINITE;
     total[0] = total[1] = 0.0f;
   }
+
+#if QREG
+  u32 query[HEAD_SIZE / 16][4];
+  DEVICE void load_queries(u32 queries) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < HEAD_SIZE / 16; ++step) {
+      const int chunk = step * 2 + lane / 16;
+      const u32 address = queries + chunk / 8 * QUERY_COLUMN + row * 128 + (chunk % 8 ^ row % 8) * 16;
+      u32(&to)[4] = query[step];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                   : "r"(address)
+                   : "memory");
+    }
+  }
+  DEVICE void start_scores(u32 keys) {
+    const u64 b = rows_descriptor(keys);
+    pin(scores);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < HEAD_SIZE / 16; ++step)
+      multiply(scores, query[step], advance(b, step / 4 * TILE_COLUMN + step % 4 * 32), step > 0, T{});
+    products_commit();
+  }
+#endif
 
   // Starts scores = Q K^T.
   DEVICE void start_scores(u32 queries, u32 keys) {
@@ -347,7 +370,9 @@ DEVICE void attend(const Arguments& a, const Shared& shared, int group) {
     const auto softmax = [&](int tile) {  // of scores that are there
       release(shared.keys_free(keys.slot));
       keys.advance();
+#if !QREG
       if (tile == item.num_tiles - 1) release(shared.queries_free(group));
+#endif
       const int first = tile * TILE;
       if (first + TILE - 1 > lowest) rows.hide({position[0] - first, position[1] - first});
       rows.exponentiate(a.scale);
@@ -355,7 +380,13 @@ DEVICE void attend(const Arguments& a, const Shared& shared, int group) {
     barrier_wait(shared.queries_full(group), parity);
     parity ^= 1;
     barrier_wait(shared.keys_full(keys.slot), keys.parity);
+#if QREG
+    rows.load_queries(shared.queries(group));
+    rows.start_scores(shared.keys(keys.slot));
+    release(shared.queries_free(group));
+#else
     rows.start_scores(shared.queries(group), shared.keys(keys.slot));
+#endif
     rows.reset();
     rows.wait_scores<0>();
     softmax(0);
@@ -363,7 +394,11 @@ DEVICE void attend(const Arguments& a, const Shared& shared, int group) {
     for (int tile = 1; tile < item.num_tiles; ++tile) {  // scores of this tile, output of the one before
       barrier_wait(shared.keys_full(keys.slot), keys.parity);
       turn_begin(group);
+#if QREG
+      rows.start_scores(shared.keys(keys.slot));
+#else
       rows.start_scores(shared.queries(group), shared.keys(keys.slot));
+#endif
       barrier_wait(shared.values_full(values.slot), values.parity);
       rows.start_output(shared.values(values.slot));
       turn_end(group);
@@ -417,11 +452,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend(a, shared, group);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x < 32)
-      fetch_tiles(a, shared, &cache);
-    else if (threadIdx.x < 64)
-      hand_out_items(a, shared);
-    else
+    const int warp = __shfl_sync(ALL_LANES, int(threadIdx.x) / 32, 0);
+    if (warp < 2)
+      fetch_tiles(a, shared, &cache, warp);
+    else if (warp == 2)
       fetch_queries(a, shared);
+    else
+      hand_out_items(a, shared);
   }
 }

@@ -18,7 +18,9 @@ DEVICE u64 columns_descriptor(u32 address, u32 column_bytes) {
   return u64(address >> 4) | u64(column_bytes >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 // Of the operand that lies `bytes` further.
-DEVICE u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
+DEVICE u64 advance(u64 descriptor, u32 bytes) {
+  return (descriptor >> 32 << 32) | (u32(descriptor) + (bytes >> 4));  // the address never carries
+}
 
 // Before products that read registers which other instructions wrote.
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -56,6 +58,14 @@ DEVICE void pin(float (&sums)[N]) {
                  "}, %64, %65, p, 1, 1, 0, 0;\n}"                                                 \
                  : SUMS_64                                                                        \
                  : "l"(a), "l"(b), "r"(int(add)));                                                \
+  }                                                                                               \
+  /* sums (+)= A B^T, A in registers, B by rows */                                                \
+  DEVICE void multiply(float (&sums)[64], const u32 (&a)[4], u64 b, bool add, ELEMENT_TYPE) {     \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                     \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NAMES_64       \
+                 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                                   \
+                 : SUMS_64                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));            \
   }                                                                                               \
   /* sums += A B, A in registers, B by columns */                                                 \
   DEVICE void multiply_add(float (&sums)[64], const u32 (&a)[4], u64 b, ELEMENT_TYPE) {           \
