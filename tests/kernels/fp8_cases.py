@@ -12,6 +12,15 @@ def dequantized(x: Quantized) -> Tensor:
     return x.values.double() * x.scales.double()[:, None]
 
 
+def is_rounded(x: Quantized, exact: Tensor) -> bool:
+    """Half a unit in the last of 4 bits, or of the smallest number; and the scale is the row's."""
+    error = (dequantized(x) - exact).abs()
+    scales = exact.abs().amax(-1).clamp_min(1e-30) / 448
+    allowed = torch.maximum(exact.abs() * 2.0**-4, scales[:, None] * 2.0**-10)
+    fits = (error <= allowed * 1.001).all() and ((x.scales - scales).abs() <= scales * 1e-5).all()
+    return bool(fits)
+
+
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm in the dtype of `x`."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
