@@ -37,8 +37,8 @@ ENTRIES = {
     "activation.cu": {"silu_mul"},
     "count_tokens.cu": {"count_tokens"},
     "decode_attention.cu": {"decode_attention"},
-    "decode_attention_fp32.cu": {"decode_attention", "combine_splits"},
     "decode_plan.cu": {"plan_decode"},
+    "decode_split.cu": {"decode_attention", "combine_splits"},
     "fp8.cu": {
         "quantize",
         "norm_quantize",

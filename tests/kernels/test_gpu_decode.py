@@ -50,6 +50,38 @@ def test_decode_attention(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_without_a_plan(dtype: torch.dtype) -> None:
+    """Neighbours and the table's width change no bit."""
+    judge = Judge(f"by split {short(dtype)}")
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    for heads, d, block in (
+        ((6, 2), 64, 8),
+        ((32, 8), 128, 32),
+        ((7, 1), 80, 16),
+        ((40, 5), 96, 64),
+    ):
+        name = f"heads {heads} d {d} block {block}"
+        case = make_case([1] * len(LONG), LONG, heads, d, block, dtype)
+
+        def run(case: Case = case) -> torch.Tensor:
+            poison(case.q.shape, dtype=dtype)
+            return decode_attention(
+                case.q, case.cache, case.block_tables, case.lengths, none, case.scale
+            )
+
+        out = run()
+        judge.close(name, out, attend(case, torch.float64), attend(case, dtype))
+        judge.repeats(name, run)
+        for s, length in enumerate(LONG):
+            tables = case.block_tables[s : s + 1, : max(1, -(-length // block))].contiguous()
+            alone = decode_attention(
+                case.q[s : s + 1], case.cache, tables, case.lengths[s : s + 1], none, case.scale
+            )
+            judge.true(f"{name}: alone, length {length}", same_bits(alone[0], out[s]))
+    judge.verdict()
+
+
 def test_smaller_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes of a CTA for other GPUs."""
     judge = Judge("smaller shapes")

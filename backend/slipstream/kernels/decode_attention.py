@@ -1,8 +1,9 @@
 """Attention of one query a sequence over a paged cache.
 
-16-bit elements: a fixed grid of workers shares out the tiles of all sequences, whatever their
-lengths, by a plan made once a step on the device; so one CUDA graph serves every mix. fp32: the
-tokens of a sequence are split over CTAs.
+By plan (16-bit elements): a fixed grid of workers shares out the tiles of all sequences, whatever
+their lengths, as a plan says that is made once a step on the device. By split (fp32, and wherever a
+sequence's bits may not depend on others): each sequence's tokens over as many CTAs as its length
+asks for.
 """
 
 import functools
@@ -16,7 +17,15 @@ from torch.nn import functional
 
 from slipstream.kernels import jit
 from slipstream.kernels.op import op
-from slipstream.kernels.pages import check, gather, tiles_memory, tiles_variant, warps_of
+from slipstream.kernels.pages import (
+    check,
+    gather,
+    stages_of,
+    tiles_memory,
+    tiles_variant,
+    tiles_variants,
+    warps_of,
+)
 
 # decode_columns.cuh: query heads that a worker takes at once; decode_plan.cuh: tokens of a tile.
 _COLUMNS, _TILE = 8, 32
@@ -25,7 +34,7 @@ _COLUMNS, _TILE = 8, 32
 _MIN_RUN, _WHOLE_RUN, _WHOLE_MORE = 4, 12, 4
 _PLAN_CTAS, _PLAN_THREADS = 16, 512
 _MOST_SEQUENCES = 16384
-_MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_attention_fp32.cu
+_MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
 
 
 @op("lengths[s]:i32, cache[_,h,2,_,d]:T")
@@ -39,15 +48,23 @@ def plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
 
 @op("q[s,hq,d]:T, cache[_,h,2,_,d]:T, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
 def decode_attention(
-    q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, plan: Tensor, scale: float
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    plan: Tensor,
+    scale: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.
 
-    Length 0 gives zeros. `plan` is `plan_decode` of the lengths, made earlier in the stream. All
-    but the newest token of a sequence must be from earlier steps: the kernel reads it while the
-    kernels in front of it still run.
+    Length 0 gives zeros. The result goes to `out` if given. `plan` is `plan_decode` of the lengths,
+    made earlier in the stream; without one, of no elements, a sequence's bits do not depend on
+    others. All but the newest token of a sequence must be from earlier steps: the kernel reads it
+    while the kernels in front of it still run.
     """
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q) if out is None else out
+    out.zero_()
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     for s, length in enumerate(lengths.tolist()):
         if length == 0:
@@ -59,7 +76,7 @@ def decode_attention(
     return out
 
 
-# ---- 16-bit elements ----
+# ---- by plan ----
 
 
 class _Shape(NamedTuple):
@@ -89,8 +106,8 @@ def _variant(dtype: torch.dtype, head_size: int, shape: _Shape) -> jit.Variant:
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
     yield jit.variant("decode_plan.cu")
+    yield from tiles_variants("decode_split.cu", 3)
     for head_size in jit.HEAD_SIZES:
-        yield _fp32_variant(head_size)
         for dtype in (torch.float16, torch.bfloat16):
             for shape in _SHAPES:
                 yield _variant(dtype, head_size, shape)
@@ -145,18 +162,40 @@ def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
 
 @decode_attention.cuda
 def _decode_attention(
-    q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, plan: Tensor, scale: float
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    plan: Tensor,
+    scale: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     check("decode_attention", q, cache, block_tables, lengths, plan)
+    jit.block_shift(cache.shape[3])
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    is_like_q = out.shape == q.shape and out.dtype == q.dtype
+    jit.require(
+        is_like_q and out.is_contiguous() and out.data_ptr() % 16 == 0,
+        "decode_attention: out must be contiguous, aligned to 16 bytes and otherwise like q",
+    )
+    if len(q) > 0:
+        launch = _launch_by_plan if len(plan) > 0 else _launch_by_split
+        launch(q, cache, block_tables, lengths, plan, scale, out)
+    return out
+
+
+def _launch_by_plan(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    plan: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
-    shift = jit.block_shift(block_size)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if num_sequences == 0:
-        return out
-    if q.dtype == torch.float32:
-        _launch_fp32(q, cache, block_tables, lengths, out, scale)
-        return out
     num_ctas, shape = _device(q.get_device(), head_size)
     size = _plan_size(num_sequences, num_ctas, shape.warps)
     jit.require(len(plan) == size, "decode_attention: the plan is of other sequences")
@@ -180,22 +219,23 @@ def _decode_attention(
         num_sequences,
         num_kv_heads,
         num_q_heads // num_kv_heads,
-        shift,
+        jit.block_shift(block_size),
         shared_memory=shape.shared_memory(head_size),
         overlaps=True,
     )
-    return out
 
 
-# ---- fp32 ----
+# ---- by split ----
 
 
-def _fp32_variant(head_size: int) -> jit.Variant:
-    return tiles_variant("decode_attention_fp32.cu", torch.float32, head_size, 2)
-
-
-def _launch_fp32(
-    q: Tensor, cache: Tensor, block_tables: Tensor, lengths: Tensor, out: Tensor, scale: float
+def _launch_by_split(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    plan: Tensor,
+    scale: float,
+    out: Tensor,
 ) -> None:
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -204,7 +244,8 @@ def _launch_fp32(
     size = num_sequences * num_q_heads * splits * (head_size + 2) if splits > 1 else 1
     partial = torch.empty(size, dtype=torch.float32, device=q.device)
     group_size = num_q_heads // num_kv_heads
-    wanted = _fp32_variant(head_size)
+    stages = stages_of(q, 3 if q.element_size() == 2 else 2)
+    wanted = tiles_variant("decode_split.cu", q.dtype, head_size, stages)
     jit.launch(
         wanted,
         "decode_attention",
@@ -222,7 +263,7 @@ def _launch_fp32(
         num_kv_heads,
         group_size,
         jit.block_shift(block_size),
-        shared_memory=tiles_memory(q.dtype, head_size, 2),
+        shared_memory=tiles_memory(q.dtype, head_size, stages),
     )
     if splits > 1:
         grid = (num_q_heads, num_sequences)

@@ -88,6 +88,7 @@ class Attention:
         self.q_norm = w.at("q_norm").tensor("weight", size) if qk_norm else None
         self.k_norm = w.at("k_norm").tensor("weight", size) if qk_norm else None
         self.eps = dims.eps
+        self._is_invariant = w.deterministic
 
     def __call__(
         self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor
@@ -106,18 +107,19 @@ class Attention:
     def _attend(self, q: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:
         """Decodes and chunks by a kernel each; `[n, heads, d]`."""
         n, tables, lengths = inputs.num_decodes, inputs.block_tables, inputs.lengths
-        if inputs.max_queries == 0:
-            return decode_attention(q, cache, tables, lengths, inputs.plan, self.scale)
-        chunks = prefill_attention(
-            q[n:],
-            cache,
-            tables[n:],
-            inputs.query_starts,
-            lengths[n:],
-            self.scale,
-            inputs.max_queries,
-        )
-        if n == 0:
-            return chunks
-        decodes = decode_attention(q[:n], cache, tables[:n], lengths[:n], inputs.plan, self.scale)
-        return torch.cat((decodes, chunks))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if n > 0:
+            plan = inputs.plan[:0] if self._is_invariant else inputs.plan
+            decode_attention(q[:n], cache, tables[:n], lengths[:n], plan, self.scale, out[:n])
+        if inputs.max_queries > 0:
+            prefill_attention(
+                q[n:],
+                cache,
+                tables[n:],
+                inputs.query_starts,
+                lengths[n:],
+                self.scale,
+                inputs.max_queries,
+                out[n:],
+            )
+        return out
