@@ -79,6 +79,6 @@ def random_product(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    rows, columns = (draw(size).exp() * 1e-3 for size in (n, width))
+    rows, columns = (draw(size).sigmoid() * 2e-3 for size in (n, width))
     product = draw(n, width) * 1e6
     return product.to(torch.bfloat16), rows, columns, draw(width).to(dtype)
