@@ -1,8 +1,7 @@
 // A team of CTAs turns one row of logits into a token.
 #include "sample_threshold.cuh"
 
-constexpr float MAX_GUMBEL = 16.7f;  // more than any of 23 bits
-constexpr float LOG2_E = 1.44269504f;
+constexpr float MAX_GUMBEL = 16.7f;  // more than any of 23 bits, by more than rounding
 
 // Philox4x32-10 of counter (quad, output number, 0, 0): the random words of token ids 4 quad .. 4 quad + 3.
 DEVICE void philox(u32 (&words)[4], u32 quad, u32 number, u64 seed) {
@@ -31,7 +30,8 @@ DEVICE u64 draw(const Row& row, Team& team, u32 low, u32 likeliest) {
   u64 best = ranked(bound, likeliest);
   // A bound on chances, larger than all rounding of scores; where scores are too coarse for it, there is none.
   const float slack = fabsf(row.maximum) < 0x1p16f ? 1.01f : INFINITE;
-  row.visit([&](int id, const float(&logits)[GROUP]) {
+  const float floor = fmaxf(row.floor_of(low), row.floor_of(to_key(bound - MAX_GUMBEL)));
+  row.visit(floor, [&](int id, const float(&logits)[GROUP]) {
     float scaled[GROUP];
     bool keep[GROUP], any = false;
 #pragma unroll
@@ -62,9 +62,7 @@ struct Peak {
   bool is_broken = false;
 
   DEVICE void see(int first, const float (&logits)[GROUP]) {
-    float top = logits[0];
-#pragma unroll
-    for (int i = 1; i < GROUP; ++i) top = fmaxf(top, logits[i]);
+    const float top = highest_of(logits);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) is_broken |= !(logits[i] < INFINITE);
     if (top > highest) {
@@ -132,16 +130,16 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
     }
     return;
   }
-  const float maximum = from_key(key);
+  row.highest = from_key(key);
   const int top_k = row.how.top_k;
   u32 low = 0;
   const bool has_floor = top_k > 0 && top_k <= Mail::SIZE;
   if (has_floor) low = find_floor(shared, bests, top_k);  // before the box is written again
   const bool is_empty = peak.highest == -INFINITE;
-  const float sum = team.sum(is_empty ? 0.0f : peak.sum * exp2_fast((peak.highest - maximum) * LOG2_E));
-  if (threadIdx.x == 0) shared.maximum = maximum, shared.sum = sum;
+  const float sum = team.sum(is_empty ? 0.0f : peak.sum * exp2_fast((peak.highest - row.highest) * LOG2_E));
+  if (threadIdx.x == 0) shared.highest = row.highest, shared.sum = sum;
 
-  row.maximum = row.scaled(maximum);
+  row.maximum = row.scaled(row.highest);
   if (row.temperature != 0.0f && fabsf(row.maximum) < INFINITE) {  // else greedy: the limit of 1 / 0
     if (has_floor) low = to_key(row.scaled(from_key(low)));
 #pragma unroll 1
@@ -155,7 +153,7 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
   }
   if (!is_first) return;
   const u32 token = ~u32(best);
-  const float log_prob = row.logit(token) - shared.maximum - logf(shared.sum);
+  const float log_prob = row.logit(token) - shared.highest - logf(shared.sum);
   results.put(row.how.result, token, log_prob, true);
   mirrors.put(row.how.result, token, log_prob, true);
   if (has_penalties) {

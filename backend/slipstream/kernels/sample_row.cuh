@@ -6,6 +6,7 @@ constexpr int GROUP = 4;  // consecutive tokens that a thread takes at once: tho
 constexpr int BATCH = 64 / sizeof(T) / GROUP;  // groups that are loaded ahead
 constexpr int MARKS = 2048;                    // bytes that tell which tokens of a CTA have edits
 constexpr u32 MAX_COUNT = 0x7fff;
+constexpr float LOG2_E = 1.44269504f;
 
 struct alignas(16) Parameters {  // ROW in sample.py
   float temperature;
@@ -35,6 +36,13 @@ DEVICE float from_key(u32 key) {
 // What argmax compares: the higher score, then the lower token id.
 DEVICE u64 ranked(float score, u32 id) { return u64(to_key(score)) << 32 | u32(~id); }
 
+DEVICE float highest_of(const float (&values)[GROUP]) {
+  float highest = values[0];
+#pragma unroll
+  for (int i = 1; i < GROUP; ++i) highest = fmaxf(highest, values[i]);
+  return highest;
+}
+
 // The logits of one row, edited as they are read; this CTA's are those of tokens begin .. end - 1.
 struct Row {
   const Parameters& how;
@@ -46,8 +54,14 @@ struct Row {
   int num_edits;
   u32* marks;  // in shared memory
   float temperature;
-  float maximum;  // of the scaled logits
+  float highest;  // logit
+  float maximum;  // the same, scaled
 
+  // No logit below this has a key as high as this one. NaN, below which nothing is, for what is not the key of a number.
+  DEVICE float floor_of(u32 key) const {
+    const float logit = from_key(key) * temperature;
+    return logit - 1e-6f * fabsf(logit) - 1e-36f;
+  }
   DEVICE bool is_edited() const { return counts || num_edits; }
   DEVICE float scaled(float logit) const { return __fdiv_rn(logit, temperature); }
   DEVICE float likelihood(float scaled) const { return expf(scaled - maximum); }  // over the likeliest's
@@ -115,21 +129,27 @@ struct Row {
       values[i] = edited(values[i], states.at[i], has_edit ? edits[next++].addend : 0.0f);
     }
   }
-  // f(first token id, GROUP logits): this thread's in rising order, -inf past the end of the row.
+  // f(first token id, GROUP logits): this thread's in rising order, -inf past the end of the row. Groups whose logits
+  // are all below the floor are left out.
   template <class Visit>
-  DEVICE void visit(const Visit& f) const {
+  DEVICE void visit(float floor, const Visit& f) const {
+    constexpr int STEP = THREADS * GROUP;
+    int id = begin + GROUP * threadIdx.x;
+    Pack<T, GROUP> next = {};
+    if (id < end) next = group(id);
 #pragma unroll 1
-    for (int id = begin + GROUP * threadIdx.x; id < end; id += THREADS * GROUP) {
+    for (; id < end; id += STEP) {
       float values[GROUP];
-      to_floats(values, group(id));
+      to_floats(values, next);
+      if (id + STEP < end) next = group(id + STEP);
       if (is_edited()) edit(values, id);
-      f(id, values);
+      if (!(highest_of(values) < floor)) f(id, values);
     }
   }
   // The same, for the first time that the logits are read: from far away, so several loads are under way.
   template <class Visit>
   DEVICE void visit_first(const Visit& f) const {
-    if (is_edited()) return visit(f);
+    if (is_edited()) return visit(-INFINITE, f);
     constexpr int STEP = THREADS * GROUP;
     for (int first = begin + GROUP * threadIdx.x; first < end; first += BATCH * STEP) {
       Pack<T, GROUP> packs[BATCH];

@@ -20,7 +20,7 @@ struct Shared {
   u32 marks[MARKS / 4];
   u64 before, limit;                    // of the search: what weighs more than its range, and what is looked for
   u32 found, floor, num_candidates;
-  float maximum, sum;  // of the logits, of exp(logit - maximum)
+  float highest, sum;  // logit; of exp(logit - highest)
 };
 
 // What a token weighs: 1, or its probability. The best tokens are kept until they weigh `top_k`, or the share `top_p`
@@ -85,8 +85,18 @@ DEVICE void histogram(const Row& row, Shared& shared, int rank, const Weight& we
   __syncthreads();
   const bool is_coarse = range.bin < 0;
   const int last = is_coarse ? range.reach : NUM_BINS - 1, shift = range.shift();
-  u64 rest = 0;  // in the last bin: often most of the tokens
-  row.visit([&](int, const float(&logits)[GROUP]) {
+  // Most tokens are far below all bins but the last: their mass, less than 1 - top_p of all, may be summed in fp32.
+  const bool has_far = is_coarse && weight.top_k == 0 && range.low == 0 && fabsf(row.maximum) < 0x1p16f;
+  const float far = row.floor_of(to_key(row.maximum - (last + 1) / BINS_PER_UNIT));
+  const float rate = LOG2_E / row.temperature;
+  float far_mass = 0.0f;
+  u64 rest = 0;  // in the last bin
+  row.visit(has_far ? -INFINITE : row.floor_of(range.low), [&](int, const float(&logits)[GROUP]) {
+    if (has_far && highest_of(logits) < far) {
+#pragma unroll
+      for (int i = 0; i < GROUP; ++i) far_mass += exp2_fast((logits[i] - row.highest) * rate);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
       const float scaled = row.scaled(logits[i]);
@@ -100,6 +110,7 @@ DEVICE void histogram(const Row& row, Shared& shared, int rank, const Weight& we
         rest += w;
     }
   });
+  rest += u64(far_mass * MASS_ONE);
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) rest += __shfl_xor_sync(ALL_LANES, rest, mask);
   if (threadIdx.x % 32 == 0) add(&shared.bins[last], rest);
@@ -107,7 +118,7 @@ DEVICE void histogram(const Row& row, Shared& shared, int rank, const Weight& we
   for (int i = threadIdx.x; i < NUM_BINS / TEAM; i += THREADS) {
     const int bin = rank * (NUM_BINS / TEAM) + i;
     u64 total = 0;
-#pragma unroll
+#pragma unroll 4
     for (int r = 0; r < TEAM; ++r) total += load_at(&shared.bins[bin], r);
 #pragma unroll 2
     for (int r = 0; r < TEAM; ++r) store_at(&shared.totals[bin], r, total);
@@ -157,7 +168,7 @@ DEVICE bool gather(const Row& row, Shared& shared, Team& team, const Weight& wei
   float* candidates = shared.candidates[team.turn & 1];
   if (threadIdx.x == 0) shared.num_candidates = 0;
   __syncthreads();
-  row.visit([&](int, const float(&logits)[GROUP]) {
+  row.visit(row.floor_of(range.low), [&](int, const float(&logits)[GROUP]) {
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
       const float scaled = row.scaled(logits[i]);
