@@ -53,7 +53,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return gemv(x, weight, bias=bias)
     if bias is None:
         return matmul(x, weight)
-    return matmul(x, weight, bias.expand(len(x), -1).contiguous(), accumulate=True)
+    return matmul(x, weight, bias.repeat(len(x), 1), accumulate=True)
 
 
 @linear_add.cuda
