@@ -8,6 +8,7 @@ import torch
 from kernels.checking import Judge, poison, same_bits, short
 from kernels.fp8_cases import Rotation, dequantized, normed, random_product, scaled, silu_mul
 from slipstream.kernels import fp8
+from slipstream.kernels.cublaslt import matmul
 from slipstream.kernels.fp8 import Quantized
 from torch import Tensor
 
@@ -83,9 +84,7 @@ def test_extremes(dtype: torch.dtype) -> None:
     judge.true("values", torch.equal(got.values.cpu().float()[fine], want.values.float()[fine]))
     judge.true("scales", torch.equal(got.scales.cpu()[fine], want.scales[fine]))
     weight = fp8.quantize(random(64, 4096, dtype=dtype))
-    out = fp8.scale(
-        fp8.matmul(got.values, weight.values), got.scales, weight.scales, torch.bfloat16
-    )
+    out = fp8.scale(matmul(got.values, weight.values), got.scales, weight.scales, torch.bfloat16)
     judge.true("spoilt rows", bool(out[4:7].isnan().all()))
     judge.true("others", bool(out[[0, 1, 2, 7]].isfinite().all()))
     ones = torch.ones(4096, dtype=dtype, device="cuda")
@@ -198,7 +197,7 @@ def test_matmul() -> None:
             x = fp8.quantize(random(n, k, dtype=torch.bfloat16, seed=n))
             exact = x.values.double() @ weight.values.double().T
             poison((n, m), dtype=torch.bfloat16)
-            run = lambda x=x, w=weight: fp8.matmul(x.values, w.values)  # noqa: E731
+            run = lambda x=x, w=weight: matmul(x.values, w.values)  # noqa: E731
             judge.close(f"{n} x {k} x {m}", run(), exact, exact.bfloat16())
             judge.repeats(f"{n} x {k} x {m}", run)
     judge.verdict()
@@ -214,11 +213,11 @@ def chain(x: Tensor, weights: list[tuple[Tensor, Quantized, Quantized]], settle:
     normed = fp8.norm_quantize(x, weights[0][0], 1e-5)
     for norm, gate_up, down in weights:
         wait()
-        product = fp8.matmul(normed.values, gate_up.values)
+        product = matmul(normed.values, gate_up.values)
         wait()
         gated = fp8.silu_mul_quantize(product, normed.scales, gate_up.scales)
         wait()
-        product = fp8.matmul(gated.values, down.values)
+        product = matmul(gated.values, down.values)
         wait()
         normed = fp8.add_norm_quantize(x, norm, product, gated.scales, down.scales, 1e-5)
     wait()

@@ -2,11 +2,10 @@
 
 A row's scale is its largest absolute value over 448, the largest number of the type; so nothing
 overflows, zeros stay zeros, and NaN or infinity makes the row's every product NaN. Rows are tokens
-(of activations) or outputs (of weights). A product is bfloat16 and unscaled: what consumes it
-multiplies by the scales of its row and its column, and adds the bias of the column if there is one.
+(of activations) or outputs (of weights). A product (cublaslt.py) is bfloat16 and unscaled: what
+consumes it multiplies by the scales of its row and its column, and adds the column's bias if any.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -112,12 +111,6 @@ def scale(
 ) -> Tensor:
     """The scaled product in `dtype`, rounded once."""
     return _scaled(product, rows, columns, bias).to(dtype)
-
-
-@op("x[n,k]:e4m3, weight[m,k]:e4m3")
-def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """`x W^T` of the numbers without their scales, `[n, m]` bf16."""
-    return functional.linear(x.float(), weight.float()).to(torch.bfloat16)
 
 
 # ---- the CUDA twins ----
@@ -244,16 +237,3 @@ def _scale(
     out = torch.empty(product.shape, dtype=dtype, device=product.device)
     _launch_elements("scale", out, product, rows, columns, bias)
     return out
-
-
-@functools.cache
-def _one(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
-
-
-@matmul.cuda
-def _matmul(x: Tensor, weight: Tensor) -> Tensor:
-    one = _one(x.device)
-    return torch._scaled_mm(
-        x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-    )

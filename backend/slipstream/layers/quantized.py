@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.kernels import fp8, gemv
+from slipstream.kernels.cublaslt import matmul
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
@@ -57,7 +58,7 @@ class QuantizedLinear:
         residual.add_later(*self._product(fp8.quantize(x) if isinstance(x, Tensor) else x))
 
     def _product(self, x: fp8.Quantized) -> tuple[Tensor, fp8.Scales]:
-        product = fp8.matmul(x.values, self.weight.values)
+        product = matmul(x.values, self.weight.values)
         return product, fp8.Scales(x.scales, self.weight.scales, self.bias)
 
     def _is_for_few(self, norm: Norm, residual: Residual, gated: bool) -> bool:
