@@ -9,7 +9,7 @@ import sys
 import time
 
 import numpy as np
-from slipstream.engine.arrays import Slots, StepBuilder, shape_of
+from slipstream.engine.arrays import Slots, StepBuilder
 from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
@@ -46,7 +46,7 @@ class Nothing:
 
     def launch(self, batch: Batch) -> Drawn:
         """All that the host does for a step, but for one copy and one launch."""
-        arrays = self._builder.build(batch, shape_of(batch), 0, MAX_SEQS)
+        arrays = self._builder.build(batch, self._builder.layout.shape_of(batch), 0, MAX_SEQS)
         offset = 0
         for array in arrays:
             piece = self._memory[offset : offset + array.nbytes]

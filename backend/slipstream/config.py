@@ -18,4 +18,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None
     block_size: int = 32
     cuda_graphs: bool = True  # replay steps of decodes alone; False: launch every kernel every time
+    deterministic: bool = False  # tokens do not depend on other requests, bit for bit; slower
     max_waiting: int = 4096  # requests queued in the engine; one more is refused with UNAVAILABLE

@@ -50,6 +50,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="fp8: weights and activations in e4m3, made from the checkpoint at start (needs a GPU "
         "of compute capability 8.9 or newer to be fast; default: none)",
     )
+    parser.add_argument(
+        "--deterministic",
+        action="store_const",
+        const=True,
+        help="tokens of a request do not depend on other requests, bit for bit; slower",
+    )
     for name, text in _OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     parser.add_argument("--model-name", metavar="NAME", help="what users are shown")
@@ -76,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
-    options = {name: getattr(args, name) for name in ("dtype", "quantization", *_OPTIONS)}
+    names = ("dtype", "quantization", "deterministic", *_OPTIONS)
+    options = {name: getattr(args, name) for name in names}
     repository = compose(
         args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring
     )

@@ -9,8 +9,11 @@ import torch
 import transformers
 from slipstream.config import EngineConfig
 from slipstream.engine.batch import Batch, Row
+from slipstream.engine.engine import Engine
 from slipstream.engine.plan import resolve
 from slipstream.engine.runner import ModelRunner
+from slipstream.engine.scheduler import Limits
+from slipstream.wire import FinishReason, Submit
 from slipstream_contract.sampling import SamplingParams
 
 FAMILIES = {
@@ -151,6 +154,43 @@ class Driver:
             self.step(generations, chunk)
         for g in generations:
             self.free.extend(g.block_ids)
+
+
+@dataclass
+class Answer:
+    """What the engine told of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+class Asker:
+    """Submits requests to an engine, steps it, and collects what it tells."""
+
+    def __init__(self, runner: ModelRunner, limits: Limits) -> None:
+        self.engine = Engine(limits, runner, None)
+        self.answers: dict[tuple[int, int], Answer] = {}
+
+    def submit(self, prompt: list[int], sampling: SamplingParams) -> int:
+        number = len(self.answers)
+        self.engine.submit(b"asker", Submit(number, prompt, sampling, 1))
+        for index in range(sampling.n):
+            self.answers[number, index] = Answer()
+        return number
+
+    def step(self) -> None:
+        for tokens in self.engine.step().get(b"asker", ()):
+            answer = self.answers[tokens.request, tokens.index]
+            answer.token_ids += tokens.token_ids
+            answer.log_probs += tokens.log_probs
+            answer.reason = tokens.finished and tokens.finished.reason
+        self.engine.check_integrity()
+
+    def drain(self) -> None:
+        while self.engine.has_work:
+            self.step()
+        assert all(answer.reason is not None for answer in self.answers.values())
 
 
 def random_prompts(lengths: list[int], vocab_size: int = 1009, seed: int = 0) -> list[list[int]]:

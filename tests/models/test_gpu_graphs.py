@@ -8,13 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine.counting import Client
 from kernels.checking import same_bits
-from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
-from slipstream.engine.arrays import Shape, shape_of
+from models.checkpoints import (
+    Asker,
+    Driver,
+    Generation,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from slipstream.engine.arrays import Layout, Shape
 from slipstream.engine.batch import Batch, Row
 from slipstream.engine.edits import EDIT
-from slipstream.engine.engine import Engine
 from slipstream.engine.graphs import MAX_CHUNK_ROWS
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
@@ -136,12 +142,13 @@ def test_a_replay_has_the_bits_of_the_padded_eager_step(
         cache.normal_()
     failures, met = [], set()
     for batch in [*batches(runner, rng), *with_chunks(runner, rng)]:
-        found = graphs.find(shape_of(batch))
+        found = graphs.find(Layout().shape_of(batch))
         assert found is not None
         met.add(found[0])
         eager(runner, batch, found[0])
         want, want_caches = results(runner, batch), [cache.clone() for cache in runner._caches]
-        slots = torch.from_numpy(runner._builder.build(batch, shape_of(batch), 0, 0).slots).cuda()
+        exact = runner._builder.build(batch, Layout().shape_of(batch), 0, 0)
+        slots = torch.from_numpy(exact.slots).cuda()
         for cache in runner._caches:  # what the eager step wrote, the replay must write again
             cache[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE] = float("nan")
         for tensor in (*runner._results.mirrors, runner._results.token_ids):
@@ -149,9 +156,9 @@ def test_a_replay_has_the_bits_of_the_padded_eager_step(
         runner._tables.fill_(runner.num_blocks - 1)
         runner._run(batch, 0, runner._half)
         if results(runner, batch) != want:
-            failures.append(f"results of {shape_of(batch)}, {found[0]}")
+            failures.append(f"results of {Layout().shape_of(batch)}, {found[0]}")
         if not all(map(same_bits, runner._caches, want_caches)):
-            failures.append(f"cache of {shape_of(batch)}, {found[0]}")
+            failures.append(f"cache of {Layout().shape_of(batch)}, {found[0]}")
     assert len(met) > 10
     assert not failures, "\n".join(failures)
 
@@ -281,18 +288,18 @@ ASKED = [
 ]
 
 
-def drive(runner: ModelRunner, budget: int = 700) -> Client:
+def drive(runner: ModelRunner, budget: int = 700) -> Asker:
     """Requests that arrive one after another, prompts beside decodes, cancels between them."""
-    client = Client(Engine(Limits(MAX_ROWS, budget, 100), runner, None))
+    asker = Asker(runner, Limits(MAX_ROWS, budget, 100))
     lengths = [3, 250, 60, 500, 17, 760, 1, 1020, 33, 1530, 8, 255, 45, 2040, 511, 26, 64, 2]
     for i, prompt in enumerate(random_prompts(lengths)):
-        number = client.submit(prompt, ASKED[i % len(ASKED)])
+        number = asker.submit(prompt, ASKED[i % len(ASKED)])
         for _ in range(i % 4):
-            client.step()
+            asker.step()
         if i % 7 == 6:
-            client.engine.cancel(client.name, number)
-    client.drain()
-    return client
+            asker.engine.cancel(b"asker", number)
+    asker.drain()
+    return asker
 
 
 def test_a_step_in_flight_changes_no_token(checkpoints: dict[str, Path]) -> None:
@@ -303,11 +310,11 @@ def test_a_step_in_flight_changes_no_token(checkpoints: dict[str, Path]) -> None
     one = drive(runner)
     runner.max_in_flight = 2
     again = drive(runner)
-    for key, stream in one.streams.items():
-        assert two.streams[key].token_ids == stream.token_ids, key
-        assert two.streams[key].reason == stream.reason
-        assert two.streams[key].log_probs == pytest.approx(stream.log_probs, abs=1e-3)
-        assert again.streams[key].token_ids == stream.token_ids
+    for key, answer in one.answers.items():
+        assert two.answers[key].token_ids == answer.token_ids, key
+        assert two.answers[key].reason == answer.reason
+        assert two.answers[key].log_probs == pytest.approx(answer.log_probs, abs=1e-3)
+        assert again.answers[key].token_ids == answer.token_ids
 
 
 def test_a_steady_state_asks_the_device_for_no_memory(checkpoints: dict[str, Path]) -> None:

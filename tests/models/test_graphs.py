@@ -16,7 +16,7 @@ from models.checkpoints import (
     random_prompts,
     save,
 )
-from slipstream.engine.arrays import Shape, Slots, shape_of
+from slipstream.engine.arrays import Layout, Shape, Slots
 from slipstream.engine.batch import Batch, Row
 from slipstream.engine.graphs import MAX_CHUNK_ROWS, Buckets, row_buckets, token_buckets
 from slipstream.engine.runner import ModelRunner
@@ -47,25 +47,31 @@ def test_token_buckets() -> None:
 @given(
     max_num_seqs=st.integers(1, 600),
     max_num_tokens=st.integers(1, 3000),
-    all_chunks=st.booleans(),
+    is_deterministic=st.booleans(),
     data=st.data(),
 )
 def test_a_bucket_is_the_smallest_that_holds(
-    max_num_seqs: int, max_num_tokens: int, all_chunks: bool, data: st.DataObject
+    max_num_seqs: int, max_num_tokens: int, is_deterministic: bool, data: st.DataObject
 ) -> None:
-    buckets = Buckets(max_num_seqs, max_num_tokens, all_chunks)
+    layout = Layout(128, has_decodes=False) if is_deterministic else Layout()
+    buckets = Buckets(max_num_seqs, max_num_tokens, layout)
     assert len(set(buckets.shapes)) == len(buckets.shapes)
     num_rows = data.draw(st.integers(1, max_num_seqs))
-    shape = Shape(num_rows, num_rows, 0 if all_chunks else num_rows, num_rows, int(all_chunks))
+    rows = tuple(Row(i, i, [1], 0, [i], True, GREEDY, 0, 0) for i in range(num_rows))
+    shape = layout.shape_of(Batch(rows, num_rows))
     found = buckets.find(shape)
     if num_rows > 512:
         assert found is None
+        return
+    assert found in buckets.shapes
+    assert found.num_tokens == found.num_rows == found.num_samples >= num_rows
+    assert found.num_decodes == (0 if is_deterministic else found.num_rows)
+    same_kind = [s.num_rows for s in buckets.shapes if s.max_queries == found.max_queries]
+    assert found.num_rows == min(r for r in same_kind if r >= num_rows)
+    if is_deterministic:
+        assert found.num_rows % 128 == 0
     else:
-        assert found in buckets.shapes
-        assert num_rows <= found.num_rows <= max(num_rows + 1, 2 * num_rows)
-        assert found == Shape(found[1], found[1], found[1] * (not all_chunks), *found[3:])
-        rows = [s.num_rows for s in buckets.shapes if s.max_queries <= 1]
-        assert found.num_rows == min(r for r in rows if r >= num_rows)
+        assert found.num_rows <= max(num_rows + 1, 2 * num_rows)
 
 
 @given(
@@ -133,7 +139,7 @@ def make_batch(
 
 
 def check_padding(runner: ModelRunner, batch: Batch, shape: Shape) -> None:
-    plain, plain_cache = logits_and_cache(runner, batch, shape_of(batch))
+    plain, plain_cache = logits_and_cache(runner, batch, Layout().shape_of(batch))
     padded, padded_cache = logits_and_cache(runner, batch, shape)
     torch.testing.assert_close(padded, plain, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(padded_cache, plain_cache, rtol=1e-5, atol=2e-5, equal_nan=True)
@@ -175,7 +181,7 @@ def test_padding_chunks_changes_nothing(
 ) -> None:
     sizes = list(zip([1] * num_decodes + counts, starts, strict=False))
     batch = make_batch(runner, random.Random(seed), sizes, num_decodes)
-    exact = shape_of(batch)
+    exact = Layout().shape_of(batch)
     num_rows, num_tokens = exact.num_rows + more_rows, exact.num_tokens + more_tokens
     check_padding(runner, batch, Shape(num_tokens, num_rows, 0, num_rows, num_tokens))
 

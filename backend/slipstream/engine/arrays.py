@@ -48,15 +48,31 @@ class StepArrays(NamedTuple):
     tables: Int32s  # [rows of the batch, longest table]
 
 
-def shape_of(batch: Batch, all_chunks: bool = False) -> Shape:
-    """The sizes of a batch itself; `all_chunks` counts decodes among the chunks."""
-    rows = batch.rows
-    num_decodes = 0 if all_chunks else batch.num_decodes
-    if num_decodes == len(rows):
-        return Shape(num_decodes, num_decodes, num_decodes, num_decodes, 0)
-    counts = [len(row.token_ids) for row in rows]
-    num_samples = sum([row.samples for row in rows])
-    return Shape(sum(counts), len(rows), num_decodes, num_samples, max(counts[num_decodes:]))
+class Layout(NamedTuple):
+    """How a step presents its rows; not by default where tokens may not depend on neighbours."""
+
+    multiple: int = 1  # tokens and samples are filled up to a multiple of it
+    has_decodes: bool = True  # False: a decode is a chunk of one token
+    has_chunks: bool = True  # False: a chunk is as many rows of one token
+
+    def up(self, count: int) -> int:
+        """To the multiple."""
+        return -(-count // self.multiple) * self.multiple
+
+    def shape_of(self, batch: Batch) -> Shape:
+        """The least shape of a batch."""
+        rows = batch.rows
+        num_decodes = batch.num_decodes if self.has_decodes else 0
+        if num_decodes == len(rows):
+            count = self.up(num_decodes)
+            return Shape(count, num_decodes, num_decodes, count, 0)
+        counts = [len(row.token_ids) for row in rows]
+        num_tokens = sum(counts)
+        num_samples = self.up(sum([row.samples for row in rows]))
+        if not self.has_chunks:
+            return Shape(self.up(num_tokens), num_tokens, num_decodes, num_samples, 1)
+        longest = max(counts[num_decodes:])
+        return Shape(self.up(num_tokens), len(rows), num_decodes, num_samples, longest)
 
 
 class Slots:
@@ -108,11 +124,13 @@ class StepBuilder:
     Args:
         slots: what is known of the sequences.
         block_size: tokens of a block.
+        layout: of the shapes.
     """
 
-    def __init__(self, slots: Slots, block_size: int) -> None:
+    def __init__(self, slots: Slots, block_size: int, layout: Layout | None = None) -> None:
         self._slots = slots
         self._block_size = block_size
+        self.layout = layout or Layout()
 
     def build(self, batch: Batch, shape: Shape, first_result: int, first_source: int) -> StepArrays:
         """The batch in a shape that is at least as large as its own.
@@ -137,7 +155,10 @@ class StepBuilder:
         ends = counts.cumsum()
         positions = np.arange(len(owners)) - (ends - counts - starts)[owners]
         blocks = self._slots.tables[slots[owners], positions // size].astype(np.int64)
-        lengths = starts + counts
+        lengths, table_slots, row_ends = starts + counts, slots, ends
+        if not self.layout.has_chunks:
+            lengths, table_slots = positions + 1, slots[owners]
+            row_ends = np.arange(1, len(owners) + 1)
         width = -(-int(lengths.max()) // size) if len(rows) else 0
         sources = np.array([row.source for row in rows], np.int32)
         sources[sources >= 0] += first_source
@@ -151,7 +172,7 @@ class StepBuilder:
             first_result,
         )
         query_starts = np.zeros(shape.num_rows - shape.num_decodes + 1, np.int32)
-        chunk_ends = ends[shape.num_decodes :] - shape.num_decodes
+        chunk_ends = row_ends[shape.num_decodes :] - shape.num_decodes
         query_starts[1 : 1 + len(chunk_ends)] = chunk_ends
         query_starts[1 + len(chunk_ends) :] = query_starts[len(chunk_ends)]
         n = shape.num_tokens
@@ -166,5 +187,5 @@ class StepBuilder:
             _filled(lengths, shape.num_rows, 0).astype(np.int32),
             drawn.rows,
             drawn.edits,
-            np.take(self._slots.tables[:, :width], slots, axis=0),
+            np.take(self._slots.tables[:, :width], table_slots, axis=0),
         )

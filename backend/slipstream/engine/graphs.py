@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from slipstream.engine.arrays import Shape
+from slipstream.engine.arrays import Layout, Shape
 
 _MAX_ROWS = 512
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
@@ -44,15 +44,16 @@ class Buckets:
 
     Args:
         max_num_seqs, max_num_batched_tokens: of a step.
-        all_chunks: decodes are chunks of one token in every step.
+        layout: of all steps.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_num_batched_tokens: int, all_chunks: bool = False
+        self, max_num_seqs: int, max_num_batched_tokens: int, layout: Layout | None = None
     ) -> None:
-        self._rows = row_buckets(max_num_seqs)
-        self._tokens = token_buckets(max_num_batched_tokens)
-        self._all_chunks = all_chunks
+        self._layout = layout = layout or Layout()
+        self._rows = sorted({layout.up(rows) for rows in row_buckets(max_num_seqs)})
+        tokens = token_buckets(max_num_batched_tokens)
+        self._tokens = sorted({layout.up(count) for count in tokens})
 
     @property
     def shapes(self) -> list[Shape]:
@@ -63,21 +64,20 @@ class Buckets:
     def find(self, shape: Shape) -> Shape | None:
         """The smallest that holds a step; None: it has no graph."""
         if shape.max_queries <= 1 and shape.num_samples == shape.num_tokens:
-            if shape.num_rows > self._rows[-1]:
+            if shape.num_tokens > self._rows[-1]:
                 return None
-            return self._of_rows(self._rows[bisect.bisect_left(self._rows, shape.num_rows)])
+            return self._of_rows(self._rows[bisect.bisect_left(self._rows, shape.num_tokens)])
         if shape.num_rows > MAX_CHUNK_ROWS or shape.num_tokens > self._tokens[-1]:
             return None
         return self._of_tokens(self._tokens[bisect.bisect_left(self._tokens, shape.num_tokens)])
 
     def _of_rows(self, rows: int) -> Shape:
-        if self._all_chunks:
-            return Shape(rows, rows, 0, rows, 1)
-        return Shape(rows, rows, rows, rows, 0)
+        if self._layout.has_decodes:
+            return Shape(rows, rows, rows, rows, 0)
+        return Shape(rows, rows, 0, rows, 1)
 
-    @staticmethod
-    def _of_tokens(tokens: int) -> Shape:
-        return Shape(tokens, MAX_CHUNK_ROWS, 0, MAX_CHUNK_ROWS, tokens)
+    def _of_tokens(self, tokens: int) -> Shape:
+        return Shape(tokens, MAX_CHUNK_ROWS, 0, self._layout.up(MAX_CHUNK_ROWS), tokens)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.arrays import Shape, Slots, StepArrays, StepBuilder, histories, shape_of
+from slipstream.engine.arrays import Layout, Shape, Slots, StepArrays, StepBuilder, histories
 from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.graphs import MAX_CHUNK_ROWS, Buckets, Graphs
 from slipstream.engine.laps import Laps
@@ -17,6 +17,7 @@ from slipstream.engine.staging import Staging, num_bytes
 from slipstream.kernels import jit
 from slipstream.kernels.stage import begin_step
 from slipstream.layers.attention import AttentionInputs
+from slipstream.layers.sliced import ROWS
 from slipstream.models.registry import build
 from slipstream.models.weights import FileSource, RandomSource, Weights
 from slipstream.sampling.sampler import (
@@ -35,7 +36,15 @@ _EDIT_BYTES = 1 << 20  # of a step with a graph
 def _load(plan: Plan) -> Weights:
     is_random = plan.config.load_format == "random"
     source = RandomSource(plan.device) if is_random else FileSource(plan.checkpoint, plan.device)
-    return Weights(source, plan.device, plan.dtype, plan.config.quantization)
+    config = plan.config
+    return Weights(source, plan.device, plan.dtype, config.quantization, config.deterministic)
+
+
+def _layout(plan: Plan) -> Layout:
+    """Of all steps. torch's attention on the CPU, too, sums in an order that hangs on the chunk."""
+    if not plan.config.deterministic:
+        return Layout()
+    return Layout(multiple=ROWS, has_decodes=False, has_chunks=plan.device.type == "cuda")
 
 
 class _OnHost:
@@ -84,7 +93,8 @@ class ModelRunner:
         self._model = build(plan.model, _load(plan), plan.max_model_len)
         laps.lap("weights")
         self._make_buffers(plan)
-        buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens)
+        layout = self._builder.layout
+        buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, layout)
         self._graphs = None
         self.num_blocks = num_blocks(plan, self._measure(plan, buckets, laps))
         self._caches = self._make_caches(plan, self.num_blocks)
@@ -100,10 +110,11 @@ class ModelRunner:
         if plan.device.type == "cpu":
             return available_on_host()
         self._caches = self._make_caches(plan, 1)
-        size = min(plan.max_num_seqs, plan.max_num_batched_tokens)
-        alone = Shape(size, size, size, size, 0)
-        chunk = plan.max_num_batched_tokens - size + 1
-        mixed = Shape(size - 1 + chunk, size, size - 1, size, chunk)
+        layout, budget = self._builder.layout, plan.max_num_batched_tokens
+        size = min(plan.max_num_seqs, budget)
+        count, num_decodes = layout.up(size), size if layout.has_decodes else 0
+        alone = Shape(count, size, num_decodes, count, int(num_decodes == 0))
+        mixed = Shape(layout.up(budget), size, max(0, num_decodes - 1), count, budget - size + 1)
         with jit.compile_ahead():
             for shape in [*buckets.shapes, alone, mixed]:
                 self._prepare(shape)()
@@ -126,15 +137,17 @@ class ModelRunner:
     def _make_buffers(self, plan: Plan) -> None:
         """What a step reads and writes besides weights and cache, for the largest step there is."""
         device = plan.device
-        num_rows = max(plan.max_num_seqs, MAX_CHUNK_ROWS)
+        layout = _layout(plan)
+        num_rows = layout.up(max(plan.max_num_seqs, MAX_CHUNK_ROWS))
+        num_tokens = layout.up(max(plan.max_num_batched_tokens, num_rows))
         max_blocks = -(-plan.max_model_len // plan.block_size)
-        self._builder = StepBuilder(Slots(plan.max_num_seqs, max_blocks), plan.block_size)
-        self._tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
+        self._builder = StepBuilder(Slots(plan.max_num_seqs, max_blocks), plan.block_size, layout)
+        num_tables = num_rows if layout.has_chunks else num_tokens
+        self._tables = torch.zeros((num_tables, max_blocks), dtype=torch.int32, device=device)
         self._counts = make_counts(plan.max_num_seqs, self.vocab_size, device)
         self._half = num_rows
         self._first_result = 0  # of the next step
         self._results = Results(2 * num_rows, device)
-        num_tokens = max(plan.max_num_batched_tokens, num_rows)
         largest = Shape(num_tokens, num_rows, 0, num_rows, num_tokens)
         arrays = self._builder.build(Batch((), 0), largest, 0, 0)
         size = num_bytes(arrays) + self._tables.nbytes + _EDIT_BYTES
@@ -171,18 +184,19 @@ class ModelRunner:
 
         Eagerly, in the shape in which `run` would compute it.
         """
-        exact = shape_of(batch)
+        exact = self._builder.layout.shape_of(batch)
         found = None if self._graphs is None else self._graphs.find(exact)
         shape = exact if found is None else found[0]
         arrays = self._builder.build(batch, shape, 0, 0)
         tensors, staged = self._stage(arrays)
-        return self._forward(shape, tensors, staged)[: exact.num_samples].float()
+        num_samples = sum([row.samples for row in batch.rows])
+        return self._forward(shape, tensors, staged)[:num_samples].float()
 
     # --- a step --------------------------------------------------------------------------------
 
     def _run(self, batch: Batch, first: int, before: int) -> None:
         """Put a step into the stream; results from `first` on, those of the last from `before`."""
-        shape = shape_of(batch)
+        shape = self._builder.layout.shape_of(batch)
         found = None if self._graphs is None else self._graphs.find(shape)
         if found is not None:
             shape = found[0]

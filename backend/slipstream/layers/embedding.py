@@ -7,6 +7,7 @@ from torch.nn import functional
 from slipstream.errors import CheckpointError
 from slipstream.kernels.linear import norm_linear
 from slipstream.layers.norm import Norm
+from slipstream.layers.sliced import in_slices
 from slipstream.layers.source import WeightSource
 
 
@@ -26,6 +27,7 @@ class Head:
 
     def __init__(self, w: WeightSource, embedding: Embedding, is_tied: bool) -> None:
         vocab_size, hidden_size = embedding.weight.shape
+        self._is_sliced = w.deterministic
         self.weight = embedding.weight
         if not is_tied or w.has("weight"):
             self.weight = w.tensor("weight", vocab_size, hidden_size)
@@ -40,4 +42,8 @@ class Head:
 
     def of_norm(self, norm: Norm, x: Tensor) -> Tensor:
         """Of `norm(x)`, `[n, hidden] -> [n, vocab]`."""
-        return norm_linear(x, norm.weight, self.weight, norm.eps)
+
+        def product(rows: Tensor) -> Tensor:
+            return norm_linear(rows, norm.weight, self.weight, norm.eps)
+
+        return in_slices(product, x) if self._is_sliced else product(x)

@@ -10,6 +10,7 @@ from slipstream.layers.linear import Linear
 from slipstream.layers.norm import Norm
 from slipstream.layers.quantized import QuantizedLinear
 from slipstream.layers.residual import Residual
+from slipstream.layers.sliced import Sliced
 from slipstream.layers.source import WeightSource
 
 
@@ -38,4 +39,5 @@ def project(
 ) -> Projection:
     """From `inputs` numbers to `outputs[i]` of `names[i]`, all packed into one matrix."""
     kind = QuantizedLinear if w.quantization == "fp8" else Linear
-    return kind(w, names, outputs, inputs, bias)
+    projection = kind(w, names, outputs, inputs, bias)
+    return Sliced(projection) if w.deterministic else projection

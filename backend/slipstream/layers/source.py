@@ -18,6 +18,10 @@ class WeightSource(Protocol):
     def quantization(self) -> str:
         """How the matrices of the blocks are to be kept: none or fp8."""
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a row's products may not depend on the rows beside it."""
+
     def at(self, prefix: str) -> "WeightSource":
         """The view below `prefix.`."""
 

@@ -177,12 +177,14 @@ class Weights:
         device: torch.device,
         dtype: torch.dtype,
         quantization: str = "none",
+        deterministic: bool = False,
         prefix: str = "",
     ) -> None:
         self._source = source
         self._device = device
         self._dtype = dtype
         self._quantization = quantization
+        self._deterministic = deterministic
         self._prefix = prefix
 
     @property
@@ -195,10 +197,16 @@ class Weights:
         """How the matrices of the blocks are to be kept: none or fp8."""
         return self._quantization
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a row's products may not depend on the rows beside it."""
+        return self._deterministic
+
     def at(self, prefix: str) -> "Weights":
         """The view below `prefix.`."""
         prefix = f"{self._prefix}{prefix}."
-        return Weights(self._source, self._device, self._dtype, self._quantization, prefix)
+        settings = (self._device, self._dtype, self._quantization, self._deterministic)
+        return Weights(self._source, *settings, prefix)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
