@@ -14,6 +14,7 @@ from slipstream.kernels import (
     rope,
     sample,
     sample_before,
+    skinny,
     stage,
 )
 from slipstream.kernels.jit import Variant
@@ -30,6 +31,7 @@ MODULES = (
     rope,
     sample,
     sample_before,
+    skinny,
     stage,
 )
 VARIANTS = [v for module in MODULES for v in module.variants()]
@@ -54,6 +56,7 @@ ENTRIES = {
     "rope.cu": {"rope_and_cache"},
     "sample.cu": {"sample"},
     "sample_before.cu": {"sample", "edit_logits"},
+    "skinny.cu": {"skinny"},
     "stage.cu": {"begin_step"},
 }
 REPORT = re.compile(

@@ -1,5 +1,6 @@
 """Products with what stands around them, on a GPU: against fp64, poisoned, repeated bitwise."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from kernels.checking import Judge, poison, same_bits, short
 from slipstream.kernels.gemv import FP8, MAX_ROWS, gemv, takes
 from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
+from slipstream.kernels.skinny import skinny
 from torch.nn import functional
 
 pytestmark = [
@@ -43,6 +45,7 @@ class Case:
     scales: torch.Tensor | None = None
     gated: bool = False
     residual: torch.Tensor | None = None
+    kernel: Callable[..., torch.Tensor] = gemv
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
         x, weight = self.x.to(dtype), self.weight.to(dtype)
@@ -61,8 +64,10 @@ class Case:
         residual = None if self.residual is None else spread(self.residual)
         outputs = len(self.weight) // (2 if self.gated else 1)
         poison((len(self.x), outputs), dtype=self.x.dtype)
-        around = {"norm": self.norm, "bias": self.bias, "scales": self.scales}
-        out = gemv(self.x, self.weight, eps=EPS, gated=self.gated, residual=residual, **around)
+        around = {"bias": self.bias, "gated": self.gated, "residual": residual}
+        if self.kernel is gemv:
+            around |= {"norm": self.norm, "eps": EPS, "scales": self.scales}
+        out = self.kernel(self.x, self.weight, **around)
         if residual is not None:
             assert out is residual
             assert bool(residual._base.view(len(out), -1)[:, :8].isnan().all())
@@ -110,6 +115,26 @@ def test_few_rows(dtype: torch.dtype, fp8: bool) -> None:
     shapes = SHAPES if dtype == torch.bfloat16 else [(130, 1000), (4096, 4096), (130, 14336)]
     taken = [check(judge, rows, shape, dtype, fp8) for shape in shapes for rows in ROWS]
     assert sum(n > 0 for n in taken) > len(taken) // 2
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_skinny(dtype: torch.dtype) -> None:
+    """Few rows on tensor cores, by clusters and without."""
+    judge = Judge(f"skinny {short(dtype)}")
+    shapes = [(1, 256), (7, 4096), (130, 264), (130, 1000), (4096, 520), (4096, 4096)]
+    shapes += [(6144, 4096), (28672, 4096), (4096, 14336), (1000, 28672), (70000, 512)]
+    for shape in shapes if dtype == torch.bfloat16 else shapes[3:6]:
+        for rows in (1, 3, 5, 8, 9, 16, 17, 32, 33, 64):
+            if rows < 5 and shape[0] > 4096:
+                continue
+            for what, case in cases(rows, *shape, dtype, fp8=False).items():
+                if case.norm is not None:
+                    continue
+                case.kernel = skinny
+                name = f"{rows} x {shape} {what}"
+                judge.close(name, case.run(), case.expected(torch.float64), case.expected(dtype))
+                judge.repeats(name, case.run)
     judge.verdict()
 
 

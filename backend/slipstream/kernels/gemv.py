@@ -98,7 +98,8 @@ def tiling(num_rows: int, width: int, row_bytes: int, gated: bool) -> Tiling | N
 
 
 @functools.cache
-def _has_bulk_copies(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has the instructions of sm_90a."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
@@ -112,7 +113,7 @@ def takes(x: Tensor, weight: Tensor, norm: Tensor | None = None, gated: bool = F
         return False
     is_aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight, norm) if t is not None)
     has_rows = x.stride(1) == 1 and (num_rows == 1 or x.stride(0) % PIECE == 0)
-    if not (is_aligned and has_rows and weight.is_contiguous() and _has_bulk_copies(x.device)):
+    if not (is_aligned and has_rows and weight.is_contiguous() and is_hopper(x.device)):
         return False
     tiles = tiling(num_rows, width, row_bytes, gated)
     return tiles is not None and (norm is None or not tiles.is_packed)
@@ -185,7 +186,7 @@ def launch(
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     jit.require(out.stride(1) == 1, "gemv: elements of a row of the residual must be contiguous")
     pointers = (0 if t is None else t for t in (norm, bias, scales))
-    num_ctas = min(tiles.ctas * _num_multiprocessors(x.get_device()), num_outputs)
+    num_ctas = min(tiles.ctas * num_multiprocessors(x.get_device()), num_outputs)
     share = tiles.slot_rows // streams
     jit.launch(
         _variant(x.dtype, weight.dtype == FP8, tiles),
@@ -216,5 +217,6 @@ def launch(
 
 
 @functools.cache
-def _num_multiprocessors(device: int) -> int:
+def num_multiprocessors(device: int) -> int:
+    """Of the device of this index."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -285,5 +285,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
   __syncwarp();
   meet();
   if (threadIdx.x < THREADS) finish(task, shared.partial());
+  __syncwarp();
   if (CLUSTER > 1) meet();  // nobody leaves while others read its sums
 }

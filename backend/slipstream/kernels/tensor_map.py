@@ -11,18 +11,23 @@ from slipstream.kernels import jit
 COLUMN_BYTES = 128  # of a box's row: as wide as the swizzle
 
 
-def boxes(x: Tensor, num_rows: int, num_columns: int, box_rows: int) -> jit.TensorMap:
-    """The map of contiguous, 16-bit `x` as `[num_rows, num_columns]`, by boxes of `box_rows` rows.
+def boxes(
+    x: Tensor, num_rows: int, num_columns: int, box_rows: int, row_stride: int = 0
+) -> jit.TensorMap:
+    """The map of 16-bit `x` as `[num_rows, num_columns]`, by boxes of `box_rows` rows.
+
+    Rows are contiguous, and so are their elements, unless `row_stride` (in elements) is given.
 
     A box is 128 bytes wide and arrives in shared memory with SWIZZLE_128B (wgmma.cuh says how that
     lies). `KernelError` where the driver refuses.
     """
-    return _encode(x.data_ptr(), x.dtype, num_rows, num_columns, box_rows)
+    stride = (row_stride or num_columns) * x.itemsize
+    return _encode(x.data_ptr(), x.dtype, num_rows, num_columns, stride, box_rows)
 
 
 @functools.lru_cache(maxsize=4096)
 def _encode(
-    address: int, dtype: torch.dtype, num_rows: int, num_columns: int, box_rows: int
+    address: int, dtype: torch.dtype, num_rows: int, num_columns: int, stride: int, box_rows: int
 ) -> jit.TensorMap:
     from cuda.bindings import driver
 
@@ -35,7 +40,7 @@ def _encode(
         2,
         address,
         [driver.cuuint64_t(size) for size in (num_columns, num_rows)],
-        [driver.cuuint64_t(num_columns * dtype.itemsize)],
+        [driver.cuuint64_t(stride)],
         [driver.cuuint32_t(size) for size in (COLUMN_BYTES // dtype.itemsize, box_rows)],
         [driver.cuuint32_t(1), driver.cuuint32_t(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
