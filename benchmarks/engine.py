@@ -100,16 +100,19 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none", choices=("none", "fp8"))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     started = time.perf_counter()
-    engine = build(args.shape, args.dtype, args.max_num_batched_tokens)
+    options = {"quantization": args.quantization}
+    engine = build(args.shape, args.dtype, args.max_num_batched_tokens, **options)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     head = {
         "engine": "slipstream",
         "shape": args.shape,
+        "quantization": args.quantization,
         "device": device,
         "torch": torch.__version__,
     }
