@@ -52,16 +52,12 @@ DEVICE void prefetch_map(const TensorMap* map) {
 // Orders a thread's own writes to shared memory before later reads and writes by copies and wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A position in a ring of STAGES slots, and the parity of the round.
+// A position in a ring of STAGES slots, and the parity of its round.
 template <int STAGES>
 struct Ring {
-  int slot = 0;
-  u32 parity = 0;
+  u32 count = 0;
 
-  DEVICE void advance() {
-    if (++slot == STAGES) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
+  DEVICE int slot() const { return count % STAGES; }
+  DEVICE u32 parity() const { return count / STAGES % 2; }
+  DEVICE void advance() { ++count; }
 };

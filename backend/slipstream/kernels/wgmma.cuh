@@ -51,14 +51,6 @@ DEVICE void pin(float (&sums)[N]) {
 
 // Overloads by element type (the last argument) and by the number of sums.
 #define PRODUCTS(ELEMENT_TYPE, TYPE)                                                              \
-  /* sums (+)= A B^T, both in shared memory, both by rows */                                      \
-  DEVICE void multiply(float (&sums)[64], u64 a, u64 b, bool add, ELEMENT_TYPE) {                 \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                     \
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NAMES_64       \
-                 "}, %64, %65, p, 1, 1, 0, 0;\n}"                                                 \
-                 : SUMS_64                                                                        \
-                 : "l"(a), "l"(b), "r"(int(add)));                                                \
-  }                                                                                               \
   /* sums (+)= A B^T, A in registers, B by rows */                                                \
   DEVICE void multiply(float (&sums)[64], const u32 (&a)[4], u64 b, bool add, ELEMENT_TYPE) {     \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                     \

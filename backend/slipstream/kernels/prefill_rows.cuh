@@ -1,0 +1,180 @@
+// 64 query rows of a warpgroup against tiles of tokens in shared memory, on Hopper's tensor cores, with the online
+// softmax of FlashAttention-2 (Dao, 2023). Fragments are those of wgmma.cuh.
+// -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128)
+#pragma once
+#include "prefill_items.cuh"
+#include "wgmma.cuh"
+
+constexpr int ROWS = 64;                 // query rows
+constexpr int COLUMNS = HEAD_SIZE / 64;  // of 128 bytes, as swizzled operands have
+constexpr int QUERY_COLUMN = ROWS * 128, QUERY_BYTES = COLUMNS * QUERY_COLUMN;
+constexpr int TILE_COLUMN = TILE * 128, TILE_BYTES = COLUMNS * TILE_COLUMN;
+constexpr u32 NOWHERE = ~0u;  // instead of a place in q or in the output, in 16-byte chunks
+
+// 64 rows of a warpgroup: unnormalised sums, and what the online softmax keeps; rows g and g + 8 of a lane.
+class GroupRows {
+  static constexpr int STEPS = TILE / 16;
+  const int lane = threadIdx.x % 32;
+  u32 query[HEAD_SIZE / 16][4];
+  float scores[TILE / 2];
+  float output[HEAD_SIZE / 2];
+  u32 probabilities[STEPS][4];
+  float maximum[2], factor[2];
+
+ public:
+  float total[2];  // this lane's share of the sum of exponentials
+
+  DEVICE GroupRows() {
+#pragma unroll
+    for (int i = 0; i < TILE / 2; ++i) scores[i] = 0.0f;
+    clear_output();
+    restart();
+  }
+
+  // Forgets what was attended to, but for the output.
+  DEVICE void restart() {
+    maximum[0] = maximum[1] = -INFINITE;
+    total[0] = total[1] = 0.0f;
+  }
+  DEVICE void clear_output() {
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 2; ++i) output[i] = 0.0f;
+  }
+
+  // From shared memory, where they lie as tiles do.
+  DEVICE void load_queries(u32 queries) {
+    const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < HEAD_SIZE / 16; ++step) {
+      const int chunk = step * 2 + lane / 16;
+      u32(&to)[4] = query[step];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                   : "r"(queries + chunk / 8 * QUERY_COLUMN + row * 128 + (chunk ^ row) % 8 * 16)
+                   : "memory");
+    }
+  }
+
+  // Starts scores = Q K^T.
+  DEVICE void start_scores(u32 keys) {
+    const u64 b = rows_descriptor(keys);
+    pin(scores);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < HEAD_SIZE / 16; ++step)
+      multiply(scores, query[step], advance(b, step / 4 * TILE_COLUMN + step % 4 * 32), step > 0, T{});
+    products_commit();
+  }
+
+  // Starts output += P V.
+  DEVICE void start_output(u32 values) {
+    const u64 b = columns_descriptor(values, TILE_COLUMN);
+    pin(output);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+      multiply_add(output, probabilities[step], advance(b, step * 2048), T{});
+    products_commit();
+  }
+
+  template <int PENDING>
+  DEVICE void wait_scores() {
+    products_wait<PENDING>();
+    pin(scores);
+  }
+  DEVICE void wait_output() {
+    products_wait<0>();
+    pin(output);
+  }
+
+  // Row h of this lane does not see tokens of the tile past last[h].
+  DEVICE void hide(const int (&last)[2]) {
+#pragma unroll
+    for (int i = 0; i < TILE / 2; ++i)
+      if (i / 4 * 8 + i % 2 > last[i / 2 % 2] - lane % 4 * 2) scores[i] = -INFINITE;
+  }
+
+  // Scores become exponentials; `factor` is what earlier sums count now.
+  DEVICE void exponentiate(float scale) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float highest[2] = {maximum[half], -INFINITE};
+#pragma unroll
+      for (int i = 0; i < TILE / 8; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) highest[j] = fmaxf(highest[j], scores[i * 4 + half * 2 + j]);
+      float now = fmaxf(highest[0], highest[1]);
+      now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 1));
+      now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 2));
+      factor[half] = exp2_fast((maximum[half] - now) * scale);
+      maximum[half] = now;
+      const float base = now * scale;
+      float sums[2] = {total[half] * factor[half], 0.0f};
+#pragma unroll
+      for (int i = 0; i < TILE / 8; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& score = scores[i * 4 + half * 2 + j];
+          score = exp2_fast(fmaf(score, scale, -base));
+          sums[j] += score;
+        }
+      total[half] = sums[0] + sums[1];
+    }
+    // Never so, but a branch: without it the wait for the product that runs meanwhile is moved above all this.
+    if (total[0] + total[1] < 0.0f) __nanosleep(1);
+  }
+
+  // Exponentials become the next product's operand.
+  DEVICE void pack() {
+#pragma unroll
+    for (int i = 0; i < TILE / 4; ++i)
+      probabilities[i / 4][i % 4] = pack_two(scores[2 * i], scores[2 * i + 1], T{});
+  }
+
+  DEVICE void rescale() {
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 2; ++i) output[i] *= factor[i / 2 % 2];
+  }
+
+  // Writes row h of this lane, over its sum of exponentials, to place[h].
+  DEVICE void store_rows(T* out, const u32 (&place)[2], const float (&totals)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = totals[half];
+      sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+      sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+      const float share = 1.0f / sum;
+#pragma unroll
+      for (int i = 0; i < HEAD_SIZE / 8; i += 4) {
+        Pack<u32, 4> words;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* pair = output + (i + j) * 4 + half * 2;
+          words.at[j] = pack_two(pair[0] * share, pair[1] * share, T{});
+        }
+        transpose(words.at);
+        if (place[half] != NOWHERE)
+          store<4>(reinterpret_cast<u32*>(out + i64(place[half] + i + lane % 4) * 8), words);
+      }
+    }
+  }
+
+ private:
+  // word j of lane t and word t of lane j change places, in every four lanes: 8 columns in one lane.
+  DEVICE void transpose(u32 (&words)[4]) const {
+#pragma unroll
+    for (int mask = 1; mask <= 2; mask *= 2) {
+      const bool high = lane & mask;
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        const int low = mask == 1 ? pair * 2 : pair;
+        const u32 mine = high ? words[low] : words[low + mask];
+        const u32 other = __shfl_xor_sync(ALL_LANES, mine, mask);
+        if (high)
+          words[low] = other;
+        else
+          words[low + mask] = other;
+      }
+    }
+  }
+};
