@@ -22,49 +22,40 @@ DEVICE float uniform(u32 bits) { return (float(bits >> 9) + 0.5f) * 0x1p-23f; }
 DEVICE float gumbel(u32 bits) { return -logf(-logf(uniform(bits))); }
 
 // The team's best token by score + Gumbel noise, of those that `low` and min-p keep; the likeliest is one of them.
-DEVICE u64 draw(const Row& row, Team& team, u32 low, u32 likeliest) {
+DEVICE u64 draw(const Row& row, Team& team, float low, u32 likeliest) {
   u32 words[4];
   philox(words, likeliest / 4, row.how.number, row.how.seed);
   const u32 word = likeliest % 4 < 2 ? (likeliest % 2 ? words[1] : words[0]) : (likeliest % 2 ? words[3] : words[2]);
   float bound = row.maximum + gumbel(word);
   u64 best = ranked(bound, likeliest);
   // A bound on chances, larger than all rounding of scores; where scores are too coarse for it, there is none.
-  const float slack = fabsf(row.maximum) < 0x1p16f ? 1.01f : INFINITE;
-  const float floor = fmaxf(row.floor_of(low), row.floor_of(to_key(bound - MAX_GUMBEL)));
+  const float slack = fabsf(row.maximum) < 0x1p14f ? 0.02f : INFINITE;
+  const float floor = fmaxf(row.floor_of(low), row.floor_of(bound - MAX_GUMBEL));
   row.visit(floor, [&](int id, const float(&logits)[GROUP]) {
-    float scaled[GROUP];
-    bool keep[GROUP], any = false;
-#pragma unroll
-    for (int i = 0; i < GROUP; ++i) {
-      scaled[i] = row.scaled(logits[i]);
-      keep[i] = scaled[i] + MAX_GUMBEL >= bound && to_key(scaled[i]) >= low &&
-                (row.how.min_p <= 0.0f || row.likelihood(scaled[i]) >= row.how.min_p);
-      any |= keep[i];
-    }
-    if (!any) return;
     philox(words, u32(id) / GROUP, row.how.number, row.how.seed);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
+      const float scaled = row.scaled(logits[i]);
       // gumbel(u) < -log(1 - u): whoever has no chance by this bound is spared two logarithms.
-      const float chance = slack * exp2_fast((scaled[i] - bound) * LOG2_E);
-      if (!keep[i] || 1.0f - uniform(words[i]) > chance) continue;
-      best = max(best, ranked(scaled[i] + gumbel(words[i]), id + i));
+      const float one_to_two = __uint_as_float(0x3f800000u | words[i] >> 9);
+      const float chance = exp2_fast(scaled * LOG2_E + (slack - bound * LOG2_E));
+      if (!(2.0f - one_to_two - 0x1p-24f <= chance) || !(scaled >= low)) continue;
+      if (row.how.min_p > 0.0f && row.likelihood(scaled) < row.how.min_p) continue;
+      best = max(best, ranked(scaled + gumbel(words[i]), id + i));
       bound = from_key(u32(best >> 32));
     }
   });
   return team.highest(best);
 }
 
-// What a thread sees of the row at first: the highest logit, and the sum of exp(logit - highest).
+// What a thread sees of the row at first: the highest logit, and the sum of exp(logit - highest), which is NaN if a
+// logit is NaN or +inf.
 struct Peak {
   float highest = -INFINITE, sum = 0.0f;
   int id = 0;
-  bool is_broken = false;
 
   DEVICE void see(int first, const float (&logits)[GROUP]) {
     const float top = highest_of(logits);
-#pragma unroll
-    for (int i = 0; i < GROUP; ++i) is_broken |= !(logits[i] < INFINITE);
     if (top > highest) {
       sum *= exp2_fast((highest - top) * LOG2_E);
       highest = top;
@@ -72,10 +63,11 @@ struct Peak {
       for (int i = GROUP - 1; i >= 0; --i)
         if (logits[i] == top) id = first + i;
     }
-    if (highest == -INFINITE) return;
+    const float base = fmaxf(highest, -3e38f);  // -inf - -inf would be NaN
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) sum += exp2_fast((logits[i] - highest) * LOG2_E);
+    for (int i = 0; i < GROUP; ++i) sum += exp2_fast((logits[i] - base) * LOG2_E);
   }
+  DEVICE u64 best() const { return sum != sum ? ~0ull : ranked(highest, id); }
 };
 
 struct Results {
@@ -103,6 +95,7 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
   if (row.how.result < 0) return;
   team_arrive();
   row.temperature = row.how.temperature;
+  row.inverse = __frcp_rn(row.temperature);
   const int part = (row.size + TEAM * GROUP - 1) / (TEAM * GROUP) * GROUP;
   row.begin = team.rank * part;
   row.end = min(row.size, row.begin + part);
@@ -114,11 +107,13 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
   row.marks = shared.marks;
   if (row.num_edits) row.mark();
 
+  if (threadIdx.x == 0) shared.floor = -INFINITE;
+
   Peak peak;
   row.visit_first([&](int id, const float(&values)[GROUP]) { peak.see(id, values); });
   team_wait();  // all members have started: their mail may come
   const u64* bests = shared.mail.boxes[team.turn];
-  u64 best = team.highest(peak.is_broken ? ~0ull : ranked(peak.highest, peak.id));
+  u64 best = team.highest(peak.best());
   const Results results = {token_ids, log_probs, is_finite};
   const Results mirrors = {token_ids_mirror, log_probs_mirror, is_finite_mirror};
   const bool is_first = team.rank == 0 && threadIdx.x == 0;
@@ -132,22 +127,22 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
   }
   row.highest = from_key(key);
   const int top_k = row.how.top_k;
-  u32 low = 0;
   const bool has_floor = top_k > 0 && top_k <= Mail::SIZE;
-  if (has_floor) low = find_floor(shared, bests, top_k);  // before the box is written again
-  const bool is_empty = peak.highest == -INFINITE;
-  const float sum = team.sum(is_empty ? 0.0f : peak.sum * exp2_fast((peak.highest - row.highest) * LOG2_E));
+  const float floor = has_floor ? find_floor(shared, bests, top_k) : -INFINITE;  // before the box is written again
+  const float rest = peak.highest == -INFINITE ? 0.0f : exp2_fast((peak.highest - row.highest) * LOG2_E);
+  const float sum = team.sum(peak.sum * rest);
   if (threadIdx.x == 0) shared.highest = row.highest, shared.sum = sum;
 
-  row.maximum = row.scaled(row.highest);
-  if (row.temperature != 0.0f && fabsf(row.maximum) < INFINITE) {  // else greedy: the limit of 1 / 0
-    if (has_floor) low = to_key(row.scaled(from_key(low)));
+  row.maximum = __fdiv_rn(row.highest, row.temperature);
+  if (row.inverse < INFINITE && fabsf(row.maximum) < INFINITE) {  // else greedy: the limit of 1 / 0
+    float low = has_floor ? __fdiv_rn(floor, row.temperature) : -INFINITE;
+    u32 number = 0;
 #pragma unroll 1
     for (int filter = 0; filter < 2; ++filter) {  // top-k, then top-p of what it keeps
       const Weight weight = {filter == 0 ? top_k : 0, row.how.top_p};
       const bool is_on = filter == 0 ? top_k > 0 && top_k < row.size : weight.top_p < 1.0f;
       const bool is_short = top_k > 0 && top_k <= (filter == 0 ? Mail::SIZE : MAX_CANDIDATES);
-      if (is_on) low = threshold(row, shared, team, weight, low, is_short);
+      if (is_on) low = threshold(row, shared, team, weight, low, is_short, number);
     }
     best = draw(row, team, low, ~u32(best));
   }

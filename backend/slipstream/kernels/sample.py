@@ -43,6 +43,8 @@ ROW_WORDS, EDIT_WORDS = ROW.itemsize // 4, EDIT.itemsize // 4
 MAX_COUNT = 0x7FFF  # of a token in an output; a bit more tells that the prompt has it
 _IN_PROMPT = -0x8000
 
+_THREADS = 512  # of a CTA, as in team.cuh
+_GROUP = 4  # tokens of an access, as in sample_row.cuh
 _MASK32 = 0xFFFFFFFF
 
 
@@ -165,8 +167,8 @@ def sample(
     id) minus `presence + frequency * count` where the output has it. With penalties the drawn token
     is counted at once; without, `counts` is neither read nor written.
 
-    Temperature 0, or so near it that logits / temperature overflow, is greedy (the lowest id of
-    equal logits). `log_probs` are of the chosen token under the softmax of the edited logits. A row
+    Temperature 0, or so near it that 1 or the logits overflow when divided by it, is greedy (the
+    lowest id of equal logits). `log_probs` are of the chosen token under the softmax of the edited logits. A row
     with a NaN or +inf, or with nothing but -inf, is not finite: its token is 0, and is not counted.
 
     Args:
@@ -180,7 +182,7 @@ def sample(
     logits = _edited(logits, row, edits, counts)
     highest = logits.amax(-1)  # NaN if any is
     finite = highest.isfinite()
-    greedy = (row.temperature == 0) | ~(highest / row.temperature).isfinite()
+    greedy = ~((1 / row.temperature).isfinite() & (highest / row.temperature).isfinite())
     scaled = logits / torch.where(greedy, 1.0, row.temperature)[:, None]
     scores = scaled
     if not bool(greedy.all()):
@@ -236,7 +238,7 @@ def variants() -> Iterator[jit.Variant]:
 
 @functools.cache
 def _team_size(device: int) -> int:
-    """CTAs for a row, TEAM in team.cuh."""
+    """CTAs for a row, as in team.cuh."""
     return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
@@ -258,11 +260,10 @@ def _sample(
     dense = (rows, edits, counts, *results, *mirrors)
     jit.require(all(t.is_contiguous() for t in dense), "sample: all but logits must be contiguous")
     jit.require(rows.data_ptr() % 16 == 0, "sample: rows must be aligned to 16 bytes")
-    group = 4  # GROUP in sample_row.cuh
     is_aligned = (
-        num_tokens % group == 0
-        and logits.stride(0) % group == 0
-        and logits.data_ptr() % (group * logits.element_size()) == 0
+        num_tokens % _GROUP == 0
+        and logits.stride(0) % _GROUP == 0
+        and logits.data_ptr() % (_GROUP * logits.element_size()) == 0
     )
     if num_rows == 0:
         return
@@ -270,7 +271,7 @@ def _sample(
         _variant(logits.dtype),
         "sample",
         (num_rows * _team_size(logits.get_device()),),
-        512,
+        _THREADS,
         *(logits, logits.stride(0), num_tokens, int(is_aligned), rows, edits, counts, *results),
         *([mirror.data_ptr() for mirror in mirrors] or (0, 0, 0)),
         overlaps=True,

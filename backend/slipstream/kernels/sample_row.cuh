@@ -54,16 +54,22 @@ struct Row {
   int num_edits;
   u32* marks;  // in shared memory
   float temperature;
+  float inverse;  // of the temperature, rounded once
   float highest;  // logit
   float maximum;  // the same, scaled
 
-  // No logit below this has a key as high as this one. NaN, below which nothing is, for what is not the key of a number.
-  DEVICE float floor_of(u32 key) const {
-    const float logit = from_key(key) * temperature;
+  // Logit / temperature, rounded as a division: the remainder of the quotient is exact, and corrects it (Markstein,
+  // 1990; but for a temperature whose bits are all ones). NaN for -inf, so that it is in no range.
+  DEVICE float scaled(float logit) const {
+    const float quotient = __fmul_rn(logit, inverse);
+    return __fmaf_rn(__fmaf_rn(-quotient, temperature, logit), inverse, quotient);
+  }
+  // No logit below this becomes so much or more.
+  DEVICE float floor_of(float scaled) const {
+    const float logit = scaled * temperature;
     return logit - 1e-6f * fabsf(logit) - 1e-36f;
   }
   DEVICE bool is_edited() const { return counts || num_edits; }
-  DEVICE float scaled(float logit) const { return __fdiv_rn(logit, temperature); }
   DEVICE float likelihood(float scaled) const { return expf(scaled - maximum); }  // over the likeliest's
 
   // Every rounding is the reference's.
@@ -149,13 +155,13 @@ struct Row {
   // The same, for the first time that the logits are read: from far away, so several loads are under way.
   template <class Visit>
   DEVICE void visit_first(const Visit& f) const {
-    if (is_edited()) return visit(-INFINITE, f);
+    if (is_edited() || !is_aligned) return visit(-INFINITE, f);
     constexpr int STEP = THREADS * GROUP;
     for (int first = begin + GROUP * threadIdx.x; first < end; first += BATCH * STEP) {
       Pack<T, GROUP> packs[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i)
-        if (first + i * STEP < end) packs[i] = group(first + i * STEP);
+        if (first + i * STEP < end) packs[i] = load<GROUP>(logits + first + i * STEP);
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         if (first + i * STEP >= end) break;

@@ -19,7 +19,8 @@ struct Shared {
   float candidates[2][MAX_CANDIDATES];  // this CTA's, scaled; taking turns as the boxes do
   u32 marks[MARKS / 4];
   u64 before, limit;                    // of the search: what weighs more than its range, and what is looked for
-  u32 found, floor, num_candidates;
+  u32 found, num_candidates;
+  float floor;
   float highest, sum;  // logit; of exp(logit - highest)
 };
 
@@ -43,30 +44,30 @@ struct Weight {
   }
 };
 
-// Tokens with keys low .. high, of one bin of the first histogram if `bin` is set.
+// Tokens with scaled logits low .. high, of one bin of the first histogram if `bin` is set.
 struct Range {
-  u32 low, high;
+  float low, high;
   int bin = -1;
   int reach;  // the last bin of the first histogram, for all that is less likely than the others
 
   DEVICE int coarse(const Row& row, float scaled) const {
     return min(reach, int(fminf((row.maximum - scaled) * BINS_PER_UNIT, 1e6f)));
   }
-  DEVICE bool has(const Row& row, float scaled, u32 key) const {
-    return key >= low && key <= high && (bin < 0 || coarse(row, scaled) == bin);
+  DEVICE bool has(const Row& row, float scaled) const {
+    return scaled >= low && scaled <= high && (bin < 0 || coarse(row, scaled) == bin);
   }
-  DEVICE int shift() const { return max(0, 22 - __clz(high - low)); }  // so that key bins are enough
+  DEVICE int shift() const { return max(0, 22 - __clz(to_key(high) - to_key(low))); }  // so that key bins are enough
 
-  // Go on in one bin. The keys of a coarse one are bounded with half a bin to spare for rounding.
+  // Go on in one bin. A coarse one is bounded with half a bin to spare for rounding.
   DEVICE void narrow(const Row& row, u32 found) {
     if (bin < 0) {
       bin = found;
-      high = min(high, to_key(row.maximum - (bin - 0.5f) / BINS_PER_UNIT));
-      if (bin < reach) low = max(low, to_key(row.maximum - (bin + 1.5f) / BINS_PER_UNIT));
+      high = fminf(high, row.maximum - (bin - 0.5f) / BINS_PER_UNIT);
+      if (bin < reach) low = fmaxf(low, row.maximum - (bin + 1.5f) / BINS_PER_UNIT);
     } else {
-      const u32 width = 1u << shift();
-      high -= found * width;
-      if (high - low >= width) low = high - (width - 1);
+      const u32 width = 1u << shift(), top = to_key(high) - found * width;
+      if (top - to_key(low) >= width) low = from_key(top - (width - 1));
+      high = from_key(top);
     }
   }
 };
@@ -85,9 +86,10 @@ DEVICE void histogram(const Row& row, Shared& shared, int rank, const Weight& we
   __syncthreads();
   const bool is_coarse = range.bin < 0;
   const int last = is_coarse ? range.reach : NUM_BINS - 1, shift = range.shift();
+  const u32 top = to_key(range.high);
   // Most tokens are far below all bins but the last: their mass, less than 1 - top_p of all, may be summed in fp32.
-  const bool has_far = is_coarse && weight.top_k == 0 && range.low == 0 && fabsf(row.maximum) < 0x1p16f;
-  const float far = row.floor_of(to_key(row.maximum - (last + 1) / BINS_PER_UNIT));
+  const bool has_far = is_coarse && weight.top_k == 0 && range.low == -INFINITE && fabsf(row.maximum) < 0x1p16f;
+  const float far = row.floor_of(row.maximum - (last + 1) / BINS_PER_UNIT);
   const float rate = LOG2_E / row.temperature;
   float far_mass = 0.0f;
   u64 rest = 0;  // in the last bin
@@ -100,9 +102,8 @@ DEVICE void histogram(const Row& row, Shared& shared, int rank, const Weight& we
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
       const float scaled = row.scaled(logits[i]);
-      const u32 key = to_key(scaled);
-      if (!range.has(row, scaled, key)) continue;
-      const int bin = is_coarse ? range.coarse(row, scaled) : int((range.high - key) >> shift);
+      if (!range.has(row, scaled)) continue;
+      const int bin = is_coarse ? range.coarse(row, scaled) : int((top - to_key(scaled)) >> shift);
       const u64 w = weight(row, scaled);
       if (bin < last)
         add(&shared.bins[bin], w);
@@ -132,7 +133,8 @@ DEVICE u32 find(Shared& shared, const Weight& weight) {
   constexpr int SHARE = NUM_BINS / THREADS;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const u64* bins = &shared.totals[SHARE * threadIdx.x];
-  u64 limit = shared.limit, above = shared.before, sum = 0;
+  const u64 before = shared.before;
+  u64 limit = shared.limit, above = before, sum = 0;
 #pragma unroll
   for (int i = 0; i < SHARE; ++i) sum += bins[i];
   u64 upto = sum;  // by this lane, of this warp's
@@ -150,6 +152,7 @@ DEVICE u32 find(Shared& shared, const Weight& weight) {
     total += shared.warp_totals[i];
   }
   if (limit == 0) limit = weight.limit(total);
+  limit = min(limit, before + total);  // where fewer are finite than top-k wants
 #pragma unroll
   for (int i = 0; i < SHARE; ++i) {
     if (above < limit && limit <= above + bins[i]) {  // one thread's, once
@@ -172,7 +175,7 @@ DEVICE bool gather(const Row& row, Shared& shared, Team& team, const Weight& wei
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
       const float scaled = row.scaled(logits[i]);
-      if (!range.has(row, scaled, to_key(scaled))) continue;
+      if (!range.has(row, scaled)) continue;
       // The order of arrival varies; what is made of the candidates does not depend on it.
       const u32 place = atomicAdd(&shared.num_candidates, 1);
       if (place < MAX_CANDIDATES) candidates[place] = scaled;
@@ -195,8 +198,8 @@ DEVICE bool gather(const Row& row, Shared& shared, Team& team, const Weight& wei
   return true;
 }
 
-// The lowest key of the candidates above which less than the limit weighs.
-DEVICE u32 choose(Shared& shared, const Weight& weight, u32 number) {
+// The lowest of the candidates above which less than the limit weighs.
+DEVICE float choose(Shared& shared, const Weight& weight, u32 number) {
   if (threadIdx.x == 0) shared.found = ~0u;
   __syncthreads();
   if (threadIdx.x < number) {
@@ -211,36 +214,47 @@ DEVICE u32 choose(Shared& shared, const Weight& weight, u32 number) {
     if (above < (shared.limit ? shared.limit : weight.limit(total))) atomicMin(&shared.found, key);
   }
   __syncthreads();
-  return shared.found;
+  return from_key(shared.found);
 }
 
-// The lowest key, `low` at least, of a token such that those above it weigh less than the limit. `is_short` if not
-// many tokens are expected above `low`.
-DEVICE u32 threshold(const Row& row, Shared& shared, Team& team, const Weight& weight, u32 low, bool is_short) {
-  Range range = {low, to_key(row.maximum), -1, weight.reach(row)};
+// The lowest scaled logit, `low` at least, such that the tokens above it weigh less than the limit. `is_short` if not
+// many tokens are expected from `low` on. `number` is how many candidates are there already, with all tokens from
+// `low` on among them, or 0; the same afterwards.
+DEVICE float threshold(const Row& row, Shared& shared, Team& team, const Weight& weight, float low, bool is_short,
+                       u32& number) {
   if (threadIdx.x == 0) shared.before = shared.limit = 0;
-  for (;; is_short = true) {
-    u32 number;
-    if (is_short && gather(row, shared, team, weight, range, number))
-      return choose(shared, weight, number);
+  if (number) {
+    if (threadIdx.x < number) {
+      const float scaled = from_key(shared.keys[threadIdx.x]);
+      shared.weights[threadIdx.x] = scaled >= low ? weight(row, scaled) : 0;
+    }
+    __syncthreads();
+    return choose(shared, weight, number);
+  }
+  Range range = {low, row.maximum, -1, weight.reach(row)};
+  for (bool is_first = true;; is_first = false) {
+    if ((is_short || !is_first) && gather(row, shared, team, weight, range, number)) {
+      const float chosen = choose(shared, weight, number);
+      if (!is_first) number = 0;
+      return chosen;
+    }
+    number = 0;
     if (range.low == range.high) return range.low;
     histogram(row, shared, team.rank, weight, range);
     range.narrow(row, find(shared, weight));
   }
 }
 
-// A logit that at least `number` tokens have or exceed: that of the number-th best of the warps' best tokens.
-DEVICE u32 find_floor(Shared& shared, const u64* bests, u32 number) {
+// A logit that at least `number` tokens have or exceed: that of the number-th best of the warps' best tokens. They
+// differ from each other, but for warps that have no token at all.
+DEVICE float find_floor(Shared& shared, const u64* bests, u32 number) {
   if (threadIdx.x < Mail::SIZE) {
     const u64 best = bests[threadIdx.x];
-    u32 above = 0, same = 0;
-    for (int i = 0; i < Mail::SIZE; ++i) {
-      above += bests[i] > best;
-      same += bests[i] == best;
-    }
-    if (above < number && number <= above + same) shared.floor = u32(best >> 32);
+    u32 above = 0;
+#pragma unroll 8
+    for (int i = 0; i < Mail::SIZE; ++i) above += bests[i] > best;
+    if (above == number - 1) shared.floor = from_key(u32(best >> 32));
   }
   __syncthreads();
   return shared.floor;
 }
-
