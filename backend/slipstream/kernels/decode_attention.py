@@ -31,7 +31,7 @@ from slipstream.kernels.pages import (
 _COLUMNS, _TILE = 8, 32
 # Tiles: what a CTA gets at least; how long its run may be, or how much longer than others, for the
 # sake of whole sequences.
-_MIN_RUN, _WHOLE_RUN, _WHOLE_MORE = 4, 12, 4
+_MIN_RUN, _WHOLE_RUN, _WHOLE_MORE = 4, 16, 8
 _PLAN_CTAS, _PLAN_THREADS = 16, 512
 _MOST_SEQUENCES = 16384
 _MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
@@ -41,7 +41,8 @@ _MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
 def plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
     """How the tiles of sequences of these lengths are shared out, for all layers of a step.
 
-    `cache` is that of any layer. What `decode_attention` of the same lengths takes; i32, opaque.
+    `cache` is that of any layer. What `decode_attention` of the same lengths takes, one call after
+    the other; i32, opaque.
     """
     return torch.empty(0, dtype=torch.int32, device=lengths.device)
 
@@ -79,6 +80,11 @@ def decode_attention(
 # ---- by plan ----
 
 
+def _part_words(head_size: int) -> int:
+    """Of `Part` in decode_columns.cuh."""
+    return _COLUMNS * (head_size + 4 + 2)
+
+
 class _Shape(NamedTuple):
     """Of a CTA of decode_attention.cu."""
 
@@ -86,11 +92,10 @@ class _Shape(NamedTuple):
     slots: int  # of a warp's ring, each of a tile's K or V
 
     def shared_memory(self, head_size: int) -> int:
-        """Bytes: rings, a part for each warp, two entries for each warp, flags."""
+        """Bytes: for each warp a ring, a part and two entries."""
         chunks = head_size // 8
         row = 16 * (chunks if chunks & (chunks - 1) == 0 else chunks + 1)
-        part = 4 * _COLUMNS * (head_size + 4 + 2)
-        return self.warps * (self.slots * _TILE * row + part + 2 * 16) + 16
+        return self.warps * (self.slots * _TILE * row + 4 * _part_words(head_size) + 2 * 16)
 
 
 _SHAPES = (_Shape(8, 3), _Shape(8, 2), _Shape(4, 2))  # the first that fits is best
@@ -121,10 +126,11 @@ def _device(index: int, head_size: int) -> tuple[int, _Shape]:
     return torch.cuda.get_device_properties(index).multi_processor_count, shape
 
 
-def _plan_size(num_sequences: int, num_ctas: int, num_warps: int) -> int:
+def _plan_size(num_sequences: int, num_ctas: int, num_warps: int, head_size: int) -> int:
     """Of `Plan` in decode_plan.cuh, as int32."""
-    arrivals = -(-num_ctas // 4) * 4
-    return arrivals + num_ctas * (8 + 8 * num_warps) + 2 * (num_sequences + 2)
+    first_ctas, starts = -(-num_ctas // 4) * 4, num_ctas * num_warps * 8
+    sequences = (num_sequences + 3) // 2 * 4
+    return first_ctas + starts + sequences + num_ctas * _part_words(head_size)
 
 
 @plan_decode.cuda
@@ -138,7 +144,7 @@ def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
         num_sequences <= _MOST_SEQUENCES, f"plan_decode: more than {_MOST_SEQUENCES} sequences"
     )
     num_ctas, shape = _device(lengths.get_device(), head_size)
-    size = _plan_size(num_sequences, num_ctas, shape.warps)
+    size = _plan_size(num_sequences, num_ctas, shape.warps, head_size)
     plan = torch.empty(size, dtype=torch.int32, device=lengths.device)
     parts = -(-(num_q_heads // num_kv_heads) // _COLUMNS)
     jit.launch(
@@ -152,6 +158,7 @@ def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
         num_kv_heads * parts,
         num_ctas,
         shape.warps,
+        _part_words(head_size),
         _MIN_RUN,
         _WHOLE_RUN,
         _WHOLE_MORE,
@@ -197,10 +204,8 @@ def _launch_by_plan(
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     num_ctas, shape = _device(q.get_device(), head_size)
-    size = _plan_size(num_sequences, num_ctas, shape.warps)
+    size = _plan_size(num_sequences, num_ctas, shape.warps, head_size)
     jit.require(len(plan) == size, "decode_attention: the plan is of other sequences")
-    part = _COLUMNS * (head_size + 4 + 2)
-    parts = torch.empty(num_ctas * 2 * part, dtype=torch.float32, device=q.device)
     jit.launch(
         _variant(q.dtype, head_size, shape),
         "decode_attention",
@@ -214,7 +219,6 @@ def _launch_by_plan(
         lengths,
         plan,
         out,
-        parts,
         scale * math.log2(math.e),
         num_sequences,
         num_kv_heads,
