@@ -54,7 +54,11 @@ class Schedule {
     }
   };
 
-  DEVICE Chunk chunk(int sequence) const {
+  Chunk first;  // of this lane's first sequence
+
+  // Of this lane's sequence of the 32 from `window` on.
+  DEVICE Chunk chunk(int window) const { return window == 0 ? first : read(window + lane); }
+  DEVICE Chunk read(int sequence) const {
     if (sequence >= a.num_sequences) return {0, 0, 0, 0};
     const int start = a.query_starts[sequence], length = a.lengths[sequence];
     const int num_queries = length > 0 ? a.query_starts[sequence + 1] - start : 0;
@@ -64,7 +68,7 @@ class Schedule {
   DEVICE int count(int tiles) const {
     int sum = 0;
     for (int window = 0; window < a.num_sequences; window += 32)
-      sum += __reduce_add_sync(ALL_LANES, chunk(window + lane).row_tiles_of(tiles, a.group_size));
+      sum += __reduce_add_sync(ALL_LANES, chunk(window).row_tiles_of(tiles, a.group_size));
     return sum;
   }
 
@@ -80,7 +84,7 @@ class Schedule {
     }
     int before = count(tiles + 1);
     for (int window = 0;; window += 32) {  // ends: count(tiles) > number
-      const Chunk own = chunk(window + lane);
+      const Chunk own = chunk(window);
       const int longer = own.row_tiles_of(tiles + 1, a.group_size);
       const int mine = own.row_tiles_of(tiles, a.group_size) - longer;
       int end = mine;
@@ -105,10 +109,10 @@ class Schedule {
   }
 
  public:
-  DEVICE explicit Schedule(const Arguments& arguments) : a(arguments) {
+  DEVICE explicit Schedule(const Arguments& arguments) : a(arguments), first(read(lane)) {
     i64 tokens = 0;
     for (int window = 0; window < a.num_sequences; window += 32) {
-      const Chunk own = chunk(window + lane);
+      const Chunk own = chunk(window);
       const bool real = own.num_rows > 0;
       row_tiles += __reduce_add_sync(ALL_LANES, own.row_tiles());
       longest = max(longest, __reduce_max_sync(ALL_LANES, real ? (own.length + TILE - 1) / TILE : 0));
