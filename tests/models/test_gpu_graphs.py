@@ -24,6 +24,7 @@ from slipstream.engine.edits import EDIT
 from slipstream.engine.graphs import MAX_CHUNK_ROWS
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
+from slipstream.wire import FinishReason
 from slipstream_contract.sampling import SamplingParams
 
 pytestmark = [
@@ -311,10 +312,13 @@ def test_a_step_in_flight_changes_no_token(checkpoints: dict[str, Path]) -> None
     runner.max_in_flight = 2
     again = drive(runner)
     for key, answer in one.answers.items():
-        assert two.answers[key].token_ids == answer.token_ids, key
-        assert two.answers[key].reason == answer.reason
-        assert two.answers[key].log_probs == pytest.approx(answer.log_probs, abs=1e-3)
-        assert again.answers[key].token_ids == answer.token_ids
+        other = two.answers[key]
+        assert other.reason == again.answers[key].reason == answer.reason
+        assert again.answers[key] == other, "the same calls, the same bits"
+        if answer.reason is FinishReason.CANCELLED:
+            continue  # a step earlier or later
+        assert other.token_ids == answer.token_ids, key
+        assert other.log_probs == pytest.approx(answer.log_probs, abs=1e-3)
 
 
 def test_a_steady_state_asks_the_device_for_no_memory(checkpoints: dict[str, Path]) -> None:
