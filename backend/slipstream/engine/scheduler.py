@@ -125,9 +125,8 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step's work; None if there is nothing to compute before a commit."""
         num_preemptions = self.num_preemptions
-        size = self._block_size
         running = self._running.values()
-        for sequence in [s for s in running if s.num_tokens > len(s.block_ids) * size]:
+        for sequence in [s for s in running if s.num_tokens > s.capacity]:
             self._grow(sequence)
         decodes: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
@@ -138,7 +137,7 @@ class Scheduler:
                 prefills.append(sequence)
             elif (
                 num_tokens < sequence.num_final  # else its last token is in flight
-                and num_tokens <= len(sequence.block_ids) * size  # else it waits for a fence
+                and num_tokens <= sequence.capacity  # else it waits for a fence
                 and not (sequence.num_pending and sequence.needs_every_token)
             ):
                 decodes.append(sequence)
@@ -335,6 +334,7 @@ class Scheduler:
             if victim is sequence:
                 return
         sequence.block_ids += self.blocks.allocate(1)
+        sequence.capacity += self._block_size
         sequence.num_allocated_blocks += 1
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -350,7 +350,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         self.blocks.free(sequence.block_ids)
         sequence.block_ids = []  # a new list: rows in flight keep the old one
-        sequence.num_computed = sequence.num_scheduled = 0
+        sequence.capacity = sequence.num_computed = sequence.num_scheduled = 0
 
     def _wake_siblings(self, first: Sequence) -> None:
         """Queue those who waited for this one, ahead of later requests."""
@@ -384,7 +384,7 @@ class Scheduler:
         owners: dict[int, int] = {}
         for sequence in running:
             assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens
-            assert sequence.num_scheduled <= len(sequence.block_ids) * size
+            assert sequence.num_scheduled <= sequence.capacity == len(sequence.block_ids) * size
             for block in sequence.block_ids[sequence.num_computed // size :]:
                 assert owners.setdefault(block, sequence.id) == sequence.id, "two writers"
         for sequence in running:

@@ -48,7 +48,7 @@ class Sequence:
 
     token_ids  prompt, then output:  [ computed | in flight | not yet ]  + `num_pending` unknown
                                  num_computed ^           ^ num_scheduled             num_tokens ^
-    block_ids  room for `len(block_ids) * block_size` positions; empty unless running
+    block_ids  room for `capacity` positions; empty unless running
 
     A token is pending while the step that samples it is in flight: its place counts in
     `num_tokens` and `num_scheduled`, its id is not in `token_ids` yet.
@@ -56,6 +56,7 @@ class Sequence:
 
     __slots__ = (
         "block_ids",
+        "capacity",
         "edits",
         "ending",
         "first_scheduled_ns",
@@ -115,6 +116,7 @@ class Sequence:
         self.num_in_flight = 0  # its rows in steps that are scheduled and not committed
         self.sample = 0  # which sample of the last step it was in
         self.block_ids: list[int] = []
+        self.capacity = 0
         self.slot = -1
         self.is_new = True  # nothing scheduled since it was admitted
         self.needs_history = False  # nothing sampled since then, and what it sampled counts
@@ -149,6 +151,7 @@ class Sequence:
         """It runs from now on, in these blocks, of which the shared ones are computed."""
         self.status = Status.RUNNING
         self.block_ids = shared + own
+        self.capacity = len(self.block_ids) * block_size
         self.num_computed = self.num_scheduled = len(shared) * block_size
         self.num_shared_blocks += len(shared)
         self.num_allocated_blocks += len(own)
@@ -157,16 +160,24 @@ class Sequence:
 
     def append(self, token_id: int, log_prob: float, now_ns: int) -> Ending | None:
         """Take one sampled token; how the sequence ends with it, if it does."""
-        num_outputs = len(self.token_ids) - self.num_prompt
         if not self.first_token_ns:
             self.first_token_ns = now_ns
         self.last_token_ns = now_ns
-        if self.stop.is_end(token_id, num_outputs):
+        token_ids, stop = self.token_ids, self.stop
+        num_outputs = len(token_ids) - self.num_prompt
+        # Nearly always: nothing that `check` looks for can be there.
+        if stop.is_trivial and token_id not in stop.watched and len(token_ids) + 1 < self.num_final:
+            token_ids.append(token_id)
+            stop.num_kept = num_outputs + 1
+            if self.sampling.log_probs:
+                self.log_probs.append(log_prob)
+            return None
+        if stop.is_end(token_id, num_outputs):
             return Ending(FinishReason.END)
-        self.token_ids.append(token_id)
+        token_ids.append(token_id)
         if self.sampling.log_probs:
             self.log_probs.append(log_prob)
-        return self.stop.check(token_id, num_outputs + 1)
+        return stop.check(token_id, num_outputs + 1)
 
     def finish(self, ending: Ending) -> None:
         """Close the books. Unless a stop word cut them, all tokens held back may leave."""

@@ -106,7 +106,9 @@ class StopChecker:
         "_vocab",
         "_words",
         "drop_bytes",
+        "is_trivial",
         "num_kept",
+        "watched",
     )
 
     def __init__(self, sampling: SamplingParams, vocab: RawBytes | None, max_outputs: int) -> None:
@@ -118,6 +120,10 @@ class StopChecker:
         self._include_stop = sampling.include_stop
         self._vocab = vocab
         self._stop_words = sampling.stop_words
+        self.watched = self._end_ids | self._stop_ids
+        self.is_trivial = (
+            not sampling.stop_words
+        )  # only watched tokens, or their number, can end it
         self._words: StopWords | None = None  # built when there is a first token to match
         self._state = 0
         self._held: deque[int] = deque()  # sizes in bytes of the tokens after the first `num_kept`
