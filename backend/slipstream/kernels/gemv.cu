@@ -306,10 +306,25 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, CTAS)
   __shared__ u64 barriers[2 * MAX_SLOTS];
   __shared__ float sums[THREADS * WARPS], squares[ROWS * WARPS];
   const int cta = blockIdx.x, begin = cta * int(quotient) + min(cta, int(remainder));
-  const Task task{x,          x_stride,           weight,        norm,        bias,      scales,
-                  out,        out_stride,         int(num_rows), int(num_outputs), int(width), int(streams),
-                  int(share), int(batch),         adds != 0,     eps,         inverse_width,
-                  begin,      begin + int(quotient) + (cta < remainder)};
+  const Task task{x,
+                  x_stride,
+                  weight,
+                  norm,
+                  bias,
+                  scales,
+                  out,
+                  out_stride,
+                  int(num_rows),
+                  int(num_outputs),
+                  int(width),
+                  int(streams),
+                  int(share),
+                  int(batch),
+                  adds != 0,
+                  eps,
+                  inverse_width,
+                  begin,
+                  begin + int(quotient) + (cta < remainder)};
   CopyRing ring(slots, barriers, task.slot_rows() * task.row_bytes(), int(num_slots));
   const bool copies = threadIdx.x == THREADS;
   if (copies) {
