@@ -243,6 +243,12 @@ def test_steps_without_a_graph_run_eagerly(checkpoints: dict[str, Path]) -> None
     replayed = runner.run(batch)
     del graphs._graphs[Shape(MAX_ROWS, MAX_ROWS, MAX_ROWS, MAX_ROWS, 0)]
     assert runner.run(batch).token_ids == replayed.token_ids
+    batch = Batch(batch.rows[:5], 5)
+    replayed = runner.run(batch)
+    home = runner._staging.home
+    runner._staging.home = home[:100]  # too small for what it is asked to hold
+    assert runner.run(batch).token_ids == replayed.token_ids
+    runner._staging.home = home
     assert graphs.find(Shape(513, 1, 0, 1, 513)) is None
     assert graphs.find(Shape(100, MAX_CHUNK_ROWS + 1, 0, 3, 90)) is None
 

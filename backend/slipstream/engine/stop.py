@@ -121,9 +121,7 @@ class StopChecker:
         self._vocab = vocab
         self._stop_words = sampling.stop_words
         self.watched = self._end_ids | self._stop_ids
-        self.is_trivial = (
-            not sampling.stop_words
-        )  # only watched tokens, or their number, can end it
+        self.is_trivial = not sampling.stop_words  # else more than watched tokens can end it
         self._words: StopWords | None = None  # built when there is a first token to match
         self._state = 0
         self._held: deque[int] = deque()  # sizes in bytes of the tokens after the first `num_kept`
