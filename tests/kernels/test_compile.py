@@ -13,7 +13,6 @@ from slipstream.kernels import (
     prefill_attention,
     rope,
     sample,
-    sample_before,
     skinny,
     stage,
 )
@@ -30,7 +29,6 @@ MODULES = (
     prefill_attention,
     rope,
     sample,
-    sample_before,
     skinny,
     stage,
 )
@@ -55,7 +53,6 @@ ENTRIES = {
     "prefill_wgmma.cu": {"prefill_wgmma"},
     "rope.cu": {"rope_and_cache"},
     "sample.cu": {"sample"},
-    "sample_before.cu": {"sample", "edit_logits"},
     "skinny.cu": {"skinny"},
     "stage.cu": {"begin_step"},
 }

@@ -168,8 +168,9 @@ def sample(
     is counted at once; without, `counts` is neither read nor written.
 
     Temperature 0, or so near it that 1 or the logits overflow when divided by it, is greedy (the
-    lowest id of equal logits). `log_probs` are of the chosen token under the softmax of the edited logits. A row
-    with a NaN or +inf, or with nothing but -inf, is not finite: its token is 0, and is not counted.
+    lowest id of equal logits). `log_probs` are of the chosen token under the softmax of the edited
+    logits. A row with a NaN or +inf, or with nothing but -inf, is not finite: its token is 0, and
+    is not counted.
 
     Args:
         logits: `[n, v]` fp32, fp16 or bf16.
