@@ -59,9 +59,7 @@ struct Peak {
     if (top > highest) {
       sum *= exp2_fast((highest - top) * LOG2_E);
       highest = top;
-#pragma unroll
-      for (int i = GROUP - 1; i >= 0; --i)
-        if (logits[i] == top) id = first + i;
+      id = first + (logits[0] == top ? 0 : logits[1] == top ? 1 : logits[2] == top ? 2 : 3);
     }
     const float base = fmaxf(highest, -3e38f);  // -inf - -inf would be NaN
 #pragma unroll
@@ -102,10 +100,10 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
   row.is_aligned = is_aligned;
   const bool has_penalties = row.how.repetition != 1.0f || row.how.presence != 0.0f || row.how.frequency != 0.0f;
   row.counts = has_penalties ? counts + row.how.slot * num_tokens : nullptr;
-  row.edits = edits + row.how.first_edit;
-  row.num_edits = row.how.end_edit - row.how.first_edit;
+  row.edits = edits;
+  row.has_edits = row.how.first_edit < row.how.end_edit;
   row.marks = shared.marks;
-  if (row.num_edits) row.mark();
+  if (row.has_edits) row.mark();
 
   if (threadIdx.x == 0) shared.floor = -INFINITE;
 

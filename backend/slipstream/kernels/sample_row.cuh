@@ -50,8 +50,8 @@ struct Row {
   int size, begin, end;
   bool is_aligned;    // a group is one access
   const u16* counts;  // null without penalties
-  const Edit* edits;
-  int num_edits;
+  const Edit* edits;  // of all rows
+  bool has_edits;
   u32* marks;  // in shared memory
   float temperature;
   float inverse;  // of the temperature, rounded once
@@ -69,7 +69,7 @@ struct Row {
     const float logit = scaled * temperature;
     return logit - 1e-6f * fabsf(logit) - 1e-36f;
   }
-  DEVICE bool is_edited() const { return counts || num_edits; }
+  DEVICE bool is_edited() const { return counts || has_edits; }
   DEVICE float likelihood(float scaled) const { return expf(scaled - maximum); }  // over the likeliest's
 
   // Every rounding is the reference's.
@@ -83,7 +83,7 @@ struct Row {
   }
   // The first edit of a token id of at least this.
   DEVICE int find_edit(int id) const {
-    int low = 0, high = num_edits;
+    int low = how.first_edit, high = how.end_edit;
     while (low < high) {
       const int middle = (low + high) / 2;
       if (edits[middle].token_id < id)
@@ -97,7 +97,7 @@ struct Row {
     const float raw = to_float(logits[id]);
     if (!is_edited()) return raw;
     const int edit = find_edit(id);
-    const bool has_edit = edit < num_edits && edits[edit].token_id == id;
+    const bool has_edit = edit < how.end_edit && edits[edit].token_id == id;
     return edited(raw, counts ? counts[id] : 0, has_edit ? edits[edit].addend : 0.0f);
   }
 
@@ -105,33 +105,34 @@ struct Row {
   DEVICE void mark() const {
     for (int i = threadIdx.x; i < MARKS / 4; i += THREADS) marks[i] = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < num_edits; i += THREADS) {
-      const int id = edits[i].token_id - begin;
-      if (id >= 0 && id < end - begin) atomicOr(&marks[id / 32 % (MARKS / 4)], 1u << id % 32);
+    for (int i = how.first_edit + threadIdx.x; i < how.end_edit; i += THREADS) {
+      const int id = edits[i].token_id;
+      if (id >= begin && id < end) atomicOr(&marks[id / 32 % (MARKS / 4)], 1u << id % 32);
     }
     __syncthreads();
   }
 
-  DEVICE Pack<T, GROUP> group(int id) const {
-    if (is_aligned) return load<GROUP>(logits + id);
-    Pack<T, GROUP> pack;
+  // GROUP elements of a row from token `id` on, `beyond` past its end.
+  template <class Element>
+  DEVICE Pack<Element, GROUP> group(const Element* elements, int id, Element beyond) const {
+    if (is_aligned) return load<GROUP>(elements + id);
+    Pack<Element, GROUP> pack;
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) pack.at[i] = id + i < size ? logits[id + i] : from_float<T>(-INFINITE);
+    for (int i = 0; i < GROUP; ++i) pack.at[i] = id + i < size ? elements[id + i] : beyond;
     return pack;
   }
-  DEVICE void edit(float (&values)[GROUP], int id) const {
-    Pack<u16, GROUP> states = {};
-    if (counts && is_aligned) states = load<GROUP>(counts + id);
-    if (counts && !is_aligned) {
-#pragma unroll
-      for (int i = 0; i < GROUP; ++i) states.at[i] = id + i < size ? counts[id + i] : u16(0);
-    }
-    const int place = (id - begin) / GROUP % (2 * MARKS);
-    const bool is_marked = num_edits && (marks[place / 8] >> place % 8 * 4 & 0xf) != 0;
-    int next = is_marked ? find_edit(id) : num_edits;
+  DEVICE Pack<T, GROUP> raw(int id) const { return group(logits, id, from_float<T>(-INFINITE)); }
+  DEVICE Pack<u16, GROUP> states(int id) const { return counts ? group(counts, id, u16(0)) : Pack<u16, GROUP>{}; }
+
+  DEVICE void edit(float (&values)[GROUP], const Pack<u16, GROUP>& states, int id) const {
+    const int place = id / GROUP % (2 * MARKS);
+    const bool is_marked = has_edits && (marks[place / 8] >> place % 8 * 4 & 0xf) != 0;
+    if (!is_marked && !(states.at[0] | states.at[1] | states.at[2] | states.at[3])) return;
+    const int last = how.end_edit;
+    int next = is_marked ? find_edit(id) : last;
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
-      const bool has_edit = next < num_edits && edits[next].token_id == id + i;
+      const bool has_edit = next < last && edits[next].token_id == id + i;
       values[i] = edited(values[i], states.at[i], has_edit ? edits[next++].addend : 0.0f);
     }
   }
@@ -142,13 +143,13 @@ struct Row {
     constexpr int STEP = THREADS * GROUP;
     int id = begin + GROUP * threadIdx.x;
     Pack<T, GROUP> next = {};
-    if (id < end) next = group(id);
+    if (id < end) next = raw(id);
 #pragma unroll 1
     for (; id < end; id += STEP) {
       float values[GROUP];
       to_floats(values, next);
-      if (id + STEP < end) next = group(id + STEP);
-      if (is_edited()) edit(values, id);
+      if (id + STEP < end) next = raw(id + STEP);
+      if (is_edited()) edit(values, states(id), id);
       if (!(highest_of(values) < floor)) f(id, values);
     }
   }
