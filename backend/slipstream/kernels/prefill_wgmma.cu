@@ -129,33 +129,36 @@ DEVICE void fetch_tiles(const Arguments& a, const Shared& shared, const TensorMa
 
 // One warp: the query rows of both groups, zeros where there are none.
 DEVICE void fetch_queries(const Arguments& a, const Shared& shared) {
-  constexpr int CHUNKS = COLUMNS * 8;  // of 16 bytes, in a row
+  constexpr int CHUNKS = COLUMNS * 8;    // of 16 bytes, in a row
+  constexpr int PERIOD = CHUNKS / 4;     // copies of the warp that make 8 rows, after which the swizzle repeats
   const int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+  u32 swizzled[PERIOD];
+#pragma unroll
+  for (int i = 0; i < PERIOD; ++i) {
+    const int row = i * (32 / CHUNKS) + lane / CHUNKS;
+    swizzled[i] = chunk / 8 * QUERY_COLUMN + row * 128 + (chunk ^ row) % 8 * 16;
+  }
   Items items(shared);
   while (const Item* next = items.next()) {
     const Item item = *next;
-    for (int group = 0; group < GROUPS; ++group) {
-      barrier_wait(shared.queries_free(group), items.number() % 2 ^ 1);
-      const u32 column = shared.queries(group) + chunk / 8 * QUERY_COLUMN;
-      for (int first = 0; first < ROWS; first += 32) {
-        const int own = item.first_row + group * ROWS + first + lane, query = own / a.group_size;
-        const i64 head = item.kv_head * a.group_size + own - query * a.group_size;
-        const i64 offset = (item.start + query) * a.q_stride + head * HEAD_SIZE;
-        const u32 mine = own < item.num_rows ? u32(offset / 8) : NOWHERE;
-#pragma unroll 4
-        for (int i = 0; i < CHUNKS; ++i) {  // 32 / CHUNKS rows at once
-          const int row = i * (32 / CHUNKS) + lane / CHUNKS;
-          const u32 place = __shfl_sync(ALL_LANES, mine, row);
-          const bool real = place != NOWHERE;
-          const T* source = a.q + i64(real ? place + chunk : 0) * 8;
-          const u32 target = column + (first + row) * 128 + (chunk ^ row) % 8 * 16;
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-                       "r"(real ? 16 : 0)
-                       : "memory");
-        }
+    for (int part = 0; part < ITEM_ROWS; part += 32) {
+      const int group = part / ROWS;
+      const int own = item.first_row + part + lane, query = own / a.group_size;
+      const i64 head = item.kv_head * a.group_size + own - query * a.group_size;
+      const i64 offset = (item.start + query) * a.q_stride + head * HEAD_SIZE;
+      const u32 mine = own < item.num_rows ? u32(offset / 8) : NOWHERE;
+      const u32 target = shared.queries(group) + part % ROWS * 128;
+      if (part % ROWS == 0) barrier_wait(shared.queries_free(group), items.number() % 2 ^ 1);
+#pragma unroll
+      for (int i = 0; i < CHUNKS; ++i) {
+        const u32 place = __shfl_sync(ALL_LANES, mine, i * (32 / CHUNKS) + lane / CHUNKS);
+        const T* source = a.q + i64(place == NOWHERE ? 0 : place + chunk) * 8;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target + swizzled[i % PERIOD] +
+                                                                           i / PERIOD * 1024),
+                     "l"(source), "r"(place == NOWHERE ? 0 : 16)
+                     : "memory");
       }
-      asm volatile("cp.async.wait_all;" ::: "memory");
-      barrier_arrive(shared.queries_full(group));
+      if (part % ROWS == ROWS - 32) barrier_arrive_copied(shared.queries_full(group));
     }
   }
 }
