@@ -91,12 +91,10 @@ def single() -> list[Result]:
     return results
 
 
-def captured(product: Product, weights: list[torch.Tensor], n: int) -> torch.cuda.CUDAGraph:
-    """One step's products; inputs are drawn, so that they cost the power of real ones."""
-    inputs = {
-        (weight.shape[1], weight.dtype): rows(n, weight.shape[1]).to(weight.dtype)
-        for weight in weights
-    }
+def captured(
+    product: Product, weights: list[torch.Tensor], inputs: dict[object, torch.Tensor]
+) -> torch.cuda.CUDAGraph:
+    """One step's products; `inputs`, by width and type, must outlive the graph."""
 
     def step() -> None:
         for weight in weights:
@@ -132,10 +130,13 @@ def chain(dtype: torch.dtype = DTYPE, wanted: Sequence[int] = ROWS) -> list[Resu
     limits = LIMITS.get(torch.cuda.get_device_name())
     results = []
     for n in wanted:
-        graphs = {"torch": captured(by_torch, weights, n)}
+        # Drawn, so that they cost the power of real ones.
+        kinds = {(weight.shape[1], weight.dtype) for weight in weights}
+        inputs = {kind: rows(n, kind[0]).to(kind[1]) for kind in kinds}
+        graphs = {"torch": captured(by_torch, weights, inputs)}
         with untuned():
-            graphs["default"] = captured(cublaslt.matmul, weights, n)
-        graphs["tuned"] = captured(cublaslt.matmul, weights, n)
+            graphs["default"] = captured(cublaslt.matmul, weights, inputs)
+        graphs["tuned"] = captured(cublaslt.matmul, weights, inputs)
         times: dict[str, list[float]] = {kind: [] for kind in graphs}
         while sum(times["torch"]) < SUSTAINED_S:
             for kind, graph in graphs.items():

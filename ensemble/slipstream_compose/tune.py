@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_rows,
         nargs="+",
         metavar="N",
-        help="numbers of tokens in a step (default: those of decode steps, from 8 to 512)",
+        help="numbers of tokens in a step (default: those of decode steps, and full ones)",
     )
 
 

@@ -82,7 +82,13 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_a_gpu(config: EngineConfig) -> SimpleNamespace:
         plan = resolve(msgspec.structs.replace(config, device="cpu"))
         device = torch.device("cuda", 0)
-        return SimpleNamespace(model=plan.model, config=config, dtype=torch.bfloat16, device=device)
+        return SimpleNamespace(
+            model=plan.model,
+            config=config,
+            dtype=torch.bfloat16,
+            device=device,
+            max_num_batched_tokens=4096,
+        )
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tune, "resolve", on_a_gpu)
@@ -116,11 +122,14 @@ def test_what_is_found_is_kept(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_rows_of_graphs_are_the_default(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_graphs_and_full_steps_are_the_default(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(monkeypatch, msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))) == 0
     rows = {choice.rows for choice in tuning.load(MACHINE)}
     assert rows >= {8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512}
     assert min(rows) == 8
+    assert {number for number in rows if number > 512} == {1024, 2048, 4096}
 
 
 @pytest.mark.usefixtures("gpu")

@@ -25,8 +25,8 @@ from slipstream.kernels import search, tuning
 from slipstream.kernels.cublaslt import DTYPES
 from slipstream.kernels.op import KernelError
 
-_FEWEST_ROWS = 8  # fewer have kernels of their own
-_MOST_ROWS = 512  # of a CUDA graph of decodes
+_FEWEST_ROWS = 8  # fewer have kernels of their own, or are padded
+_MOST_DECODES = 512  # of a CUDA graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,16 @@ def matrices(plan: Plan) -> list[Matrix]:
         Matrix("down", d.hidden_size, d.intermediate_size, d.num_layers, inner),
         Matrix("head", d.vocab_size, d.hidden_size, 1, dtype),
     ]
+
+
+def usual_rows(plan: Plan) -> list[int]:
+    """Those of graphs of decodes, and of steps full of prompts: the budget, its half and so on."""
+    rows = {rows for rows in row_buckets(_MOST_DECODES) if rows >= _FEWEST_ROWS}
+    budget = plan.max_num_batched_tokens
+    while budget > _MOST_DECODES:
+        rows.add(budget)
+        budget //= 2
+    return sorted(rows)
 
 
 def tune(plan: Plan, rows: list[int]) -> None:
@@ -105,17 +115,16 @@ def _line(matrix: Matrix, choice: tuning.Choice) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(prog="slipstream.engine.tune", description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows (default: of graphs)")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    usual = [rows for rows in row_buckets(_MOST_ROWS) if rows >= _FEWEST_ROWS]
     try:
         plan = resolve(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
         if plan.device.type != "cuda":
             raise ConfigError("there is no NVIDIA GPU to tune for")
         if plan.dtype not in DTYPES:
             raise ConfigError(f"products of {plan.dtype} are not tuned")
-        tune(plan, sorted(set(options.rows or usual)))
+        tune(plan, sorted(set(options.rows or usual_rows(plan))))
     except (StartError, KernelError, msgspec.DecodeError, OSError) as error:
         print(f"slipstream tune: {error}", file=sys.stderr)
         return 2

@@ -96,10 +96,10 @@ class Choices:
         self._rows = {product: sorted(blobs) for product, blobs in self._blobs.items()}
 
     def find(self, product: Product, rows: int) -> bytes | None:
-        """What was measured for so many rows or the next larger number, unless that is far off."""
+        """What was measured for so many rows, or for a few more."""
         measured = self._rows.get(product, [])
         index = bisect.bisect_left(measured, rows)
-        if index == len(measured) or measured[index] > 2 * rows:
+        if index == len(measured) or measured[index] > rows + max(16, rows // 8):
             return None
         return self._blobs[product][measured[index]]
 
