@@ -185,11 +185,11 @@ class Asker:
             answer.token_ids += tokens.token_ids
             answer.log_probs += tokens.log_probs
             answer.reason = tokens.finished and tokens.finished.reason
-        self.engine.check_integrity()
 
     def drain(self) -> None:
         while self.engine.has_work:
             self.step()
+        self.engine.check_integrity()
         assert all(answer.reason is not None for answer in self.answers.values())
 
 

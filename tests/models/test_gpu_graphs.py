@@ -41,13 +41,7 @@ STYLES = [
     SamplingParams(max_tokens=1, temperature=1.3, top_k=20, min_p=0.01),
     SamplingParams(max_tokens=1, temperature=1.0, min_p=0.5),
 ]
-CASES = [
-    ("llama", "float32"),
-    ("llama", "float16"),
-    ("llama", "bfloat16"),
-    ("qwen2", "bfloat16"),
-    ("qwen3", "bfloat16"),
-]
+CASES = [("llama", "float32"), ("qwen2", "float16"), ("llama", "bfloat16"), ("qwen3", "bfloat16")]
 
 
 @pytest.fixture(scope="module")
