@@ -12,7 +12,7 @@ from torch import Tensor
 CTA_MEMORY = 227 << 10  # of an H100 or H200
 MULTIPROCESSOR_MEMORY = 228 << 10
 RESERVED = 1 << 10  # by the driver, of each CTA
-STATIC = 9 << 10  # at most; what gemv.cu takes beside the ring
+STATIC = 8192 + 32 + 256  # what gemv.cu takes beside the ring, at least
 
 
 def rows(n: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -96,8 +96,8 @@ def test_tilings_fit(num_rows: int, pieces: int, itemsize: int, is_gated: bool) 
     assert 2 <= tiles.num_slots <= MAX_SLOTS
     used = tiles.bytes(row_bytes) + STATIC
     assert tiles.num_slots * tiles.slot_rows * row_bytes <= tiles.bytes(row_bytes)
-    assert used <= CTA_MEMORY
-    assert (tiles.ctas + 1) * (used - STATIC + RESERVED) > MULTIPROCESSOR_MEMORY
+    assert used + 96 <= CTA_MEMORY
+    assert (tiles.ctas + 1) * (used + RESERVED) > MULTIPROCESSOR_MEMORY
 
 
 def test_a_cpu_takes_the_reference() -> None:

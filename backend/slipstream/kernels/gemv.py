@@ -72,6 +72,7 @@ class Tiling:
     slot_rows: int
     num_slots: int
     ctas: int = 1  # of a multiprocessor
+    idle: int = 0  # warps that hold registers and no more
 
     @property
     def is_packed(self) -> bool:
@@ -80,7 +81,8 @@ class Tiling:
 
     def bytes(self, row_bytes: int) -> int:
         """Of dynamic shared memory; no less than keeps another CTA out."""
-        return max(self.num_slots * self.slot_rows * row_bytes, RING_BYTES[self.ctas] * 3 // 4)
+        least = 0 if self.idle else {1: 110 << 10, 2: 78 << 10}[self.ctas]
+        return max(self.num_slots * self.slot_rows * row_bytes, least)
 
 
 @functools.cache
@@ -129,6 +131,7 @@ def _variant(dtype: torch.dtype, fp8: bool, tiles: Tiling) -> jit.Variant:
         CHUNKS=tiles.chunks,
         GROUP=tiles.group,
         CTAS=tiles.ctas,
+        IDLE=tiles.idle,
     )
 
 
@@ -192,7 +195,7 @@ def launch(
         _variant(x.dtype, weight.dtype == FP8, tiles),
         "gemv",
         (num_ctas,),
-        THREADS + 32,
+        THREADS + 32 + 32 * tiles.idle,
         x,
         x.stride(0),
         weight,
