@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
 ]
 
-WIDTHS = (16, 64, 272, 1008, 4096, 8192, 8208, 14336, 16384, 16400, 28672, 32768)
-ROWS = (1, 3, 130)
+WIDTHS = (16, 272, 1008, 4096, 8208, 14336, 16384, 16400, 32768)
+ROWS = (1, 130)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -153,53 +153,31 @@ def test_products(dtype: torch.dtype) -> None:
 def test_rotation_of_a_product(head_size: int) -> None:
     """Scaled on the way is as scaled before."""
     judge = Judge("rotation")
-    for n in (1, 3, 130):
+    for n in (1, 130):
         for bias in (False, True):
             rotation = Rotation(n, head_size, "cuda", bias)
             rows, columns, b = rotation.scales
             before = fp8.scale(rotation.product, rows, columns, torch.bfloat16, b)
-            exact = scaled(torch.float64, rotation.product, rows, columns, b)
             for norms in (False, True):
                 case = f"{n} rows{' bias' if bias else ''}{' norms' if norms else ''}"
                 want = rotation(before, None, norms)
                 got = rotation(rotation.product, rotation.scales, norms)
-                truth = rotation(exact.float().bfloat16(), None, norms)
-                for name, a, b, t in zip(("q", "cache"), got, want, truth, strict=True):
-                    judge.true(f"{name} {case}: NaN", torch.equal(a.isnan(), t.isnan()))
-                    finite = ~t.isnan()
-                    a, b, t = (x[finite] for x in (a, b, t))
-                    if bias:
-                        judge.close(f"{name} {case}", a, t.double(), b)
-                    else:
-                        judge.true(f"{name} {case}", same_bits(a, b))
-                run = lambda norms=norms, r=rotation: torch.cat(  # noqa: E731
-                    [x.flatten() for x in r(r.product, r.scales, norms)]
-                )
-                judge.repeats(case, run)
+                for name, x, y in zip(("q", "cache"), got, want, strict=True):
+                    judge.true(f"{name} {case}", same_bits(x, y))
     judge.verdict()
 
 
 def test_many_rows() -> None:
-    """More rows than run at once, of the widest that a CTA holds in two accesses a thread."""
+    """More rows than run at once: two CTAs with one each share a multiprocessor."""
     judge = Judge("many rows")
-    product, rows, columns, _ = random_product(1000, 2 * 14336, torch.bfloat16, "cuda")
-    exact = silu_mul(scaled(torch.float64, product, rows, columns, None))
-    run = lambda: fp8.silu_mul_quantize(product, rows, columns)  # noqa: E731
-    check(judge, "silu_mul_quantize", exact, run)
-    judge.verdict()
-
-
-def test_matmul() -> None:
-    judge = Judge("matmul")
-    for k, m in ((16, 16), (256, 560), (560, 256), (4096, 6144), (14336, 4096)):
-        weight = fp8.quantize(random(m, k, dtype=torch.bfloat16, seed=m))
-        for n in (1, 5, 16, 17, 33, 128, 300):
-            x = fp8.quantize(random(n, k, dtype=torch.bfloat16, seed=n))
-            exact = x.values.double() @ weight.values.double().T
-            poison((n, m), dtype=torch.bfloat16)
-            run = lambda x=x, w=weight: matmul(x.values, w.values)  # noqa: E731
-            judge.close(f"{n} x {k} x {m}", run(), exact, exact.bfloat16())
-            judge.repeats(f"{n} x {k} x {m}", run)
+    for width in (8208, 14336, 14352):
+        product, rows, columns, bias = random_product(400, 2 * width, torch.float16, "cuda")
+        for b in (None, bias):
+            exact = silu_mul(scaled(torch.float64, product, rows, columns, b))
+            run = lambda p=product, r=rows, c=columns, b=b: fp8.silu_mul_quantize(  # noqa: E731
+                p, r, c, b
+            )
+            check(judge, f"silu_mul_quantize {width}", exact, run)
     judge.verdict()
 
 

@@ -7,7 +7,8 @@
 constexpr int VECTOR = 8;           // elements an access; a row is a whole number of them
 constexpr float LARGEST = 448.0f;   // of e4m3
 constexpr float SMALLEST = 1e-30f;  // the least that a row's largest counts as, so that LARGEST / it is finite
-constexpr int MAX_THREADS = PACKS > 2 ? 512 : 1024;  // so that a thread has the registers for its packs
+constexpr int MIN_CTAS = PACKS == 4 ? 2 : 1;  // of a multiprocessor: one computes while the other waits for memory
+constexpr int MAX_THREADS = PACKS == 8 ? 512 : PACKS == 4 ? 448 : 1024;  // with registers for their packs
 constexpr int ELEMENTWISE_THREADS = 256;
 constexpr float LOG2_E = 1.44269504f;
 
@@ -32,13 +33,13 @@ struct Columns {
     ::prefetch(scales + first);
     if (bias != nullptr) ::prefetch(bias + first);
   }
-  // `raw` of columns `first ...`.
+  // `raw` of columns `first ...`, rounded before anything is added, so that every kernel has the same numbers.
   DEVICE Pack<float, VECTOR> scaled(const Pack<BFloat16, VECTOR>& raw, float row_scale, i64 first) const {
     const Pack<float, 4> column_scales[] = {load<4>(scales + first), load<4>(scales + first + 4)};
     Pack<float, VECTOR> values;
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j)
-      values.at[j] = to_float(raw.at[j]) * column_scales[j / 4].at[j % 4] * row_scale;
+      values.at[j] = __fmul_rn(to_float(raw.at[j]) * column_scales[j / 4].at[j % 4], row_scale);
     if (bias != nullptr) {
       const auto addends = load<VECTOR>(bias + first);
 #pragma unroll
@@ -49,7 +50,7 @@ struct Columns {
 };
 
 // What a thread holds of its CTA's row: PACKS accesses, the CTA's threads side by side in each.
-DEVICE i64 first_of(int pack) { return (i64(pack) * blockDim.x + threadIdx.x) * VECTOR; }
+DEVICE int first_of(int pack) { return (pack * int(blockDim.x) + int(threadIdx.x)) * VECTOR; }
 
 // A thread's elements of a row: on their way all at once where there are registers for that.
 template <class Element>
@@ -118,7 +119,7 @@ struct RowPart {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
     quantize(const T* x, u8* out, float* scales, i64 width) {
   const i64 row = blockIdx.x;
   start_next();
@@ -156,7 +157,7 @@ DEVICE void norm_row(T* x, const T* weight, const BFloat16* product, const float
   RowPart part;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
-    const i64 first = first_of(pack);
+    const int first = first_of(pack);
     if (first >= width) break;
     const auto factors = load<VECTOR>(weight + first);
     auto sums = values.at(pack);
@@ -178,19 +179,19 @@ DEVICE void norm_row(T* x, const T* weight, const BFloat16* product, const float
   part.store_quantized(out + row * width, scales + row, rstd, width);
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
     norm_quantize(T* x, const T* weight, u8* out, float* scales, i64 width, float eps) {
   norm_row<false>(x, weight, nullptr, nullptr, Columns{}, out, scales, width, eps);
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
     add_norm_quantize(T* x, const T* weight, const BFloat16* product, const float* row_scales,
                       const float* column_scales, const T* bias, u8* out, float* scales, i64 width, float eps) {
   norm_row<true>(x, weight, product, row_scales, Columns{column_scales, bias}, out, scales, width, eps);
 }
 
 // silu(gate) * up of rows [gate | up] of a product; `width` is of the result.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
     silu_mul_quantize(const BFloat16* product, const float* row_scales, const float* column_scales, const T* bias,
                       u8* out, float* scales, i64 width) {
   const i64 row = blockIdx.x;
@@ -209,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
   RowPart part;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
-    const i64 first = first_of(pack);
+    const int first = first_of(pack);
     if (first >= width) break;
     const auto gates = columns.scaled(raw_gates.at(pack), row_scale, first);
     const auto ups = columns.scaled(raw_ups.at(pack), row_scale, width + first);

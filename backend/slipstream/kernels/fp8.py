@@ -26,6 +26,7 @@ _LARGEST = 448.0
 _SMALLEST = 1e-30  # what a row's largest value counts as at least: 448 / it is finite
 _VECTOR = 8  # elements of an access
 _MAX_THREADS = 1024
+_SHARING_THREADS = 448  # of a CTA that leaves half a multiprocessor to another
 _ELEMENTWISE_THREADS = 256
 _FEW_ROWS = 132  # about as many as there are multiprocessors
 
@@ -50,7 +51,9 @@ class Scales(NamedTuple):
 
 def _quantized(values: Tensor) -> Quantized:
     largest = values.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST)
-    scaled = (values * (_LARGEST / largest)).clamp(-_LARGEST, _LARGEST)
+    # A number divided by a tensor would be multiplied by reciprocals, which round differently.
+    inverse = torch.full_like(largest, _LARGEST) / largest
+    scaled = (values * inverse).clamp(-_LARGEST, _LARGEST)
     return Quantized(scaled.to(E4M3), (largest / _LARGEST).squeeze(-1))
 
 
@@ -124,7 +127,7 @@ def _variant(dtype: torch.dtype, packs: int) -> jit.Variant:
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
     for dtype in DTYPES:
-        for packs in (1, 2, 8):
+        for packs in (1, 2, 4, 8):
             yield _variant(dtype, packs)
 
 
@@ -145,10 +148,12 @@ def _empty(shape: tuple[int, ...], device: torch.device) -> Quantized:
 
 
 def _packs(accesses: int, num_rows: int) -> int:
-    """Of a thread. More threads are faster for a row, fewer with more each for many long rows."""
+    """Of a thread; with 4, two CTAs that hold a long row each fit on a multiprocessor."""
     if accesses <= _MAX_THREADS:
         return 1
-    return 2 if accesses <= 2 * _MAX_THREADS and num_rows <= _FEW_ROWS else 8
+    if num_rows > _FEW_ROWS and accesses <= 4 * _SHARING_THREADS:
+        return 4
+    return 2 if accesses <= 2 * _MAX_THREADS else 8
 
 
 def _launch_rows(

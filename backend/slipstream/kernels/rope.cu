@@ -49,7 +49,7 @@ struct Part {
     if (bias != nullptr) addends = load<VECTOR>(bias);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j)
-      chunk.at[j] = from_float<T>(to_float(chunk.at[j]) * factors.at[j] * row_scale + to_float(addends.at[j]));
+      chunk.at[j] = from_float<T>(__fmul_rn(to_float(chunk.at[j]) * factors.at[j], row_scale) + to_float(addends.at[j]));
   }
   // 1 / rms of the head; by all threads of a warp.
   DEVICE float rstd(float eps) const {
