@@ -1,9 +1,58 @@
 // Paged decode attention for 16-bit elements: every warp is a worker that streams the tiles which the plan gives it
-// (decode_plan.cuh) through a ring of its own; then results that several workers have parts of are merged.
+// (decode_plan.cuh) through a ring of its own. What several workers of a CTA have of one (sequence, head) they merge
+// in shared memory; what several CTAs have, the last of them to arrive. Every sum has one order, whoever is last.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring)
-#include "decode_merge.cuh"
+#include "decode_columns.cuh"
 
 constexpr int THREADS = 32 * WARPS;
+constexpr int AT_ONCE = 18;  // parts whose loads are in flight together: of 8 heads on 132 SMs, all
+enum { PRESENT = 1, BEGINS = 2, ENDS = 4 };
+
+static_assert(WARPS <= 16, "a lane for each entry");
+static_assert(sizeof(Part) <= RING_BYTES, "the second part of a worker lies in its ring");
+
+// What a worker left for the merge: its first (sequence, head), its last, unless it had them whole.
+struct alignas(16) Entry {
+  int row;
+  int head;
+  int flags;  // PRESENT; BEGINS, ENDS: with the first, the last tile
+};
+
+struct Shared {
+  u8 rings[WARPS][RING_BYTES];
+  Part parts[WARPS];
+  Entry entries[WARPS * 2];
+  int is_last[2];
+
+  // Of entry i; a worker's last part takes the place of its ring, which is empty by then.
+  DEVICE Part& part(int i) {
+    return i % 2 == 0 ? parts[i / 2] : *reinterpret_cast<Part*>(rings[i / 2]);
+  }
+};
+
+// The heads of the plan: each kv head `parts` times, with at most `width` of its query heads.
+struct Heads {
+  int count;
+  int parts;
+  int width;
+  int group;  // query heads of a kv head
+
+  DEVICE Heads(int num_kv_heads, int group)
+      : parts((group + COLUMNS - 1) / COLUMNS), width((group + parts - 1) / parts), group(group) {
+    count = num_kv_heads * parts;
+  }
+  DEVICE int first_query(int head) const { return head / parts * group + head % parts * width; }
+  DEVICE int num_queries(int head) const { return min(width, group - head % parts * width); }
+};
+
+struct Output {
+  T* rows;  // [row, query head, HEAD_SIZE]
+  i64 row_elements;
+
+  DEVICE T* at(const Heads& heads, int row, int head) const {
+    return rows + row * row_elements + heads.first_query(head) * HEAD_SIZE;
+  }
+};
 
 // Attend to the tiles of one worker, from the cursor on.
 DEVICE void work(const Heads& heads, const T* q, i64 q_stride, const Output& out, Shared& shared,
@@ -47,26 +96,150 @@ DEVICE void work(const Heads& heads, const T* q, i64 q_stride, const Output& out
   }
 }
 
+// Merge one column of the parts whose bits are set in `members`, in their order, into a row of `out` or of `part`.
+DEVICE void merge_column(Shared& shared, u32 members, int column, T* out, Part* part) {
+  const int lane = threadIdx.x % 32;
+  float maximum = -INFINITE, total = 0.0f;
+  for (u32 rest = members; rest; rest &= rest - 1)
+    maximum = fmaxf(maximum, shared.part(__ffs(rest) - 1).maximum[column]);
+  Pack<float, 4> sum = {};
+  const int dimension = min(lane * 4, HEAD_SIZE - 4);
+  for (u32 rest = members; rest; rest &= rest - 1) {
+    const Part& one = shared.part(__ffs(rest) - 1);
+    const float factor = exp2_fast(one.maximum[column] - maximum);
+    const auto values = load<4>(&one.output[column][dimension]);
+    total = fmaf(factor, one.total[column], total);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum.at[j] = fmaf(factor, values.at[j], sum.at[j]);
+  }
+  if (lane * 4 >= HEAD_SIZE) return;
+  if (part == nullptr) {
+    Pack<T, 4> result;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) result.at[j] = from_float<T>(sum.at[j] / total);
+    store<4>(out + column * HEAD_SIZE + dimension, result);
+    return;
+  }
+  store<4>(&part->output[column][dimension], sum);
+  if (lane == 0) {
+    part->maximum[column] = maximum;
+    part->total[column] = total;
+  }
+}
+
+// Merge what the CTA's workers have of the same (sequence, head): a warp for each column of each. What other CTAs
+// also have a part of goes to `parts`: [0] where an earlier CTA begins, [1] where this one does.
+DEVICE void merge_workers(const Heads& heads, const Output& out, Shared& shared, Part* parts) {
+  const int lane = threadIdx.x % 32;
+  Entry mine = {0, 0, 0};
+  if (lane < WARPS * 2) mine = shared.entries[lane];
+  const u32 present = __ballot_sync(ALL_LANES, mine.flags != 0);
+  const u32 before = present & ((1u << lane) - 1);
+  const int previous = before ? 31 - __clz(before) : lane;
+  const bool is_same = __shfl_sync(ALL_LANES, mine.row, previous) == mine.row &
+                       __shfl_sync(ALL_LANES, mine.head, previous) == mine.head;
+  const u32 firsts = __ballot_sync(ALL_LANES, mine.flags != 0 && !(before && is_same));
+  const int num_items = __popc(firsts) * heads.width;
+  for (int item = threadIdx.x / 32; item < num_items; item += WARPS) {
+    u32 rest = firsts;
+    for (int i = item / heads.width; i > 0; --i) rest &= rest - 1;
+    const int first = __ffs(rest) - 1;
+    const u32 later = rest & (rest - 1);
+    const u32 members = present & (ALL_LANES << first) & (later ? (later & -later) - 1 : ALL_LANES);
+    const int row = __shfl_sync(ALL_LANES, mine.row, first);
+    const int head = __shfl_sync(ALL_LANES, mine.head, first);
+    const bool begins = __shfl_sync(ALL_LANES, mine.flags, first) & BEGINS;
+    const bool ends = __shfl_sync(ALL_LANES, mine.flags, 31 - __clz(members)) & ENDS;
+    const int column = item % heads.width;
+    if (column < heads.num_queries(head))
+      merge_column(shared, members, column, out.at(heads, row, head),
+                   begins && ends ? nullptr : parts + begins);
+  }
+}
+
+// Merge the parts of all CTAs that share a (sequence, head), in their order.
+DEVICE void merge_ctas(const Heads& heads, const Output& out, const Share& share, const Part* partials) {
+  T* target = out.at(heads, share.row, share.head);
+  const int num_elements = heads.num_queries(share.head) * HEAD_SIZE;
+  for (int at = threadIdx.x * 4; at < num_elements; at += THREADS * 4) {
+    const int column = at / HEAD_SIZE, dimension = at % HEAD_SIZE;
+    float maximum = -INFINITE, total = 0.0f;
+    Pack<float, 4> sum = {};
+    for (int begin = share.first; begin <= share.last; begin += AT_ONCE) {
+      float maxima[AT_ONCE], totals[AT_ONCE];
+      Pack<float, 4> values[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int cta = min(begin + i, share.last);
+        const Part& part = partials[cta * 2 + (cta == share.first)];
+        maxima[i] = load_fresh<1>(&part.maximum[column]).at[0];
+        totals[i] = load_fresh<1>(&part.total[column]).at[0];
+        values[i] = load_fresh<4>(&part.output[column][dimension]);
+      }
+      float highest = maximum;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) highest = fmaxf(highest, maxima[i]);
+      const float factor = exp2_fast(maximum - highest);
+      maximum = highest;
+      total *= factor;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum.at[j] *= factor;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const float weight = begin + i <= share.last ? exp2_fast(maxima[i] - highest) : 0.0f;
+        total = fmaf(weight, totals[i], total);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum.at[j] = fmaf(weight, values[i].at[j], sum.at[j]);
+      }
+    }
+    Pack<T, 4> result;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) result.at[j] = from_float<T>(sum.at[j] / total);
+    store<4>(target + at, result);
+  }
+}
+
+// The CTA has written its parts: merge what it is the last to have written a part of.
+DEVICE void arrive(const Plan& plan, const Heads& heads, const Output& out, Shared& shared,
+                   const Part* partials) {
+  const Share* shares = plan.shares + blockIdx.x * 2;
+  const bool has_shares = shares[0].first < shares[0].last || shares[1].first < shares[1].last;
+  if (!has_shares) return;
+  __syncthreads();
+  if (threadIdx.x < 2) {
+    const Share share = shares[threadIdx.x];
+    const int others = share.last - share.first;
+    bool is_last = false;
+    if (others > 0) {
+      __threadfence();
+      is_last = atomicAdd(plan.arrivals + share.first, 1) == others;
+      __threadfence();
+      if (is_last) plan.arrivals[share.first] = 0;
+    }
+    shared.is_last[threadIdx.x] = is_last;
+  }
+  __syncthreads();
+  for (int i = 0; i < 2; ++i)
+    if (shared.is_last[i]) merge_ctas(heads, out, shares[i], partials);
+}
+
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
 // Grid: a CTA for each SM, of any lengths. Rows of length 0 become zeros.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_attention(const T* q, i64 q_stride, const T* memory, const int* block_tables,
-                     i64 table_stride, const int* lengths, int* plan_memory, T* rows, float scale,
-                     i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift) {
+                     i64 table_stride, const int* lengths, int* plan_memory, T* rows,
+                     Part* partials, float scale, i64 num_rows, i64 num_kv_heads, i64 group_size,
+                     i64 block_shift) {
   start_next();
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Plan plan{plan_memory, int(gridDim.x), WARPS, int(num_rows)};
+  const Plan plan{plan_memory, int(gridDim.x), WARPS};
   const Start start = plan.starts[blockIdx.x * WARPS + warp];
-  const int first_cta = plan.first_ctas[blockIdx.x];
   const int first_row = blockIdx.x + gridDim.x * warp, row_step = gridDim.x * WARPS;
-  bool has_empty = false;
-  for (int row = first_row; row < num_rows; row += row_step) has_empty |= lengths[row] == 0;
-  // Whoever has nothing to do makes room for the next kernel; one CTA keeps the order of kernels.
-  if (first_cta == NO_TILES && !has_empty && blockIdx.x > 0) return;
-
+  const bool is_empty = first_row < num_rows && lengths[first_row] == 0;
   if (lane == 0) shared.entries[warp * 2] = shared.entries[warp * 2 + 1] = {0, 0, 0};
+
   const Heads heads{int(num_kv_heads), int(group_size)};
   const Output out = {rows, num_kv_heads * group_size * HEAD_SIZE};
   const Cache cache = {memory,       block_tables,     table_stride,
@@ -77,14 +250,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_previous();
   ring.fill_up(filled);
 
-  if (has_empty)
-    for (int row = first_row; row < num_rows; row += row_step)
-      if (lengths[row] == 0)
-        for (int i = lane * 8; i < out.row_elements; i += 32 * 8)
-          store<8>(rows + row * out.row_elements + i, Pack<T, 8>{});
-  if (first_cta == NO_TILES) return;
+  for (int row = first_row; row < num_rows; row += row_step)
+    if (row == first_row ? is_empty : lengths[row] == 0)
+      for (int i = lane * 8; i < out.row_elements; i += 32 * 8)
+        store<8>(rows + row * out.row_elements + i, Pack<T, 8>{});
   if (start.count > 0)
     work(heads, q, q_stride, out, shared, ring, cursor, start.count, scale);
   __syncthreads();
-  merge(heads, out, shared, reinterpret_cast<Part*>(plan.parts), first_cta);
+  merge_workers(heads, out, shared, partials + blockIdx.x * 2);
+  arrive(plan, heads, out, shared, partials);
 }

@@ -92,10 +92,10 @@ class _Shape(NamedTuple):
     slots: int  # of a warp's ring, each of a tile's K or V
 
     def shared_memory(self, head_size: int) -> int:
-        """Bytes: for each warp a ring, a part and two entries."""
+        """Bytes: for each warp a ring, a part and two entries; two flags."""
         chunks = head_size // 8
         row = 16 * (chunks if chunks & (chunks - 1) == 0 else chunks + 1)
-        return self.warps * (self.slots * _TILE * row + 4 * _part_words(head_size) + 2 * 16)
+        return self.warps * (self.slots * _TILE * row + 4 * _part_words(head_size) + 2 * 16) + 16
 
 
 _SHAPES = (_Shape(8, 3), _Shape(8, 2), _Shape(4, 2))  # the first that fits is best
@@ -126,11 +126,10 @@ def _device(index: int, head_size: int) -> tuple[int, _Shape]:
     return torch.cuda.get_device_properties(index).multi_processor_count, shape
 
 
-def _plan_size(num_sequences: int, num_ctas: int, num_warps: int, head_size: int) -> int:
+def _plan_size(num_sequences: int, num_ctas: int, num_warps: int) -> int:
     """Of `Plan` in decode_plan.cuh, as int32."""
-    first_ctas, starts = -(-num_ctas // 4) * 4, num_ctas * num_warps * 8
-    sequences = (num_sequences + 3) // 2 * 4
-    return first_ctas + starts + sequences + num_ctas * _part_words(head_size)
+    arrivals = -(-num_ctas // 4) * 4
+    return arrivals + num_ctas * (8 + 8 * num_warps) + 2 * (num_sequences + 2)
 
 
 @plan_decode.cuda
@@ -144,7 +143,7 @@ def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
         num_sequences <= _MOST_SEQUENCES, f"plan_decode: more than {_MOST_SEQUENCES} sequences"
     )
     num_ctas, shape = _device(lengths.get_device(), head_size)
-    size = _plan_size(num_sequences, num_ctas, shape.warps, head_size)
+    size = _plan_size(num_sequences, num_ctas, shape.warps)
     plan = torch.empty(size, dtype=torch.int32, device=lengths.device)
     parts = -(-(num_q_heads // num_kv_heads) // _COLUMNS)
     jit.launch(
@@ -158,7 +157,6 @@ def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
         num_kv_heads * parts,
         num_ctas,
         shape.warps,
-        _part_words(head_size),
         _MIN_RUN,
         _WHOLE_RUN,
         _WHOLE_MORE,
@@ -204,8 +202,10 @@ def _launch_by_plan(
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     num_ctas, shape = _device(q.get_device(), head_size)
-    size = _plan_size(num_sequences, num_ctas, shape.warps, head_size)
+    size = _plan_size(num_sequences, num_ctas, shape.warps)
     jit.require(len(plan) == size, "decode_attention: the plan is of other sequences")
+    num_words = num_ctas * 2 * _part_words(head_size)
+    parts = torch.empty(num_words, dtype=torch.float32, device=q.device)
     jit.launch(
         _variant(q.dtype, head_size, shape),
         "decode_attention",
@@ -219,6 +219,7 @@ def _launch_by_plan(
         lengths,
         plan,
         out,
+        parts,
         scale * math.log2(math.e),
         num_sequences,
         num_kv_heads,

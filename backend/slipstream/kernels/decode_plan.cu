@@ -136,16 +136,32 @@ DEVICE Start start_of(const Tiles& tiles, const int* lengths, const int* cuts, i
           sequence_at(tiles, lengths, place.index + 1)};
 }
 
-DEVICE int first_cta_of(const Tiles& tiles, const int* cuts, int num_ctas, int cta) {
-  if (cuts[cta] == cuts[cta + 1]) return NO_TILES;
-  return owner(cuts, num_ctas, cuts[cta] - tiles.find(cuts[cta]).tile);
+// Of the (sequence, head) of a tile.
+DEVICE Share share_of(const Tiles& tiles, const int* cuts, int num_ctas, int at) {
+  const auto place = tiles.find(at);
+  const int first = at - place.tile;
+  return {owner(cuts, num_ctas, first), owner(cuts, num_ctas, first + place.tiles - 1),
+          tiles.rows[place.index], place.head};
+}
+
+DEVICE void write_shares(const Plan& plan, const Tiles& tiles, const int* cuts, int num_ctas, int cta) {
+  Share before = {cta, cta, 0, 0}, after = before;
+  if (cuts[cta] < cuts[cta + 1]) {
+    const Share first = share_of(tiles, cuts, num_ctas, cuts[cta]);
+    const Share last = share_of(tiles, cuts, num_ctas, cuts[cta + 1] - 1);
+    if (first.first < cta) before = first;
+    if (last.first == cta) after = last;
+  }
+  plan.shares[cta * 2] = before;
+  plan.shares[cta * 2 + 1] = after;
+  plan.arrivals[cta] = 0;
 }
 
 // Starts no kernel before it has ended: those that follow read the plan without waiting for it.
 extern "C" __global__ void __launch_bounds__(THREADS)
     plan_decode(const int* lengths, int* memory, i64 num_rows, i64 num_heads, i64 num_ctas,
-                i64 num_workers, i64 part_words, i64 min_run, i64 whole_run, i64 whole_more) {
-  const Plan plan{memory, int(num_ctas), int(num_workers), int(num_rows)};
+                i64 num_workers, i64 min_run, i64 whole_run, i64 whole_more) {
+  const Plan plan(memory, int(num_ctas), int(num_workers));
   Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads)};
   int* cuts = shared_ints + 2 * num_rows;
   collect(lengths, int(num_rows), tiles);
@@ -155,11 +171,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = first; i < num_ctas * num_workers; i += step)
     plan.starts[i] = start_of(tiles, lengths, cuts, i / int(num_workers), i % int(num_workers),
                               int(num_workers));
-  for (int i = first; i < num_ctas; i += step)
-    plan.first_ctas[i] = first_cta_of(tiles, cuts, int(num_ctas), i);
+  for (int i = first; i < num_ctas; i += step) write_shares(plan, tiles, cuts, int(num_ctas), i);
   for (int i = first; i < tiles.count + 2; i += step)
     plan.sequences[i] = sequence_at(tiles, lengths, i);
-  for (i64 i = first * 4; i < num_ctas * part_words; i += step * 4)
-    store<4>(plan.parts + i, Pack<int, 4>{-1, -1, -1, -1});
   __threadfence();
 }

@@ -23,18 +23,24 @@ struct alignas(16) Start {
   Sequence following;
 };
 
-constexpr int NO_TILES = -1;
+// A (sequence, head) whose tiles lie in the CTAs first .. last.
+struct alignas(16) Share {
+  int first;
+  int last;
+  int row;
+  int head;
+};
 
 struct Plan {
-  int* first_ctas;      // of each CTA: where the (sequence, head) of its first tile starts, or NO_TILES
+  int* arrivals;        // [CTAs], zero between kernels: CTAs that have their part of what starts in this one
+  Share* shares;        // [CTAs][2]: what an earlier CTA starts, what this one starts and does not end
   Start* starts;        // [CTAs * workers]
   Sequence* sequences;  // those that have tokens, and two more that are read but not used
-  int* parts;           // one for each CTA (decode_merge.cuh), EMPTY between kernels
 
-  DEVICE Plan(int* memory, int num_ctas, int num_workers, int num_rows) {
-    first_ctas = memory;
-    starts = reinterpret_cast<Start*>(memory + (num_ctas + 3) / 4 * 4);
+  DEVICE Plan(int* memory, int num_ctas, int num_workers) {
+    arrivals = memory;
+    shares = reinterpret_cast<Share*>(memory + (num_ctas + 3) / 4 * 4);
+    starts = reinterpret_cast<Start*>(shares + 2 * num_ctas);
     sequences = reinterpret_cast<Sequence*>(starts + num_ctas * num_workers);
-    parts = reinterpret_cast<int*>(sequences + (num_rows + 3) / 2 * 2);
   }
 };
