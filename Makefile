@@ -45,7 +45,7 @@ bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... 
 	@$(BIN)/python benchmarks/engine.py $(ARGS)
 
 bench-gpu: install ## the GPU table: ours, and vLLM where it can be imported; ends with one JSON line
-	@$(BIN)/python benchmarks/step.py $(ARGS)
+	@$(BIN)/python benchmarks/step.py --tune $(ARGS)
 
 bench-streams: install ## what the Triton side adds to streams of a paced source (ARGS="--rows 64x100")
 	@$(BIN)/python benchmarks/streams.py $(ARGS)

@@ -77,7 +77,7 @@ def merge(ours: dict[str, Any] | None, peer: dict[str, Any] | None) -> dict[str,
     mine, theirs = ours or empty, peer or empty
     about = dict(mine["about"])
     return {
-        "commit": mine.get("commit", "unknown"),
+        "commit": commit() if mine.get("commit", "unknown") == "unknown" else mine["commit"],
         "date": mine.get("date") or theirs.get("date"),
         "gpu": about.pop("gpu", None),
         "ceilings": about.pop("ceilings", {}),

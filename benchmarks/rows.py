@@ -51,10 +51,11 @@ class Row:
         return self.make()
 
     def warm_up(self) -> Workload:
-        """A short run before it: kernels, graphs and allocators have met its shapes."""
+        """A short run before it: kernels and allocators have met its shapes."""
         whole = self.workload()
-        few = whole.prompts[: 1 if self.name == "long-context" else MAX_SEQUENCES]
-        return replace(whole, prompts=few, max_tokens=min(whole.max_tokens, 32))
+        num_prompts = {"long-context": 1, "mixed-512": 32, "fp8-mixed-512": 32}
+        few = whole.prompts[: num_prompts.get(self.name)]
+        return replace(whole, prompts=few, max_tokens=min(whole.max_tokens, 16))
 
     def limit(self) -> float | None:
         """The least time or the highest rate of the H200, in the row's unit."""

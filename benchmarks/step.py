@@ -25,6 +25,7 @@ import start
 from make_checkpoint import make
 from report import NEWEST, RESULTS, merge, show
 from rows import ROWS, SHAPE, Row
+from shapes import write_config
 from side import Side
 
 HERE = Path(__file__).parent
@@ -38,9 +39,11 @@ def has_gpu() -> bool:
 
 
 def peer_environment(peer_path: str | None) -> dict[str, str]:
-    """With the peer's packages on the path, which are not on ours."""
-    paths = [path for path in (peer_path, os.environ.get("PYTHONPATH")) if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    """With the peer's packages on the path in place of ours, which it does not need."""
+    environment = dict(os.environ)
+    if peer_path:
+        environment["PYTHONPATH"] = peer_path
+    return environment
 
 
 def can_import_peer(environment: dict[str, str]) -> bool:
@@ -72,8 +75,23 @@ def precisions(rows: list[Row]) -> list[tuple[list[str], list[str]]]:
     return groups
 
 
+def tune(rows: list[Row], shape: str) -> None:
+    """Measure matrix kernels for the precisions of the rows, as `slipstream tune` does."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+        write_config(shape, Path(folder))
+        for quantization in sorted({"fp8" if row.is_fp8 else "none" for row in rows}):
+            config = {"checkpoint": folder, "load_format": "random", "quantization": quantization}
+            command = [sys.executable, "-m", "slipstream.engine.tune"]
+            result = subprocess.run(
+                command, input=json.dumps(config), stdout=subprocess.PIPE, text=True, check=False
+            )
+            print("\n".join(result.stdout.splitlines()[-1:]), flush=True)
+
+
 def run_ours(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
     """All of our rows."""
+    if args.tune:
+        tune(rows, args.shape)
     common = ["--repeat", str(args.repeat), "--shape", args.shape]
     if args.max_num_batched_tokens:
         common += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
@@ -127,6 +145,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("files", nargs="*", type=Path, help="OUT, or OURS PEER")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--tune", action="store_true", help="measure matrix kernels first (ours)")
     parser.add_argument("--shape", default=SHAPE, help=argparse.SUPPRESS)
     parser.add_argument("--max-num-batched-tokens", type=int, help="ours; default: ours.py's")
     parser.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir()) / SHAPE)
