@@ -66,13 +66,14 @@ class GroupRows {
     products_commit();
   }
 
-  // Starts output += P V.
+  // Starts output += P V, of the tile's first TOKENS.
+  template <int TOKENS>
   DEVICE void start_output(u32 values) {
     const u64 b = columns_descriptor(values, TILE_COLUMN);
     pin(output);
     products_begin();
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step)
+    for (int step = 0; step < TOKENS / 16; ++step)
       multiply_add(output, probabilities[step], advance(b, step * 2048), T{});
     products_commit();
   }
@@ -88,19 +89,21 @@ class GroupRows {
   }
 
   // Row h of this lane does not see tokens of the tile past last[h].
+  template <int TOKENS>
   DEVICE void hide(const int (&last)[2]) {
 #pragma unroll
-    for (int i = 0; i < TILE / 2; ++i)
+    for (int i = 0; i < TOKENS / 2; ++i)
       if (i / 4 * 8 + i % 2 > last[i / 2 % 2] - lane % 4 * 2) scores[i] = -INFINITE;
   }
 
   // Scores become exponentials; `factor` is what earlier sums count now.
+  template <int TOKENS>
   DEVICE void exponentiate(float scale) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float highest[2] = {maximum[half], -INFINITE};
 #pragma unroll
-      for (int i = 0; i < TILE / 8; ++i)
+      for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j) highest[j] = fmaxf(highest[j], scores[i * 4 + half * 2 + j]);
       float now = fmaxf(highest[0], highest[1]);
@@ -111,7 +114,7 @@ class GroupRows {
       const float base = now * scale;
       float sums[2] = {total[half] * factor[half], 0.0f};
 #pragma unroll
-      for (int i = 0; i < TILE / 8; ++i)
+      for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& score = scores[i * 4 + half * 2 + j];
@@ -125,9 +128,10 @@ class GroupRows {
   }
 
   // Exponentials become the next product's operand.
+  template <int TOKENS>
   DEVICE void pack() {
 #pragma unroll
-    for (int i = 0; i < TILE / 4; ++i)
+    for (int i = 0; i < TOKENS / 4; ++i)
       probabilities[i / 4][i % 4] = pack_two(scores[2 * i], scores[2 * i + 1], T{});
   }
 

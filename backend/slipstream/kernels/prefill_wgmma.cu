@@ -191,6 +191,7 @@ class Attention {
   Ring<STAGES> keys, values;
   GroupRows rows;
   int num_tiles, lowest, position[2];  // of the item, the group's first row, this lane's rows
+  bool ends_half;  // only the first half of the last tile is seen
   u32 target[2];                       // of this lane's rows
 
   // The next item, if there is one, is the one to attend to.
@@ -198,6 +199,9 @@ class Attention {
     const Item* item = items.next();
     if (!item) return false;
     num_tiles = item->num_tiles;
+    const int last_row = min(item->first_row + ITEM_ROWS, item->num_rows) - 1;
+    const int last = item->position + last_row / a.group_size;
+    ends_half = __shfl_sync(ALL_LANES, last % TILE < TILE / 2, 0);
     lowest = item->position + (item->first_row + group * ROWS) / a.group_size;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -225,12 +229,13 @@ class Attention {
   }
 
   // Of scores that are there.
+  template <int TOKENS>
   DEVICE void softmax(int tile) {
     release(shared.keys_free(keys.slot()));
     keys.advance();
     const int first = tile * TILE;
-    if (first + TILE - 1 > lowest) rows.hide({position[0] - first, position[1] - first});
-    rows.exponentiate(a.scale);
+    if (first + TOKENS - 1 > lowest) rows.hide<TOKENS>({position[0] - first, position[1] - first});
+    rows.exponentiate<TOKENS>(a.scale);
   }
 
   DEVICE void finish_output() {
@@ -239,25 +244,58 @@ class Attention {
     values.advance();
   }
 
+  // The scores of a tile, of which the first TOKENS are seen, and the output of the one before.
+  template <int TOKENS>
+  DEVICE void step(int tile) {
+    barrier_wait(shared.keys_full(keys.slot()), keys.parity());
+    turn_begin(group);
+    rows.start_scores(shared.keys(keys.slot()));
+    barrier_wait(shared.values_full(values.slot()), values.parity());
+    rows.start_output<TILE>(shared.values(values.slot()));
+    turn_end(group);
+    rows.wait_scores<1>();
+    softmax<TOKENS>(tile);
+    finish_output();
+    rows.pack<TOKENS>();
+    rows.rescale();
+  }
+
   // From the first tile's probabilities to the last's.
   DEVICE void attend() {
-    for (int tile = 1; tile < num_tiles; ++tile) {
-      barrier_wait(shared.keys_full(keys.slot()), keys.parity());
-      turn_begin(group);
-      rows.start_scores(shared.keys(keys.slot()));
-      barrier_wait(shared.values_full(values.slot()), values.parity());
-      rows.start_output(shared.values(values.slot()));
-      turn_end(group);
-      rows.wait_scores<1>();
-      softmax(tile);
-      finish_output();
-      rows.pack();
-      rows.rescale();
-    }
+    const int whole = ends_half ? num_tiles - 1 : num_tiles;
+    for (int tile = 1; tile < whole; ++tile) step<TILE>(tile);
+    if (ends_half && num_tiles > 1) step<TILE / 2>(num_tiles - 1);
     aim();
     barrier_wait(shared.values_full(values.slot()), values.parity());
-    const int end = items.current().length - (num_tiles - 1) * TILE;
-    if (end < TILE) clear_values(shared.values(values.slot()), end, group);
+    const int real = items.current().length - (num_tiles - 1) * TILE;
+    if (real < (ends_half ? TILE / 2 : TILE)) clear_values(shared.values(values.slot()), real, group);
+  }
+
+  // The first scores of an item, and the last output of the one before, to which TOKENS of a tile contribute.
+  template <int TOKENS>
+  DEVICE void change() {
+    start_item();
+    turn_begin(group);
+    rows.start_scores(shared.keys(keys.slot()));
+    release(shared.queries_free(group));
+    rows.start_output<TOKENS>(shared.values(values.slot()));
+    turn_end(group);
+    rows.wait_scores<1>();
+    const float totals[2] = {rows.total[0], rows.total[1]};
+    rows.restart();
+    softmax<TILE>(0);
+    finish_output();
+    rows.store_rows(a.out, target, totals);
+    rows.clear_output();
+    rows.pack<TILE>();
+  }
+
+  // The last output of the last item, to which TOKENS of a tile contribute.
+  template <int TOKENS>
+  DEVICE void end() {
+    rows.start_output<TOKENS>(shared.values(values.slot()));
+    finish_output();
+    rows.store_rows(a.out, target, rows.total);
   }
 
  public:
@@ -271,29 +309,21 @@ class Attention {
     rows.start_scores(shared.keys(keys.slot()));
     release(shared.queries_free(group));
     rows.wait_scores<0>();
-    softmax(0);
-    rows.pack();
-    for (;;) {  // after an item: its last output, and the first scores of the next
+    softmax<TILE>(0);
+    rows.pack<TILE>();
+    for (;;) {
       attend();
+      const bool ended_half = ends_half;  // take() leaves it where there is no next item
       if (!take()) break;
-      start_item();
-      turn_begin(group);
-      rows.start_scores(shared.keys(keys.slot()));
-      release(shared.queries_free(group));
-      rows.start_output(shared.values(values.slot()));
-      turn_end(group);
-      rows.wait_scores<1>();
-      const float totals[2] = {rows.total[0], rows.total[1]};
-      rows.restart();
-      softmax(0);
-      finish_output();
-      rows.store_rows(a.out, target, totals);
-      rows.clear_output();
-      rows.pack();
+      if (ended_half)
+        change<TILE / 2>();
+      else
+        change<TILE>();
     }
-    rows.start_output(shared.values(values.slot()));
-    finish_output();
-    rows.store_rows(a.out, target, rows.total);
+    if (ends_half)
+      end<TILE / 2>();
+    else
+      end<TILE>();
   }
 };
 
