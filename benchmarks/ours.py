@@ -22,11 +22,10 @@ def main() -> int:
     parser.add_argument("--shape", default=SHAPE)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
-    parser.add_argument("--no-pareto", action="store_true")
     args = parser.parse_args()
     side = Side(args.output, "slipstream")
     rows = wanted(args.rows, lambda row: row.is_fp8 == args.fp8)
-    if not args.fp8 and "ceilings" not in side.data["about"]:
+    if "ceilings" not in side.data["about"]:
         side.about(ceilings=ceilings.measure(), gpu=torch.cuda.get_device_name())
     options = {"quantization": "fp8"} if args.fp8 else {}
     began = time.perf_counter()
@@ -39,7 +38,7 @@ def main() -> int:
     )
     target = EngineTarget(engine)
     measure_rows(side, target, rows, args.repeat)
-    if not args.fp8 and not args.no_pareto:
+    if ROWS["decode-bs1"] in rows:
         measure_pareto(side, target)
     return 0
 

@@ -117,7 +117,7 @@ def main() -> int:
     if args.checkpoint is not None and ROWS["start"] in rows:
         side.add("start", [started])
     measure_rows(side, target, rows, args.repeat)
-    if not args.fp8:
+    if ROWS["decode-bs1"] in rows:
         measure_pareto(side, target, (1, 32, 128, 256))
     return 0
 
