@@ -87,6 +87,23 @@ def test_a_row_does_not_depend_on_its_batch(tmp_path: Path) -> None:
         assert engine_greedy(runner, Limits(8, 2048), [prompt]) == [tokens]
 
 
+def test_deterministic_mode_holds(tmp_path: Path) -> None:
+    """Together, and alone in other chunks, of which some sample nothing."""
+    runner = make_runner(
+        save(make_model("qwen3"), tmp_path),
+        dtype="bfloat16",
+        quantization="fp8",
+        deterministic=True,
+    )
+    prompts = random_prompts([37, 1, 150])
+    together = [Generation(prompt, 6) for prompt in prompts]
+    Driver(runner).finish(together, chunk=60)
+    for prompt, crowded in zip(prompts, together, strict=True):
+        alone = Generation(prompt, 6)
+        Driver(runner, seed=1).finish([alone], chunk=41)
+        assert (alone.outputs, alone.log_probs) == (crowded.outputs, crowded.log_probs)
+
+
 def test_the_default_model_predicts_as_well() -> None:
     """On a module that it has not seen; docs/quantization.md has the figure for all of them."""
     spec = importlib.util.spec_from_file_location("quality", QUALITY)

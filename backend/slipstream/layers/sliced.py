@@ -28,7 +28,7 @@ def _slices(num_rows: int) -> list[slice]:
 
 def in_slices(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`product` of the rows of `x [n, k]`, a slice at a time."""
-    parts = [product(x[part]) for part in _slices(len(x))]
+    parts = [product(x[part]) for part in _slices(len(x)) or [slice(0, 0)]]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
