@@ -102,7 +102,7 @@ class CountingRunner:
             )
             for row in batch.rows
         ]
-        batch = Batch(tuple(rows), batch.num_decodes)
+        batch = Batch(tuple(rows), batch.num_decodes, batch.continues)
         self.batches.append(batch)
         if self.error is not None:
             error, self.error = self.error, None

@@ -219,3 +219,20 @@ def test_no_block_is_taken_for_a_token_that_is_the_last() -> None:
     assert last is not None
     assert last.finished is not None
     assert last.finished.perf.kv_alloc_total_blocks == 1
+
+
+def test_only_a_step_of_the_same_sequences_continues() -> None:
+    client, runner = make()
+    client.submit([1], greedy(6))
+    client.submit([2], greedy(12))
+    client.step()
+    client.step()
+    client.submit([3, 4], greedy(9))
+    client.drain()
+    # A chunk in the fourth; the fifth has its sequence among the decodes.
+    assert [b.continues for b in runner.batches[:6]] == [False, True, True, False, False, True]
+    for before, batch in zip(runner.batches, runner.batches[1:], strict=False):
+        if batch.continues:
+            assert ids(batch) == ids(before)
+            assert [row.source for row in batch.rows] == list(range(len(batch.rows)))
+    assert sum(b.continues for b in runner.batches) > 5

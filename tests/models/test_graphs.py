@@ -16,8 +16,9 @@ from models.checkpoints import (
     random_prompts,
     save,
 )
-from slipstream.engine.arrays import Layout, Shape, Slots
+from slipstream.engine.arrays import Layout, Shape, Slots, StepBuilder
 from slipstream.engine.batch import Batch, Row
+from slipstream.engine.edits import EDIT
 from slipstream.engine.graphs import MAX_CHUNK_ROWS, Buckets, row_buckets, token_buckets
 from slipstream.engine.runner import ModelRunner
 from slipstream.kernels.sample import ROW
@@ -240,3 +241,44 @@ def test_the_cpu_makes_no_graphs(runner: ModelRunner) -> None:
     generations = [Generation(prompt, 3) for prompt in random_prompts([5, 9])]
     Driver(runner).finish(generations)
     assert all(g.is_finished for g in generations)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    starts=st.lists(st.integers(0, 60), min_size=1, max_size=9),
+    more_rows=st.integers(0, 3),
+    is_deterministic=st.booleans(),
+    edited_step=st.integers(0, 30),
+    seed=st.integers(0, 1000),
+)
+def test_a_step_that_continues_is_built_from_the_one_before(
+    starts: list[int], more_rows: int, is_deterministic: bool, edited_step: int, seed: int
+) -> None:
+    layout = Layout(4, has_decodes=False, has_chunks=False) if is_deterministic else Layout()
+    builders = [StepBuilder(Slots(12, 40), 4, layout) for _ in range(2)]
+    rng, count = random.Random(seed), len(starts)
+    slots = rng.sample(range(12), count)
+    owned = [[rng.randrange(1000) for _ in range(start // 4 + 1)] for start in starts]
+    for step in range(25):
+        rows = []
+        for i, start in enumerate(starts):
+            while len(owned[i]) * 4 <= start + step:
+                owned[i].append(rng.randrange(1000))
+            edits = EDIT.pack(i, 1.5) if step == edited_step and i % 2 else b""
+            source = i if step else -1
+            outputs = 5 + step
+            common = (i, slots[i], [0], start + step, owned[i], True, GREEDY, seed + i, outputs)
+            rows.append(Row(*common, edits, source, step == 0))
+        exact = layout.shape_of(Batch(tuple(rows), count))
+        size = layout.up(count + more_rows)
+        shape = exact._replace(num_tokens=size, num_samples=size)
+        if not is_deterministic:
+            shape = Shape(size, size, size, size, 0)
+        first, before = 20 * (step % 2), 20 * (1 - step % 2)
+        fast, plain = (
+            builder.build(Batch(tuple(rows), count, continues), shape, first, before)
+            for builder, continues in zip(builders, (step > 0, False), strict=True)
+        )
+        for name, ours, want in zip(fast._fields, fast, plain, strict=True):
+            assert ours.dtype == want.dtype
+            assert np.array_equal(ours, want), (step, name)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.engine.batch import Batch, Row
+from slipstream.kernels.sample import ROW
 from slipstream.sampling.rows import HistoryArrays, history_arrays, pack_row, sampling_arrays
 
 Array = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32]
@@ -91,11 +92,15 @@ class Slots:
             if row.is_new:
                 self._num_blocks[row.slot] = 0
                 self._packed[row.slot] = pack_row(row.sampling, row.seed, row.slot)
-        for i in (self._num_blocks[slots] != counts).nonzero()[0].tolist():
-            row, begin = rows[i], int(self._num_blocks[slots[i]])
-            self.tables[row.slot, begin : counts[i]] = row.block_ids[begin:]
-        self._num_blocks[slots] = counts
+        self.grow(rows, slots, counts)
         return slots
+
+    def grow(self, rows: tuple[Row, ...], slots: Int64s, num_blocks: Int64s) -> None:
+        """Take in the blocks of rows that have had fewer than `num_blocks`."""
+        for i in (self._num_blocks[slots] < num_blocks).nonzero()[0].tolist():
+            row, begin = rows[i], int(self._num_blocks[slots[i]])
+            end = self._num_blocks[row.slot] = len(row.block_ids)
+            self.tables[row.slot, begin:end] = row.block_ids[begin:]
 
     def packed(self, rows: list[Row]) -> list[bytes]:
         """How each is drawn, but for what changes with every step."""
@@ -118,6 +123,14 @@ def _filled(array: NDArray[_Int], size: int, fill: int) -> NDArray[_Int]:
     return out
 
 
+class _Built(NamedTuple):
+    """A step of decodes alone, and its rows' slots."""
+
+    shape: Shape
+    row_slots: Int64s
+    arrays: StepArrays
+
+
 class StepBuilder:
     """Makes the arrays of steps.
 
@@ -131,6 +144,7 @@ class StepBuilder:
         self._slots = slots
         self._block_size = block_size
         self.layout = layout or Layout()
+        self._last: _Built | None = None
 
     def build(self, batch: Batch, shape: Shape, first_result: int, first_source: int) -> StepArrays:
         """The batch in a shape that is at least as large as its own.
@@ -141,6 +155,54 @@ class StepBuilder:
             first_result: where in the results this step's samples begin.
             first_source: where those of the step before began.
         """
+        last, self._last = self._last, None
+        if last is not None and self._is_next(last, batch, shape):
+            self._last = self._next(last, batch.rows, first_result, first_source)
+            return self._last.arrays
+        row_slots, arrays = self._build(batch, shape, first_result, first_source)
+        if batch.num_decodes == len(batch.rows):
+            self._last = _Built(shape, row_slots, arrays)
+        return arrays
+
+    @staticmethod
+    def _is_next(last: _Built, batch: Batch, shape: Shape) -> bool:
+        """Is a step the last one, but for numbers that grow?"""
+        has_edits = len(last.arrays.edits) > 0 or any(row.edits for row in batch.rows)
+        return batch.continues and last.shape == shape and not has_edits
+
+    def _next(
+        self, last: _Built, rows: tuple[Row, ...], first_result: int, first_source: int
+    ) -> _Built:
+        """Every sequence one token further, which is the sample that it was in the last step."""
+        count, size = len(rows), self._block_size
+        positions, lengths = last.arrays.positions.copy(), last.arrays.lengths.copy()
+        positions[:count] += 1
+        lengths[:count] += 1
+        num_blocks = positions[:count] // size + 1
+        self._slots.grow(rows, last.row_slots, num_blocks)
+        tables = np.take(self._slots.tables[:, : num_blocks.max()], last.row_slots, axis=0)
+        within = positions[:count] % size
+        slots, sources = last.arrays.slots.copy(), last.arrays.sources.copy()
+        slots[:count] = tables[np.arange(count), num_blocks - 1].astype(np.int64) * size + within
+        sources[:count] = np.arange(first_source, first_source + count)
+        drawn = last.arrays.rows.copy()
+        records = drawn.view(ROW)[:count, 0]
+        records["number"] += 1
+        records["result"] = np.arange(first_result, first_result + count)
+        arrays = last.arrays._replace(
+            positions=positions,
+            lengths=lengths,
+            slots=slots,
+            sources=sources,
+            rows=drawn,
+            tables=tables,
+        )
+        return last._replace(arrays=arrays)
+
+    def _build(
+        self, batch: Batch, shape: Shape, first_result: int, first_source: int
+    ) -> tuple[Int64s, StepArrays]:
+        """The slots of the rows, and `build`."""
         rows, size = batch.rows, self._block_size
         slots = self._slots.update(rows)
         starts = np.array([row.start for row in rows], np.int64)
@@ -176,7 +238,7 @@ class StepBuilder:
         query_starts[1 : 1 + len(chunk_ends)] = chunk_ends
         query_starts[1 + len(chunk_ends) :] = query_starts[len(chunk_ends)]
         n = shape.num_tokens
-        return StepArrays(
+        return slots, StepArrays(
             np.zeros(3, np.int32),
             _filled(token_ids, n, 0),
             _filled(sources[owners], n, -1),

@@ -36,6 +36,7 @@ class Batch:
 
     rows: tuple[Row, ...]
     num_decodes: int
+    continues: bool = False  # the sequences of the step launched before, each one token further
 
     @property
     def num_tokens(self) -> int:

@@ -61,6 +61,7 @@ class Scheduler:
         self._parked: dict[int, list[Sequence]] = {}  # first sibling's id -> those who wait for it
         self._running: dict[int, Sequence] = {}
         self._free_slots = list(range(self._max_running - 1, -1, -1))
+        self._last_decodes: list[Sequence] | None = None  # of the last step, if all it has
         self._launched: deque[list[Sequence]] = deque()  # of each step in flight, its rows' owners
         self._num_queued = 0  # requests never scheduled yet
         self._changed: dict[int, Sequence] = {}
@@ -156,21 +157,22 @@ class Scheduler:
         self.blocks.complete()
         now = time_ns()
         changed, running, finished = self._changed, Status.RUNNING, Status.FINISHED
-        results = zip(sampled.token_ids, sampled.log_probs, sampled.is_finite, strict=True)
-        for row, sequence in zip(batch.rows, self._launched.popleft(), strict=True):
-            result = next(results) if row.samples else None
-            status = sequence.status
-            if status is finished:
-                continue  # ended while the step ran
+        owners, samplers = self._launched.popleft(), []
+        for row, sequence in zip(batch.rows, owners, strict=True):
             sequence.num_in_flight -= 1
-            if status is running:
+            if sequence.status is running:
                 sequence.num_computed = row.start + len(row.token_ids)
-            if result is None:
-                continue
+            if row.samples:
+                samplers.append(sequence)
+        results = zip(
+            samplers, sampled.token_ids, sampled.log_probs, sampled.is_finite, strict=True
+        )
+        for sequence, token_id, log_prob, is_finite in results:
+            sequence.num_pending -= 1
+            if sequence.status is finished:
+                continue  # while the step ran
             if self._parked:
                 self._wake_siblings(sequence)
-            token_id, log_prob, is_finite = result
-            sequence.num_pending -= 1
             changed[sequence.id] = sequence
             if not is_finite:
                 self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
@@ -203,6 +205,9 @@ class Scheduler:
 
     def _batch(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> Batch:
         """Their rows; from here on these tokens count as scheduled."""
+        is_same = not chunks and decodes == self._last_decodes
+        continues = is_same and all(sequence.num_pending for sequence in decodes)
+        self._last_decodes = None if chunks else decodes
         rows = [self._decode(sequence, number) for number, sequence in enumerate(decodes)]
         num_samples = len(decodes)
         for sequence, num_tokens in chunks:
@@ -210,7 +215,7 @@ class Scheduler:
             num_samples += row.samples
             rows.append(row)
         self._launched.append([*decodes, *(sequence for sequence, _ in chunks)])
-        return Batch(tuple(rows), len(decodes))
+        return Batch(tuple(rows), len(decodes), continues)
 
     def _decode(self, sequence: Sequence, sample: int) -> Row:
         """The row of the last token, known or not; it is sample number `sample` of the step."""
