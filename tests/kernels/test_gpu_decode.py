@@ -56,12 +56,7 @@ def test_without_a_plan(dtype: torch.dtype) -> None:
     """Neighbours and the table's width change no bit."""
     judge = Judge(f"by split {short(dtype)}")
     none = torch.empty(0, dtype=torch.int32, device="cuda")
-    for heads, d, block in (
-        ((6, 2), 64, 8),
-        ((32, 8), 128, 32),
-        ((7, 1), 80, 16),
-        ((40, 5), 96, 64),
-    ):
+    for heads, d, block in configurations()[:: 8 if dtype == torch.float32 else 16]:
         name = f"heads {heads} d {d} block {block}"
         case = make_case([1] * len(LENGTHS), LENGTHS, heads, d, block, dtype)
 

@@ -202,12 +202,12 @@ DEVICE void merge_ctas(const Heads& heads, const Output& out, const Share& share
 // The CTA has written its parts: merge what it is the last to have written a part of.
 DEVICE void arrive(const Plan& plan, const Heads& heads, const Output& out, Shared& shared,
                    const Part* partials) {
-  const Share* shares = plan.shares + blockIdx.x * 2;
+  const Share shares[2] = {read(plan.shares + blockIdx.x * 2), read(plan.shares + blockIdx.x * 2 + 1)};
   const bool has_shares = shares[0].first < shares[0].last || shares[1].first < shares[1].last;
   if (!has_shares) return;
   __syncthreads();
   if (threadIdx.x < 2) {
-    const Share share = shares[threadIdx.x];
+    const Share share = threadIdx.x == 0 ? shares[0] : shares[1];
     const int others = share.last - share.first;
     bool is_last = false;
     if (others > 0) {
@@ -219,6 +219,7 @@ DEVICE void arrive(const Plan& plan, const Heads& heads, const Output& out, Shar
     shared.is_last[threadIdx.x] = is_last;
   }
   __syncthreads();
+#pragma unroll
   for (int i = 0; i < 2; ++i)
     if (shared.is_last[i]) merge_ctas(heads, out, shares[i], partials);
 }
@@ -235,9 +236,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Plan plan{plan_memory, int(gridDim.x), WARPS};
-  const Start start = plan.starts[blockIdx.x * WARPS + warp];
+  const Start* starts = plan.starts + blockIdx.x * WARPS;
+  const Start start = read(starts + warp);
+  const bool has_tiles = read(starts + WARPS - 1).count > 0;  // the last worker has one if any has
   const int first_row = blockIdx.x + gridDim.x * warp, row_step = gridDim.x * WARPS;
-  const bool is_empty = first_row < num_rows && lengths[first_row] == 0;
+  bool has_empty = false;
+  for (int row = first_row; row < num_rows; row += row_step)
+    has_empty |= load_fresh<1>(lengths + row).at[0] == 0;
+  // Who has nothing to do makes room for the next kernel; CTA 0 keeps the order of kernels.
+  if (!has_tiles && !has_empty && blockIdx.x > 0) return;
   if (lane == 0) shared.entries[warp * 2] = shared.entries[warp * 2 + 1] = {0, 0, 0};
 
   const Heads heads{int(num_kv_heads), int(group_size)};
@@ -250,10 +257,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_previous();
   ring.fill_up(filled);
 
-  for (int row = first_row; row < num_rows; row += row_step)
-    if (row == first_row ? is_empty : lengths[row] == 0)
-      for (int i = lane * 8; i < out.row_elements; i += 32 * 8)
-        store<8>(rows + row * out.row_elements + i, Pack<T, 8>{});
+  if (has_empty)
+    for (int row = first_row; row < num_rows; row += row_step)
+      if (load_fresh<1>(lengths + row).at[0] == 0)
+        for (int i = lane * 8; i < out.row_elements; i += 32 * 8)
+          store<8>(rows + row * out.row_elements + i, Pack<T, 8>{});
+  if (!has_tiles) return;
   if (start.count > 0)
     work(heads, q, q_stride, out, shared, ring, cursor, start.count, scale);
   __syncthreads();

@@ -31,6 +31,21 @@ struct alignas(16) Share {
   int head;
 };
 
+// What the kernel that made the plan wrote, past the L1 cache; `Field` is whole accesses of 4 ints.
+template <class Field>
+DEVICE Field read(const Field* field) {
+  static_assert(sizeof(Field) % 16 == 0, "whole accesses");
+  Field result;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(Field) / 16); ++i)
+    reinterpret_cast<Pack<int, 4>*>(&result)[i] =
+        load_fresh<4>(reinterpret_cast<const int*>(field) + i * 4);
+  return result;
+}
+DEVICE Sequence read(const Sequence* sequence) {
+  return {load_fresh<1>(&sequence->row).at[0], load_fresh<1>(&sequence->length).at[0]};
+}
+
 struct Plan {
   int* arrivals;        // [CTAs], zero between kernels: CTAs that have their part of what starts in this one
   Share* shares;        // [CTAs][2]: what an earlier CTA starts, what this one starts and does not end

@@ -59,7 +59,7 @@ struct Cursor {
     if (++head < num_heads) return;
     head = 0;
     now = following;
-    following = *rest++;
+    following = read(rest++);
   }
 };
 
@@ -114,7 +114,7 @@ class Ring {
     const int token = cursor.tile * TILE + lane * PIECE;
     const bool exists = left > 0 && lane < PIECES && token < cursor.now.length;
     const int* table = cache.block_tables + cursor.now.row * cache.table_stride;
-    block = exists ? table[token >> cache.block_shift] : 0;
+    block = exists ? load_fresh<1>(table + (token >> cache.block_shift)).at[0] : 0;
   }
   // In lane i < PIECES: of piece i of the cursor's K.
   DEVICE i64 piece_offset() const {
