@@ -1,12 +1,14 @@
 """Decode attention in every legal configuration: against fp64, poisoned, repeated bitwise."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from kernels.attention_cases import Case, attend, configurations, make_case
 from kernels.checking import DTYPES, Judge, poison, same_bits, short
 from slipstream.kernels import decode_attention as module
+from slipstream.kernels import jit
 from slipstream.kernels.decode_attention import decode_attention, plan_decode
 from slipstream.kernels.rope import rope_and_cache
 
@@ -19,6 +21,14 @@ LENGTHS = [1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 1100, 64, 5000, 8193]
 SHORT = [0, 1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 0, 64, 1100, 0]
 LONG = [9001, 300, 0, 5000, 1]
 HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Every instantiation, side by side."""
+    arch = jit._architecture(0)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda wanted: jit.cubin_path(wanted, arch), module.variants()))
 
 
 def decode(case: Case, poisoned: bool = False) -> torch.Tensor:
