@@ -22,7 +22,7 @@ DEVICE float uniform(u32 bits) { return (float(bits >> 9) + 0.5f) * 0x1p-23f; }
 DEVICE float gumbel(u32 bits) { return -logf(-logf(uniform(bits))); }
 
 // The team's best token by score + Gumbel noise, of those that `low` and min-p keep; the likeliest is one of them.
-DEVICE u64 draw(const Row& row, Team& team, float low, u32 likeliest) {
+DEVICE u32 draw(const Row& row, Team& team, float low, u32 likeliest) {
   u32 words[4];
   philox(words, likeliest / 4, row.how.number, row.how.seed);
   const u32 word = likeliest % 4 < 2 ? (likeliest % 2 ? words[1] : words[0]) : (likeliest % 2 ? words[3] : words[2]);
@@ -45,7 +45,7 @@ DEVICE u64 draw(const Row& row, Team& team, float low, u32 likeliest) {
       bound = from_key(u32(best >> 32));
     }
   });
-  return team.highest(best);
+  return ~u32(team.highest(best));
 }
 
 // What a thread sees of the row at first: the highest logit, and the sum of exp(logit - highest), which is NaN if a
@@ -57,15 +57,39 @@ struct Peak {
   DEVICE void see(int first, const float (&logits)[GROUP]) {
     const float top = highest_of(logits);
     if (top > highest) {
-      sum *= exp2_fast((highest - top) * LOG2_E);
+      sum *= exp_fast(highest - top);
       highest = top;
       id = first + (logits[0] == top ? 0 : logits[1] == top ? 1 : logits[2] == top ? 2 : 3);
     }
     const float base = fmaxf(highest, -3e38f);  // -inf - -inf would be NaN
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) sum += exp2_fast((logits[i] - base) * LOG2_E);
+    for (int i = 0; i < GROUP; ++i) sum += exp_fast(logits[i] - base);
   }
-  DEVICE u64 best() const { return sum != sum ? ~0ull : ranked(highest, id); }
+
+  // The team's: the best token as `ranked`, above all others if a sum is NaN, and the sum for it. The best tokens of
+  // the warps stay in the first box.
+  DEVICE u64 meet(Shared& shared, Team& team) {
+    u64* box = team.next_box();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u64 best = warp_reduce(sum != sum ? ~0ull : ranked(highest, id), higher);
+    sum = warp_reduce(sum * weight(highest, best), plus);
+    if (lane < TEAM) {
+      store_at(&box[team.rank() * WARPS + warp], lane, best);
+      store_at(&shared.sums[team.rank() * WARPS + warp], lane, sum);
+    }
+    team_sync();
+    best = Team::highest_of(box);
+    sum = 0.0f;
+#pragma unroll
+    for (int i = lane % Mail::LANES; i < Mail::SIZE; i += Mail::LANES)
+      sum += shared.sums[i] * weight(from_key(u32(box[i] >> 32)), best);
+    sum = warp_reduce<Mail::LANES>(sum, plus);
+    return best;
+  }
+  // What a sum of exp(logit - highest) counts beside the best.
+  DEVICE static float weight(float highest, u64 best) {
+    return highest == -INFINITE ? 0.0f : exp_fast(highest - from_key(u32(best >> 32)));
+  }
 };
 
 struct Results {
@@ -80,7 +104,7 @@ struct Results {
   }
 };
 
-extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
+extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, TEAM > 1 ? 2 : 1)
     sample(const T* logits, i64 stride, i64 num_tokens, i64 is_aligned, const Parameters* rows, const Edit* edits,
            u16* counts, i64* token_ids, float* log_probs, u8* is_finite, i64* token_ids_mirror,
            float* log_probs_mirror, u8* is_finite_mirror) {
@@ -88,33 +112,33 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
   wait_for_previous();
   start_next();
   const int n = blockIdx.x / TEAM;
-  Team team = {shared.mail, int(blockIdx.x % TEAM)};
+  Team team = {shared.mail};
   Row row = {rows[n], logits + n * stride, int(num_tokens)};
+  const int part = (row.size + TEAM * GROUP - 1) / (TEAM * GROUP) * GROUP;
+  row.begin = team.rank() * part;
+  row.end = min(row.size, row.begin + part);
+  row.is_aligned = is_aligned;
+  Pack<T, GROUP> packs[BATCH];
+  row.load_ahead(packs, row.begin + GROUP * threadIdx.x);
   if (row.how.result < 0) return;
   team_arrive();
   row.temperature = row.how.temperature;
   row.inverse = __frcp_rn(row.temperature);
-  const int part = (row.size + TEAM * GROUP - 1) / (TEAM * GROUP) * GROUP;
-  row.begin = team.rank * part;
-  row.end = min(row.size, row.begin + part);
-  row.is_aligned = is_aligned;
   const bool has_penalties = row.how.repetition != 1.0f || row.how.presence != 0.0f || row.how.frequency != 0.0f;
   row.counts = has_penalties ? counts + row.how.slot * num_tokens : nullptr;
   row.edits = edits;
   row.has_edits = row.how.first_edit < row.how.end_edit;
   row.marks = shared.marks;
   if (row.has_edits) row.mark();
-
-  if (threadIdx.x == 0) shared.floor = -INFINITE;
+  if (threadIdx.x == 0) shared.floor = -INFINITE, shared.listed = 0;
 
   Peak peak;
-  row.visit_first([&](int id, const float(&values)[GROUP]) { peak.see(id, values); });
+  row.visit_first(packs, [&](int id, const float(&values)[GROUP]) { peak.see(id, values); });
   team_wait();  // all members have started: their mail may come
-  const u64* bests = shared.mail.boxes[team.turn];
-  u64 best = team.highest(peak.best());
+  const u64 best = peak.meet(shared, team);
   const Results results = {token_ids, log_probs, is_finite};
   const Results mirrors = {token_ids_mirror, log_probs_mirror, is_finite_mirror};
-  const bool is_first = team.rank == 0 && threadIdx.x == 0;
+  const bool is_first = team.rank() == 0 && threadIdx.x == 0;
   const u32 key = u32(best >> 32);
   if (key >= to_key(INFINITE) || key == to_key(-INFINITE)) {
     if (is_first) {
@@ -123,33 +147,27 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 2)
     }
     return;
   }
-  row.highest = from_key(key);
-  const int top_k = row.how.top_k;
-  const bool has_floor = top_k > 0 && top_k <= Mail::SIZE;
-  const float floor = has_floor ? find_floor(shared, bests, top_k) : -INFINITE;  // before the box is written again
-  const float rest = peak.highest == -INFINITE ? 0.0f : exp2_fast((peak.highest - row.highest) * LOG2_E);
-  const float sum = team.sum(peak.sum * rest);
-  if (threadIdx.x == 0) shared.highest = row.highest, shared.sum = sum;
-
-  row.maximum = __fdiv_rn(row.highest, row.temperature);
+  u32 token = ~u32(best);
+  if (threadIdx.x == 0) shared.highest = from_key(key), shared.log_sum = logf(peak.sum);
+  row.maximum = __fdiv_rn(from_key(key), row.temperature);
   if (row.inverse < INFINITE && fabsf(row.maximum) < INFINITE) {  // else greedy: the limit of 1 / 0
-    float low = has_floor ? __fdiv_rn(floor, row.temperature) : -INFINITE;
-    u32 number = 0;
+    const int top_k = row.how.top_k;
+    float low = -INFINITE;
+    if (top_k > 0 && top_k <= Mail::SIZE)
+      low = __fdiv_rn(find_floor(shared, shared.mail.boxes[0], top_k), row.temperature);
 #pragma unroll 1
     for (int filter = 0; filter < 2; ++filter) {  // top-k, then top-p of what it keeps
-      const Weight weight = {filter == 0 ? top_k : 0, row.how.top_p};
-      const bool is_on = filter == 0 ? top_k > 0 && top_k < row.size : weight.top_p < 1.0f;
-      const bool is_short = top_k > 0 && top_k <= (filter == 0 ? Mail::SIZE : MAX_CANDIDATES);
-      if (is_on) low = threshold(row, shared, team, weight, low, is_short, number);
+      const bool is_count = filter == 0, is_on = is_count ? top_k > 0 && top_k < row.size : row.how.top_p < 1.0f;
+      const bool is_short = top_k > 0 && top_k <= (is_count ? Mail::SIZE : MAX_CANDIDATES);
+      if (is_on) low = threshold(row, shared, team, {row.how, is_count}, low, is_short);
     }
-    best = draw(row, team, low, ~u32(best));
+    token = draw(row, team, low, token);
   }
   if (!is_first) return;
-  const u32 token = ~u32(best);
-  const float log_prob = row.logit(token) - shared.highest - logf(shared.sum);
+  const float log_prob = row.logit(token) - shared.highest - shared.log_sum;
   results.put(row.how.result, token, log_prob, true);
   mirrors.put(row.how.result, token, log_prob, true);
-  if (has_penalties) {
+  if (row.counts) {
     u16& state = counts[row.how.slot * num_tokens + token];
     if ((state & MAX_COUNT) < MAX_COUNT) ++state;
   }

@@ -43,6 +43,12 @@ DEVICE float highest_of(const float (&values)[GROUP]) {
   return highest;
 }
 
+// values[i] without memory, for loops that are better left rolled.
+DEVICE float pick(const float (&values)[GROUP], int i) {
+  return i < 2 ? (i == 0 ? values[0] : values[1]) : (i == 2 ? values[2] : values[3]);
+}
+DEVICE float exp_fast(float value) { return exp2_fast(value * LOG2_E); }
+
 // The logits of one row, edited as they are read; this CTA's are those of tokens begin .. end - 1.
 struct Row {
   const Parameters& how;
@@ -55,8 +61,7 @@ struct Row {
   u32* marks;  // in shared memory
   float temperature;
   float inverse;  // of the temperature, rounded once
-  float highest;  // logit
-  float maximum;  // the same, scaled
+  float maximum;  // of the scaled logits
 
   // Logit / temperature, rounded as a division: the remainder of the quotient is exact, and corrects it (Markstein,
   // 1990; but for a temperature whose bits are all ones). NaN for -inf, so that it is in no range.
@@ -128,48 +133,48 @@ struct Row {
     const int place = id / GROUP % (2 * MARKS);
     const bool is_marked = has_edits && (marks[place / 8] >> place % 8 * 4 & 0xf) != 0;
     if (!is_marked && !(states.at[0] | states.at[1] | states.at[2] | states.at[3])) return;
-    const int last = how.end_edit;
-    int next = is_marked ? find_edit(id) : last;
-#pragma unroll
+    int next = is_marked ? find_edit(id) : how.end_edit;
+#pragma unroll 1
     for (int i = 0; i < GROUP; ++i) {
-      const bool has_edit = next < last && edits[next].token_id == id + i;
-      values[i] = edited(values[i], states.at[i], has_edit ? edits[next++].addend : 0.0f);
+      const bool has_edit = next < how.end_edit && edits[next].token_id == id + i;
+      const float addend = has_edit ? edits[next++].addend : 0.0f;
+      const u32 state = i < 2 ? (i == 0 ? states.at[0] : states.at[1]) : (i == 2 ? states.at[2] : states.at[3]);
+      const float value = edited(pick(values, i), state, addend);
+#pragma unroll
+      for (int j = 0; j < GROUP; ++j) values[j] = i == j ? value : values[j];
     }
   }
   // f(first token id, GROUP logits): this thread's in rising order, -inf past the end of the row. Groups whose logits
   // are all below the floor are left out.
   template <class Visit>
   DEVICE void visit(float floor, const Visit& f) const {
-    constexpr int STEP = THREADS * GROUP;
-    int id = begin + GROUP * threadIdx.x;
-    Pack<T, GROUP> next = {};
-    if (id < end) next = raw(id);
 #pragma unroll 1
-    for (; id < end; id += STEP) {
+    for (int id = begin + GROUP * threadIdx.x; id < end; id += THREADS * GROUP) {
       float values[GROUP];
-      to_floats(values, next);
-      if (id + STEP < end) next = raw(id + STEP);
+      to_floats(values, raw(id));
       if (is_edited()) edit(values, states(id), id);
       if (!(highest_of(values) < floor)) f(id, values);
     }
   }
-  // The same, for the first time that the logits are read: from far away, so several loads are under way.
-  template <class Visit>
-  DEVICE void visit_first(const Visit& f) const {
-    if (is_edited() || !is_aligned) return visit(-INFINITE, f);
-    constexpr int STEP = THREADS * GROUP;
-    for (int first = begin + GROUP * threadIdx.x; first < end; first += BATCH * STEP) {
-      Pack<T, GROUP> packs[BATCH];
+  // The same, for the first time that the logits are read: from far away, so several loads are under way. The first
+  // of them, into `packs`, may be so before the parameters are known.
+  DEVICE void load_ahead(Pack<T, GROUP> (&packs)[BATCH], int first) const {
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i)
-        if (first + i * STEP < end) packs[i] = load<GROUP>(logits + first + i * STEP);
+    for (int i = 0; i < BATCH; ++i)
+      if (is_aligned && first + i * THREADS * GROUP < end) packs[i] = load<GROUP>(logits + first + i * THREADS * GROUP);
+  }
+  template <class Visit>
+  DEVICE void visit_first(Pack<T, GROUP> (&packs)[BATCH], const Visit& f) const {
+    if (is_edited() || !is_aligned) return visit(-INFINITE, f);
+    for (int first = begin + GROUP * threadIdx.x; first < end; first += BATCH * THREADS * GROUP) {
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        if (first + i * STEP >= end) break;
+        if (first + i * THREADS * GROUP >= end) break;
         float values[GROUP];
         to_floats(values, packs[i]);
-        f(first + i * STEP, values);
+        f(first + i * THREADS * GROUP, values);
       }
+      load_ahead(packs, first + BATCH * THREADS * GROUP);
     }
   }
   DEVICE static void to_floats(float (&values)[GROUP], const Pack<T, GROUP>& pack) {

@@ -11,6 +11,7 @@ constexpr float MASS_ONE = 0x1p42f;     // fixed point of exp(scaled - maximum),
 
 struct Shared {
   Mail mail;
+  float sums[Mail::SIZE];               // of the team's warps: exp(logit - the warp's highest)
   u64 bins[NUM_BINS];                   // this CTA's
   u64 totals[NUM_BINS];                 // the team's
   u64 warp_totals[WARPS];
@@ -19,28 +20,28 @@ struct Shared {
   float candidates[2][MAX_CANDIDATES];  // this CTA's, scaled; taking turns as the boxes do
   u32 marks[MARKS / 4];
   u64 before, limit;                    // of the search: what weighs more than its range, and what is looked for
-  u32 found, num_candidates;
+  u32 found, num_candidates, listed;
   float floor;
-  float highest, sum;  // logit; of exp(logit - highest)
+  float highest, log_sum;  // logit; of exp(logit - highest)
 };
 
 // What a token weighs: 1, or its probability. The best tokens are kept until they weigh `top_k`, or the share `top_p`
 // of all.
 struct Weight {
-  int top_k;  // 0: by probability
-  float top_p;
+  const Parameters& how;
+  bool is_count;
 
   DEVICE u64 operator()(const Row& row, float scaled) const {
-    return top_k ? 1 : u64(row.likelihood(scaled) * MASS_ONE);
+    return is_count ? 1 : u64(row.likelihood(scaled) * MASS_ONE);
   }
   DEVICE u64 limit(u64 total) const {  // the likeliest stays
-    const u64 limit = top_k ? top_k : u64(ceil(double(top_p) * double(total)));
+    const u64 limit = is_count ? how.top_k : u64(ceil(double(how.top_p) * double(total)));
     return limit > 0 ? limit : 1;
   }
   // All tokens less likely than (1 - top_p) / size together weigh less than 1 - top_p: they need no bins.
   DEVICE int reach(const Row& row) const {
-    const float bins = BINS_PER_UNIT * logf(row.size / fmaxf(1.0f - top_p, 1e-9f)) + 2.0f;
-    return top_k ? NUM_BINS - 1 : min(NUM_BINS - 1, int(bins));
+    const float bins = BINS_PER_UNIT * logf(row.size / fmaxf(1.0f - how.top_p, 1e-9f)) + 2.0f;
+    return is_count ? NUM_BINS - 1 : min(NUM_BINS - 1, int(bins));
   }
 };
 
@@ -81,27 +82,27 @@ DEVICE void add(u64* sum, u64 value) {
 }
 
 // The team's weights by bin, in `totals` of each member.
-DEVICE void histogram(const Row& row, Shared& shared, int rank, const Weight& weight, const Range& range) {
+DEVICE void histogram(const Row& row, Shared& shared, const Weight& weight, const Range& range) {
   for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) shared.bins[i] = 0;
   __syncthreads();
   const bool is_coarse = range.bin < 0;
   const int last = is_coarse ? range.reach : NUM_BINS - 1, shift = range.shift();
   const u32 top = to_key(range.high);
   // Most tokens are far below all bins but the last: their mass, less than 1 - top_p of all, may be summed in fp32.
-  const bool has_far = is_coarse && weight.top_k == 0 && range.low == -INFINITE && fabsf(row.maximum) < 0x1p16f;
+  const bool has_far = is_coarse && !weight.is_count && range.low == -INFINITE && fabsf(row.maximum) < 0x1p16f;
   const float far = row.floor_of(row.maximum - (last + 1) / BINS_PER_UNIT);
-  const float rate = LOG2_E / row.temperature;
+  const float highest = shared.highest, rate = LOG2_E / row.temperature;
   float far_mass = 0.0f;
   u64 rest = 0;  // in the last bin
   row.visit(has_far ? -INFINITE : row.floor_of(range.low), [&](int, const float(&logits)[GROUP]) {
     if (has_far && highest_of(logits) < far) {
 #pragma unroll
-      for (int i = 0; i < GROUP; ++i) far_mass += exp2_fast((logits[i] - row.highest) * rate);
+      for (int i = 0; i < GROUP; ++i) far_mass += exp2_fast((logits[i] - highest) * rate);
       return;
     }
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < GROUP; ++i) {
-      const float scaled = row.scaled(logits[i]);
+      const float scaled = row.scaled(pick(logits, i));
       if (!range.has(row, scaled)) continue;
       const int bin = is_coarse ? range.coarse(row, scaled) : int((top - to_key(scaled)) >> shift);
       const u64 w = weight(row, scaled);
@@ -112,12 +113,11 @@ DEVICE void histogram(const Row& row, Shared& shared, int rank, const Weight& we
     }
   });
   rest += u64(far_mass * MASS_ONE);
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) rest += __shfl_xor_sync(ALL_LANES, rest, mask);
+  rest = warp_reduce(rest, [](u64 a, u64 b) { return a + b; });
   if (threadIdx.x % 32 == 0) add(&shared.bins[last], rest);
   team_sync();
   for (int i = threadIdx.x; i < NUM_BINS / TEAM; i += THREADS) {
-    const int bin = rank * (NUM_BINS / TEAM) + i;
+    const int bin = Team::rank() * (NUM_BINS / TEAM) + i;
     u64 total = 0;
 #pragma unroll 4
     for (int r = 0; r < TEAM; ++r) total += load_at(&shared.bins[bin], r);
@@ -166,15 +166,16 @@ DEVICE u32 find(Shared& shared, const Weight& weight) {
   return shared.found;
 }
 
-// The scaled logits in a range, of the whole team, as keys and weights in every member; false if they are too many.
-DEVICE bool gather(const Row& row, Shared& shared, Team& team, const Weight& weight, const Range& range, u32& number) {
+// The scaled logits in a range, of the whole team, as keys and weights in every member. Their number; 0 if they are too
+// many.
+DEVICE u32 gather(const Row& row, Shared& shared, Team& team, const Weight& weight, const Range& range) {
   float* candidates = shared.candidates[team.turn & 1];
   if (threadIdx.x == 0) shared.num_candidates = 0;
   __syncthreads();
   row.visit(row.floor_of(range.low), [&](int, const float(&logits)[GROUP]) {
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < GROUP; ++i) {
-      const float scaled = row.scaled(logits[i]);
+      const float scaled = row.scaled(pick(logits, i));
       if (!range.has(row, scaled)) continue;
       // The order of arrival varies; what is made of the candidates does not depend on it.
       const u32 place = atomicAdd(&shared.num_candidates, 1);
@@ -183,10 +184,10 @@ DEVICE bool gather(const Row& row, Shared& shared, Team& team, const Weight& wei
   });
   __syncthreads();
   const u64* numbers = team.share(shared.num_candidates);
-  number = 0;
+  u32 number = 0;
 #pragma unroll
   for (int r = 0; r < TEAM; ++r) number += u32(numbers[r]);
-  if (number > MAX_CANDIDATES) return false;
+  if (number > MAX_CANDIDATES) return 0;
   if (threadIdx.x < number) {
     int owner = 0, place = threadIdx.x;
     for (; place >= int(numbers[owner]); ++owner) place -= int(numbers[owner]);
@@ -195,7 +196,7 @@ DEVICE bool gather(const Row& row, Shared& shared, Team& team, const Weight& wei
     shared.weights[threadIdx.x] = weight(row, scaled);
   }
   __syncthreads();
-  return true;
+  return number;
 }
 
 // The lowest of the candidates above which less than the limit weighs.
@@ -218,29 +219,26 @@ DEVICE float choose(Shared& shared, const Weight& weight, u32 number) {
 }
 
 // The lowest scaled logit, `low` at least, such that the tokens above it weigh less than the limit. `is_short` if not
-// many tokens are expected from `low` on. `number` is how many candidates are there already, with all tokens from
-// `low` on among them, or 0; the same afterwards.
-DEVICE float threshold(const Row& row, Shared& shared, Team& team, const Weight& weight, float low, bool is_short,
-                       u32& number) {
-  if (threadIdx.x == 0) shared.before = shared.limit = 0;
-  if (number) {
-    if (threadIdx.x < number) {
-      const float scaled = from_key(shared.keys[threadIdx.x]);
-      shared.weights[threadIdx.x] = scaled >= low ? weight(row, scaled) : 0;
-    }
-    __syncthreads();
-    return choose(shared, weight, number);
+// many tokens are expected from `low` on. Candidates that hold all of these are left in `listed`, to be used again.
+DEVICE float threshold(const Row& row, Shared& shared, Team& team, const Weight& weight, float low, bool is_short) {
+  __syncthreads();
+  const u32 listed = shared.listed;
+  if (threadIdx.x < listed) {
+    const float scaled = from_key(shared.keys[threadIdx.x]);
+    shared.weights[threadIdx.x] = scaled >= low ? weight(row, scaled) : 0;
   }
+  if (threadIdx.x == 0) shared.before = shared.limit = 0;
+  __syncthreads();
+  if (listed) return choose(shared, weight, listed);
   Range range = {low, row.maximum, -1, weight.reach(row)};
-  for (bool is_first = true;; is_first = false) {
-    if ((is_short || !is_first) && gather(row, shared, team, weight, range, number)) {
-      const float chosen = choose(shared, weight, number);
-      if (!is_first) number = 0;
-      return chosen;
+  for (;; is_short = true) {
+    if (is_short) {
+      const u32 number = gather(row, shared, team, weight, range);
+      if (number && threadIdx.x == 0) shared.listed = range.bin < 0 ? number : 0;
+      if (number) return choose(shared, weight, number);
     }
-    number = 0;
     if (range.low == range.high) return range.low;
-    histogram(row, shared, team.rank, weight, range);
+    histogram(row, shared, weight, range);
     range.narrow(row, find(shared, weight));
   }
 }

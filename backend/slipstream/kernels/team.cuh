@@ -67,58 +67,59 @@ DEVICE void store_at(u64* place, int rank, u64 value) {
 #endif
 }
 
-DEVICE u64 to_word(u64 value) { return value; }
-DEVICE u64 to_word(float value) { return __float_as_uint(value); }
-template <class Value>
-DEVICE Value from_word(u64 word);
-template <>
-DEVICE u64 from_word<u64>(u64 word) { return word; }
-template <>
-DEVICE float from_word<float>(u64 word) { return __uint_as_float(u32(word)); }
+DEVICE void store_at(float* place, int rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_at(place, rank)), "f"(value) : "memory");
+#else
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address_at(place, rank)), "f"(value) : "memory");
+#endif
+}
+
+// Reduce over a warp, or over each LANES lanes of it; every lane gets the result.
+template <int LANES = 32, class Value, class Combine>
+DEVICE Value warp_reduce(Value value, const Combine& f) {
+#pragma unroll
+  for (int mask = LANES / 2; mask > 0; mask /= 2) value = f(value, __shfl_xor_sync(ALL_LANES, value, mask));
+  return value;
+}
+DEVICE u64 higher(u64 a, u64 b) { return a > b ? a : b; }
+DEVICE float plus(float a, float b) { return a + b; }
 
 // Letters between the warps of a team. Two boxes take turns: who is a barrier ahead writes to the other one, and
 // nobody is two ahead.
 struct Mail {
   static constexpr int SIZE = TEAM * WARPS;
+  static constexpr int LANES = SIZE < 32 ? SIZE : 32;  // that read different letters
   u64 boxes[2][SIZE];
 };
 
 struct Team {
   Mail& mail;
-  int rank;
   int turn = 0;
 
+  DEVICE static int rank() { return blockIdx.x % TEAM; }
   DEVICE u64* next_box() { return mail.boxes[turn++ & 1]; }
 
-  // Reduce a value of every thread by f; every thread gets the result. A barrier of the team.
-  template <class Value, class Combine>
-  DEVICE Value reduce(Value value, const Combine& f) {
-    constexpr int LETTERS = Mail::SIZE < 32 ? Mail::SIZE : 32;  // for each lane to begin with
+  // The highest value of all threads, in every thread. A barrier of the team.
+  DEVICE u64 highest(u64 value) {
     u64* box = next_box();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) value = f(value, __shfl_xor_sync(ALL_LANES, value, mask));
-    if (lane < TEAM) store_at(&box[rank * WARPS + warp], lane, to_word(value));
+    value = warp_reduce(value, higher);
+    if (lane < TEAM) store_at(&box[rank() * WARPS + warp], lane, value);
     team_sync();
-    value = from_word<Value>(box[lane % LETTERS]);
-#pragma unroll
-    for (int i = LETTERS; i < Mail::SIZE; i += LETTERS) value = f(value, from_word<Value>(box[i + lane % LETTERS]));
-#pragma unroll
-    for (int mask = LETTERS / 2; mask > 0; mask /= 2)
-      value = f(value, __shfl_xor_sync(ALL_LANES, value, mask));
-    return value;
+    return highest_of(box);
   }
-  DEVICE float sum(float value) {
-    return reduce(value, [](float a, float b) { return a + b; });
-  }
-  DEVICE u64 highest(u64 value) {
-    return reduce(value, [](u64 a, u64 b) { return a > b ? a : b; });
+  DEVICE static u64 highest_of(const u64* box) {
+    u64 value = 0;
+#pragma unroll
+    for (int i = 0; i < Mail::SIZE; i += Mail::LANES) value = higher(value, box[i + threadIdx.x % Mail::LANES]);
+    return warp_reduce<Mail::LANES>(value, higher);
   }
 
   // One value of every CTA, given by its first TEAM threads, in order of rank. A barrier of the team.
   DEVICE const u64* share(u64 value) {
     u64* box = next_box();
-    if (threadIdx.x < TEAM) store_at(&box[rank], threadIdx.x, value);
+    if (threadIdx.x < TEAM) store_at(&box[rank()], threadIdx.x, value);
     team_sync();
     return box;
   }
