@@ -214,7 +214,7 @@ class FakeTrial(search._Trial):
         return type("Graph", (), {"replay": lambda _: self._launch(plan, count)})()
 
     def _output(self, algorithm: Algorithm) -> torch.Tensor:
-        wrong = float("nan") if algorithm.blob in self._broken else 0.001
+        wrong = 0.001 if algorithm.blob in self._broken else 0.0
         return torch.ones(4) + wrong * torch.tensor([1.0, 0, 0, 0])
 
 
