@@ -19,7 +19,7 @@ pytestmark = [
 EPS = 1e-5
 SHAPES = [(n, k) for n in (1, 7, 130, 4096) for k in (8, 64, 520, 1000, 4096, 14336)]
 SHAPES += [(6144, 4096), (28672, 4096), (130, 8192), (130, 28672), (1000, 2048)]
-ROWS = (1, 2, 3, 4)
+ROWS = (1, 2)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -125,9 +125,7 @@ def test_skinny(dtype: torch.dtype) -> None:
     shapes = [(1, 256), (7, 4096), (130, 264), (130, 1000), (4096, 520), (4096, 4096)]
     shapes += [(6144, 4096), (28672, 4096), (4096, 14336), (1000, 28672), (70000, 512)]
     for shape in shapes if dtype == torch.bfloat16 else shapes[3:6]:
-        for rows in (1, 3, 5, 8, 9, 16, 17, 32, 33, 64):
-            if rows < 5 and shape[0] > 4096:
-                continue
+        for rows in (1, 3, 8, 9, 16, 17, 32):
             for what, case in cases(rows, *shape, dtype, fp8=False).items():
                 if case.norm is not None:
                     continue
@@ -221,7 +219,7 @@ def chain() -> Chain:
     return Chain()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
 def test_a_chain_of_products(chain: Chain, rows: int) -> None:
     """200 replays of one graph, in which each kernel starts before the one ahead has ended."""
     judge = Judge(f"chain of {rows}")
@@ -248,7 +246,7 @@ def test_a_chain_of_products(chain: Chain, rows: int) -> None:
 def test_functions(dtype: torch.dtype) -> None:
     """The public functions, whichever kernels they choose."""
     judge = Judge(f"linear {short(dtype)}")
-    for rows in (1, 4, 5, 16, 17, 100):
+    for rows in (1, 2, 5, 32, 33):
         for outputs, width in ((130, 1000), (512, 37), (4096, 4096)):
             x = random(rows, width, dtype=dtype, seed=rows)
             weight = random(outputs, width, dtype=dtype, seed=1) * width**-0.5

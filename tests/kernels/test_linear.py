@@ -79,7 +79,7 @@ def test_weights_of_8_bits_have_a_scale_for_each_row() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4000), st.sampled_from((1, 2)), st.booleans())
+@given(st.integers(1, 2), st.integers(1, 4000), st.sampled_from((1, 2)), st.booleans())
 def test_tilings_fit(num_rows: int, pieces: int, itemsize: int, is_gated: bool) -> None:
     width = pieces * PIECE
     row_bytes = width * itemsize
@@ -87,7 +87,7 @@ def test_tilings_fit(num_rows: int, pieces: int, itemsize: int, is_gated: bool) 
     if tiles is None:
         assert width > (28672 if num_rows == 1 else 14336) or (is_gated and row_bytes > 51200)
         return
-    assert tiles.rows >= num_rows
+    assert tiles.rows == num_rows
     assert tiles.chunks * THREADS * PIECE >= width
     assert width > tiles.chunks // 2 * THREADS * PIECE, "pieces of the first half are inside"
     assert tiles.slot_rows % tiles.group == 0

@@ -2,7 +2,7 @@
 // streams their weight rows through a ring, from before the previous kernel's end on; 8 warps, which hold their part
 // of x in registers, multiply. The partial sums of an output are added in an order that depends on nothing but the
 // width, so a row's result does not depend on its neighbours.
-// -D ELEMENT (T: of x and y, 16 bits), FP8 (whether W is e4m3 rather than T), ROWS (1, 2 or 4), CHUNKS (pieces of 8
+// -D ELEMENT (T: of x and y, 16 bits), FP8 (whether W is e4m3 rather than T), ROWS (1 or 2), CHUNKS (pieces of 8
 // weights of a row for each thread), GROUP (weight rows multiplied at once), CTAS (of a multiprocessor),
 // IDLE (warps that only hold registers, so that no second CTA of this kernel fits beside one)
 #include "ring.cuh"
@@ -24,7 +24,7 @@ constexpr int PIECE = 8;
 constexpr int SUMS = GROUP * ROWS;  // of a group; each is left with LANES lanes
 constexpr int LANES = 32 / SUMS;
 constexpr int MAX_SLOTS = 16;
-constexpr bool PACKED = ROWS * CHUNKS > 16 || CHUNKS > 7;  // x stays in 16 bits: fp32 takes too many registers
+constexpr bool PACKED = CHUNKS > 7;  // x stays in 16 bits: fp32 takes too many registers
 
 struct Task {
   const T* x;

@@ -1,4 +1,4 @@
-"""Products of one to four rows with a weight matrix, as fast as the matrix can be read (sm_90).
+"""Products of one or two rows with a weight matrix, as fast as the matrix can be read (sm_90).
 
 What stands around a product in a block is part of it: the norm of its input, bias, scales of 8-bit
 weights, `silu(gate) * up`, the residual sum. Weights lie as in the checkpoint.
@@ -15,13 +15,13 @@ from torch.nn import functional
 from slipstream.kernels import jit
 from slipstream.kernels.op import op
 
-MAX_ROWS = 4
+MAX_ROWS = 2
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16)
 THREADS = 256  # that multiply
 PIECE = 8  # weights that a thread takes at once
 CHUNKS = (1, 2, 4, 7, 14)
-MAX_CHUNKS = {1: 14, 2: 7, 4: 7}  # by rows: what registers can hold of x
+MAX_CHUNKS = {1: 14, 2: 7}  # by rows: what registers can hold of x
 MAX_SLOTS = 16
 SLOT_BYTES = 32 << 10
 # Dynamic shared memory of a CTA when so many fill a multiprocessor. One more must not fit: CTAs of
@@ -77,7 +77,7 @@ class Tiling:
     @property
     def is_packed(self) -> bool:
         """Whether registers hold x in 16 bits; it is not normalised then (PACKED in gemv.cu)."""
-        return self.rows * self.chunks > 16 or self.chunks > 7
+        return self.chunks > 7
 
     def bytes(self, row_bytes: int) -> int:
         """Of dynamic shared memory; no less than keeps another CTA out."""
@@ -88,15 +88,14 @@ class Tiling:
 @functools.cache
 def tiling(num_rows: int, width: int, row_bytes: int, gated: bool) -> Tiling | None:
     """For `num_rows` rows of x and weight rows of `width` elements; None where it does not fit."""
-    rows = next(rows for rows in MAX_CHUNKS if rows >= num_rows)
     chunks = next((c for c in CHUNKS if c * THREADS * PIECE >= width), None)
-    if chunks is None or chunks > MAX_CHUNKS[rows]:
+    if chunks is None or chunks > MAX_CHUNKS[num_rows]:
         return None
     group = 4 if chunks <= 2 else 1
     step = max(group, 2 if gated else 1)
-    slot_rows = min(max(SLOT_BYTES // row_bytes // step * step, step), THREADS // rows)
+    slot_rows = min(max(SLOT_BYTES // row_bytes // step * step, step), THREADS // num_rows)
     num_slots = min(RING_BYTES[1] // (slot_rows * row_bytes), MAX_SLOTS)
-    return Tiling(rows, chunks, group, slot_rows, num_slots) if num_slots >= 2 else None
+    return Tiling(num_rows, chunks, group, slot_rows, num_slots) if num_slots >= 2 else None
 
 
 @functools.cache

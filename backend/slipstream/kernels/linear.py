@@ -7,9 +7,9 @@ once, after what follows it.
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels import gemv, skinny
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.cublaslt import matmul
-from slipstream.kernels.gemv import gemv, takes
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.op import op
 
@@ -44,13 +44,17 @@ def norm_gate_up(
     return silu_mul.reference(norm_linear.reference(x, norm, weight, eps, bias))
 
 
-# ---- on a GPU: all in one kernel for few rows, else one after the other ----
+# ---- on a GPU ----
+# One or two rows are multiplied by `gemv`, all in one kernel; up to 32 by `skinny`, behind that of
+# the norm; more by cuBLASLt, between those of the norm and the gate.
 
 
 @linear.cuda
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if takes(x, weight):
-        return gemv(x, weight, bias=bias)
+    if gemv.takes(x, weight):
+        return gemv.gemv(x, weight, bias=bias)
+    if skinny.takes(x, weight):
+        return skinny.skinny(x, weight, bias=bias)
     if bias is None:
         return matmul(x, weight)
     return matmul(x, weight, bias.repeat(len(x), 1), accumulate=True)
@@ -58,20 +62,22 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @linear_add.cuda
 def _linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
-    if takes(x, weight):
-        gemv(x, weight, bias=bias, residual=residual)
-        return
-    if bias is not None:
-        residual += bias
-    matmul(x, weight, residual, accumulate=True)
+    if gemv.takes(x, weight):
+        gemv.gemv(x, weight, bias=bias, residual=residual)
+    elif skinny.takes(x, weight):
+        skinny.skinny(x, weight, bias=bias, residual=residual)
+    else:
+        if bias is not None:
+            residual += bias
+        matmul(x, weight, residual, accumulate=True)
 
 
 @norm_linear.cuda
 def _norm_linear(
     x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
 ) -> Tensor:
-    if takes(x, weight, norm):
-        return gemv(x, weight, norm=norm, eps=eps, bias=bias)
+    if gemv.takes(x, weight, norm):
+        return gemv.gemv(x, weight, norm=norm, eps=eps, bias=bias)
     return _linear(rms_norm(x, norm, eps), weight, bias)
 
 
@@ -79,6 +85,9 @@ def _norm_linear(
 def _norm_gate_up(
     x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
 ) -> Tensor:
-    if takes(x, weight, norm, gated=True):
-        return gemv(x, weight, norm=norm, eps=eps, bias=bias, gated=True)
-    return silu_mul(_linear(rms_norm(x, norm, eps), weight, bias))
+    if gemv.takes(x, weight, norm, gated=True):
+        return gemv.gemv(x, weight, norm=norm, eps=eps, bias=bias, gated=True)
+    normed = rms_norm(x, norm, eps)
+    if skinny.takes(normed, weight, gated=True):
+        return skinny.skinny(normed, weight, bias=bias, gated=True)
+    return silu_mul(_linear(normed, weight, bias))

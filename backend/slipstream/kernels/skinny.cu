@@ -1,8 +1,8 @@
-// y = x W^T for up to 64 rows of x on Hopper's tensor cores, as fast as W can be read. A tile of up to 256 weight rows
+// y = x W^T for up to 32 rows of x on Hopper's tensor cores, as fast as W can be read. A tile of up to 256 weight rows
 // belongs to a cluster, whose CTAs share out the width: each streams its part of the tile and of x through a ring, by
 // steps of 64 elements, and multiplies; then each adds up, in rank order, what the cluster has for its share of the
 // outputs. Weights are copied from before the previous kernel's end on.
-// -D ELEMENT (T: Half or BFloat16), COLUMNS (rows of x, which are columns of the product: 8, 16, 32, 64), CLUSTER (1, 4)
+// -D ELEMENT (T: Half or BFloat16), COLUMNS (rows of x, which are the product's: 8, 16, 32), CLUSTER (1, 4)
 #include "copies.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -103,15 +103,10 @@ DEVICE void fetch(const Task& task, const Shared& shared, const TensorMap* weigh
 #elif COLUMNS == 16
 #define OPERANDS "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9"
 #define ALL_SUMS LIST_8(SUM, 0)
-#elif COLUMNS == 32
+#else
 #define OPERANDS \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17"
 #define ALL_SUMS LIST_8(SUM, 0), LIST_8(SUM, 8)
-#else
-#define OPERANDS                                                                             \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "   \
-  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33"
-#define ALL_SUMS LIST_8(SUM, 0), LIST_8(SUM, 8), LIST_8(SUM, 16), LIST_8(SUM, 24)
 #endif
 #define TEXT(x) TEXT_OF(x)
 #define TEXT_OF(x) #x
