@@ -21,6 +21,21 @@ DEVICE void philox(u32 (&words)[4], u32 quad, u32 number, u64 seed) {
 DEVICE float uniform(u32 bits) { return (float(bits >> 9) + 0.5f) * 0x1p-23f; }
 DEVICE float gumbel(u32 bits) { return -logf(-logf(uniform(bits))); }
 
+// The lowest scaled logit that top-k, and then top-p of what it keeps, leave.
+DEVICE float filter(const Row& row, Shared& shared, Team& team) {
+  const int top_k = row.how.top_k;
+  float low = -INFINITE;
+  if (top_k > 0 && top_k <= Mail::SIZE)
+    low = __fdiv_rn(find_floor(shared, shared.mail.boxes[0], top_k), row.temperature);
+#pragma unroll 1
+  for (int turn = 0; turn < 2; ++turn) {
+    const bool is_count = turn == 0, is_on = is_count ? top_k > 0 && top_k < row.size : row.how.top_p < 1.0f;
+    const bool is_short = top_k > 0 && top_k <= (is_count ? Mail::SIZE : MAX_CANDIDATES);
+    if (is_on) low = threshold(row, shared, team, {row.how, is_count}, low, is_short);
+  }
+  return low;
+}
+
 // The team's best token by score + Gumbel noise, of those that `low` and min-p keep; the likeliest is one of them.
 DEVICE u32 draw(const Row& row, Team& team, float low, u32 likeliest) {
   u32 words[4];
@@ -151,17 +166,7 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, TEAM > 1 ? 2 : 1
   if (threadIdx.x == 0) shared.highest = from_key(key), shared.log_sum = logf(peak.sum);
   row.maximum = __fdiv_rn(from_key(key), row.temperature);
   if (row.inverse < INFINITE && fabsf(row.maximum) < INFINITE) {  // else greedy: the limit of 1 / 0
-    const int top_k = row.how.top_k;
-    float low = -INFINITE;
-    if (top_k > 0 && top_k <= Mail::SIZE)
-      low = __fdiv_rn(find_floor(shared, shared.mail.boxes[0], top_k), row.temperature);
-#pragma unroll 1
-    for (int filter = 0; filter < 2; ++filter) {  // top-k, then top-p of what it keeps
-      const bool is_count = filter == 0, is_on = is_count ? top_k > 0 && top_k < row.size : row.how.top_p < 1.0f;
-      const bool is_short = top_k > 0 && top_k <= (is_count ? Mail::SIZE : MAX_CANDIDATES);
-      if (is_on) low = threshold(row, shared, team, {row.how, is_count}, low, is_short);
-    }
-    token = draw(row, team, low, token);
+    token = draw(row, team, filter(row, shared, team), token);
   }
   if (!is_first) return;
   const float log_prob = row.logit(token) - shared.highest - shared.log_sum;
