@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -72,13 +73,14 @@ def run(target: Target, workload: Workload) -> Run:
     return Run(events, seconds, len(workload.prompts), sum(map(len, workload.prompts)))
 
 
-def measure(target: Target, row: Row, repeat: int) -> list[float]:
-    """The row's figure `repeat` times, after a warm-up."""
+def measure(target: Target, row: Row, repeat: int) -> Iterator[float]:
+    """The row's figure `repeat` times, each as soon as it is known, after a warm-up."""
     run(target, row.warm_up())
     workload = row.workload()
     if row.runs_a_repetition < 1:
         gaps = run(target, workload).gaps_ms
         size = len(gaps) // repeat
-        return [statistics.median(gaps[i * size : (i + 1) * size]) for i in range(repeat)]
-    num_runs = int(repeat * row.runs_a_repetition)
-    return [getattr(run(target, workload), row.figure) for _ in range(num_runs)]
+        yield from (statistics.median(gaps[i * size : (i + 1) * size]) for i in range(repeat))
+        return
+    for _ in range(int(repeat * row.runs_a_repetition)):
+        yield getattr(run(target, workload), row.figure)

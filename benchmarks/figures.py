@@ -13,7 +13,7 @@ from typing import Any
 
 from plots import Axis, Line, plot
 from report import NEWEST, number, percent
-from rows import PARETO, ROWS, decode_limit_ms
+from rows import PARETO, ROWS, pareto_limit_ms
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -21,7 +21,6 @@ PICTURES = ROOT / "docs" / "figures"
 BEGIN, END = "<!-- figures: make figures -->", "<!-- end of figures -->"
 COLORS = {"ours": "#1f6feb", "peer": "#8a8a8a"}
 NAMES = {"ours": "Slipstream", "peer": "vLLM"}
-CONTEXT = 128 + 64 / 2  # of the short decodes behind the plots
 
 
 def readme_table(table: dict[str, Any]) -> str:
@@ -72,7 +71,7 @@ def share_plot(table: dict[str, Any]) -> str:
     """How much of the limit a decode step reaches."""
     lines = []
     for side in ("peer", "ours"):
-        points = [(b, decode_limit_ms(b, CONTEXT) / itl) for b, itl in _points(table, side)]
+        points = [(b, pareto_limit_ms(b) / itl) for b, itl in _points(table, side)]
         lines.append(Line(NAMES[side], COLORS[side], points))
     return plot(
         "Share of the limit in a decode step, bf16",

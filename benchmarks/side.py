@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import driving
 import workloads
 from driving import Target
 from report import commit
-from rows import PARETO, ROWS, Row
+from rows import PARETO, PARETO_TOKENS, ROWS, Row
 
 
 class Side:
@@ -35,12 +35,18 @@ class Side:
         self.data["about"] |= facts
         self._write()
 
-    def add(self, name: str, figures: list[float], **more: object) -> None:
-        """A row's repetitions."""
-        self.data["rows"][name] = [round(figure, 4) for figure in figures]
+    def add(self, name: str, figures: Iterable[float], **more: object) -> None:
+        """A row's repetitions; each is kept as soon as it is there."""
+        began = time.perf_counter()
+        kept: list[float] = []
+        for figure in figures:
+            kept.append(round(figure, 4))
+            self.data["rows"][name] = kept
+            self._write()
         self.data |= more
-        print(f"{self.data['engine']:10} {name:18} {_shown(figures)}", flush=True)
         self._write()
+        seconds = time.perf_counter() - began
+        print(f"{self.data['engine']:10} {name:18} {_shown(kept)} ({seconds:.1f} s)", flush=True)
 
     def add_pareto(self, batch: int, itl_ms: float) -> None:
         """The time between a batch's tokens, 128 in."""
@@ -61,15 +67,13 @@ def measure_rows(side: Side, target: Target, rows: list[Row], repeat: int) -> No
     """Every row of the list that is a workload."""
     for row in rows:
         if row.make is not None:
-            began = time.perf_counter()
             side.add(row.name, driving.measure(target, row, repeat))
-            print(f"{'':29} {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def measure_pareto(side: Side, target: Target, batches: tuple[int, ...] = PARETO) -> None:
-    """Short decodes at each batch: 128 in, 64 out."""
+    """Short decodes at each batch."""
     for batch in batches:
-        gaps = driving.run(target, workloads.decode(batch, max_tokens=64)).gaps_ms
+        gaps = driving.run(target, workloads.decode(batch, PARETO_TOKENS)).gaps_ms
         side.add_pareto(batch, statistics.median(gaps))
 
 

@@ -90,6 +90,11 @@ def tune(rows: list[Row], shape: str) -> None:
 
 def run_ours(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
     """All of our rows."""
+    if ROWS["start"] in rows:
+        make(args.shape, args.checkpoint)
+        figures = start.measure(args.checkpoint, args.repeat)
+        uncached = figures["uncached"]
+        Side(output, "slipstream").add("start", figures["cached"], start_uncached=uncached)
     if args.tune:
         tune(rows, args.shape)
     common = ["--repeat", str(args.repeat), "--shape", args.shape]
@@ -97,23 +102,18 @@ def run_ours(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
         common += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
     for options, names in precisions([row for row in rows if row.make is not None]):
         call("ours.py", [str(output), *options, *common, "--rows", *names], dict(os.environ))
-    if ROWS["start"] in rows:
-        make(args.shape, args.checkpoint)
-        figures = start.measure(args.checkpoint, args.repeat)
-        Side(output, "slipstream").add(
-            "start", figures["cached"], start_uncached=figures["uncached"]
-        )
 
 
 def run_peer(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
     """All of vLLM's rows; its start is that of its one bf16 process."""
     environment = peer_environment(args.peer_path)
-    common = ["--repeat", str(args.repeat)]
     if ROWS["start"] in rows:
         make(args.shape, args.checkpoint)
-        common += ["--checkpoint", str(args.checkpoint)]
     for options, names in precisions(rows):
-        call("peer.py", [str(output), *options, *common, "--rows", *names], environment)
+        if "start" in names:
+            options += ["--checkpoint", str(args.checkpoint)]
+        arguments = [str(output), *options, "--repeat", str(args.repeat), "--rows", *names]
+        call("peer.py", arguments, environment)
 
 
 def save(table: dict[str, Any], folder: Path) -> None:

@@ -165,6 +165,17 @@ def test_every_row_can_be_measured(bench, name: str, tmp_path: Path) -> None:
     assert again.data["rows"] == told["rows"]
 
 
+def test_a_cut_run_keeps_what_it_has(bench, tmp_path: Path) -> None:
+    def figures():
+        yield 1.5
+        raise TimeoutError
+
+    output = bench.side.Side(tmp_path / "side.json", "scripted")
+    with pytest.raises(TimeoutError):
+        output.add("prefill", figures())
+    assert json.loads((tmp_path / "side.json").read_text())["rows"] == {"prefill": [1.5]}
+
+
 def test_plots_hold_every_point(bench) -> None:
     pareto = {str(batch): 3.5 + batch / 50 for batch in bench.rows.PARETO}
     ours = side({}, pareto=pareto, about={"gpu": "NVIDIA H200"})
