@@ -31,6 +31,9 @@ def matmul(
 ) -> Tensor:
     """`x W^T`, `[n, m]`, summed in fp32 and rounded once; rows of every matrix may be strided.
 
+    On a GPU, sums of e4m3 have fewer bits on the way, for speed. Terms of either sign lose next to
+    nothing by that; thousands of one sign some percent of their sum (4 to 9 of 4096 squares).
+
     Args:
         x: fp32, fp16, bf16 or e4m3; scales of e4m3 are the caller's.
         weight: like `x`.
