@@ -3,8 +3,7 @@
 // of x in registers, multiply. The partial sums of an output are added in an order that depends on nothing but the
 // width, so a row's result does not depend on its neighbours.
 // -D ELEMENT (T: of x and y, 16 bits), FP8 (whether W is e4m3 rather than T), ROWS (1 or 2), CHUNKS (pieces of 8
-// weights of a row for each thread), GROUP (weight rows multiplied at once), CTAS (of a multiprocessor),
-// IDLE (warps that only hold registers, so that no second CTA of this kernel fits beside one)
+// weights of a row for each thread), GROUP (weight rows multiplied at once), CTAS (of a multiprocessor)
 #include "ring.cuh"
 
 struct E4m3 {
@@ -298,7 +297,7 @@ DEVICE void multiply_rows(const Task& task, CopyRing& ring, float* sums, float* 
 }
 
 // Every CTA has `quotient` outputs, the first `remainder` one more.
-extern "C" __global__ void __launch_bounds__(THREADS + 32 + 32 * IDLE, CTAS)
+extern "C" __global__ void __launch_bounds__(THREADS + 32, CTAS)
     gemv(const T* x, i64 x_stride, const u8* weight, const T* norm, const T* bias,
          const float* scales, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 width,
          i64 streams, i64 share, i64 batch, i64 num_slots, i64 quotient, i64 remainder, i64 adds,

@@ -7,6 +7,7 @@ weights, `silu(gate) * up`, the residual sum. Weights lie as in the checkpoint.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -24,9 +25,10 @@ CHUNKS = (1, 2, 4, 7, 14)
 MAX_CHUNKS = {1: 14, 2: 7}  # by rows: what registers can hold of x
 MAX_SLOTS = 16
 SLOT_BYTES = 32 << 10
-# Dynamic shared memory of a CTA when so many fill a multiprocessor. One more must not fit: CTAs of
-# a kernel that starts late would crowd on the multiprocessors that are free first.
+# Dynamic shared memory of a CTA when so many fill a multiprocessor: at most and at least. One more
+# must not fit: CTAs of a kernel that starts late would crowd on the multiprocessors free first.
 RING_BYTES = {1: 200 << 10, 2: 104 << 10}
+MIN_BYTES = {1: 110 << 10, 2: 78 << 10}
 
 
 @op("x[n,k]:T, weight[_,k]:W")
@@ -72,7 +74,6 @@ class Tiling:
     slot_rows: int
     num_slots: int
     ctas: int = 1  # of a multiprocessor
-    idle: int = 0  # warps that hold registers and no more
 
     @property
     def is_packed(self) -> bool:
@@ -81,8 +82,7 @@ class Tiling:
 
     def bytes(self, row_bytes: int) -> int:
         """Of dynamic shared memory; no less than keeps another CTA out."""
-        least = 0 if self.idle else {1: 110 << 10, 2: 78 << 10}[self.ctas]
-        return max(self.num_slots * self.slot_rows * row_bytes, least)
+        return max(self.num_slots * self.slot_rows * row_bytes, MIN_BYTES[self.ctas])
 
 
 @functools.cache
@@ -91,11 +91,18 @@ def tiling(num_rows: int, width: int, row_bytes: int, gated: bool) -> Tiling | N
     chunks = next((c for c in CHUNKS if c * THREADS * PIECE >= width), None)
     if chunks is None or chunks > MAX_CHUNKS[num_rows]:
         return None
-    group = 4 if chunks <= 2 else 1
+    is_fp8 = row_bytes == width
+    group = 4 if chunks <= 2 else 2 if is_fp8 and (num_rows, chunks) == (1, 7) else 1
     step = max(group, 2 if gated else 1)
-    slot_rows = min(max(SLOT_BYTES // row_bytes // step * step, step), THREADS // num_rows)
-    num_slots = min(RING_BYTES[1] // (slot_rows * row_bytes), MAX_SLOTS)
-    return Tiling(num_rows, chunks, group, slot_rows, num_slots) if num_slots >= 2 else None
+    # Measured: for one row, two CTAs a multiprocessor win 1 % wherever their rings are deep enough.
+    in_pairs = num_rows == 1 and chunks in ((2,) if is_fp8 else (2, 7))
+    for ctas in (2, 1) if in_pairs else (1,):
+        slot_bytes = SLOT_BYTES // (2 if is_fp8 and ctas == 2 else 1)
+        slot_rows = min(max(slot_bytes // row_bytes // step * step, step), THREADS // num_rows)
+        num_slots = min(RING_BYTES[ctas] // (slot_rows * row_bytes), MAX_SLOTS)
+        if num_slots > ctas:
+            return Tiling(num_rows, chunks, group, slot_rows, num_slots, ctas)
+    return None
 
 
 @functools.cache
@@ -130,20 +137,20 @@ def _variant(dtype: torch.dtype, fp8: bool, tiles: Tiling) -> jit.Variant:
         CHUNKS=tiles.chunks,
         GROUP=tiles.group,
         CTAS=tiles.ctas,
-        IDLE=tiles.idle,
     )
 
 
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
-    for dtype in DTYPES:
-        for size in (1, 2):
-            for rows in MAX_CHUNKS:
-                for chunks in CHUNKS:
-                    width = chunks * THREADS * PIECE
-                    tiles = tiling(rows, width, width * size, False)
-                    if tiles is not None:
-                        yield _variant(dtype, size == 1, tiles)
+    found: dict[jit.Variant, None] = {}
+    for dtype, size, rows, chunks, gated in product(
+        DTYPES, (1, 2), MAX_CHUNKS, CHUNKS, (False, True)
+    ):
+        width = chunks * THREADS * PIECE
+        tiles = tiling(rows, width, width * size, gated)
+        if tiles is not None:
+            found[_variant(dtype, size == 1, tiles)] = None
+    yield from found
 
 
 @gemv.cuda
@@ -194,7 +201,7 @@ def launch(
         _variant(x.dtype, weight.dtype == FP8, tiles),
         "gemv",
         (num_ctas,),
-        THREADS + 32 + 32 * tiles.idle,
+        THREADS + 32,
         x,
         x.stride(0),
         weight,

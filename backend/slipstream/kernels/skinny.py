@@ -18,7 +18,7 @@ from slipstream.kernels.op import op
 MAX_ROWS = 32
 DTYPES = (torch.float16, torch.bfloat16)
 COLUMNS = (8, 16, 32)  # rows of x, rounded up
-CLUSTERS = (1, 2, 4)
+CLUSTERS = (1, 4)
 STEP = 64  # elements of the width; 128 bytes
 ROW_BYTES = 128
 TILE_ROWS = 256
@@ -76,7 +76,7 @@ def tiling(
     if cluster == 0:
         cluster = 1 if num_outputs * streams > TILE_ROWS // 2 * multiprocessors else 4
     # Not every multiprocessor finds three others of its cluster.
-    clusters = multiprocessors // cluster * (10 if cluster > 2 else 11) // 11
+    clusters = multiprocessors if cluster == 1 else multiprocessors // cluster * 10 // 11
     waves = -(-num_outputs * streams // (clusters * TILE_ROWS))
     share = -(-num_outputs // (clusters * waves))
     first = -(-share // BLOCK_ROWS) * BLOCK_ROWS if gated else 0
