@@ -87,7 +87,9 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
     bare = {"checkpoint": str(checkpoint), "model": "a-model"}
     assert settings(tmp_path) == {"wiring": "composed", "engine": bare}
     options = "--dtype bfloat16 --kv-cache-tokens 512 --max-num-seqs 8 --max-num-batched-tokens 64"
-    more = "--max-model-len 128 --block-size 16 --model-name shown --quantization fp8 --deterministic"
+    more = (
+        "--max-model-len 128 --block-size 16 --model-name shown --quantization fp8 --deterministic"
+    )
     run(checkpoint, tmp_path, *options.split(), *more.split())
     engine = settings(tmp_path)["engine"]
     assert EngineConfig(**engine) == EngineConfig(
