@@ -9,7 +9,7 @@ from kernels.attention_cases import Case, attend, configurations, make_case
 from kernels.checking import DTYPES, Judge, poison, same_bits, short
 from slipstream.kernels import decode_attention as module
 from slipstream.kernels import jit
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
+from slipstream.kernels.decode_attention import Newest, decode_attention, plan_decode
 from slipstream.kernels.rope import rope_and_cache
 
 pytestmark = [
@@ -236,34 +236,83 @@ def test_large_batches_repeat(lengths: list[int]) -> None:
     judge.verdict()
 
 
-def test_the_newest_token_is_seen() -> None:
+def newest_of(case: Case, kv_heads: int) -> tuple[Newest, torch.Tensor, torch.Tensor]:
+    """K, V as parts of the matrix of q, angles; where rope_and_cache would put them."""
+    n, d, dtype = len(case.q), case.q.shape[2], case.q.dtype
+    rows = torch.randn((n, 2 * kv_heads * d + 8), device="cuda").to(dtype)
+    k, v = (rows[:, i * kv_heads * d :][:, : kv_heads * d].unflatten(1, (-1, d)) for i in (0, 1))
+    angles = torch.rand((int(case.lengths.max()) + 1, d // 2), device="cuda") * 6.3
+    positions = (case.lengths.long() - 1).clamp(min=0)
+    block = case.cache.shape[3]
+    blocks = case.block_tables.long().gather(1, (positions // block)[:, None])[:, 0]
+    slots = torch.where(case.lengths > 0, blocks * block + positions % block, -1)
+    return Newest(k, v, torch.cat((angles.cos(), angles.sin()), 1)), positions, slots
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=short)
+def test_rotation_and_cache_within(dtype: torch.dtype) -> None:
+    """Attention does what `rope_and_cache` would; where it writes, the cache is NaN before."""
+    judge = Judge(f"rotation within {short(dtype)}")
+    for heads, d, block in configurations()[:: 1 if dtype == torch.bfloat16 else 4]:
+        case = make_case([1] * len(SHORT), SHORT, heads, d, block, dtype)
+        newest, positions, slots = newest_of(case, heads[1])
+        keep = slots >= 0
+        case.cache[slots[keep] // block, :, :, slots[keep] % block] = float("nan")
+        before, q = case.cache.clone(), case.q.clone()
+        turned = dataclasses.replace(case, q=case.q.clone(), cache=before.clone())
+        rope_and_cache(turned.q, *newest, positions, slots, turned.cache)
+        name = f"heads {heads} d {d} block {block}"
+        outs = []
+        for _ in range(5):
+            case.cache.copy_(before)
+            plan = plan_decode(case.lengths, case.cache, case.q.shape[1])
+            poison(case.q.shape, dtype=dtype)
+            arguments = (case.cache, case.block_tables, case.lengths, plan, case.scale)
+            outs.append(decode_attention(case.q, *arguments, newest=newest))
+        judge.close(name, outs[0], attend(turned, torch.float64), attend(turned, dtype))
+        judge.true(f"{name}: repeats", all(same_bits(out, outs[0]) for out in outs))
+        judge.true(f"{name}: q", same_bits(case.q, q))
+        judge.true(f"{name}: v", same_bits(case.cache[:, :, 1], turned.cache[:, :, 1]))
+        got, want = case.cache[:, :, 0], turned.cache[:, :, 0]
+        judge.true(f"{name}: k, NaN", bool((got.isnan() == want.isnan()).all()))
+        got, want = got.nan_to_num(0), want.nan_to_num(0)
+        judge.true(f"{name}: k", torch.allclose(got, want, torch.finfo(dtype).eps, 1e-5))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_the_newest_token_is_seen(is_within: bool) -> None:
     """The kernel in front writes it while attention already reads what is older."""
     judge = Judge("newest token")
     for length in (1, 32, 33, 200, 1000):
         case = random_case([length] * 4, (8, 2), 32, torch.bfloat16)
         plan = plan_decode(case.lengths, case.cache, 8)
-        angles = torch.zeros((1, 128), device="cuda")
-        angles[:, :64] = 1  # rotates by nothing
-        last = torch.full((4,), length - 1, device="cuda")
-        slots = case.block_tables.long()[:, (length - 1) // 32] * 32 + last % 32
-        k, v = (torch.randn((4, 2, 128), dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        arguments = (case.cache, case.block_tables, case.lengths, plan, case.scale)
+        newest, positions, slots = newest_of(case, 2)
+        source = case.q.clone(), newest.k.clone(), newest.v.clone()
 
-        def step(case=case, k=k, v=v, angles=angles, slots=slots, arguments=arguments):
-            rope_and_cache(case.q, k, v, angles, torch.zeros_like(slots), slots, case.cache)
+        def step(case=case, plan=plan, newest=newest, where=(positions, slots), source=source):
+            for target, x in zip((case.q, newest.k, newest.v), source, strict=True):
+                target.copy_(x)
+            arguments = (case.cache, case.block_tables, case.lengths, plan, case.scale)
+            if is_within:
+                return decode_attention(case.q, *arguments, newest=newest)
+            rope_and_cache(case.q, *newest, *where, case.cache)
             return decode_attention(case.q, *arguments)
 
-        graph = torch.cuda.CUDAGraph()
         step()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outs = [step() for _ in range(8)]
         for _ in range(5):
-            k.normal_()
-            v.normal_()
+            for x in source:
+                x.normal_()
             graph.replay()
             torch.cuda.synchronize()
-            want = decode(case)
-            judge.true(f"length {length}", all(same_bits(out, want) for out in outs))
+            case.q.copy_(source[0])
+            rope_and_cache(case.q, *newest, positions, slots, case.cache)
+            torch.cuda.synchronize()
+            want, got = decode(case).float(), torch.stack(outs).float()
+            judge.true(f"length {length}", torch.allclose(got, want.expand_as(got), atol=0.02))
     judge.verdict()
 
 

@@ -1,8 +1,10 @@
 // Paged decode attention for 16-bit elements: every warp is a worker that streams the tiles which the plan gives it
 // (decode_plan.cuh) through a ring of its own. What several workers of a CTA have of one (sequence, head) they merge
 // in shared memory; what several CTAs have, the last of them to arrive. Every sum has one order, whoever is last.
-// -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring)
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K come as
+// projected and are rotated here, the newest K and V are written to the cache here)
 #include "decode_columns.cuh"
+#include "decode_newest.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int AT_ONCE = 18;  // parts whose loads are in flight together: of 8 heads on 132 SMs, all
@@ -54,63 +56,151 @@ struct Output {
   }
 };
 
-// Attend to the tiles of one worker, from the cursor on.
-DEVICE void work(const Heads& heads, const T* q, i64 q_stride, const Output& out, Shared& shared,
-                 Ring& ring, Cursor cursor, int left, float scale) {
+// The rows of a step: one token for each sequence.
+struct Inputs {
+  const T* q;
+  i64 q_stride;
+  const T* k;  // from here on only if ROTATES
+  i64 k_stride;
+  const T* v;
+  i64 v_stride;
+  const float* cos_sin;  // [position, HEAD_SIZE]: cosines, then sines
+
+  // Of the newest token of a sequence.
+  DEVICE const float* angles(const Sequence& sequence) const {
+    return cos_sin + i64(sequence.length - 1) * HEAD_SIZE;
+  }
+};
+
+// A worker on its way: one (sequence, head) after the other.
+class Worker {
+  const Heads& heads;
+  const Inputs& inputs;
+  const Cache& cache;
+  const Output& out;
+  const float scale;  // of scores, times log2(e)
+  Shared& shared;
   const int warp = threadIdx.x / 32;
-  Query query, next;
-  const auto load_query = [&](Query& target) {
-    const T* row = q + cursor.now.row * q_stride;
-    target.load(row + heads.first_query(cursor.head) * HEAD_SIZE, heads.num_queries(cursor.head));
-  };
-  Columns columns;
-  load_query(next);
-  for (bool is_first = true; left > 0; is_first = false) {
-    query = next;
-    columns.clear();
-    const int row = cursor.now.row, head = cursor.head;
+  Ring ring;
+  Cursor cursor;
+  int left;  // tiles
+  Query next;
+
+ public:
+  DEVICE Worker(const Heads& heads, const Inputs& inputs, const Cache& cache, const Output& out,
+                float scale, Shared& shared, const Plan& plan, const Start& start)
+      : heads(heads), inputs(inputs), cache(cache), out(out), scale(scale), shared(shared),
+        ring(cache, shared.rings[threadIdx.x / 32], heads.count, Cursor(plan, start), start.count),
+        cursor(plan, start), left(start.count) {}
+
+  // Before the kernels in front have ended.
+  DEVICE int begin() {
+    const int filled = ring.fill_early();
+    if (ROTATES && left > 0) next.load_angles(inputs.angles(cursor.now));
+    return filled;
+  }
+
+  DEVICE void run(int filled) {
+    ring.fill_up(filled);
+    if (left > 0) load_heads();
+    for (bool is_first = true; left > 0; is_first = false) {
+      Query query = next;
+      Newest newest;
+      const int row = cursor.now.row, head = cursor.head;
+      if (ROTATES) {
+        if (left * TILE >= cursor.num_tokens()) load_newest(newest);
+        query.rotate();
+      }
+      Columns columns;
+      columns.clear();
+      const int flags = attend(query, newest, columns);
+      columns.sum_totals();
+      const int num_queries = heads.num_queries(head);
+      if (flags == (PRESENT | BEGINS | ENDS)) {
+        columns.write(out.at(heads, row, head), num_queries);
+      } else {
+        const int entry = warp * 2 + (is_first ? 0 : 1);
+        columns.store(shared.part(entry), num_queries);
+        if (threadIdx.x % 32 == 0) shared.entries[entry] = {row, head, flags};
+      }
+    }
+  }
+
+ private:
+  DEVICE void load_heads() {
+    const T* row = inputs.q + cursor.now.row * inputs.q_stride;
+    next.load_heads(row + heads.first_query(cursor.head) * HEAD_SIZE,
+                    heads.num_queries(cursor.head));
+  }
+  DEVICE void load_newest(Newest& newest) const {
+    const int token = cursor.now.length - 1, row = cursor.now.row;
+    const i64 offset = cursor.head / heads.parts * HEAD_SIZE;
+    newest.load(inputs.k + row * inputs.k_stride + offset, inputs.v + row * inputs.v_stride + offset,
+                inputs.angles(cursor.now),
+                cache.memory + cache.offset(cache.block(row, token), token, cursor.head));
+  }
+
+  // Tiles of one (sequence, head), as many as are the worker's. Returns what it had of it.
+  DEVICE int attend(const Query& query, Newest& newest, Columns& columns) {
     int flags = PRESENT | (cursor.tile == 0 ? BEGINS : 0);
+    const bool is_writer = cursor.head % heads.parts == 0;
     for (bool goes_on = true; goes_on;) {
       const int count = cursor.num_tokens();
       if (count <= TILE) flags |= ENDS;
       goes_on = --left > 0 && count > TILE;
       cursor.advance(heads.count);
-      if (!goes_on && left > 0) load_query(next);
+      if (!goes_on && left > 0) {
+        if (ROTATES) next.load_angles(inputs.angles(cursor.now));
+        load_heads();
+      }
+      u8* slot = ring.front();
+      if (ROTATES && count <= TILE) newest.put_key(slot, count - 1, is_writer);
       float scores[2][4];
-      columns.score(scores, query, ring.front());
+      columns.score(scores, query, shared_address(slot));
       ring.pop();
       u32 weights[4];
       columns.exponentiate(scores, weights, count, scale);
-      columns.accumulate(weights, ring.front());
+      slot = ring.front();
+      if (ROTATES && count <= TILE) newest.put_value(slot, count - 1, is_writer, cache.from_k_to_v());
+      columns.accumulate(weights, shared_address(slot));
       ring.pop();
     }
-    columns.sum_totals();
-    const int num_queries = heads.num_queries(head);
-    if (flags == (PRESENT | BEGINS | ENDS)) {
-      columns.write(out.at(heads, row, head), num_queries);
-    } else {
-      const int entry = warp * 2 + (is_first ? 0 : 1);
-      columns.store(shared.part(entry), num_queries);
-      if (threadIdx.x % 32 == 0) shared.entries[entry] = {row, head, flags};
-    }
+    return flags;
   }
+};
+
+DEVICE float warp_max(float value) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2)
+    value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, mask));
+  return value;
 }
 
 // Merge one column of the parts whose bits are set in `members`, in their order, into a row of `out` or of `part`.
 DEVICE void merge_column(Shared& shared, u32 members, int column, T* out, Part* part) {
-  const int lane = threadIdx.x % 32;
-  float maximum = -INFINITE, total = 0.0f;
-  for (u32 rest = members; rest; rest &= rest - 1)
-    maximum = fmaxf(maximum, shared.part(__ffs(rest) - 1).maximum[column]);
+  const int lane = threadIdx.x % 32, dimension = min(lane * 4, HEAD_SIZE - 4);
+  const int first = __ffs(members) - 1;
+  const bool is_member = members >> lane & 1;
+  const Part& own = shared.part(is_member ? lane : first);
+  const float maximum = warp_max(own.maximum[column]);
+  const float weight = is_member ? exp2_fast(own.maximum[column] - maximum) : 0.0f;
+  const float total = warp_sum(weight * own.total[column]);
   Pack<float, 4> sum = {};
-  const int dimension = min(lane * 4, HEAD_SIZE - 4);
-  for (u32 rest = members; rest; rest &= rest - 1) {
-    const Part& one = shared.part(__ffs(rest) - 1);
-    const float factor = exp2_fast(one.maximum[column] - maximum);
-    const auto values = load<4>(&one.output[column][dimension]);
-    total = fmaf(factor, one.total[column], total);
+  for (u32 rest = members; rest;) {
+    float factors[4];
+    Pack<float, 4> values[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sum.at[j] = fmaf(factor, values.at[j], sum.at[j]);
+    for (int i = 0; i < 4; ++i) {
+      const int one = rest ? __ffs(rest) - 1 : first;
+      factors[i] = __shfl_sync(ALL_LANES, weight, one);
+      if (rest == 0) factors[i] = 0.0f;
+      values[i] = load<4>(&shared.part(one).output[column][dimension]);
+      rest &= rest - 1;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum.at[j] = fmaf(factors[i], values[i].at[j], sum.at[j]);
   }
   if (lane * 4 >= HEAD_SIZE) return;
   if (part == nullptr) {
@@ -228,10 +318,10 @@ extern __shared__ __align__(1024) u8 shared_bytes[];
 
 // Grid: a CTA for each SM, of any lengths. Rows of length 0 become zeros.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    decode_attention(const T* q, i64 q_stride, const T* memory, const int* block_tables,
-                     i64 table_stride, const int* lengths, int* plan_memory, T* rows,
-                     Part* partials, float scale, i64 num_rows, i64 num_kv_heads, i64 group_size,
-                     i64 block_shift) {
+    decode_attention(const T* q, i64 q_stride, const T* k, i64 k_stride, const T* v, i64 v_stride,
+                     const float* cos_sin, T* memory, const int* block_tables, i64 table_stride,
+                     const int* lengths, int* plan_memory, T* rows, Part* partials, float scale,
+                     i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift) {
   start_next();
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -251,11 +341,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Output out = {rows, num_kv_heads * group_size * HEAD_SIZE};
   const Cache cache = {memory,       block_tables,     table_stride,
                        num_kv_heads, int(block_shift), heads.parts};
-  const Cursor cursor(plan, start);
-  Ring ring(cache, shared_address(shared.rings[warp]), heads.count, cursor, start.count);
-  const int filled = ring.fill_early();
+  const Inputs inputs = {q, q_stride, k, k_stride, v, v_stride, cos_sin};
+  Worker worker(heads, inputs, cache, out, scale, shared, plan, start);
+  const int filled = worker.begin();
   wait_for_previous();
-  ring.fill_up(filled);
 
   if (has_empty)
     for (int row = first_row; row < num_rows; row += row_step)
@@ -263,8 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = lane * 8; i < out.row_elements; i += 32 * 8)
           store<8>(rows + row * out.row_elements + i, Pack<T, 8>{});
   if (!has_tiles) return;
-  if (start.count > 0)
-    work(heads, q, q_stride, out, shared, ring, cursor, start.count, scale);
+  worker.run(filled);
   __syncthreads();
   merge_workers(heads, out, shared, partials + blockIdx.x * 2);
   arrive(plan, heads, out, shared, partials);

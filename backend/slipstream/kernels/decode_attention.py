@@ -26,6 +26,7 @@ from slipstream.kernels.pages import (
     tiles_variants,
     warps_of,
 )
+from slipstream.kernels.rope import rope_and_cache
 
 # decode_columns.cuh: query heads that a worker takes at once; decode_plan.cuh: tokens of a tile.
 _COLUMNS, _TILE = 8, 32
@@ -47,6 +48,14 @@ def plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
     return torch.empty(0, dtype=torch.int32, device=lengths.device)
 
 
+class Newest(NamedTuple):
+    """What `rope_and_cache` takes of the newest token of each sequence."""
+
+    k: Tensor  # [s, h, d]
+    v: Tensor  # [s, h, d]
+    cos_sin: Tensor  # [positions, d] f32
+
+
 @op("q[s,hq,d]:T, cache[_,h,2,_,d]:T, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
 def decode_attention(
     q: Tensor,
@@ -56,6 +65,7 @@ def decode_attention(
     plan: Tensor,
     scale: float,
     out: Tensor | None = None,
+    newest: Newest | None = None,
 ) -> Tensor:
     """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.
 
@@ -63,7 +73,12 @@ def decode_attention(
     made earlier in the stream; without one, of no elements, a sequence's bits do not depend on
     others. All but the newest token of a sequence must be from earlier steps: the kernel reads it
     while the kernels in front of it still run.
+
+    With `newest` (and a plan, and 16-bit elements) it begins with `rope_and_cache`: `q` is rotated
+    as it is read, K and V of the newest tokens are written to `cache`.
     """
+    if newest is not None:
+        q = _rotate_and_cache(q, newest, cache, block_tables, lengths)
     out = torch.empty_like(q) if out is None else out
     out.zero_()
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -75,6 +90,19 @@ def decode_attention(
         result = functional.scaled_dot_product_attention(group[None], k[None], v[None], scale=scale)
         out[s] = result[0].flatten(0, 1)
     return out
+
+
+def _rotate_and_cache(
+    q: Tensor, newest: Newest, cache: Tensor, block_tables: Tensor, lengths: Tensor
+) -> Tensor:
+    """The rotated `q`; `newest` goes into `cache`."""
+    positions = (lengths.long() - 1).clamp(min=0)
+    block_size = cache.shape[3]
+    blocks = block_tables.long().gather(1, (positions // block_size)[:, None])[:, 0]
+    slots = torch.where(lengths > 0, blocks * block_size + positions % block_size, -1)
+    q = q.clone()
+    rope_and_cache.reference(q, newest.k, newest.v, newest.cos_sin, positions, slots, cache)
+    return q
 
 
 # ---- by plan ----
@@ -101,10 +129,15 @@ class _Shape(NamedTuple):
 _SHAPES = (_Shape(8, 3), _Shape(8, 2), _Shape(4, 2))  # the first that fits is best
 
 
-def _variant(dtype: torch.dtype, head_size: int, shape: _Shape) -> jit.Variant:
+def _variant(dtype: torch.dtype, head_size: int, shape: _Shape, rotates: bool) -> jit.Variant:
     jit.head_size_of(dtype, head_size)
     return jit.variant(
-        "decode_attention.cu", dtype, HEAD_SIZE=head_size, WARPS=shape.warps, SLOTS=shape.slots
+        "decode_attention.cu",
+        dtype,
+        HEAD_SIZE=head_size,
+        WARPS=shape.warps,
+        SLOTS=shape.slots,
+        ROTATES=int(rotates),
     )
 
 
@@ -115,7 +148,8 @@ def variants() -> Iterator[jit.Variant]:
     for head_size in jit.HEAD_SIZES:
         for dtype in (torch.float16, torch.bfloat16):
             for shape in _SHAPES:
-                yield _variant(dtype, head_size, shape)
+                for rotates in (False, True):
+                    yield _variant(dtype, head_size, shape, rotates)
 
 
 @functools.cache
@@ -174,6 +208,7 @@ def _decode_attention(
     plan: Tensor,
     scale: float,
     out: Tensor | None = None,
+    newest: Newest | None = None,
 ) -> Tensor:
     check("decode_attention", q, cache, block_tables, lengths, plan)
     jit.block_shift(cache.shape[3])
@@ -184,10 +219,26 @@ def _decode_attention(
         is_like_q and out.is_contiguous() and out.data_ptr() % 16 == 0,
         "decode_attention: out must be contiguous, aligned to 16 bytes and otherwise like q",
     )
-    if len(q) > 0:
-        launch = _launch_by_plan if len(plan) > 0 else _launch_by_split
-        launch(q, cache, block_tables, lengths, plan, scale, out)
+    if len(plan) > 0:
+        _launch_by_plan(q, cache, block_tables, lengths, plan, scale, out, newest)
+    elif len(q) > 0:
+        jit.require(newest is None, "decode_attention: without a plan, q must be rotated")
+        _launch_by_split(q, cache, block_tables, lengths, scale, out)
     return out
+
+
+def _check_newest(q: Tensor, cache: Tensor, newest: Newest) -> None:
+    num_rows, _, head_size = q.shape
+    for name, x in (("k", newest.k), ("v", newest.v)):
+        is_like_q = x.shape == (num_rows, cache.shape[1], head_size) and x.dtype == q.dtype
+        jit.require(is_like_q, f"decode_attention: {name} does not fit q and cache")
+        is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
+        jit.require(is_row, f"decode_attention: heads of a row of {name} must be contiguous")
+        is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+        jit.require(is_aligned, f"decode_attention: rows of {name} must be aligned to 16 bytes")
+    table = newest.cos_sin
+    is_table = table.dtype == torch.float32 and table.shape[1] == head_size
+    jit.require(is_table and table.is_contiguous(), "decode_attention: cos_sin is no fp32 table")
 
 
 def _launch_by_plan(
@@ -198,7 +249,11 @@ def _launch_by_plan(
     plan: Tensor,
     scale: float,
     out: Tensor,
+    newest: Newest | None,
 ) -> None:
+    if newest is not None:
+        _check_newest(q, cache, newest)
+    k, v, cos_sin = newest or (q, q, q)  # q stands for what is not read
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     num_ctas, shape = _device(q.get_device(), head_size)
@@ -207,12 +262,17 @@ def _launch_by_plan(
     num_words = num_ctas * 2 * _part_words(head_size)
     parts = torch.empty(num_words, dtype=torch.float32, device=q.device)
     jit.launch(
-        _variant(q.dtype, head_size, shape),
+        _variant(q.dtype, head_size, shape, newest is not None),
         "decode_attention",
         (num_ctas,),
         32 * shape.warps,
         q,
         q.stride(0),
+        k,
+        k.stride(0),
+        v,
+        v.stride(0),
+        cos_sin,
         cache,
         block_tables,
         block_tables.stride(0),
@@ -238,7 +298,6 @@ def _launch_by_split(
     cache: Tensor,
     block_tables: Tensor,
     lengths: Tensor,
-    plan: Tensor,
     scale: float,
     out: Tensor,
 ) -> None:

@@ -5,6 +5,7 @@
 #pragma once
 #include "decode_ring.cuh"
 #include "mma.cuh"
+#include "rotation.cuh"
 
 constexpr int COLUMNS = 8;
 
@@ -17,18 +18,30 @@ struct alignas(16) Part {
 
 // Query heads as fragments B: a lane 4 g + t holds elements 2t, 2t + 1 of every chunk of head g.
 struct Query {
-  u32 pairs[STEPS][2];
+  u32 pairs[CHUNKS];
+  Pack<float, 2> cosines[CHUNKS / 2];  // of these elements, which those half a head on share
+  Pack<float, 2> sines[CHUNKS / 2];
 
-  DEVICE void load(const T* heads, int count) {
+  DEVICE void load_angles(const float* angles) {
+    const float* own = angles + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < CHUNKS / 2; ++i) {
+      cosines[i] = load<2>(own + i * 8);
+      sines[i] = load<2>(own + HEAD_SIZE / 2 + i * 8);
+    }
+  }
+  DEVICE void load_heads(const T* heads, int count) {
     const int lane = threadIdx.x % 32;
     const T* own = heads + lane / 4 * HEAD_SIZE + lane % 4 * 2;
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step)
+    for (int i = 0; i < CHUNKS; ++i)
+      pairs[i] =
+          lane / 4 < count ? load_fresh<1>(reinterpret_cast<const u32*>(own + i * 8)).at[0] : 0;
+  }
+  DEVICE void rotate() {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32* pair = reinterpret_cast<const u32*>(own + step * 16 + half * 8);
-        pairs[step][half] = lane / 4 < count ? load_fresh<1>(pair).at[0] : 0;
-      }
+    for (int i = 0; i < CHUNKS / 2; ++i)
+      rotate_pairs(pairs[i], pairs[i + CHUNKS / 2], cosines[i], sines[i]);
   }
 };
 
@@ -61,7 +74,7 @@ class Columns {
       for (int i = 0; i < 2; ++i) {
         u32 key[4];
         load_matrices(key, at_step(own, step) + i * 16 * ROW_BYTES);
-        multiply_add(scores[i], key, query.pairs[step][0], query.pairs[step][1], T{});
+        multiply_add(scores[i], key, query.pairs[step * 2], query.pairs[step * 2 + 1], T{});
       }
   }
 

@@ -1,5 +1,5 @@
 // A worker's private ring of slots in shared memory, through which its tiles pass: K, V, K, V, ...
-// -D ELEMENT (T: 16 bits), HEAD_SIZE, SLOTS
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, SLOTS, ROTATES (1: the newest tokens come past the cache)
 #pragma once
 #include "copies.cuh"
 #include "decode_plan.cuh"
@@ -26,7 +26,7 @@ DEVICE u32 at_step(u32 address, int step) {
 
 // The paged cache of a layer, `[block, kv head, K or V, token in block, HEAD_SIZE]`.
 struct Cache {
-  const T* memory;
+  T* memory;
   const int* block_tables;
   i64 table_stride;
   i64 num_kv_heads;
@@ -34,6 +34,15 @@ struct Cache {
   int parts;  // heads of the plan to a kv head
 
   DEVICE i64 from_k_to_v() const { return i64(HEAD_SIZE) << block_shift; }
+  // Which block holds a token, and where K of that token lies for a head of the plan.
+  DEVICE int block(int row, int token) const {
+    return load_fresh<1>(block_tables + row * table_stride + (token >> block_shift)).at[0];
+  }
+  DEVICE i64 offset(int block, int token, int head) const {
+    const int within = token & ((1 << block_shift) - 1);
+    const i64 pair = block * num_kv_heads + head / parts;
+    return pair * 2 * from_k_to_v() + within * HEAD_SIZE;
+  }
 };
 
 // A tile on a worker's way.
@@ -65,7 +74,7 @@ struct Cursor {
 
 class Ring {
   const Cache& cache;
-  const u32 slots;
+  u8* const slots;
   const int num_heads;
   const u64 policy = evict_first();
   const int lane = threadIdx.x % 32;
@@ -76,17 +85,16 @@ class Ring {
   int block;  // in lane i < PIECES: where piece i of the cursor's tile lies
 
  public:
-  DEVICE Ring(const Cache& cache, u32 slots, int num_heads, const Cursor& cursor, int count)
+  DEVICE Ring(const Cache& cache, u8* slots, int num_heads, const Cursor& cursor, int count)
       : cache(cache), slots(slots), num_heads(num_heads), cursor(cursor), left(count) {
     find_block();
   }
 
-  // Fill the ring with what earlier steps wrote: up to the first tile that holds the newest token of its sequence.
-  // Returns how many slots are filled.
+  // Fill the ring with what earlier steps wrote, but for the newest token of a sequence. Unless that comes from
+  // elsewhere, stop at the first tile that holds one. Returns how many slots are filled.
   DEVICE int fill_early() {
-#pragma unroll
     for (int filled = 0; filled < SLOTS; ++filled) {
-      if (left > 0 && cursor.is_last()) {
+      if (!ROTATES && left > 0 && cursor.is_last()) {
         warm();
         return filled;
       }
@@ -97,8 +105,8 @@ class Ring {
   DEVICE void fill_up(int filled) {
     for (; filled < SLOTS; ++filled) fill();
   }
-  // The address of the next K or V, once it is there.
-  DEVICE u32 front() const {
+  // The slot of the next K or V, once it is there.
+  DEVICE u8* front() const {
     copy_wait<SLOTS - 1>();
     __syncwarp();
     return slots + slot * SLOT_BYTES;
@@ -110,18 +118,10 @@ class Ring {
   }
 
  private:
+  DEVICE int own_token() const { return cursor.tile * TILE + lane * PIECE; }
   DEVICE void find_block() {
-    const int token = cursor.tile * TILE + lane * PIECE;
-    const bool exists = left > 0 && lane < PIECES && token < cursor.now.length;
-    const int* table = cache.block_tables + cursor.now.row * cache.table_stride;
-    block = exists ? load_fresh<1>(table + (token >> cache.block_shift)).at[0] : 0;
-  }
-  // In lane i < PIECES: of piece i of the cursor's K.
-  DEVICE i64 piece_offset() const {
-    const int token = cursor.tile * TILE + lane * PIECE;
-    const int within = token & ((1 << cache.block_shift) - 1);
-    const i64 pair = block * cache.num_kv_heads + cursor.head / cache.parts;
-    return pair * 2 * cache.from_k_to_v() + within * HEAD_SIZE;
+    const bool exists = left > 0 && lane < PIECES && own_token() < cursor.now.length;
+    block = exists ? cache.block(cursor.now.row, own_token()) : 0;
   }
 
   DEVICE void fill() {
@@ -141,8 +141,9 @@ class Ring {
   // Tokens past the sequence's end become zeros: what their memory holds (NaN even) meets no arithmetic.
   DEVICE void start_copy() const {
     const int count = cursor.num_tokens();
-    const i64 offset = piece_offset() + (is_value ? cache.from_k_to_v() : 0);
-    const u32 target = slots + slot * SLOT_BYTES;
+    const i64 offset =
+        cache.offset(block, own_token(), cursor.head) + (is_value ? cache.from_k_to_v() : 0);
+    const u32 target = shared_address(slots + slot * SLOT_BYTES);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       const T* source = cache.memory + __shfl_sync(ALL_LANES, offset, piece);
@@ -158,7 +159,7 @@ class Ring {
 
   // Bring the cursor's tile into the L2 cache, where the newest token is being written meanwhile.
   DEVICE void warm() const {
-    const i64 offset = piece_offset();
+    const i64 offset = cache.offset(block, own_token(), cursor.head);
     const int count = cursor.num_tokens();
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import rope
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
+from slipstream.kernels.decode_attention import Newest, decode_attention, plan_decode
 from slipstream.kernels.prefill_attention import prefill_attention
 from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm
@@ -89,6 +89,8 @@ class Attention:
         self.k_norm = w.at("k_norm").tensor("weight", size) if qk_norm else None
         self.eps = dims.eps
         self._is_invariant = w.deterministic
+        # Of decodes, where nothing but rotation comes between projection and attention.
+        self._rotates_decodes = not (qk_norm or w.deterministic)
 
     def __call__(
         self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor
@@ -100,17 +102,26 @@ class Attention:
         qkv, scales = self.qkv.of_norm(norm, residual)
         parts = torch.split(qkv, self.sizes, dim=-1)
         q, k, v = (part.view(len(residual), -1, self.head_size) for part in parts)
-        where = (self.cos_sin, inputs.positions, inputs.slots, cache)
-        rope.rope_and_cache(q, k, v, *where, self.q_norm, self.k_norm, self.eps, scales)
-        self.out.add_to(residual, self._attend(q, inputs, cache).flatten(1))
+        n = inputs.num_decodes
+        newest, first = None, 0
+        if self._rotates_decodes and scales is None and q.dtype != torch.float32:
+            newest, first = Newest(k[:n], v[:n], self.cos_sin), n
+        if first < len(q):
+            where = (self.cos_sin, inputs.positions[first:], inputs.slots[first:], cache)
+            rows = (q[first:], k[first:], v[first:])
+            rope.rope_and_cache(*rows, *where, self.q_norm, self.k_norm, self.eps, scales)
+        self.out.add_to(residual, self._attend(q, newest, inputs, cache).flatten(1))
 
-    def _attend(self, q: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:
+    def _attend(
+        self, q: Tensor, newest: Newest | None, inputs: AttentionInputs, cache: Tensor
+    ) -> Tensor:
         """Decodes and chunks by a kernel each; `[n, heads, d]`."""
         n, tables, lengths = inputs.num_decodes, inputs.block_tables, inputs.lengths
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n > 0:
             plan = inputs.plan[:0] if self._is_invariant else inputs.plan
-            decode_attention(q[:n], cache, tables[:n], lengths[:n], plan, self.scale, out[:n])
+            where = (cache, tables[:n], lengths[:n], plan, self.scale, out[:n])
+            decode_attention(q[:n], *where, newest)
         if inputs.max_queries > 0:
             prefill_attention(
                 q[n:],
