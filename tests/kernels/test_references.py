@@ -71,10 +71,13 @@ def test_rope_and_cache(data: st.DataObject, dtype: torch.dtype, seed: int) -> N
     old_q, old_k, old_v = (x.clone() for x in (q, k, v))
     norms = (torch.rand(d).to(dtype), torch.rand(d).to(dtype)) if data.draw(st.booleans()) else ()
     rope_and_cache(q, k, v, cos_sin, positions, slots, cache, *norms, eps=1e-6)
+    naive_q, naive_k = old_q, old_k
     if norms:
-        old_q, old_k = (
-            x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
-            for x, norm in zip((old_q, old_k), norms, strict=True)
+        naive_q, naive_k, old_q, old_k = (
+            x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.to(x.dtype)
+            for x, norm in zip(
+                (old_q, old_k, old_q.double(), old_k.double()), norms * 2, strict=True
+            )
         )
 
     turn = torch.complex(*cos_sin[positions][:, None].double().chunk(2, -1))
@@ -83,13 +86,16 @@ def test_rope_and_cache(data: st.DataObject, dtype: torch.dtype, seed: int) -> N
         turned = torch.complex(*x.double().chunk(2, -1)) * turn
         return torch.cat((turned.real, turned.imag), -1)
 
+    def naively(x: torch.Tensor) -> torch.Tensor:
+        (a, b), (cos, sin) = x.chunk(2, -1), cos_sin[positions][:, None].to(dtype).chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
     judge = Judge("rope")
-    judge.close("q", q, rotated(old_q), rotated(old_q).to(dtype))
+    judge.close("q", q, rotated(old_q), naively(naive_q))
     for i, slot in enumerate(slots.tolist()):
         if slot >= 0:
             entry = cache[slot // block, :, :, slot % block]
-            exact = rotated(old_k)[i]
-            judge.close("k", entry[:, 0], exact, exact.to(dtype))
+            judge.close("k", entry[:, 0], rotated(old_k)[i], naively(naive_k)[i])
             judge.true("v", same_bits(entry[:, 1], old_v[i]))
             entry.fill_(math.nan)
     judge.true("elsewhere", bool(cache.isnan().all()))
