@@ -9,7 +9,7 @@ import ceilings
 import cupy
 import torch
 from engine import EngineTarget, build
-from rows import ROWS, SHAPE
+from rows import BUDGET, ROWS, SHAPE
 from side import Side, measure_pareto, measure_rows, wanted
 
 
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--shape", default=SHAPE)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=BUDGET)
     args = parser.parse_args()
     side = Side(args.output, "slipstream")
     rows = wanted(args.rows, lambda row: row.is_fp8 == args.fp8)

@@ -10,6 +10,7 @@ from workloads import Workload
 
 SHAPE = "llama-3.1-8b"
 MAX_SEQUENCES = 256
+BUDGET = 4096  # tokens of a step of ours
 PARETO = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batches of the short decodes behind the plots
 PARETO_TOKENS = 32
 

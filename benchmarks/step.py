@@ -24,7 +24,7 @@ from typing import Any
 import start
 from make_checkpoint import make
 from report import NEWEST, RESULTS, merge, show
-from rows import ROWS, SHAPE, Row
+from rows import BUDGET, ROWS, SHAPE, Row
 from shapes import write_config
 from side import Side
 
@@ -75,12 +75,17 @@ def precisions(rows: list[Row]) -> list[tuple[list[str], list[str]]]:
     return groups
 
 
-def tune(rows: list[Row], shape: str) -> None:
+def tune(rows: list[Row], shape: str, budget: int) -> None:
     """Measure matrix kernels for the precisions of the rows, as `slipstream tune` does."""
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
         write_config(shape, Path(folder))
         for quantization in sorted({"fp8" if row.is_fp8 else "none" for row in rows}):
-            config = {"checkpoint": folder, "load_format": "random", "quantization": quantization}
+            config = {
+                "checkpoint": folder,
+                "load_format": "random",
+                "quantization": quantization,
+                "max_num_batched_tokens": budget,
+            }
             command = [sys.executable, "-m", "slipstream.engine.tune"]
             result = subprocess.run(
                 command, input=json.dumps(config), stdout=subprocess.PIPE, text=True, check=False
@@ -96,10 +101,10 @@ def run_ours(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
         uncached = figures["uncached"]
         Side(output, "slipstream").add("start", figures["cached"], start_uncached=uncached)
     if args.tune:
-        tune(rows, args.shape)
+        tune(rows, args.shape, args.max_num_batched_tokens)
+    budget = str(args.max_num_batched_tokens)
     common = ["--repeat", str(args.repeat), "--shape", args.shape]
-    if args.max_num_batched_tokens:
-        common += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
+    common += ["--max-num-batched-tokens", budget]
     for options, names in precisions([row for row in rows if row.make is not None]):
         call("ours.py", [str(output), *options, *common, "--rows", *names], dict(os.environ))
 
@@ -147,7 +152,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--tune", action="store_true", help="measure matrix kernels first (ours)")
     parser.add_argument("--shape", default=SHAPE, help=argparse.SUPPRESS)
-    parser.add_argument("--max-num-batched-tokens", type=int, help="ours; default: ours.py's")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=BUDGET, help="ours")
     parser.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir()) / SHAPE)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the table is kept")
     parser.add_argument("--peer-path", help="where the peer's packages lie, if not on the path")
