@@ -19,4 +19,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 32
     cuda_graphs: bool = True  # replay steps of decodes alone; False: launch every kernel every time
     deterministic: bool = False  # tokens do not depend on other requests, bit for bit; slower
-    max_waiting: int = 4096  # requests queued in the engine; one more is refused with UNAVAILABLE
+    # New requests queued in the engine, and tokens of their prompts; more are refused, UNAVAILABLE.
+    max_waiting: int = 4096
+    max_waiting_tokens: int = 2_097_152

@@ -11,8 +11,9 @@ from enum import StrEnum
 
 import msgspec
 from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class FinishReason(StrEnum):
@@ -22,6 +23,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop word or stop token id
     LENGTH = "length"  # max_tokens, or the context is full
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"  # over its time; `Finished.error` says which
     ERROR = "error"  # `Finished.error` says which
 
 
@@ -47,6 +49,9 @@ class Submit(ToEngine, frozen=True):
     token_ids: list[int]
     sampling: SamplingParams
     arrival_ns: int  # time.time_ns() when Triton handed the request over
+    priority: int = DEFAULT_PRIORITY  # 0 is admitted first
+    deadline_ns: int = 0  # time.monotonic_ns() at which it ends with an error; 0: none
+    timeout_ns: int = 0  # how long before that it came
 
 
 class Cancel(ToEngine, frozen=True):

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from slipstream_contract.errors import Code, ContractError, clip
+from slipstream_contract.inputs import to_whole
+from slipstream_contract.limits import check_whole
 from slipstream_contract.tensors import MODELS, TO_LLM, Model, Tensor
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import serialize_byte_tensor
@@ -24,6 +26,10 @@ GENERATING = {name: MODELS[name] for name in (ENSEMBLE, BLS, VLLM, TENSORRT_LLM)
 
 _TOKEN_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
 """Names of the text models that the token model spells otherwise; it takes either."""
+
+
+_REQUEST_PARAMETERS = {"timeout_ms": "timeout_ms", "priority": "request_priority"}
+"""What is said of the request and not to the model, and its name over gRPC."""
 
 
 def request_of(
@@ -41,8 +47,15 @@ def request_of(
     if declared is None:
         names = ", ".join(GENERATING)
         raise ContractError(f"no model {clip(model)} generates; {names} do", Code.NOT_FOUND)
-    values = _values(model, prompt, parameters)
+    own = {name: parameters[name] for name in _REQUEST_PARAMETERS if name in parameters}
+    others = {name: value for name, value in parameters.items() if name not in own}
+    values = _values(model, prompt, others)
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name, value in own.items():
+        if value is not None:
+            request.parameters[_REQUEST_PARAMETERS[name]].int64_param = check_whole(
+                name, to_whole(name, value), 0
+            )
     for name, value in values.items():
         tensor = _input(declared, model, name)
         array = to_array(tensor, value)

@@ -26,6 +26,8 @@ _OPTIONS = {
     "max_num_seqs": "sequences that generate at the same time",
     "max_num_batched_tokens": "tokens of one step, prompts and generated ones together",
     "max_model_len": "tokens of prompt and output together (default: the checkpoint's context)",
+    "max_waiting": "requests that may wait in the engine; more are refused (default: 4096)",
+    "max_waiting_tokens": "tokens of their prompts, likewise (default: 2097152)",
     "block_size": f"tokens in a block of the KV cache, one of {', '.join(map(str, BLOCK_SIZES))}",
 }
 

@@ -22,6 +22,14 @@ from slipstream_compose.pbtxt import MARK, model_config
 ENGINE_MODEL = "tensorrt_llm"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("none", "fp8")
+_COUNTS = (
+    "kv_cache_tokens",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "max_waiting",
+    "max_waiting_tokens",
+)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 WIRINGS = ("composed", "fused")
 _CONFIG, _SETTINGS = "config.pbtxt", "model.json"
@@ -84,7 +92,7 @@ def compose(
 
 def _check(options: Mapping[str, Any], info: CheckpointInfo) -> None:
     """What would only be refused when the engine starts, told now."""
-    for name in ("kv_cache_tokens", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+    for name in _COUNTS:
         if name in options and options[name] < 1:
             raise ComposeError(f"{_flag(name)} is {options[name]}, at least 1 is needed")
     size = options.get("block_size", EngineConfig(checkpoint="").block_size)

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Triton's own error codes; `TritonError` and gRPC have one of the same meaning for each."""
+    """Triton's own error codes and one more; gRPC has one of the same meaning for each."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     NOT_FOUND = "NOT_FOUND"
@@ -12,6 +12,7 @@ class Code(StrEnum):
     UNSUPPORTED = "UNSUPPORTED"
     UNAVAILABLE = "UNAVAILABLE"
     CANCELLED = "CANCELLED"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"  # a status of gRPC; Triton has none of its own
     INTERNAL = "INTERNAL"
 
 

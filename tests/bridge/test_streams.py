@@ -350,3 +350,64 @@ def test_slots_are_used_oldest_first_and_given_back_once(desk, flow):
         desk.calls.forget(call)
     assert seen == [0, 1, 2, 3, 4]
     assert len(flow._slots) == before
+
+
+# --- over time ---------------------------------------------------------------------------------
+
+
+def overdue(number: int, index: int, token_ids: list[int]) -> wire.Tokens:
+    end = wire.Finished(wire.FinishReason.DEADLINE, 1, 1, PERF, error="5 ms have passed")
+    return wire.Tokens(number, index, token_ids, [], finished=end)
+
+
+def check_overdue(reply) -> None:
+    assert reply.done.wait(5)
+    assert str(reply.error) == "DEADLINE_EXCEEDED: 5 ms have passed"
+    assert reply.num_after_end == 0
+
+
+def test_over_time_every_token_leaves_before_the_error(desk):
+    reply = Recorder(0.05)
+    (number,) = desk.open(reply).routes
+    for position in range(20):
+        desk.calls.take(step(wire.Tokens(number, 0, [position], [])))
+    desk.calls.take(step(overdue(number, 0, [20])))
+    check_overdue(reply)
+    assert reply.ids == list(range(21))
+    assert desk.calls.snapshot() == []
+
+
+@pytest.mark.parametrize("token_ids", [[], [1]])
+def test_over_time_without_a_token_or_without_streaming_the_error_is_alone(desk, token_ids):
+    reply = Recorder()
+    (number,) = desk.open(reply, is_streaming=not token_ids).routes
+    desk.calls.take(step(overdue(number, 0, token_ids)))
+    check_overdue(reply)
+    assert reply.responses == []
+
+
+def test_over_time_the_error_comes_after_the_tokens_of_all_sequences(desk):
+    reply = Recorder(0.002)
+    one, two = desk.open(reply, n=3, num_requests=2).routes
+    for number in (one, two):
+        desk.calls.take(step(wire.Tokens(number, 0, [number], [], finished=finished())))
+    ends = [(number, index) for number in (one, two) for index in (1, 2)]
+    desk.calls.take(step(*(overdue(n, i, [10 * n + i]) for n, i in ends)))
+    check_overdue(reply)
+    assert sorted(reply.ids) == [one, two, 11, 12, 21, 22]
+
+
+def test_over_time_the_last_tokens_and_the_error_each_wait_for_postprocessing(desk, flow):
+    reply = Recorder()
+    (number,) = desk.open(reply, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+    wait_for(lambda: reply.responses)
+    desk.calls.take(step(overdue(number, 0, [2])))
+    time.sleep(0.05)
+    assert reply.ids == [1]
+    flow.other_end.acknowledge(*reply.responses[0][1])
+    wait_for(lambda: reply.ids == [1, 2])
+    time.sleep(0.1)
+    assert reply.error is None
+    flow.other_end.acknowledge(*reply.responses[1][1])
+    check_overdue(reply)

@@ -131,3 +131,17 @@ def test_join_keeps_order_and_counts(pieces):
         assert completion.texts[place] == "".join(text for text, _ in own)
         if own:
             assert completion.num_output_tokens[place] == sum(count for _, count in own)
+
+
+@pytest.mark.parametrize("model", [ENSEMBLE, VLLM, TENSORRT_LLM])
+def test_urgency_is_said_of_the_request_and_not_to_the_model(model):
+    prompt = [1] if model == TENSORRT_LLM else "a"
+    request = request_of(model, prompt, {"max_tokens": 1, "timeout_ms": 90, "priority": 0}, "")
+    plain = request_of(model, prompt, {"max_tokens": 1, "timeout_ms": None}, "")
+    sent = {name: value.int64_param for name, value in request.parameters.items()}
+    assert sent == {"timeout_ms": 90, "request_priority": 0}
+    assert not plain.parameters
+    assert request.raw_input_contents == plain.raw_input_contents
+    for value in ("soon", 2**70, -1):
+        with pytest.raises(ContractError, match="timeout_ms is "):
+            request_of(model, prompt, {"max_tokens": 1, "timeout_ms": value}, "")

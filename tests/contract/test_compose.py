@@ -88,7 +88,8 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
     assert settings(tmp_path) == {"wiring": "composed", "engine": bare}
     options = "--dtype bfloat16 --kv-cache-tokens 512 --max-num-seqs 8 --max-num-batched-tokens 64"
     more = (
-        "--max-model-len 128 --block-size 16 --model-name shown --quantization fp8 --deterministic"
+        "--max-model-len 128 --block-size 16 --model-name shown --quantization fp8 --deterministic "
+        "--max-waiting 7 --max-waiting-tokens 99"
     )
     run(checkpoint, tmp_path, *options.split(), *more.split())
     engine = settings(tmp_path)["engine"]
@@ -103,6 +104,8 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
         max_num_batched_tokens=64,
         max_model_len=128,
         block_size=16,
+        max_waiting=7,
+        max_waiting_tokens=99,
     )
 
 

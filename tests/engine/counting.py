@@ -254,10 +254,14 @@ class Client:
         self.streams: dict[tuple[int, int], Stream] = {}
         self._next = 0
 
-    def submit(self, prompt: list[int], sampling: SamplingParams) -> int:
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams, priority: int = 5, deadline_ns: int = 0
+    ) -> int:
         number = self._next
         self._next += 1
-        self.engine.submit(self.name, Submit(number, prompt, sampling, 1))
+        timeout_ns = 5_000_000 if deadline_ns else 0
+        urgency = (priority, deadline_ns, timeout_ns)
+        self.engine.submit(self.name, Submit(number, prompt, sampling, 1, *urgency))
         for index in range(sampling.n):
             self.streams[number, index] = Stream()
         return number

@@ -267,7 +267,9 @@ def test_a_full_queue_and_a_number_in_use_are_refused() -> None:
     client = Client(Engine(Limits(1, 8, 2), CountingRunner(9, 4), Words()))
     for _ in range(2):
         client.submit([1], greedy())
-    with pytest.raises(ContractError, match=r"UNAVAILABLE: .*2 requests wait, max_waiting is 2"):
+    with pytest.raises(
+        ContractError, match=r"UNAVAILABLE: .*2 requests wait with .*max_waiting is 2"
+    ):
         client.submit([1], greedy())
     with pytest.raises(ContractError, match="ALREADY_EXISTS: request 0 is already running"):
         client.engine.submit(client.name, Submit(0, [1], greedy(), 1))

@@ -26,6 +26,7 @@ class Machine(RuleBasedStateMachine):
         num_seqs=st.integers(1, 6),
         num_tokens=st.integers(1, 30),
         max_waiting=st.integers(1, 8),
+        max_waiting_tokens=st.integers(1, 120),
         max_in_flight=st.integers(1, 2),
     )
     def begin(
@@ -35,15 +36,20 @@ class Machine(RuleBasedStateMachine):
         num_seqs: int,
         num_tokens: int,
         max_waiting: int,
+        max_waiting_tokens: int,
         max_in_flight: int,
     ) -> None:
         num_blocks += -(-MAX_MODEL_LEN // block_size)
         self.runner = CountingRunner(num_blocks, block_size, MAX_MODEL_LEN, max_in_flight)
         self.runner.max_tokens = num_tokens
-        self.engine = Engine(Limits(num_seqs, num_tokens, max_waiting), self.runner, Words())
+        self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
+        limits = Limits(num_seqs, num_tokens, max_waiting, max_waiting_tokens)
+        self.now_ns = 1_000_000_000
+        self.engine = Engine(limits, self.runner, Words(), clock=lambda: self.now_ns)
         self.client = Client(self.engine)
         self.asked: dict[int, tuple[list[int], SamplingParams]] = {}
         self.cancelled: set[int] = set()
+        self.deadlines: dict[int, int] = {}
         self.may_fail: set[int] = set()  # requests in flight when something was broken on purpose
 
     def in_flight(self) -> set[int]:
@@ -52,19 +58,31 @@ class Machine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
         sampling=samplings(),
+        priority=st.integers(0, 9),
+        timeout_ms=st.sampled_from([0, 0, 1, 2, 4, 8, 16]),
     )
-    def submit(self, prompt: list[int], sampling: SamplingParams) -> None:
-        scheduler = self.engine._scheduler
-        if scheduler._num_queued == scheduler.limits.max_waiting:
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams, priority: int, timeout_ms: int
+    ) -> None:
+        waiting = self.engine._scheduler.waiting
+        has_room = waiting.num_tokens + len(prompt) <= self.max_waiting_tokens
+        if waiting.num_requests == self.max_waiting or (waiting.num_requests and not has_room):
             with pytest.raises(ContractError, match="UNAVAILABLE"):
                 self.client.submit(prompt, sampling)
             return
-        self.asked[self.client.submit(prompt, sampling)] = (prompt, sampling)
+        deadline_ns = self.now_ns + timeout_ms * 1_000_000 if timeout_ms else 0
+        number = self.client.submit(prompt, sampling, priority, deadline_ns)
+        self.asked[number] = (prompt, sampling)
+        if deadline_ns:
+            self.deadlines[number] = deadline_ns
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
         for _ in range(times):
+            self.now_ns += 1_000_000
             self.client.step()
+            over = {number for number, at_ns in self.deadlines.items() if at_ns <= self.now_ns}
+            assert not over & self.in_flight(), "over time and not ended"
 
     @precondition(lambda self: self.in_flight())
     @rule(choice=st.integers(0, 99))
@@ -131,6 +149,8 @@ class Machine(RuleBasedStateMachine):
             text, reason = expected(prompt, sampling, index, MAX_MODEL_LEN)
             if stream.reason is FinishReason.CANCELLED:
                 assert number in self.cancelled
+            elif stream.reason is FinishReason.DEADLINE:
+                assert self.deadlines[number] <= self.now_ns
             elif stream.reason is FinishReason.ERROR:
                 assert number in self.may_fail
             else:

@@ -24,6 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"max_num_seqs": 0}, "max_num_seqs = 0 is below 1"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens = -1"),
         ({"max_waiting": 0}, "max_waiting = 0"),
+        ({"max_waiting_tokens": 0}, "max_waiting_tokens = 0"),
         ({"max_model_len": 257}, "max_model_len = 257 is above the checkpoint's context of 256"),
         ({"max_model_len": 0}, "max_model_len = 0 is below 1"),
         ({"kv_cache_tokens": 31}, "kv_cache_tokens = 31 is below 32"),

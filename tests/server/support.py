@@ -67,7 +67,16 @@ class Client:
         """gRPC stream: the responses as dictionaries of arrays. Raises RequestError."""
         return list(self.iterate(model, request_id, timeout_s, **inputs))
 
-    def iterate(self, model: str, request_id: str = "", timeout_s: float = 60.0, **inputs):
+    def iterate(
+        self,
+        model: str,
+        request_id: str = "",
+        timeout_s: float = 60.0,
+        parameters: dict[str, object] | None = None,
+        timeout_us: int | None = None,
+        **inputs,
+    ):
+        """gRPC stream, response by response; `timeout_us` is Triton's own. Raises RequestError."""
         results: queue.Queue[tuple[object, object]] = queue.Queue()
         with grpcclient.InferenceServerClient(self.address) as client:
             client.start_stream(lambda result, error: results.put((result, error)))
@@ -76,6 +85,8 @@ class Client:
                 self.tensors(model, inputs),
                 request_id=request_id,
                 enable_empty_final_response=True,
+                parameters=parameters,
+                timeout=timeout_us,
             )
             is_running = True
             try:

@@ -10,6 +10,7 @@ from slipstream_contract.credit import CreditFile
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.runtime import Runtime
 from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.urgency import Urgency
 
 from slipstream import wire
 from slipstream.bridge.connection import Connection
@@ -34,6 +35,8 @@ class Question:
     reply: Reply
     requested: frozenset[str]  # outputs
     arrival_ns: int  # time.time_ns()
+    urgency: Urgency
+    deadline_ns: int  # time.monotonic_ns(); 0: none
 
 
 def batch_size(inputs: Mapping[str, np.ndarray]) -> int:
@@ -83,12 +86,20 @@ class Bridge:
         token_ids: list[int],
         sampling: SamplingParams,
         streams: Sequence[Stream],
-        arrival_ns: int,
+        question: Question,
     ) -> wire.Submit:
         """Add an engine request to a call that is not begun yet; one stream for each sequence."""
         number = self.calls.next_request()
         call.add(number, streams)
-        return wire.Submit(number, token_ids, sampling, arrival_ns)
+        return wire.Submit(
+            number,
+            token_ids,
+            sampling,
+            question.arrival_ns,
+            question.urgency.priority,
+            question.deadline_ns,
+            question.urgency.timeout_ns,
+        )
 
     def begin(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:
         """Let a call run: from here on it will be ended.

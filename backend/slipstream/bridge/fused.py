@@ -59,9 +59,7 @@ class Fused:
                 )
                 for sequence_index in range(sampling.n)
             ]
-            submits.append(
-                self._bridge.submit(call, token_ids, sampling, streams, question.arrival_ns)
-            )
+            submits.append(self._bridge.submit(call, token_ids, sampling, streams, question))
         self._bridge.begin(call, submits)
 
 

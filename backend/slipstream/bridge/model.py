@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb
 from slipstream_contract.errors import ContractError
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import open_runtime
+from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vocab import TokenBytes
 
 from slipstream import wire
@@ -98,14 +99,18 @@ class TritonPythonModel:
 
     def _begin(self, request: Any, reply: TritonReply) -> None:
         assert self._wiring is not None
+        now_ns = time.monotonic_ns()
+        urgency, parameters = split_urgency(read_parameters(request), request.timeout())
         self._wiring.begin(
             Question(
                 read_inputs(request),
-                read_parameters(request),
+                parameters,
                 request.request_id(),
                 reply,
                 reply.requested,
                 time.time_ns(),
+                urgency,
+                now_ns + urgency.timeout_ns if urgency.timeout_ns else 0,
             )
         )
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from slipstream_contract.errors import Code, ContractError
 
@@ -87,10 +88,12 @@ class Stream:
 
     def put(self, tokens: wire.Tokens) -> bool:
         """Add tokens. True if the caller must now hand the stream to a sender."""
+        is_last = tokens.finished is not None
+        if tokens.finished is not None and tokens.finished.reason is wire.FinishReason.DEADLINE:
+            tokens = msgspec.structs.replace(tokens, finished=None)  # the call's error tells it
         with self._lock:
             self._pending.append(tokens)
-            if tokens.finished is not None:
-                self._num_running -= 1
+            self._num_running -= is_last
             if self._is_held or not (self.is_streaming or self._num_running == 0):
                 return False
             self._is_held = True
@@ -127,6 +130,7 @@ class Call:
         self.begin_s = time.monotonic()
         self.is_over = False
         self.is_failing = False  # an error waits to be told: no more responses
+        self.expiry: ContractError | None = None  # told when all tokens are
         self.lock = threading.Lock()  # held while sending: responses of a call are in order
         self.routes: dict[int, tuple[Stream, ...]] = {}  # request -> stream of each sequence
         self.streams: list[Stream] = []
@@ -213,6 +217,9 @@ class Calls:
                 message = tokens.finished.error or "the engine failed"
                 self.fail(call, ContractError(message, Code.INTERNAL))
                 continue
+            if tokens.finished is not None and tokens.finished.reason is wire.FinishReason.DEADLINE:
+                message = tokens.finished.error or "the request took too long"
+                call.expiry = ContractError(message, Code.DEADLINE_EXCEEDED)
             stream = call.routes[tokens.request][tokens.index]
             if stream.put(tokens):
                 self._hand_over(stream)
@@ -349,21 +356,37 @@ class Senders:
             if call.is_over or call.is_failing:
                 return
             tokens, is_last = stream.take()
-            outputs = stream.write(tokens, is_last)
-            if is_last:
+            expiry = call.expiry if is_last else None
+            if expiry is None:
+                is_held = self._tell(calls, call, stream, tokens, is_last)
+            else:  # the error ends the call, after what there is to tell of every stream
                 call.num_open -= 1
-                is_final = call.num_open == 0
-                if is_final:
-                    calls.forget(call)  # first: the client may use the id again at once
-                call.reply.send(outputs, is_final)
-                call.is_over = is_final
-                return
-            if not stream.has_sent:
-                stream.has_sent = True
-                calls.add_first_token_time(time.monotonic() - call.begin_s)
-            if stream.credit is not None:
-                stream.credit.spend(lambda: call.reply.send(outputs, False))
-                return  # held until the credit comes back
-            call.reply.send(outputs, False)
-        if not stream.let_go():
+                is_held = True
+                if stream.is_streaming and any(each.token_ids for each in tokens):
+                    self._tell(calls, call, stream, tokens, False)
+        if expiry is not None and call.num_open == 0:
+            calls.fail(call, expiry)
+        if not is_held and not stream.let_go():
             self.hand_over(stream)
+
+    def _tell(
+        self, calls: Calls, call: Call, stream: Stream, tokens: list[wire.Tokens], is_last: bool
+    ) -> bool:
+        """Send one response; whether nobody else may have the stream now."""
+        outputs = stream.write(tokens, is_last)
+        if is_last:
+            call.num_open -= 1
+            is_final = call.num_open == 0
+            if is_final:
+                calls.forget(call)  # first: the client may use the id again at once
+            call.reply.send(outputs, is_final)
+            call.is_over = is_final
+            return True
+        if not stream.has_sent:
+            stream.has_sent = True
+            calls.add_first_token_time(time.monotonic() - call.begin_s)
+        if stream.credit is not None:
+            stream.credit.spend(lambda: call.reply.send(outputs, False))
+            return True  # held until the credit comes back
+        call.reply.send(outputs, False)
+        return False

@@ -12,10 +12,12 @@ from slipstream.bridge.streams import Outputs
 
 _log = logging.getLogger(__name__)
 
+_TRITON_NAMES = {Code.INVALID_ARGUMENT: "INVALID_ARG", Code.DEADLINE_EXCEEDED: "CANCELLED"}
+
 
 def triton_error(error: ContractError) -> Any:
     """The error as Triton has it; its text begins with our code, which a gRPC stream would lose."""
-    name = "INVALID_ARG" if error.code is Code.INVALID_ARGUMENT else error.code.value
+    name = _TRITON_NAMES.get(error.code, error.code.value)
     return pb.TritonError(str(error), getattr(pb.TritonError, name))
 
 

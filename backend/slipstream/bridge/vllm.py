@@ -49,7 +49,7 @@ class Vllm:
         writer = VllmWriter(request, len(token_ids), sampling.n, self._text)
         stream = Stream(writer, request.streaming, sampling.n)
         streams = [stream] * sampling.n
-        submit = self._bridge.submit(call, token_ids, sampling, streams, question.arrival_ns)
+        submit = self._bridge.submit(call, token_ids, sampling, streams, question)
         self._bridge.begin(call, [submit])
 
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol
@@ -17,8 +17,10 @@ from typing import Protocol
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.limits import INT32_MAX, MAX_PENALTY, MAX_SEQUENCES, MAX_STOP_BYTES
 from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.urgency import LOWEST_PRIORITY
 
 from slipstream.engine.batch import Batch, Sampled
+from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.scheduler import Limits, Scheduler
 from slipstream.engine.sequence import Request, Sequence
 from slipstream.engine.stop import Ending, RawBytes
@@ -80,14 +82,21 @@ class Engine:
     """
 
     def __init__(
-        self, limits: Limits, runner: Runner, vocab: RawBytes | None, model: str = ""
+        self,
+        limits: Limits,
+        runner: Runner,
+        vocab: RawBytes | None,
+        model: str = "",
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.fatal: Exception | None = None
         self.num_steps = 0
         self._runner = runner
         self._vocab = vocab
         self._model = model
-        self._scheduler = Scheduler(limits, runner.num_blocks, runner.block_size)
+        self._clock = clock
+        self._scheduler = Scheduler(limits, runner.num_blocks, runner.block_size, clock)
+        self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._flights: deque[_Flight] = deque()
         self._next_sequence_id = 0
@@ -108,10 +117,20 @@ class Engine:
             )
         self._check_prompt(message.token_ids)
         self._check_sampling(message.sampling)
-        self._scheduler.check_load()
+        if not 0 <= message.priority <= LOWEST_PRIORITY:
+            raise ContractError(f"priority is {message.priority}, not from 0 to {LOWEST_PRIORITY}")
+        self._scheduler.waiting.check(len(message.token_ids), self._scheduler.num_running)
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        request = Request(bridge, message.request, sampling, message.arrival_ns)
+        request = Request(
+            bridge,
+            message.request,
+            sampling,
+            message.arrival_ns,
+            message.priority,
+            message.deadline_ns,
+            message.timeout_ns,
+        )
         for index in range(sampling.n):
             request.sequences.append(
                 Sequence(
@@ -129,6 +148,8 @@ class Engine:
         self._next_sequence_id += sampling.n
         request.num_unfinished = sampling.n
         self._requests[key] = request
+        if message.deadline_ns:
+            self._deadlines.add(message.deadline_ns, key, self._requests.keys())
         self._scheduler.add(request)
 
     def cancel(self, bridge: bytes, request: int) -> bool:
@@ -149,6 +170,7 @@ class Engine:
 
     def step(self) -> dict[bytes, list[Tokens]]:
         """Finish a step, with the next one launched behind it; what there is to tell, by bridge."""
+        self._end_overdue()
         self._launch_ahead()
         had_flights = bool(self._flights)
         if had_flights:
@@ -192,6 +214,23 @@ class Engine:
         assert num_sequences <= sum(r.num_unfinished for r in self._requests.values())
 
     # --- one step ------------------------------------------------------------------------------
+
+    def _end_overdue(self) -> None:
+        """End the requests that are over time, in whatever state they are."""
+        now_ns = self._clock()
+        for deadline_ns, key in self._deadlines.take_due(now_ns):
+            request = self._requests.get(key)
+            if request is None or request.deadline_ns != deadline_ns:
+                continue  # it ended; another may have its number by now
+            is_waiting = not request.sequences[0].first_scheduled_ns
+            num_tokens = sum(max(s.num_outputs, s.num_sent) for s in request.sequences)
+            error = (
+                f"{(now_ns - deadline_ns + request.timeout_ns) / 1e6:.0f} ms have passed, of "
+                f"{request.timeout_ns / 1e6:.12g} asked for by timeout_ms or timeout; "
+                + ("it was waiting" if is_waiting else f"{num_tokens} tokens were generated")
+            )
+            for sequence in request.sequences:
+                self._scheduler.finish(sequence, Ending(FinishReason.DEADLINE, error=error))
 
     def _launch_ahead(self) -> None:
         """As many steps as the runner takes; one that fails is the last."""
@@ -237,7 +276,7 @@ class Engine:
             request = sequence.request
             outputs.setdefault(request.bridge, []).append(tokens)
             if tokens.finished is not None:
-                if tokens.finished.error is not None:
+                if tokens.finished.reason is FinishReason.ERROR:
                     _log.error("request %d ended: %s", request.number, tokens.finished.error)
                 request.num_unfinished -= 1
                 if request.num_unfinished == 0:

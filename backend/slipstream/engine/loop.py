@@ -203,7 +203,12 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
     laps.lap("vocabulary")
     runner = ModelRunner(plan)
     laps.lap("runner")
-    limits = Limits(plan.max_num_seqs, plan.max_num_batched_tokens, config.max_waiting)
+    limits = Limits(
+        plan.max_num_seqs,
+        plan.max_num_batched_tokens,
+        config.max_waiting,
+        config.max_waiting_tokens,
+    )
     engine = Engine(limits, runner, vocab, plan.model_name)
     welcome = wire.Welcome(
         wire.PROTOCOL,

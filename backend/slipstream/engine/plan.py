@@ -49,7 +49,8 @@ class Plan:
             f"KV cache of {num_blocks * self.block_size:,} tokens "
             f"({num_blocks * self.block_bytes / 1e9:.2f} GB, {num_blocks:,} blocks of "
             f"{self.block_size}), room for {fit:.1f} sequences of {self.max_model_len:,} tokens, "
-            f"at most {self.max_num_seqs} at once"
+            f"at most {self.max_num_seqs} at once; at most {self.config.max_waiting:,} requests "
+            f"with {self.config.max_waiting_tokens:,} tokens wait"
         )
 
 
@@ -199,7 +200,12 @@ def resolve(config: EngineConfig) -> Plan:
 
     Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key, value).
     """
-    for field in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+    for field in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_waiting",
+        "max_waiting_tokens",
+    ):
         _at_least(config, field, 1)
     if config.block_size not in _BLOCK_SIZES:
         raise ConfigError(

@@ -18,16 +18,16 @@ Who turns out to have ended has a row in flight that means nothing; who is preem
 gets the token that was in flight.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from time import time_ns
-
-from slipstream_contract.errors import Code, ContractError
+from time import monotonic_ns, time_ns
 
 from slipstream.engine.batch import Batch, Row, Sampled
 from slipstream.engine.blocks import BlockManager
 from slipstream.engine.sequence import Request, Sequence, Status
 from slipstream.engine.stop import Ending
+from slipstream.engine.waiting import WaitingQueue
 from slipstream.wire import FinishReason
 
 MAX_PREEMPTIONS = 3
@@ -41,6 +41,7 @@ class Limits:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_waiting: int = 4096
+    max_waiting_tokens: int = 2_097_152
 
 
 class Scheduler:
@@ -50,20 +51,25 @@ class Scheduler:
     flight when the next one is scheduled.
     """
 
-    def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
-        self.limits = limits
+    def __init__(
+        self,
+        limits: Limits,
+        num_blocks: int,
+        block_size: int,
+        clock: Callable[[], int] = monotonic_ns,
+    ) -> None:
         self.blocks = BlockManager(num_blocks)
         self.num_preemptions = 0
         self._block_size = block_size
+        self._max_tokens = limits.max_num_batched_tokens
         # No more sequences run than the budget has tokens: every decode fits into every step.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()  # first come, first served
+        self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
         self._parked: dict[int, list[Sequence]] = {}  # first sibling's id -> those who wait for it
         self._running: dict[int, Sequence] = {}
         self._free_slots = list(range(self._max_running - 1, -1, -1))
         self._last_decodes: list[Sequence] | None = None  # of the last step, if all it has
         self._launched: deque[list[Sequence]] = deque()  # of each step in flight, its rows' owners
-        self._num_queued = 0  # requests never scheduled yet
         self._changed: dict[int, Sequence] = {}
 
     @property
@@ -74,33 +80,23 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that do not: new, preempted, and siblings of a prompt still being computed."""
-        return len(self._waiting) + sum(map(len, self._parked.values()))
+        return len(self.waiting) + sum(map(len, self._parked.values()))
 
     @property
     def has_work(self) -> bool:
         """Is there any sequence?"""
-        return bool(self._running or self._waiting)
+        return bool(self._running or self.waiting)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self._block_size)
 
-    def check_load(self) -> None:
-        """Raise `ContractError` if one more request may not wait."""
-        if self._num_queued >= self.limits.max_waiting:
-            raise ContractError(
-                f"the engine is full: {self._num_queued} requests wait, max_waiting is "
-                f"{self.limits.max_waiting} ({self.num_running} sequences are running)",
-                Code.UNAVAILABLE,
-            )
-
     def add(self, request: Request) -> None:
         """Queue all sequences of a new request."""
         first, *siblings = request.sequences
-        self._waiting[first.id] = first
+        self.waiting.add(first)
         if siblings:
             self._parked[first.id] = siblings
-        self._num_queued += 1
 
     def finish(self, sequence: Sequence, ending: Ending) -> None:
         """End a sequence in whatever state it is; its blocks are free from now on."""
@@ -108,10 +104,8 @@ class Scheduler:
             return
         if sequence.status is Status.RUNNING:
             self._release_blocks(sequence)
-        elif self._waiting.pop(sequence.id, None) is None:
+        elif not self.waiting.discard(sequence):
             self._unpark(sequence)
-        if sequence.index == 0 and not sequence.first_scheduled_ns:
-            self._num_queued -= 1
         self._wake_siblings(sequence)
         sequence.finish(ending)
         self._changed[sequence.id] = sequence
@@ -142,7 +136,7 @@ class Scheduler:
                 and not (sequence.num_pending and sequence.needs_every_token)
             ):
                 decodes.append(sequence)
-        budget = self.limits.max_num_batched_tokens - len(decodes)
+        budget = self._max_tokens - len(decodes)
         for sequence in prefills:
             budget -= self._cut(sequence, budget, decodes, chunks)
         if num_preemptions == self.num_preemptions:
@@ -284,9 +278,9 @@ class Scheduler:
     def _admit_waiting(
         self, budget: int, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]
     ) -> None:
-        while self._waiting and budget and len(self._running) < self._max_running:
-            sequence = next(iter(self._waiting.values()))
-            if not self._admit(sequence):
+        while budget and len(self._running) < self._max_running:
+            sequence = self.waiting.head()
+            if sequence is None or not self._admit(sequence):
                 return
             budget -= self._cut(sequence, budget, decodes, chunks)
 
@@ -301,14 +295,13 @@ class Scheduler:
         num_new = min(self.blocks_for(num_tokens), self.blocks.num_blocks) - len(shared)
         if num_new + len(self._running) > self.blocks.num_free:
             return False
-        del self._waiting[sequence.id]
+        self.waiting.admit(sequence)
         self.blocks.share(shared)
         sequence.admit(shared, self.blocks.allocate(num_new), self._block_size)
         sequence.slot = self._free_slots.pop()
         self._running[sequence.id] = sequence
         if not sequence.first_scheduled_ns:
             sequence.start(time_ns())
-            self._num_queued -= sequence.index == 0
         return True
 
     def _shareable(self, sequence: Sequence) -> list[int]:
@@ -347,8 +340,7 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting[sequence.id] = sequence
-        self._waiting.move_to_end(sequence.id, last=False)
+        self.waiting.put_first(sequence)
 
     def _release_blocks(self, sequence: Sequence) -> None:
         del self._running[sequence.id]
@@ -360,8 +352,7 @@ class Scheduler:
     def _wake_siblings(self, first: Sequence) -> None:
         """Queue those who waited for this one, ahead of later requests."""
         for sibling in reversed(self._parked.pop(first.id, ())):
-            self._waiting[sibling.id] = sibling
-            self._waiting.move_to_end(sibling.id, last=False)
+            self.waiting.put_first(sibling)
 
     def _unpark(self, sequence: Sequence) -> None:
         first = sequence.request.sequences[0].id
@@ -373,7 +364,8 @@ class Scheduler:
         """Every block accounted for, every sequence in one place, no shared block written."""
         running = list(self._running.values())
         self.blocks.check_integrity(s.block_ids for s in running)
-        idle = [*self._waiting.values(), *(s for group in self._parked.values() for s in group)]
+        self.waiting.check_integrity()
+        idle = [*self.waiting, *(s for group in self._parked.values() for s in group)]
         assert all(s.status is Status.RUNNING for s in running)
         assert all(s.status is Status.WAITING for s in idle)
         assert all(not s.block_ids and s.num_scheduled == 0 for s in idle), "waiting with blocks"

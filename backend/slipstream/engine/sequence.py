@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.urgency import DEFAULT_PRIORITY
 
 from slipstream.engine.edits import Edits, counts_tokens, needs_edits
 from slipstream.engine.stop import Ending, RawBytes, StopChecker
@@ -39,6 +40,9 @@ class Request:
     number: int
     sampling: SamplingParams
     arrival_ns: int
+    priority: int = DEFAULT_PRIORITY
+    deadline_ns: int = 0
+    timeout_ns: int = 0
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
 

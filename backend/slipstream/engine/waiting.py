@@ -1,0 +1,129 @@
+"""Who waits, in which order they are admitted, and how many may wait.
+
+In front stand those who have run, or whose sibling has: the last to come is the first to go. Behind
+them stand new requests, by priority and then by arrival; but every `OLDEST_EVERY`th of them to be
+admitted is the one that has waited longest. So a new request with k older ones before it is
+admitted as number `OLDEST_EVERY * (k + 1)` of them at the latest, whatever priorities come later.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+
+from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.urgency import LOWEST_PRIORITY
+
+from slipstream.engine.sequence import Sequence
+
+OLDEST_EVERY = 8
+MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
+_NUM_RECENT = 256  # admissions from which the rate is estimated
+
+
+class WaitingQueue:
+    """Waiting sequences. The first sequence of a request that never ran stands for the request."""
+
+    def __init__(self, max_requests: int, max_tokens: int, clock: Callable[[], int]) -> None:
+        """Bounds on the new requests and on their prompts' tokens; `clock` is in ns."""
+        self.num_tokens = 0  # of the prompts of new requests
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._clock = clock
+        self._front: OrderedDict[int, Sequence] = OrderedDict()
+        self._levels: list[OrderedDict[int, Sequence]] = [
+            OrderedDict() for _ in range(LOWEST_PRIORITY + 1)
+        ]
+        self._num_admitted = 0  # new requests
+        # The last ones since requests wait, all after `_since_ns`: (time, prompt tokens).
+        self._recent: deque[tuple[int, int]] = deque(maxlen=_NUM_RECENT)
+        self._since_ns = clock()
+
+    def __len__(self) -> int:
+        return len(self._front) + self.num_requests
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._front.values()
+        for level in self._levels:
+            yield from level.values()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests never scheduled yet."""
+        return sum(map(len, self._levels))
+
+    def check(self, num_tokens: int, num_running: int) -> None:
+        """Raise `ContractError` if one more request, with so long a prompt, may not wait.
+
+        A prompt above the bound on tokens may wait alone.
+        """
+        num_requests = self.num_requests
+        load = f"{num_requests} requests wait with {self.num_tokens} tokens"
+        excess = self.num_tokens + num_tokens - self._max_tokens
+        if num_requests >= self._max_requests:
+            bound = f"max_waiting is {self._max_requests}"
+            retry_ms = self._retry_ms(1, [1] * len(self._recent))
+        elif num_requests and excess > 0:
+            bound = f"max_waiting_tokens is {self._max_tokens}, this prompt has {num_tokens}"
+            retry_ms = self._retry_ms(excess, [tokens for _, tokens in self._recent])
+        else:
+            return
+        raise ContractError(
+            f"the engine is full: {load}, {bound} ({num_running} sequences are running); "
+            f"retry_after_ms: {retry_ms}",
+            Code.UNAVAILABLE,
+        )
+
+    def _retry_ms(self, needed: int, admitted: list[int]) -> int:
+        """When so much more will have been admitted, at the recent rate."""
+        if not admitted:
+            return MAX_RETRY_MS
+        elapsed_ms = (self._clock() - self._since_ns) / 1e6
+        return round(min(max(MIN_RETRY_MS, elapsed_ms * needed / sum(admitted)), MAX_RETRY_MS))
+
+    def add(self, sequence: Sequence) -> None:
+        """A new request."""
+        if not self.num_requests:
+            self._recent.clear()
+            self._since_ns = self._clock()
+        self._levels[sequence.request.priority][sequence.id] = sequence
+        self.num_tokens += sequence.num_prompt
+
+    def put_first(self, sequence: Sequence) -> None:
+        """One that ran, or whose sibling did: it goes before all others."""
+        self._front[sequence.id] = sequence
+        self._front.move_to_end(sequence.id, last=False)
+
+    def head(self) -> Sequence | None:
+        """The next to be admitted."""
+        if self._front:
+            return next(iter(self._front.values()))
+        firsts = [next(iter(level.values())) for level in self._levels if level]
+        if not firsts:
+            return None
+        if self._num_admitted % OLDEST_EVERY == OLDEST_EVERY - 1:
+            return min(firsts, key=lambda sequence: sequence.id)
+        return firsts[0]
+
+    def admit(self, sequence: Sequence) -> None:
+        """The head leaves, to run."""
+        is_new = sequence.id not in self._front
+        self.discard(sequence)
+        if is_new:
+            self._num_admitted += 1
+            if len(self._recent) == _NUM_RECENT:
+                self._since_ns = self._recent[0][0]
+            self._recent.append((self._clock(), sequence.num_prompt))
+
+    def discard(self, sequence: Sequence) -> bool:
+        """It leaves; False if it was not here."""
+        if self._front.pop(sequence.id, None) is not None:
+            return True
+        if self._levels[sequence.request.priority].pop(sequence.id, None) is None:
+            return False
+        self.num_tokens -= sequence.num_prompt
+        return True
+
+    def check_integrity(self) -> None:
+        """What is counted is what is there."""
+        new = [sequence for level in self._levels for sequence in level.values()]
+        assert self.num_tokens == sum(sequence.num_prompt for sequence in new)
+        assert all(s.index == 0 and not s.first_scheduled_ns for s in new)

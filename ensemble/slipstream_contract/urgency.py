@@ -1,0 +1,60 @@
+"""How long a request may take and whom it goes before: request parameters of every model.
+
+`timeout_ms`, and Triton's own `timeout` in microseconds, count from the moment the generating model
+is given the request; the shorter one holds. `priority` is 0 (first) to 9 among those that wait. A
+server takes a gRPC parameter of that name for its own queue and does not pass it on, so over gRPC
+it is called `request_priority`.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from slipstream_contract.errors import ContractError
+from slipstream_contract.inputs import to_whole
+from slipstream_contract.limits import check_whole
+
+LOWEST_PRIORITY = 9
+DEFAULT_PRIORITY = 5
+MAX_TIMEOUT_MS = 86_400_000  # a day
+
+_PRIORITY, _GRPC_PRIORITY = "priority", "request_priority"
+_TIMEOUT_MS, _TIMEOUT_US = "timeout_ms", "timeout"
+_NAMES = frozenset({_PRIORITY, _GRPC_PRIORITY, _TIMEOUT_MS, _TIMEOUT_US})
+
+
+class Urgency(msgspec.Struct, frozen=True):
+    """Of one request."""
+
+    timeout_ns: int = 0  # 0: none
+    priority: int = DEFAULT_PRIORITY
+
+
+def split_urgency(
+    parameters: Mapping[str, object], triton_timeout_us: int = 0
+) -> tuple[Urgency, dict[str, object]]:
+    """The urgency of a request, and its other parameters. Raises ContractError.
+
+    `triton_timeout_us` is what Triton says of the request, 0 for nothing.
+    """
+    own = {name: parameters[name] for name in _NAMES & parameters.keys()}
+    others = {name: value for name, value in parameters.items() if name not in own}
+    timeouts_us = []
+    if _TIMEOUT_MS in own:
+        timeouts_us.append(1000 * _whole(own, _TIMEOUT_MS, 1, MAX_TIMEOUT_MS))
+    own.setdefault(_TIMEOUT_US, triton_timeout_us)
+    if timeout_us := _whole(own, _TIMEOUT_US, 0, 1000 * MAX_TIMEOUT_MS):
+        timeouts_us.append(timeout_us)
+    if _PRIORITY in own and _GRPC_PRIORITY in own:
+        raise ContractError(
+            f"{_PRIORITY} and {_GRPC_PRIORITY} are given but mean the same; one is enough"
+        )
+    priority = DEFAULT_PRIORITY
+    for name in (_PRIORITY, _GRPC_PRIORITY):
+        if name in own:
+            priority = _whole(own, name, 0, LOWEST_PRIORITY)
+    return Urgency(1000 * min(timeouts_us, default=0), priority), others
+
+
+def _whole(own: Mapping[str, object], name: str, low: int, high: int) -> int:
+    return check_whole(name, to_whole(name, own[name]), low, high)

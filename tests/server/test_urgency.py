@@ -1,0 +1,184 @@
+"""Timeouts, priorities and full queues on the real server, in every wiring and protocol."""
+
+import re
+import threading
+import time
+
+import pytest
+from server.support import CHECKPOINT, PROMPT, TEXT_MODELS, RequestError, compose, serving, text
+
+pytestmark = pytest.mark.triton
+
+MODELS = [*TEXT_MODELS, "vllm_model"]
+EXPIRED = re.compile(
+    r"DEADLINE_EXCEEDED: (\d+) ms have passed, of 400 asked for by timeout_ms or timeout; "
+    r"(\d+) tokens were generated"
+)
+
+
+def long_request(model: str) -> dict[str, object]:
+    if model == "vllm_model":
+        sampling = '{"max_tokens": 1200, "temperature": 0, "ignore_eos": true}'
+        return {"text_input": PROMPT, "stream": True, "sampling_parameters": sampling}
+    return {"text_input": PROMPT, "max_tokens": 1200, "end_id": -1, "stream": True}
+
+
+def check_expired(error: str, num_responses: int) -> None:
+    found = EXPIRED.search(error)
+    assert found, error
+    assert 400 <= int(found[1]) < 1400
+    assert int(found[2]) > 0
+    assert num_responses > 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "urgency",
+    [{"parameters": {"timeout_ms": 400}}, {"timeout_us": 400_000}],
+    ids=["timeout_ms", "timeout of Triton"],
+)
+def test_a_stream_ends_at_its_deadline_with_all_it_has(idle, model, urgency):
+    request = long_request(model) | {"return_num_output_tokens": True}
+    responses = []
+    with pytest.raises(RequestError) as caught:
+        responses.extend(idle.iterate(model, **urgency, **request))
+    check_expired(str(caught.value), len(responses))
+    found = EXPIRED.search(str(caught.value))
+    counts = [int(response["num_output_tokens"].ravel()[0]) for response in responses]
+    assert sum(counts) == int(found[2])
+    whole = ""
+    for response in idle.iterate(model, **long_request(model)):
+        whole += text([response])
+        if len(whole) > len(text(responses)):
+            break
+    assert whole.startswith(text(responses))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ["timeout_ms", "timeout"])
+def test_over_http(idle, model, name):
+    body = {name: 400 if name == "timeout_ms" else 400_000}
+    if model == "vllm_model":
+        body |= {"sampling_parameters": long_request(model)["sampling_parameters"]}
+    status, answer = idle.post(f"{model}/generate_stream", long_request(model) | body)
+    assert status == 200
+    check_expired(answer, answer.count("text_output"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_without_streaming_there_is_the_error_alone(idle, model):
+    request = long_request(model) | {"stream": False}
+    with pytest.raises(RequestError) as caught:
+        idle.generate(model, **request, timeout_ms=400)
+    check_expired(str(caught.value), 1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"timeout_ms": -1}, "timeout_ms is -1, not a whole number from 1 to 86400000"),
+        ({"timeout_ms": "soon"}, "timeout_ms is 'soon', not a whole number"),
+        ({"request_priority": 10}, "request_priority is 10, not a whole number from 0 to 9"),
+    ],
+)
+def test_bad_values_are_refused_by_name(idle, model, parameters, words):
+    with pytest.raises(RequestError, match=f"INVALID_ARGUMENT: {words}"):
+        list(idle.iterate(model, parameters=parameters, **long_request(model)))
+    with pytest.raises(RequestError, match=f"INVALID_ARGUMENT: {words}"):
+        idle.generate(model, **long_request(model), **parameters)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_priority_is_taken(idle, model):
+    request = long_request(model)
+    if model == "vllm_model":
+        request["sampling_parameters"] = '{"max_tokens": 4, "temperature": 0}'
+    else:
+        request["max_tokens"] = 4
+    assert list(idle.iterate(model, parameters={"request_priority": 0}, **request))
+    assert idle.events(model, **request, priority=9)
+    with pytest.raises(RequestError, match="INVALID_ARGUMENT: priority is 10, not a whole number"):
+        idle.events(model, **request, priority=10)
+
+
+# --- a small server -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """One sequence at a time, and two may wait."""
+    folder = tmp_path_factory.mktemp("narrow")
+    options = ["--max-num-seqs", "1", "--max-waiting", "2", "--max-waiting-tokens", "1000"]
+    repository = compose(CHECKPOINT, folder / "models", *options)
+    with serving(repository, folder / "server.log") as client:
+        yield client
+
+
+def wait_waiting(client, number: int) -> None:
+    begin = time.monotonic()
+    while client.health()["waiting"] != number:
+        assert time.monotonic() - begin < 10, client.health()
+        time.sleep(0.01)
+
+
+def test_the_higher_priority_is_admitted_first_and_a_full_queue_refuses(narrow):
+    ended: list[object] = []
+
+    def ask(name: object, max_tokens: int, **parameters: int) -> threading.Thread:
+        def run() -> None:
+            request = {"text_input": PROMPT, "max_tokens": max_tokens, "end_id": -1, "stream": True}
+            list(narrow.iterate("ensemble", parameters=parameters, **request))
+            ended.append(name)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    threads = [ask("running", 1200)]
+    narrow.wait_running(1)
+    threads.append(ask("low", 4, request_priority=9))
+    wait_waiting(narrow, 1)
+    threads.append(ask("high", 4, request_priority=0))
+    wait_waiting(narrow, 2)
+    for model in TEXT_MODELS:
+        begin = time.monotonic()
+        with pytest.raises(RequestError) as caught:
+            narrow.stream(model, text_input=PROMPT, max_tokens=4, stream=True)
+        assert time.monotonic() - begin < 1
+        assert re.search(
+            r"UNAVAILABLE: the engine is full: 2 requests wait with \d+ tokens, max_waiting is 2 "
+            r"\(1 sequences are running\); retry_after_ms: \d+",
+            str(caught.value),
+        )
+    for thread in threads:
+        thread.join(60)
+    assert ended == ["running", "high", "low"]
+
+
+def test_one_that_waits_is_over_time_too(narrow):
+    running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=1200, end_id=-1, stream=True)
+    next(running)
+    request = {"text_input": PROMPT, "max_tokens": 4, "stream": True}
+    for model in TEXT_MODELS:
+        with pytest.raises(RequestError, match=r"DEADLINE_EXCEEDED: \d+ ms .*; it was waiting"):
+            narrow.stream(model, parameters={"timeout_ms": 100}, **request)
+    running.close()
+    narrow.wait_idle(5)
+
+
+def test_too_many_tokens_wait(narrow):
+    running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=1200, end_id=-1, stream=True)
+    next(running)
+    waiting = threading.Thread(
+        target=narrow.stream,
+        args=("ensemble",),
+        kwargs={"text_input": PROMPT * 60, "max_tokens": 1},
+    )
+    waiting.start()
+    wait_waiting(narrow, 1)
+    with pytest.raises(RequestError, match=r"max_waiting_tokens is 1000, this prompt has \d+ "):
+        narrow.stream("ensemble", text_input=PROMPT * 150, max_tokens=1)
+    running.close()
+    waiting.join(60)
+    narrow.wait_idle(5)
