@@ -32,6 +32,10 @@ class Client:
     """JSON over HTTP, tensors over gRPC."""
 
     def __init__(self, server: TritonServer) -> None:
+        self.use(server)
+
+    def use(self, server: TritonServer) -> None:
+        """Ask this one from now on."""
         self.server = server
         self.http = server.endpoints.http
         self.address = server.endpoints.grpc
@@ -184,12 +188,22 @@ def compose(checkpoint: Path, output: Path, *options: str) -> Path:
     return output
 
 
-@contextlib.contextmanager
-def serving(repository: Path, log: Path) -> Iterator[Client]:
+def start(repository: Path, log: Path) -> TritonServer:
+    """A server that is ready."""
     server = TritonServer(repository, Endpoints(*free_ports(3)), log)
     try:
         server.start()
         server.wait_ready(120)
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+@contextlib.contextmanager
+def serving(repository: Path, log: Path) -> Iterator[Client]:
+    server = start(repository, log)
+    try:
         yield Client(server)
     finally:
         server.stop()
