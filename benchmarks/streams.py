@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
@@ -233,22 +232,13 @@ def _percentiles(name: str, values_ms: Any) -> dict[str, float]:
 # --- a server and its rows -----------------------------------------------------------------------
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at this moment."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
-
-
 @contextlib.contextmanager
 def serving(step_s: float, journal: Path, log: Path) -> Iterator[TritonServer]:
     """The default repository with a source of that step."""
     python = journal.with_name("python")
     write_python(python, step_s, journal)
     os.environ["SLIPSTREAM_PYTHON"] = str(python)
-    endpoints = Endpoints(*free_ports(3))
+    endpoints = Endpoints.free()
     server = TritonServer(repository_root() / "model_repository", endpoints, log)
     try:
         server.start()

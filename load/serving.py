@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +42,7 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         return
     if args.http or args.grpc:
         raise SystemExit("give both --http and --grpc, or neither")
-    endpoints = Endpoints(*free_ports(3))
+    endpoints = Endpoints.free()
     models = check_repository(args.model_repository)
     log = REPORTS / "tritonserver.log"
     server = TritonServer(args.model_repository, endpoints, log)
@@ -55,12 +54,3 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield endpoints.http.removeprefix("http://"), endpoints.grpc
     finally:
         server.stop()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at this moment; all are held until the last is known."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]

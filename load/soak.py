@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving import REPORTS, free_ports
+from serving import REPORTS
 from slipstream_client import AsyncSlipstreamClient, Chunk, ContractError, RequestTimeoutError
 from slipstream_compose.compose import compose, write
 from slipstream_compose.probe import first_token
@@ -255,7 +255,7 @@ def run(args: argparse.Namespace, log: Path) -> dict[str, Any]:
         repository = Path(folder) / "models"
         options = {"kv_cache_tokens": KV_CACHE_TOKENS, "dtype": "float32"}
         write(compose(CHECKPOINT, repository, options))
-        server = TritonServer(repository, Endpoints(*free_ports(3)), log)
+        server = TritonServer(repository, Endpoints.free(), log)
         try:
             server.start()
             server.wait_ready(timeout_s=300)

@@ -35,7 +35,7 @@ class Candidate:
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
     batch: int = 32
-    library_share: float | None = None
+    proper_share: float | None = None
     """Share of a batch that comes from the library proper; None: as the files have it, 40 %."""
 
 
@@ -51,7 +51,7 @@ CANDIDATES = {
         Shape(hidden_size=192, num_layers=11, intermediate_size=480), dropout=0.2
     ),
     "words": Candidate(Shape(vocab_size=3072, intermediate_size=608)),
-    "library": Candidate(Shape(), library_share=0.6),
+    "library": Candidate(Shape(), proper_share=0.6),
     "tiny": Candidate(
         Shape(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=128,
               context=128),
@@ -95,7 +95,7 @@ def batches(
 ) -> Iterator[Tensor]:
     """Endless token ids [batch, context + 1]."""
     length = candidate.shape.context + 1
-    share = candidate.library_share
+    share = candidate.proper_share
     if share is None:
         return windows(encode(documents, tokenizer).to(device), candidate.batch, length, seed=1)
     library = [document for document in documents if not is_test(document)]

@@ -59,6 +59,15 @@ class Endpoints:
     metrics_port: int
     host: str = "127.0.0.1"
 
+    @classmethod
+    def free(cls) -> Endpoints:
+        """Ports of this machine that nobody has at this moment."""
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+            for probe in sockets:  # all are held until the last is known
+                probe.bind(("127.0.0.1", 0))
+            return cls(*(probe.getsockname()[1] for probe in sockets))
+
     @property
     def http(self) -> str:
         """The HTTP address, for clients on this machine."""

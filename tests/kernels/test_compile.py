@@ -38,7 +38,7 @@ ENTRIES = {
     "count_tokens.cu": {"count_tokens"},
     "decode_attention.cu": {"decode_attention"},
     "decode_plan.cu": {"plan_decode"},
-    "decode_split.cu": {"decode_attention", "combine_splits"},
+    "decode_split.cu": {"decode_split", "combine_splits"},
     "fp8.cu": {
         "quantize",
         "norm_quantize",

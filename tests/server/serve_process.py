@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,26 +11,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream_compose.triton import SHARED_MEMORY
+from slipstream_compose.triton import SHARED_MEMORY, Endpoints
 
 SLIPSTREAM = [sys.executable, "-m", "slipstream_client.cli", "serve"]
-
-
-def free_ports() -> tuple[int, int, int]:
-    sockets = [socket.socket() for _ in range(3)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = tuple(one.getsockname()[1] for one in sockets)
-    for one in sockets:
-        one.close()
-    return ports  # type: ignore[return-value]
 
 
 class Serve:
     """A running `slipstream serve`."""
 
     def __init__(self, repository: Path, scratch: Path, *options: str) -> None:
-        self.ports = free_ports()
+        free = Endpoints.free()
+        self.ports = (free.http_port, free.grpc_port, free.metrics_port)
         self.scratch = scratch
         scratch.mkdir(exist_ok=True)
         http, grpc, metrics = map(str, self.ports)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import queue
-import socket
 import subprocess
 import sys
 import time
@@ -172,14 +171,6 @@ def text(responses) -> str:
     return b"".join(response["text_output"].ravel()[0] for response in responses).decode()
 
 
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 def compose(checkpoint: Path, output: Path, *options: str) -> Path:
     command = [sys.executable, "-m", "slipstream_client.cli", "compose"]
     command += ["--checkpoint", str(checkpoint), "--output", str(output), *options]
@@ -190,7 +181,7 @@ def compose(checkpoint: Path, output: Path, *options: str) -> Path:
 
 def start(repository: Path, log: Path) -> TritonServer:
     """A server that is ready."""
-    server = TritonServer(repository, Endpoints(*free_ports(3)), log)
+    server = TritonServer(repository, Endpoints.free(), log)
     try:
         server.start()
         server.wait_ready(120)

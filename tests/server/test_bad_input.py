@@ -12,7 +12,6 @@ from server.support import (
     TEXT_MODELS,
     RequestError,
     compose,
-    free_ports,
 )
 from slipstream_compose.triton import Endpoints, ServeError, TritonServer
 
@@ -137,7 +136,7 @@ def test_a_bad_checkpoint_ends_the_server_with_one_line(repository, tmp_path, ki
     shutil.copytree(CHECKPOINT, checkpoint)
     models = compose(checkpoint, tmp_path / "models")
     damage(checkpoint, kind)
-    server = TritonServer(models, Endpoints(*free_ports(3)), tmp_path / "log")
+    server = TritonServer(models, Endpoints.free(), tmp_path / "log")
     try:
         server.start()
         with pytest.raises(ServeError, match="checkpoint") as error:

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, free_ports, serving
+from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
 from server.support import text as join
 from slipstream_compose.triton import Endpoints, TritonServer
 
@@ -28,7 +28,7 @@ class ExplicitServer(TritonServer):
 
 @pytest.fixture
 def explicit(repository, tmp_path):
-    server = ExplicitServer(repository, Endpoints(*free_ports(3)), tmp_path / "log")
+    server = ExplicitServer(repository, Endpoints.free(), tmp_path / "log")
     try:
         server.start()
         server.wait_ready(120)

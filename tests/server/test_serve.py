@@ -19,7 +19,6 @@ import pytest
 from server.serve_process import (
     Serve,
     assert_one_line,
-    free_ports,
     living,
     run_to_end,
     short_directory,
@@ -177,7 +176,8 @@ def test_a_model_that_cannot_load_is_named(tmp_path: Path, scratch: Path) -> Non
 
 @pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
 def test_a_port_in_use_is_named(tmp_path: Path, name: str) -> None:
-    ports = dict(zip(("http", "grpc", "metrics"), free_ports(), strict=True))
+    free = triton.Endpoints.free()
+    ports = {"http": free.http_port, "grpc": free.grpc_port, "metrics": free.metrics_port}
     with socket.socket() as other:
         other.bind(("127.0.0.1", ports[name]))
         other.listen()

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from server.support import free_ports
 from slipstream_compose.pbtxt import model_config
 from slipstream_compose.server import server_directory
 from slipstream_compose.triton import Endpoints, TritonServer
@@ -70,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         version.mkdir(parents=True)
         parameters = {"tokenizer_dir": "../../../checkpoint"}
         (version.parent / "config.pbtxt").write_text(model_config(MODELS[name], parameters))
-    triton = TritonServer(base / "repository", Endpoints(*free_ports(3)), base / "log")
+    triton = TritonServer(base / "repository", Endpoints.free(), base / "log")
     try:
         triton.start()
         triton.wait_ready(60)

@@ -157,7 +157,7 @@ def _device(index: int, head_size: int) -> tuple[int, _Shape]:
     """CTAs of the grid, one for each SM, and their shape."""
     limit = jit.shared_memory_limit(index)
     shape = next(s for s in _SHAPES if s.shared_memory(head_size) <= limit)
-    return torch.cuda.get_device_properties(index).multi_processor_count, shape
+    return jit.num_multiprocessors(index), shape
 
 
 def _plan_size(num_sequences: int, num_ctas: int, num_warps: int) -> int:
@@ -312,7 +312,7 @@ def _launch_by_split(
     wanted = tiles_variant("decode_split.cu", q.dtype, head_size, stages)
     jit.launch(
         wanted,
-        "decode_attention",
+        "decode_split",
         (splits, num_kv_heads * -(-group_size // 16), num_sequences),
         32 * warps_of(q.dtype),
         q,

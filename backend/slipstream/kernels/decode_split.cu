@@ -49,7 +49,7 @@ DEVICE void merge_warps(WarpRows& mine, const Visit& f) {
 // Grid: x = split, y = (kv head, 16 of its q heads), z = sequence. With one split the result goes to `out`, else
 // to `partial` [sequence, q head, split, HEAD_SIZE + 2]: the unnormalised sum, the maximum, the sum of exponentials.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    decode_attention(const T* q, i64 q_stride, const T* cache, const int* block_tables,
+    decode_split(const T* q, i64 q_stride, const T* cache, const int* block_tables,
                      i64 table_stride, const int* lengths, T* out, float* partial, float scale,
                      i64 num_kv_heads, i64 group_size, i64 block_shift) {
   const i64 sequence = blockIdx.z;
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(HEAD_SIZE)
     combine_splits(const float* partial, const int* lengths, T* out, i64 max_splits) {
   const int length = lengths[blockIdx.y];
   const int share = split_length(length);
-  if (length <= share) return;  // decode_attention wrote the result
+  if (length <= share) return;  // decode_split wrote the result
   const int num_splits = (length + share - 1) / share;
   const i64 at = i64(blockIdx.y) * gridDim.x + blockIdx.x;
   const float* splits = partial + at * max_splits * (HEAD_SIZE + 2);

@@ -105,12 +105,6 @@ def tiling(num_rows: int, width: int, row_bytes: int, gated: bool) -> Tiling | N
     return None
 
 
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device has the instructions of sm_90a."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def takes(x: Tensor, weight: Tensor, norm: Tensor | None = None, gated: bool = False) -> bool:
     """Whether the kernel is built for this product."""
     num_rows, width = x.shape
@@ -121,7 +115,7 @@ def takes(x: Tensor, weight: Tensor, norm: Tensor | None = None, gated: bool = F
         return False
     is_aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight, norm) if t is not None)
     has_rows = x.stride(1) == 1 and (num_rows == 1 or x.stride(0) % PIECE == 0)
-    if not (is_aligned and has_rows and weight.is_contiguous() and is_hopper(x.device)):
+    if not (is_aligned and has_rows and weight.is_contiguous() and jit.is_hopper(x.device)):
         return False
     tiles = tiling(num_rows, width, row_bytes, gated)
     return tiles is not None and (norm is None or not tiles.is_packed)
@@ -195,7 +189,7 @@ def launch(
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     jit.require(out.stride(1) == 1, "gemv: elements of a row of the residual must be contiguous")
     pointers = (0 if t is None else t for t in (norm, bias, scales))
-    num_ctas = min(tiles.ctas * num_multiprocessors(x.get_device()), num_outputs)
+    num_ctas = min(tiles.ctas * jit.num_multiprocessors(x.get_device()), num_outputs)
     share = tiles.slot_rows // streams
     jit.launch(
         _variant(x.dtype, weight.dtype == FP8, tiles),
@@ -223,9 +217,3 @@ def launch(
         overlaps=True,
     )
     return out
-
-
-@functools.cache
-def num_multiprocessors(device: int) -> int:
-    """Of the device of this index."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -44,6 +44,7 @@ class Variant:
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.defines)])
 
 
+@functools.cache
 def variant(
     source: str, dtype: torch.dtype | None = None, only: str = "", **defines: int
 ) -> Variant:
@@ -223,6 +224,18 @@ def shared_memory_limit(device: int) -> int:
     """Bytes of shared memory that one CTA may have on the device."""
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
+
+
+@functools.cache
+def num_multiprocessors(device: int) -> int:
+    """Of the device of this index."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device has the instructions of sm_90a."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache

@@ -73,14 +73,6 @@ def variants() -> Iterator[jit.Variant]:
             yield _wgmma_variant(dtype, head_size)
 
 
-@functools.cache
-def _num_multiprocessors(device: int) -> int:
-    """Of a device with wgmma (sm_90); 0 of any other."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return 0
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 _NUM_COUNTERS = 1024
 _launches = itertools.count()
 
@@ -125,14 +117,12 @@ def _prefill_attention(
     if out.numel() == 0 or len(lengths) == 0 or max_queries == 0:
         return out
     has_wgmma = q.dtype != torch.float32 and q.shape[2] in _WGMMA_HEAD_SIZES and scale > 0
-    multiprocessors = _num_multiprocessors(q.get_device()) if has_wgmma else 0
-    launch = functools.partial(_launch_wgmma, multiprocessors) if multiprocessors else _launch_tiles
+    launch = _launch_wgmma if has_wgmma and jit.is_hopper(q.device) else _launch_tiles
     launch(q, cache, block_tables, query_starts, lengths, out, scale, max_queries)
     return out
 
 
 def _launch_wgmma(
-    num_ctas: int,
     q: Tensor,
     cache: Tensor,
     block_tables: Tensor,
@@ -152,7 +142,7 @@ def _launch_wgmma(
     jit.launch(
         _wgmma_variant(q.dtype, head_size),
         "prefill_wgmma",
-        (min(num_ctas, most),),
+        (min(jit.num_multiprocessors(q.get_device()), most),),
         384,
         tensor_map.boxes(cache, num_rows, head_size, min(block_size, _WGMMA_TILE)),
         q,

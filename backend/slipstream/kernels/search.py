@@ -19,7 +19,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from slipstream.kernels import cublaslt
+from slipstream.kernels import cublaslt, jit
 from slipstream.kernels.cublaslt_api import Algorithm, Plan, Problem, Shape
 from slipstream.kernels.op import KernelError
 
@@ -101,7 +101,7 @@ def search(operands: Operands, rows: int) -> Found:
     """
     device = torch.cuda.current_device()
     problem = Problem(operands.shape(rows), device)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = jit.num_multiprocessors(device)
     default = cublaslt.default(problem)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import jit, tensor_map
-from slipstream.kernels.gemv import gemv, is_hopper, num_multiprocessors
+from slipstream.kernels.gemv import gemv
 from slipstream.kernels.op import op
 
 MAX_ROWS = 32
@@ -95,7 +95,7 @@ def takes(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
         return False
     is_aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight))
     has_rows = x.stride(1) == 1 and (num_rows == 1 or x.stride(0) % 8 == 0)
-    return is_aligned and has_rows and weight.is_contiguous() and is_hopper(x.device)
+    return is_aligned and has_rows and weight.is_contiguous() and jit.is_hopper(x.device)
 
 
 def _variant(dtype: torch.dtype, columns: int, cluster: int) -> jit.Variant:
@@ -123,7 +123,7 @@ def _skinny(
         takes(x, weight, gated), f"skinny: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
     )
     num_outputs = weight.shape[0] // (2 if gated else 1)
-    tiles = tiling(len(x), num_outputs, gated, num_multiprocessors(x.get_device()))
+    tiles = tiling(len(x), num_outputs, gated, jit.num_multiprocessors(x.get_device()))
     return launch(tiles, x, weight, bias, gated, residual)
 
 

@@ -11,8 +11,6 @@ from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
-MAX_FEW = 2  # rows of activations that stay in 16 bits; from 3 on, e4m3 products are faster
-
 
 class QuantizedLinear:
     """`Linear`, its matrix quantised as it is loaded: one at a time has its 16-bit numbers too.
@@ -52,7 +50,7 @@ class QuantizedLinear:
 
     def add_to(self, residual: Residual, x: Tensor | fp8.Quantized) -> None:
         """`residual [n, out] += ` the product with `x [n, in]`."""
-        if isinstance(x, Tensor) and len(x) <= MAX_FEW and gemv.takes(x, self.weight.values):
+        if isinstance(x, Tensor) and gemv.takes(x, self.weight.values):
             self._few(x, residual=residual.values)
             return
         residual.add_later(*self._product(fp8.quantize(x) if isinstance(x, Tensor) else x))
@@ -62,8 +60,8 @@ class QuantizedLinear:
         return product, fp8.Scales(x.scales, self.weight.scales, self.bias)
 
     def _is_for_few(self, norm: Norm, residual: Residual, gated: bool) -> bool:
-        if len(residual) > MAX_FEW:
-            return False
+        if len(residual) > gemv.MAX_ROWS:
+            return False  # before a look at the sum, which would add what is to be added later
         return gemv.takes(residual.values, self.weight.values, norm.weight, gated)
 
     def _few(self, x: Tensor, **around: Any) -> Tensor:
