@@ -1,7 +1,5 @@
 """Text models served by the bridge itself: the ensemble's tensors without its two other steps."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 from slipstream_contract.request import TextRequest, text_request
 
@@ -9,9 +7,7 @@ from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question, answer, batch_size, row
 from slipstream.bridge.pieces import Extras, Wanted, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
-from slipstream.bridge.text import Detokenizer, Text
-
-_NUM_THREADS = 2
+from slipstream.bridge.text import Detokenizer, Text, make_encoders
 
 
 class Fused:
@@ -21,8 +17,7 @@ class Fused:
         self._bridge = bridge
         self._text = text
         self._exclude_input_by_default = exclude_input_by_default
-        # A long prompt takes a while to encode, and `execute` must not wait for it.
-        self._encoders = ThreadPoolExecutor(_NUM_THREADS, "encode")
+        self._encoders = make_encoders()
 
     def begin(self, question: Question) -> None:
         """Start a request. Raises ContractError for what is wrong before its text is encoded."""

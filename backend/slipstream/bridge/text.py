@@ -1,6 +1,8 @@
 """Text in process: the one file that uses the functions of preprocessing and postprocessing."""
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from slipstream_contract.request import TextRequest
@@ -13,6 +15,20 @@ from slipstream_preprocessing.encode import Encoder
 from slipstream_preprocessing.tokenizer import load_tokenizer, read_end_ids
 
 from slipstream.bridge.pieces import Piece
+
+_NUM_THREADS = 2
+
+
+def make_encoders() -> ThreadPoolExecutor:
+    """Threads for prompts: a long one takes a while, and `execute` must not wait for it.
+
+    All are started here: one that came with a later request would look like a leak of that request.
+    """
+    pool = ThreadPoolExecutor(_NUM_THREADS, "encode")
+    barrier = threading.Barrier(_NUM_THREADS)
+    for started in [pool.submit(barrier.wait) for _ in range(_NUM_THREADS)]:
+        started.result()
+    return pool
 
 
 class Text:

@@ -3,8 +3,6 @@
 One response holds all sequences of a prompt: text, reason and counts are arrays with an entry each.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import msgspec
 import numpy as np
 from slipstream_contract.vllm import VllmRequest, vllm_request
@@ -13,9 +11,8 @@ from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question, answer
 from slipstream.bridge.pieces import Piece, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
-from slipstream.bridge.text import Text
+from slipstream.bridge.text import Text, make_encoders
 
-_NUM_THREADS = 2
 _REASONS = {
     wire.FinishReason.END: "stop",
     wire.FinishReason.STOP: "stop",
@@ -31,8 +28,7 @@ class Vllm:
     def __init__(self, bridge: Bridge, text: Text) -> None:
         self._bridge = bridge
         self._text = text
-        # A long prompt takes a while to encode, and `execute` must not wait for it.
-        self._encoders = ThreadPoolExecutor(_NUM_THREADS, "encode")
+        self._encoders = make_encoders()
 
     def begin(self, question: Question) -> None:
         """Start a request. Raises ContractError for what is wrong before its text is encoded."""
