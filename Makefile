@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-gpu bench bench-gpu bench-streams perf locust soak compose-check figures clean loc
+.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams perf locust soak compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -35,8 +35,11 @@ format: install  ## apply the format and the safe fixes
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-test: check      ## the checks, and every test that needs no GPU, the real server included
-	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+test: check      ## the checks, and every test that needs no GPU and not minutes, the real server included
+	@$(BIN)/python -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+
+test-slow: install ## the tests that take minutes each: long faults, long streams
+	@$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
