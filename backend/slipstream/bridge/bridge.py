@@ -91,6 +91,8 @@ class Bridge:
         """Add an engine request to a call that is not begun yet; one stream for each sequence."""
         number = self.calls.next_request()
         call.add(number, streams)
+        call.deadline_ns = question.deadline_ns
+        call.timeout_ns = question.urgency.timeout_ns
         return wire.Submit(
             number,
             token_ids,
@@ -108,6 +110,9 @@ class Bridge:
         """
         if self._is_stopping():
             raise ContractError("the server is stopping", Code.UNAVAILABLE)
+        if call.reply.is_cancelled():  # while it was queued: the last that an ensemble hears of it
+            call.reply.end()
+            return
         try:
             for stream in call.streams:
                 if has_flow and stream.is_streaming:

@@ -100,9 +100,14 @@ class Stream:
             return True
 
     @property
+    def is_told(self) -> bool:
+        """Whether the engine has told all of it."""
+        return self._num_running == 0
+
+    @property
     def is_urgent(self) -> bool:
         """Whether its next response is the first or the last one."""
-        return not self.has_sent or self._num_running == 0
+        return not self.has_sent or self.is_told
 
     def take(self) -> tuple[list[wire.Tokens], bool]:
         """All pending tokens, and whether they are the last. For its holder only."""
@@ -131,6 +136,8 @@ class Call:
         self.is_over = False
         self.is_failing = False  # an error waits to be told: no more responses
         self.expiry: ContractError | None = None  # told when all tokens are
+        self.deadline_ns = 0  # time.monotonic_ns(), for the engine to keep; 0: none
+        self.timeout_ns = 0  # how long before that it came
         self.lock = threading.Lock()  # held while sending: responses of a call are in order
         self.routes: dict[int, tuple[Stream, ...]] = {}  # request -> stream of each sequence
         self.streams: list[Stream] = []

@@ -1,4 +1,8 @@
-"""One thread that asks for every call in turn whether its client has cancelled."""
+"""One thread that looks at every call in turn: has its client cancelled, is its time over?
+
+The engine keeps deadlines itself, before every step. One that hangs keeps none: then the call is
+ended here, a while after its deadline.
+"""
 
 import logging
 import threading
@@ -7,11 +11,12 @@ from collections.abc import Callable
 
 from slipstream_contract.errors import Code, ContractError
 
-from slipstream.bridge.streams import Calls
+from slipstream.bridge.streams import Call, Calls
 
 _log = logging.getLogger(__name__)
 
 _ROUND_S = 0.05
+_GRACE_NS = 1_000_000_000  # after a deadline: a step that ends in this time keeps it better
 
 
 class Watch:
@@ -44,8 +49,20 @@ class Watch:
         if calls and self._is_stopping():
             self._calls.fail_all(ContractError("the server is stopping", Code.UNAVAILABLE))
             return
+        overdue_ns = time.monotonic_ns() - _GRACE_NS
         for call in calls:
+            if 0 < call.deadline_ns < overdue_ns and not all(s.is_told for s in call.streams):
+                self._expire(call)
+                continue
             with call.lock:
                 is_gone = not call.is_over and call.reply.is_cancelled()
             if is_gone:
                 self._calls.cancel(call)
+
+    def _expire(self, call: Call) -> None:
+        passed_ns = time.monotonic_ns() - call.deadline_ns + call.timeout_ns
+        message = (
+            f"{passed_ns / 1e6:.0f} ms have passed, of {call.timeout_ns / 1e6:.12g} asked for by "
+            "timeout_ms or timeout; the engine has not ended it"
+        )
+        self._calls.fail(call, ContractError(message, Code.DEADLINE_EXCEEDED))

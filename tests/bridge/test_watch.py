@@ -1,0 +1,80 @@
+"""Calls that are ended because their client has left, or because a silent engine lets time pass."""
+
+import time
+
+import pytest
+from bridge.test_streams import Desk, Recorder, finished, step, wait_for
+from slipstream import wire
+from slipstream.bridge.flow import Flow
+from slipstream.bridge.watch import Watch
+from slipstream_contract.credit import CreditFile
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def desk():
+    desk = Desk()
+    watch = Watch(desk.calls, lambda: False)
+    yield desk
+    watch.close()
+    desk.senders.close()
+
+
+def open_until(desk: Desk, reply: Recorder, seconds: float, **options: object):
+    call = desk.open(reply, **options)
+    call.timeout_ns = 2500 * MS
+    call.deadline_ns = time.monotonic_ns() + int(seconds * 1e9)
+    return call
+
+
+def test_a_client_that_has_left_is_noticed_and_others_are_not_touched(desk):
+    reply, other = Recorder(), Recorder()
+    (number,) = desk.open(reply).routes
+    desk.open(other)
+    time.sleep(0.1)
+    assert not reply.done.is_set()
+    reply.is_gone = True
+    wait_for(reply.done.is_set)
+    assert desk.sent == [wire.Cancel(number)]
+    assert not other.done.is_set()
+
+
+def test_an_engine_that_tells_nothing_does_not_outlive_a_deadline_by_long(desk):
+    reply, other = Recorder(), Recorder()
+    call = open_until(desk, reply, -0.5, n=2)
+    open_until(desk, other, 3600)
+    never = desk.open(Recorder())
+    (number,) = call.routes
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+    desk.calls.take(step(wire.Tokens(number, 1, [2], [], finished=finished())))
+    time.sleep(0.2)
+    assert not reply.done.is_set()  # the engine has a second to say it better
+    wait_for(reply.done.is_set)
+    assert str(reply.error).startswith("DEADLINE_EXCEEDED: 3")
+    assert str(reply.error).endswith(
+        " ms have passed, of 2500 asked for by timeout_ms or timeout; the engine has not ended it"
+    )
+    assert sorted(reply.ids) == [1, 2]
+    assert desk.sent == [wire.Cancel(number)]
+    time.sleep(0.1)
+    assert not other.done.is_set()
+    assert not never.is_over
+
+
+def test_what_the_engine_has_told_in_time_is_sent_however_long_that_takes(desk, tmp_path):
+    flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, desk.calls.cancel)
+    other_end = CreditFile(tmp_path / "credits")
+    reply = Recorder()
+    call = open_until(desk, reply, 3600, flow=flow)
+    (number,) = call.routes
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+    wait_for(lambda: reply.responses)
+    desk.calls.take(step(wire.Tokens(number, 0, [2], [], finished=finished())))
+    call.deadline_ns = 1
+    time.sleep(0.2)
+    other_end.acknowledge(*reply.responses[0][1])
+    assert reply.done.wait(5)
+    assert reply.error is None
+    assert reply.ids == [1, 2]
+    flow.close()
