@@ -22,6 +22,7 @@ COMMANDS = {
     "health": ("slipstream_client.commands.health", "exit code 0 only if tokens can be had now"),
     "complete": ("slipstream_client.commands.complete", "stream one completion"),
     "chat": ("slipstream_client.commands.chat", "talk to the model"),
+    "bench": ("slipstream_client.commands.bench", "load on a server, and what its clients saw"),
 }
 EXIT_ERROR = 1
 EXIT_USAGE = 2

@@ -99,6 +99,19 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
         yield response_of(request, {"text_output": text("x")})
         context.abort(getattr(grpc.StatusCode, status), words)
 
+    def full(self, request, inputs, context, prompt):
+        """Refused as many times as the prompt says, then one chunk."""
+        tries = sum(other.id == request.id for other in self.requests)
+        if tries <= int(prompt.split()[1]):
+            words = "UNAVAILABLE: the engine is full; retry_after_ms: 50"
+            context.abort(grpc.StatusCode.UNAVAILABLE, words)
+        yield from self.say(request, inputs, context, "say yes")
+
+    def slow(self, request, inputs, context, prompt):
+        """One chunk after so many seconds."""
+        time.sleep(float(prompt.split()[1]))
+        yield from self.say(request, inputs, context, "say late")
+
     def fail(self, request, inputs, context, prompt):
         """An error as a message in the stream, as servers without true statuses send it."""
         yield service_pb2.ModelStreamInferResponse(error_message=prompt.split(" ", 1)[1])

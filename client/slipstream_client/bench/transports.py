@@ -1,0 +1,229 @@
+"""One streamed request over gRPC or HTTP: bytes in, times and token counts out.
+
+Both read what arrives with as little work as they can: the SDK's chunks, with arrays of every
+tensor, cost a client several times as much as its transport.
+"""
+
+import contextlib
+import re
+import time
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+import aiohttp
+import grpc
+import grpc.aio
+import msgspec
+from slipstream_contract.errors import Code
+from tritonclient.grpc import service_pb2
+
+from slipstream_client.bench.messages import Record
+from slipstream_client.client import CHANNEL_OPTIONS, TRUE_STATUS
+
+STREAMS_PER_CHANNEL = 64  # more on one HTTP/2 connection wait for each other
+_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+# gRPC itself writes `UNAVAILABLE: ipv4:...` of a connection that broke.
+_CODED = re.compile(rf"(?:^|[\s,;:'\"\]])({'|'.join(Code)}): (?!ipv[46]:|unix:)")
+_RETRY_AFTER = re.compile(r"retry_after_ms: (\d+)")
+_QUEUE_FULL = "Exceeds maximum queue size"  # Triton's own refusal
+_MAX_MESSAGE = 300  # characters that are kept of an error
+MAX_LINE_BYTES = 1 << 24  # of an event
+
+
+class Transport(Protocol):
+    """A way to a server's model. `send` never raises for what the server or network does."""
+
+    async def send(self, payload: bytes, record: Record) -> None:
+        """One try of a request, noted in the record."""
+
+    async def close(self) -> None:
+        """Ends the connections."""
+
+
+def fail(record: Record, text: str, status: str) -> None:
+    """Notes an error: the contract's code if the text holds one, else the status."""
+    found = _CODED.search(text)
+    record.code = found[1] if found else status
+    record.message = text.strip()[:_MAX_MESSAGE]
+    is_ours = found is not None and found[1] == Code.UNAVAILABLE
+    record.is_refused = not record.times_ns and (is_ours or _QUEUE_FULL in text)
+
+
+def retry_after_s(message: str) -> float | None:
+    """The pause that a refusal asks for, in seconds."""
+    found = _RETRY_AFTER.search(message)
+    return int(found[1]) / 1e3 if found else None
+
+
+# --- gRPC ----------------------------------------------------------------------------------------
+
+
+class GrpcTransport:
+    """One stream a request, on connections with some tens of streams each."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._channels: list[tuple[grpc.aio.Channel, Any]] = []
+        self._num_streams: list[int] = []
+
+    async def send(self, payload: bytes, record: Record) -> None:
+        """One try of a request, noted in the record."""
+        number = self._channel()
+        self._num_streams[number] += 1
+        call = self._channels[number][1](
+            iter([payload]), timeout=self._timeout_s, metadata=TRUE_STATUS
+        )
+        times, counts = array("q"), array("i")
+        error = ""
+        try:
+            async for data in call:
+                now_ns = time.monotonic_ns()
+                count, num_input, error = parse_response(data)
+                if error:
+                    break
+                if count:
+                    times.append(now_ns)
+                    counts.append(count)
+                if num_input >= 0:
+                    record.num_input_tokens = num_input
+        except grpc.RpcError as failure:
+            self._note(record, times, counts)
+            fail(record, failure.details() or "", failure.code().name)
+        else:
+            self._note(record, times, counts)
+            if error:
+                fail(record, error, "ERROR")
+        finally:
+            self._num_streams[number] -= 1
+            call.cancel()
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        for channel, _ in self._channels:
+            await channel.close()
+
+    def _note(self, record: Record, times: "array[int]", counts: "array[int]") -> None:
+        record.ended_ns = time.monotonic_ns()
+        record.times_ns, record.counts = times.tobytes(), counts.tobytes()
+
+    def _channel(self) -> int:
+        """The number of a connection with room, opened where there is none."""
+        for number, streams in enumerate(self._num_streams):
+            if streams < STREAMS_PER_CHANNEL:
+                return number
+        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+        channel = grpc.aio.insecure_channel(self._address, options=options)
+        self._channels.append((channel, channel.stream_stream(_METHOD, None, None)))
+        self._num_streams.append(0)
+        return len(self._num_streams) - 1
+
+
+def parse_response(data: bytes) -> tuple[int, int, str]:
+    """Tokens in a serialised `ModelStreamInferResponse`, of its prompt (-1: not told), error."""
+    message = service_pb2.ModelStreamInferResponse.FromString(data)
+    if message.error_message:
+        return 0, -1, message.error_message
+    count, num_input = 0, -1
+    response = message.infer_response
+    for number, output in enumerate(response.outputs):
+        if output.name == "num_output_tokens":
+            count = int.from_bytes(response.raw_output_contents[number][:4], "little")
+        elif output.name == "num_input_tokens":
+            num_input = int.from_bytes(response.raw_output_contents[number][:4], "little")
+    return count, num_input, ""
+
+
+# --- HTTP ----------------------------------------------------------------------------------------
+
+
+class _Event(msgspec.Struct):
+    """What counts of an event of `generate_stream`."""
+
+    num_output_tokens: int | list[int] = 0
+    num_input_tokens: int | list[int] = -1
+    error: str = ""
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
+class HttpTransport:
+    """`generate_stream`: a connection a request, kept for the next."""
+
+    def __init__(self, address: str, model: str, timeout_s: float) -> None:
+        self._url = f"http://{address}/v2/models/{model}/generate_stream"
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def send(self, payload: bytes, record: Record) -> None:
+        """One try of a request, noted in the record."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+        times, counts = array("q"), array("i")
+        error, status = "", "ERROR"
+        try:
+            async with self._session.post(
+                self._url, data=payload, headers=_JSON, read_bufsize=MAX_LINE_BYTES
+            ) as reply:
+                status = f"HTTP_{reply.status}"
+                async for now_ns, event in _events_of(reply):
+                    error = error or event.error
+                    count, num_input = _one(event.num_output_tokens), _one(event.num_input_tokens)
+                    if count and not error:
+                        times.append(now_ns)
+                        counts.append(count)
+                    if num_input >= 0:
+                        record.num_input_tokens = num_input
+        except TimeoutError:
+            error, status = "no complete answer in time", "DEADLINE_EXCEEDED"
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            status = "UNAVAILABLE" if isinstance(failure, OSError) else status
+        record.ended_ns = time.monotonic_ns()
+        record.times_ns, record.counts = times.tobytes(), counts.tobytes()
+        if error or status != "HTTP_200":
+            fail(record, error, status)
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+_JSON: Mapping[str, str] = {"Content-Type": "application/json"}
+
+
+async def _events_of(reply: aiohttp.ClientResponse) -> AsyncIterator[tuple[int, _Event]]:
+    """Each event with the time of its arrival; also the lone object of a refusal."""
+    rest = b""
+    async for data in reply.content.iter_any():
+        now_ns = time.monotonic_ns()
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line:
+                yield now_ns, _events.decode(line.removeprefix(b"data: "))
+    if rest.strip():
+        yield time.monotonic_ns(), _events.decode(rest.removeprefix(b"data: "))
+
+
+def _one(value: int | list[int]) -> int:
+    return value if isinstance(value, int) else sum(value)
+
+
+@contextlib.asynccontextmanager
+async def transport(
+    protocol: str, address: str, model: str, timeout_s: float
+) -> AsyncIterator[Transport]:
+    """The transport of that name, closed at the end."""
+    found: Transport = (
+        HttpTransport(address, model, timeout_s)
+        if protocol == "http"
+        else GrpcTransport(address, timeout_s)
+    )
+    try:
+        yield found
+    finally:
+        await found.close()

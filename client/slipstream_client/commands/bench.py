@@ -1,0 +1,277 @@
+"""`slipstream bench`: load on a running server, and what clients saw of it (docs/bench.md)."""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from slipstream_contract.errors import ContractError, clip
+from tqdm import tqdm
+
+from slipstream_client.bench.figures import Objectives, figures
+from slipstream_client.bench.load import (
+    ARRIVALS,
+    Asking,
+    Prompt,
+    lengths,
+    make_prompts,
+    make_text,
+    read_prompts,
+    schedule,
+)
+from slipstream_client.bench.messages import Job, Progress
+from slipstream_client.bench.report import columns, page
+from slipstream_client.bench.runner import Clients, Load, Outcome, Target, default_processes
+from slipstream_client.codec import GENERATING, TENSORRT_LLM
+from slipstream_client.commands.common import add_connection
+
+_PROBE_WORDS = 200
+_MAX_PROMPTS = 1000  # made for a load that ends by the clock; then they begin again
+_EXIT_FAILED = 1
+_SAMPLING = {"temperature": float, "top_k": int, "top_p": float}
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declares the command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="load on a running server, and what its clients saw",
+        description="Exit code 0 only if no request failed; refused ones have not failed.",
+    )
+    add_connection(parser, timeout_s=300.0)
+    add = parser.add_argument
+    add("--http-port", type=int, default=8000, metavar="N", help="(%(default)s)")
+    add("--protocol", choices=("grpc", "http"), default="grpc", help="(%(default)s)")
+    add("--model", choices=tuple(GENERATING), default="ensemble", help="(%(default)s)")
+    load = parser.add_mutually_exclusive_group()
+    _number_list(load, "--concurrency", int, "closed loop: requests at a time (8)")
+    _number_list(load, "--rates", float, "open loop: requests a second, whatever the server does")
+    add("--arrivals", choices=ARRIVALS, default="poisson", help="with --rates (%(default)s)")
+    add("--burst", type=int, default=8, metavar="N", help="requests a burst (%(default)s)")
+    add("--requests", type=int, metavar="N", help="of each load (64, unless --seconds is given)")
+    add("--seconds", type=float, metavar="S", help="after which no request of a load begins")
+    add("--ramp", type=float, default=0.0, metavar="S", help="first seconds, not counted (0)")
+    add("--warm-up", type=int, default=8, metavar="N", help="requests before each load (8)")
+    add("--input-len", default="64", metavar="DIST", help="tokens: N, uniform:LOW:HIGH, ...")
+    add("--output-len", default="64", metavar="DIST", help="... or lognormal:MEDIAN:SIGMA[:MAX]")
+    add("--prompts", type=Path, metavar="FILE", help="JSON lines: prompt or input_ids, max_tokens")
+    add("--vocabulary", type=int, default=256, metavar="N", help="made ids are below it (256)")
+    add("--keep-end", action="store_true", help="let the model end its text before its length")
+    for name, kind in _SAMPLING.items():
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="X")
+    add("--seed", type=int, default=0, help="of times, lengths and prompts (%(default)s)")
+    add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:200 itl:30 e2e:3000")
+    add("--retries", type=int, default=0, metavar="N", help="of a refused request, when it says")
+    add("--processes", type=int, default=default_processes(), help="clients' (%(default)s)")
+    add("--price-per-hour", type=float, metavar="X", help="of the server, for the cost")
+    add("--json", type=Path, metavar="FILE", help="all figures")
+    add("--html", type=Path, metavar="FILE", help="a page with plots")
+
+
+def _number_list(parser: Any, name: str, kind: type[int] | type[float], help_text: str) -> None:
+    def parse(text: str) -> list[int] | list[float]:
+        values = [kind(word) for word in text.split(",")]
+        if not all(0 < value < 1e6 for value in values):
+            raise ValueError
+        return values
+
+    parse.__name__ = "list of numbers above 0"  # as argparse names it in its error
+    parser.add_argument(name, type=parse, metavar="A,B,...", help=help_text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs every load, prints a table, writes the reports; 1 where a request failed."""
+    _check(args)
+    objectives = Objectives.parse(args.goodput)
+    begun = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    port = args.grpc_port if args.protocol == "grpc" else args.http_port
+    address = f"{args.host}:{port}"
+    target = Target(args.protocol, address, args.model, args.timeout, args.retries)
+    points: list[dict[str, Any]] = []
+    with Clients(args.processes) as clients:
+        maker = _Maker(args, clients, target)
+        for concurrency, rate in _levels(args):
+            load = maker.load(concurrency, rate)
+            name = f"{rate:g}/s" if rate else f"{concurrency} at once"
+            outcome = _run_one(clients, target, load, name)
+            found = figures(outcome.records, outcome.window, objectives, args.price_per_hour)
+            what = {"rate": rate} if rate else {"concurrency": concurrency}
+            points.append({"load": name, **what, **found, "clients": outcome.clients})
+    report = {
+        "version": importlib.metadata.version("slipstream"),
+        "commit": _commit(),
+        "begun": begun,
+        "command": ["slipstream", *sys.argv[1:]],
+        "machine": _machine(),
+        "target": {"protocol": args.protocol, "address": address, "model": args.model},
+        "options": {name: _plain(value) for name, value in vars(args).items()},
+        "loads": points,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.html:
+        args.html.write_text(page(report))
+    print(table(points), flush=True)
+    for point in points:
+        _tell(point)
+    return _EXIT_FAILED if any(point["failed"] for point in points) else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ContractError for options that cannot be meant."""
+    least = {"requests": 1, "warm_up": 0, "retries": 0, "processes": 1, "burst": 1, "vocabulary": 1}
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value is not None and value < low:
+            raise ContractError(f"--{name.replace('_', '-')} is {value}, not at least {low}")
+    if not 0 < args.timeout < float("inf"):
+        raise ContractError(f"--timeout is {args.timeout:g}, not a number of seconds above 0")
+    if args.seconds is not None and not 0 < args.seconds < float("inf"):
+        raise ContractError(f"--seconds is {args.seconds:g}, not a number above 0")
+    if not 0 <= args.ramp < (float("inf") if args.seconds is None else args.seconds):
+        raise ContractError(f"--ramp is {args.ramp:g}, which leaves no time that counts")
+    if args.price_per_hour is not None and not 0 <= args.price_per_hour < float("inf"):
+        raise ContractError(f"--price-per-hour is {args.price_per_hour:g}, not 0 or above")
+    for file in filter(None, (args.json, args.html)):
+        if not file.parent.is_dir():
+            raise ContractError(f"{clip(str(file))}: its directory does not exist")
+
+
+def _levels(args: argparse.Namespace) -> list[tuple[int, float]]:
+    """(concurrency, rate) of each load; one of them is 0."""
+    if args.rates:
+        return [(0, rate) for rate in args.rates]
+    return [(concurrency, 0.0) for concurrency in args.concurrency or [8]]
+
+
+class _Maker:
+    """Makes the requests of each load; all loads have the same ones."""
+
+    def __init__(self, args: argparse.Namespace, clients: Clients, target: Target) -> None:
+        self._args = args
+        given = {name: getattr(args, name) for name in _SAMPLING}
+        sampling = {name: value for name, value in given.items() if value is not None}
+        self._asking = Asking(args.protocol, args.model, sampling, args.keep_end)
+        self._input = lengths("--input-len", args.input_len)
+        self._output = lengths("--output-len", args.output_len)
+        self._prompts: list[Prompt] = []
+        self._tokens_a_word = 1.0
+        if args.prompts:
+            self._prompts = read_prompts(args.prompts, args.model)
+        elif args.model != TENSORRT_LLM:
+            text = make_text(np.random.default_rng([args.seed, 2]), _PROBE_WORDS)
+            record = clients.probe(target, self._asking.payload(text, 1, "probe"))
+            if record.num_input_tokens > 0:
+                self._tokens_a_word = record.num_input_tokens / _PROBE_WORDS
+
+    def load(self, concurrency: int, rate: float) -> Load:
+        """The requests of one load."""
+        args = self._args
+        due = self._due(rate)
+        size = len(due) if rate else args.requests or (_MAX_PROMPTS if args.seconds else 64)
+        payloads = self._payloads(size, args.seed)
+        offsets = due.tolist() if rate else [-1] * size
+        jobs = [Job(i, offset, payloads[i]) for i, offset in enumerate(offsets)]
+        warm_up = self._payloads(args.warm_up, args.seed + 1)
+        return Load(jobs, warm_up, concurrency, args.seconds, args.ramp)
+
+    def _due(self, rate: float) -> NDArray[np.int64]:
+        args = self._args
+        if not rate:
+            return np.zeros(0, np.int64)
+        size = args.requests or (64 if args.seconds is None else 1024)
+        while True:
+            rng = np.random.default_rng([args.seed, 3])
+            due = schedule(args.arrivals, rate, args.burst, size, rng)
+            if args.seconds is None:
+                return due
+            if args.requests or due[-1] >= args.seconds * 1e9:
+                return cast("NDArray[np.int64]", due[due < args.seconds * 1e9])
+            size *= 2
+
+    def _payloads(self, size: int, seed: int) -> list[bytes]:
+        args = self._args
+        rng = np.random.default_rng([seed, 0])
+        inputs, outputs = self._input.draw(rng, size), self._output.draw(rng, size)
+        if self._prompts:
+            prompts = [self._prompts[i % len(self._prompts)] for i in range(size)]
+        else:
+            prompts = make_prompts(args.model, inputs, args.vocabulary, self._tokens_a_word, seed)
+        return [
+            self._asking.payload(prompt.content, prompt.max_tokens or int(length), f"bench-{i}")
+            for i, (prompt, length) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+
+
+def _run_one(clients: Clients, target: Target, load: Load, name: str) -> Outcome:
+    """One load, with a bar on stderr where that is a terminal."""
+    is_counted = load.seconds is None or not load.num_users
+    with tqdm(total=len(load.jobs) if is_counted else None, desc=name, disable=None) as bar:
+
+        def show(progress: Progress) -> None:
+            bar.set_postfix(
+                running=progress.running,
+                refused=progress.refused,
+                failed=progress.failed,
+                refresh=False,
+            )
+            bar.update(progress.ended - bar.n)
+
+        return clients.run(target, load, show)
+
+
+def table(points: Sequence[dict[str, Any]]) -> str:
+    """The loads in columns."""
+    rows = [columns(point) for point in points]
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
+    return "\n".join(lines)
+
+
+def _tell(point: dict[str, Any]) -> None:
+    """What should not be overlooked, on stderr."""
+    if not point["requests"]:
+        print(f"{point['load']}: no request was due in the time that counts", file=sys.stderr)
+    if point["clients"]["limit"]:
+        print(
+            f"{point['load']}: the tool may be the limit: {point['clients']['limit']}",
+            file=sys.stderr,
+        )
+    if point["failed"]:
+        counts = ", ".join(f"{count} {code}" for code, count in point["errors"].items())
+        print(f"{point['load']}: failed: {counts}: {point['first_error']}", file=sys.stderr)
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this runs from, where it is one."""
+    git = shutil.which("git")
+    folder = Path(__file__).resolve().parent
+    if git is None:
+        return None
+    command = [git, "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def _machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = len(names) or None
+    return {"cpu": names[0] if names else platform.machine(), "cores": f"{cores} cores"}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | list | None) else str(value)
