@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
-from slipstream_contract.runtime import VARIABLE, Runtime
+from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
 
 from slipstream.config import EngineConfig
 
@@ -99,7 +99,7 @@ class Supervision:
         return [
             *(python, "-P", "-m", "slipstream.launch"),
             *("--runtime", str(self._runtime.directory)),
-            *("--server", str(self._server_pid)),
+            *("--server", os.environ.get(OWNER_VARIABLE) or str(self._server_pid)),
             *("--config", str(config)),
             *("--lock", str(lock)),
         ]

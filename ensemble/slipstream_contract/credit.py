@@ -34,7 +34,8 @@ class CreditFile:
         try:
             if os.fstat(descriptor).st_size not in (0, _SIZE):
                 raise ValueError(f"{path}: not a credit file of this version")
-            os.ftruncate(descriptor, _SIZE)
+            # All of it now: touching a page for which a full disk has no room kills the process.
+            os.posix_fallocate(descriptor, 0, _SIZE)
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "SLIPSTREAM_RUNTIME_DIR"
+OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"  # whose end is the engine's; unset: the tritonserver's
+PROBE = "probe"  # request parameter: a generating model answers with an empty final response
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
 
 
@@ -35,6 +37,10 @@ class Runtime:
     def credits(self) -> Path:
         """`slipstream_contract.credit.CreditFile`."""
         return self.directory / "credits"
+
+    def in_flight(self, model: str, pid: int) -> Path:
+        """`slipstream_contract.inflight` of one process of a model."""
+        return self.directory / f"in-flight-{model}-{pid}"
 
     @property
     def log(self) -> Path:

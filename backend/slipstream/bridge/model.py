@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import msgspec
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import ContractError
+from slipstream_contract.inflight import InFlight
 from slipstream_contract.parameters import StageParameters
-from slipstream_contract.runtime import open_runtime
+from slipstream_contract.runtime import PROBE, open_runtime
 from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vocab import TokenBytes
 
@@ -71,7 +72,9 @@ class TritonPythonModel:
         )
         self._outputs = [output["name"] for output in parameters.config["output"]]
         server_pid = os.getppid()
-        self._bridge = Bridge(parameters.model, open_runtime(server_pid), config, server_pid)
+        runtime = open_runtime(server_pid)
+        self._in_flight = InFlight(runtime.in_flight(parameters.model, os.getpid()))
+        self._bridge = Bridge(parameters.model, runtime, config, server_pid)
         try:
             welcome = self._bridge.wait()
             self._wiring = self._make_wiring(wiring, parameters, Path(config.checkpoint), welcome)
@@ -85,7 +88,7 @@ class TritonPythonModel:
         if self._wiring is None:
             return self._report(requests)
         for request in requests:
-            reply = TritonReply(request)
+            reply = TritonReply(request, self._in_flight)
             answer(reply, lambda request=request, reply=reply: self._begin(request, reply))
         return None
 
@@ -100,7 +103,11 @@ class TritonPythonModel:
     def _begin(self, request: Any, reply: TritonReply) -> None:
         assert self._wiring is not None
         now_ns = time.monotonic_ns()
-        urgency, parameters = split_urgency(read_parameters(request), request.timeout())
+        given = read_parameters(request)
+        if PROBE in given:  # whether this process answers; the engine is not asked
+            reply.end()
+            return
+        urgency, parameters = split_urgency(given, request.timeout())
         self._wiring.begin(
             Question(
                 read_inputs(request),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.inflight import InFlight
 
 from slipstream.bridge.streams import Outputs
 
@@ -48,9 +49,12 @@ class TritonReply:
     the server's object is let go: a model that is being unloaded waits for the last of them.
     """
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, in_flight: InFlight) -> None:
+        """`in_flight` counts those that have not had their final response."""
         self.requested = frozenset(request.requested_output_names())
         self._sender = request.get_response_sender()
+        self._in_flight = in_flight
+        in_flight.add(1)
 
     def send(self, outputs: Outputs, is_final: bool) -> None:
         """One response of the outputs that were requested."""
@@ -76,3 +80,4 @@ class TritonReply:
         sender, self._sender = self._sender, None
         assert sender is not None, "a second end"
         sender.send(*response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._in_flight.add(-1)
