@@ -22,3 +22,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # New requests queued in the engine, and tokens of their prompts; more are refused, UNAVAILABLE.
     max_waiting: int = 4096
     max_waiting_tokens: int = 2_097_152
+    # Beside decodes, chunks of longer prompts take no more of a step than the decodes do.
+    long_prompt_tokens: int = 1024

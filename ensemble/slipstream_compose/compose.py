@@ -29,6 +29,7 @@ _COUNTS = (
     "max_model_len",
     "max_waiting",
     "max_waiting_tokens",
+    "long_prompt_tokens",
 )
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 WIRINGS = ("composed", "fused")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from statistics import median
 
 _FIRST = 256  # tokens, until both times are known
-_MIN = 16  # and chunks are multiples of it
+_MIN = 8  # and chunks are multiples of it
 _MANY = 256  # tokens in chunks, from which their time can be told
 _NUM_SAMPLES = 7
 _PROBE_EVERY = 32  # so many steps that were cut, one is of decodes alone, to see what they take now

@@ -205,6 +205,7 @@ def resolve(config: EngineConfig) -> Plan:
         "max_num_batched_tokens",
         "max_waiting",
         "max_waiting_tokens",
+        "long_prompt_tokens",
     ):
         _at_least(config, field, 1)
     if config.block_size not in _BLOCK_SIZES:
