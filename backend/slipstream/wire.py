@@ -13,7 +13,7 @@ import msgspec
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class FinishReason(StrEnum):
@@ -25,6 +25,18 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"  # over its time; `Finished.error` says which
     ERROR = "error"  # `Finished.error` says which
+
+
+class CancelCause(StrEnum):
+    """Why a request was ended before its end."""
+
+    CLIENT = "client"  # cancelled it, or is gone
+    UNACKNOWLEDGED = "unacknowledged"  # gone too: postprocessing never got the last response
+    STOP = "stop"  # the contract's input `stop`
+    DEADLINE = "deadline"
+    FAILED = "failed"  # another part of the same Triton request failed
+    SERVER = "server"  # is stopping, or the model is being unloaded
+    BRIDGE = "bridge"  # is gone, and nobody listens any more
 
 
 # --- to the engine -------------------------------------------------------------------------------
@@ -52,18 +64,23 @@ class Submit(ToEngine, frozen=True):
     priority: int = DEFAULT_PRIORITY  # 0 is admitted first
     deadline_ns: int = 0  # time.monotonic_ns() at which it ends with an error; 0: none
     timeout_ns: int = 0  # how long before that it came
+    request_id: str = ""  # the client's, for the request log
+    model: str = ""  # the Triton model it was sent to, likewise
 
 
 class Cancel(ToEngine, frozen=True):
     """Stop all sequences of a request. An unknown number is counted, not an error."""
 
     request: int
+    cause: CancelCause = CancelCause.CLIENT
+    noticed_ns: int = 0  # time.monotonic_ns() when the bridge came to know; 0: now
 
 
 class Ping(ToEngine, frozen=True):
-    """Ask for `Status`."""
+    """Ask for `Status`. Samples of `Figures` are told once: one bridge alone asks for those."""
 
     number: int
+    with_figures: bool = False
 
 
 class Bye(ToEngine, frozen=True):
@@ -144,6 +161,16 @@ class Rejected(ToBridge, frozen=True):
     request: int
     code: str  # slipstream_contract.errors.Code
     message: str
+    reason: str = ""  # for metrics: which bound; empty: the code says all
+
+
+class Figures(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine counted since it began, by the names of `slipstream.figures`."""
+
+    gauges: dict[str, float]
+    counters: dict[str, float]
+    histograms: dict[str, tuple[list[int], float]]  # values in each bucket, the last open; sum
+    samples: dict[str, list[float]]  # since they were last asked for
 
 
 class Status(ToBridge, frozen=True):
@@ -160,6 +187,9 @@ class Status(ToBridge, frozen=True):
     num_steps: int
     num_preemptions: int
     bridges: list[str]
+    num_prompt_tokens: int = 0  # of prompts that are computed, since the engine began
+    num_output_tokens: int = 0  # generated, likewise
+    figures: Figures | None = None  # if the `Ping` asked for them
 
 
 EngineMessage = Hello | Submit | Cancel | Ping | Bye

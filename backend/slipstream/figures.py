@@ -1,0 +1,88 @@
+"""What the engine counts for its metrics: the names that `wire.Figures` uses, on both sides.
+
+A counter that is split by a word is named `name:word`; the words are listed here, so that no label
+of a metric can ever have more values than these.
+"""
+
+from collections.abc import Iterable
+
+from slipstream.wire import CancelCause, FinishReason
+
+_Bounds = tuple[float, ...]
+
+# The upper ends of buckets: those of vLLM, which its dashboards expect, and finer ones below them.
+_FIRST_TOKEN: _Bounds = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
+    *(10, 20, 40, 80, 160, 640, 2560),
+)
+_BETWEEN_TOKENS: _Bounds = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075),  # finer
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5),
+    *(10, 20, 40, 80),
+)
+_LATENCIES: _Bounds = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2),  # finer
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960),
+    *(1920, 7680),
+)
+_LENGTHS: _Bounds = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_TRT_LLM_LENGTHS: _Bounds = (10, 50, 100, 500, 1000)
+
+GAUGES = (
+    "active_requests",
+    "scheduled_sequences",  # this and the next three are of the last step
+    "context_sequences",
+    "context_tokens",
+    "generation_sequences",
+    "waiting_requests",
+    "waiting_tokens",
+    "preempted_sequences",  # that wait to run again
+    "max_num_seqs",
+    "block_size",
+    "host_bytes",
+    "device_bytes",
+    "pinned_bytes",
+    "start_time_s",  # since the epoch
+    "gpu_hour_price",
+)
+COUNTERS: dict[str, Iterable[str]] = {
+    "steps": (),
+    "step_s": ("host", "device"),
+    "prompt_tokens": (),
+    "output_tokens": (),
+    "preemptions": (),
+    "prefix_queries": (),  # tokens whose keys and values a sequence could have shared
+    "prefix_hits": (),  # tokens whose keys and values it did
+    "finished": tuple(FinishReason),  # sequences
+    "cancels": tuple(CancelCause),  # requests
+    "cost": tuple(FinishReason),
+    "dropped_messages": (),
+}
+HISTOGRAMS: dict[str, _Bounds] = {
+    "first_token_s": _FIRST_TOKEN,
+    "inter_token_s": _BETWEEN_TOKENS,
+    "token_mean_s": _BETWEEN_TOKENS,
+    "end_to_end_s": _LATENCIES,
+    "queue_s": _LATENCIES,
+    "prefill_s": _LATENCIES,
+    "decode_s": _LATENCIES,
+    "inference_s": _LATENCIES,
+    "input_tokens": _LENGTHS,
+    "output_tokens": _LENGTHS,
+    "max_output_tokens": _LENGTHS,  # of the longest sequence of a request
+    "asked_tokens": _LENGTHS,
+    "asked_sequences": (1, 2, 5, 10, 20),
+    "step_tokens": (1, *(1 << power for power in range(3, 15))),
+    "request_input_tokens": _TRT_LLM_LENGTHS,
+    "request_output_tokens": _TRT_LLM_LENGTHS,
+}
+SAMPLES = ("cancel_to_free_s", "request_cost")
+
+
+def counter_names() -> list[str]:
+    """Every counter, `name:word` where it is split."""
+    return [
+        f"{name}:{word}" if word else name
+        for name, words in COUNTERS.items()
+        for word in (words or ("",))
+    ]
