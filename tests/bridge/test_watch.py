@@ -78,3 +78,46 @@ def test_what_the_engine_has_told_in_time_is_sent_however_long_that_takes(desk, 
     assert reply.error is None
     assert reply.ids == [1, 2]
     flow.close()
+
+
+class Asked(Recorder):
+    """Counts how often it was asked whether its client has left."""
+
+    num_asked = 0
+
+    def is_cancelled(self):
+        self.num_asked += 1
+        return False
+
+
+def test_many_calls_are_all_asked_but_no_more_often_than_the_server_can_bear(desk):
+    replies = [Asked() for _ in range(600)]
+    begin = time.monotonic()
+    for reply in replies:
+        desk.open(reply)
+    wait_for(lambda: all(reply.num_asked > 1 for reply in replies), 20)
+    wait_for(lambda: time.monotonic() - begin > 1)
+    num_asked = sum(reply.num_asked for reply in replies)
+    assert num_asked < 3000 * (time.monotonic() - begin)
+
+
+def test_a_step_of_an_ensemble_is_not_asked_as_it_is_never_told(desk):
+    step_of_ensemble, other = Asked(), Asked()
+    desk.open(step_of_ensemble, is_step=True)
+    desk.open(other)
+    wait_for(lambda: other.num_asked > 2)
+    assert step_of_ensemble.num_asked == 0
+
+
+def test_a_server_that_ends_is_noticed_soon_however_many_calls_there_are():
+    desk, ends = Desk(), []
+    watch = Watch(desk.calls, lambda: bool(ends))
+    replies = [Recorder() for _ in range(4000)]  # asking all of them takes 1.6 s
+    for reply in replies:
+        desk.open(reply)
+    time.sleep(0.1)
+    ends.append(True)
+    wait_for(lambda: replies[0].done.is_set(), 1.0)
+    wait_for(lambda: all(reply.done.is_set() for reply in replies))
+    watch.close()
+    desk.senders.close()

@@ -67,7 +67,7 @@ class Composed:
             self._bridge.calls.stop(question.request_id)
             question.reply.send({}, is_final=True)
             return
-        call = Call(question.reply, question.request_id)
+        call = Call(question.reply, question.request_id, is_step=is_ensemble)
         submits = []
         for index, request in enumerate(requests):
             batch_index = index if size > 1 else None

@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 _NUMBER_BITS = 24  # responses of one stream; the bits above tell streams apart
 _POLL_S = 0.001
+_MAX_AHEAD = 16  # acknowledgements may come in another order than threads finish their sending
+_FULL_POLLS = 20  # every so many polls look at all that is watched
 _DROP_NS = 400_000_000
 _SETTLE_NS = 100_000_000  # from an acknowledgement to the end of that step's response
 _MAX_SETTLE_NS = 1_000_000_000
@@ -101,7 +103,8 @@ class Flow:
         self._lock = threading.Lock()  # guards the slots
         self._slots = deque(range(NUM_SLOTS))  # the one that is free longest comes first
         self._generation = secrets.randbits(62 - _NUMBER_BITS)
-        self._watched: dict[int, SlotCredit] = {}  # by slot; those whose credit is spent
+        self._watched: dict[int, SlotCredit] = {}  # by slot; whose credit is spent, oldest first
+        self._num_polls = 0
         self._settling: list[_Settling] = []
         self._newest = 0  # `begun` of the latest sending that is known to be acknowledged
         self._alive_ns = 0
@@ -133,7 +136,8 @@ class Flow:
         """Wait for the acknowledgement of what was just sent."""
         with self._lock:
             self._watched[credit.slot] = credit
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def settle(self, call: Call, then: Callable[[], None]) -> None:
         """Run `then` when postprocessing has answered all that was sent of a call, in 1 s at most.
@@ -171,8 +175,11 @@ class Flow:
             last_ns = now_ns
 
     def _poll(self) -> None:
+        """Look at the oldest: behind several without an acknowledgement there is hardly one."""
         with self._lock:
             watched = list(self._watched.values())
+        self._num_polls += 1
+        most = len(watched) if self._num_polls % _FULL_POLLS == 0 else _MAX_AHEAD
         spent = []
         for credit in watched:
             if self._file.is_acknowledged(credit.slot, credit.number):
@@ -180,6 +187,8 @@ class Flow:
                 self._give_back(credit)
             else:
                 spent.append(credit)
+                if len(spent) >= most:
+                    break
         for credit in spent:
             if self._is_gone(credit):
                 self.num_cancelled += 1
@@ -189,6 +198,8 @@ class Flow:
         self._settle_all()
 
     def _settle_all(self) -> None:
+        if not self._settling:
+            return
         now_ns = time.monotonic_ns()
         with self._lock:
             watched = {id(credit.stream.call) for credit in self._watched.values()}

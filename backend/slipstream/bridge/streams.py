@@ -129,9 +129,11 @@ class Stream:
 class Call:
     """One Triton request and everything that is running for it."""
 
-    def __init__(self, reply: Reply, request_id: str) -> None:
+    def __init__(self, reply: Reply, request_id: str, is_step: bool = False) -> None:
+        """`is_step`: of an ensemble, which the server does not tell of a cancel."""
         self.reply = reply
         self.request_id = request_id
+        self.is_step = is_step
         self.begin_s = time.monotonic()
         self.is_over = False
         self.is_failing = False  # an error waits to be told: no more responses

@@ -16,11 +16,18 @@ from slipstream.bridge.streams import Call, Calls
 _log = logging.getLogger(__name__)
 
 _ROUND_S = 0.05
+_BURST = 16  # asked in a row
+_PAUSE_S = _BURST / 2560  # between two bursts
 _GRACE_NS = 1_000_000_000  # after a deadline: a step that ends in this time keeps it better
 
 
 class Watch:
-    """Asking is a round trip to the server: each call is asked about 20 times a second."""
+    """Asking is a round trip to the server, some 30 us of either side.
+
+    Each call is asked about 20 times a second, and all of them together 2,560 times at most: of 256
+    calls each is asked every 100 ms, of 1,024 every 400 ms. Steps of an ensemble are never asked:
+    the server tells them nothing once they have begun.
+    """
 
     def __init__(self, calls: Calls, is_stopping: Callable[[], bool]) -> None:
         """`is_stopping` tells that the server ends: then so do all calls."""
@@ -45,19 +52,33 @@ class Watch:
             self._closed.wait(max(0.005, begin + _ROUND_S - time.monotonic()))
 
     def _round(self) -> None:
-        calls = self._calls.snapshot()
-        if calls and self._is_stopping():
-            self._calls.fail_all(ContractError("the server is stopping", Code.UNAVAILABLE))
+        calls, asked = self._calls.snapshot(), []
+        if calls and self._must_stop():
             return
         overdue_ns = time.monotonic_ns() - _GRACE_NS
         for call in calls:
             if 0 < call.deadline_ns < overdue_ns and not all(s.is_told for s in call.streams):
                 self._expire(call)
-                continue
-            with call.lock:
-                is_gone = not call.is_over and call.reply.is_cancelled()
-            if is_gone:
-                self._calls.cancel(call)
+            elif not call.is_step:
+                asked.append(call)
+        for begin in range(0, len(asked), _BURST):
+            if begin and (self._closed.wait(_PAUSE_S) or self._must_stop()):
+                return
+            for call in asked[begin : begin + _BURST]:
+                self._ask(call)
+
+    def _must_stop(self) -> bool:
+        """Whether the server ends; all calls then have ended with an error."""
+        if not self._is_stopping():
+            return False
+        self._calls.fail_all(ContractError("the server is stopping", Code.UNAVAILABLE))
+        return True
+
+    def _ask(self, call: Call) -> None:
+        with call.lock:
+            is_gone = not call.is_over and call.reply.is_cancelled()
+        if is_gone:
+            self._calls.cancel(call)
 
     def _expire(self, call: Call) -> None:
         passed_ns = time.monotonic_ns() - call.deadline_ns + call.timeout_ns
