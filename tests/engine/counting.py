@@ -46,6 +46,10 @@ def banned_ids(edits: bytes) -> set[int]:
     return {token_id for token_id, addend in pairs if addend == -inf}
 
 
+class OutOfMemoryError(RuntimeError):
+    """By torch's name for it."""
+
+
 class Counted:
     """A step between launch and wait; it reads and writes the cache when it is waited for."""
 
@@ -86,6 +90,9 @@ class CountingRunner:
         self.batches: list[Batch] = []
         self.in_flight: deque[Counted] = deque()
         self.poisoned: set[int] = set()  # sequence ids whose logits are NaN
+        self.broken: set[int] = set()  # sequence ids that make their steps fail,
+        self.breaks_late = False  # when these are waited for, or when they are launched
+        self.memory = 1 << 30  # tokens of a step that do not run out of it
         self.error: Exception | None = None  # raised by the next launch
         self.late_error: Exception | None = None  # raised by the wait for the next launch
         self.samples: list[int] = []  # of the last step that was waited for
@@ -107,6 +114,12 @@ class CountingRunner:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
+        if batch.num_tokens > self.memory:
+            raise OutOfMemoryError(f"{batch.num_tokens} tokens")
+        if not self.broken.isdisjoint(row.sequence_id for row in batch.rows):
+            if not self.breaks_late:
+                raise ValueError("planted")
+            self.late_error = ValueError("planted, told by the wait")
         self.in_flight.append(Counted(self, batch, self.late_error))
         self.late_error = None
         return self.in_flight[-1]

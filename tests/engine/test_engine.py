@@ -175,16 +175,53 @@ def test_nan_ends_one_sequence_and_harms_nobody() -> None:
     check(client, numbers[2], [5, 2], greedy(10))
 
 
-def test_a_failing_step_ends_its_batch_and_the_engine_goes_on() -> None:
-    client, runner = make()
-    first = client.submit([1], greedy(10))
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_step_that_fails_once_is_computed_again(max_in_flight: int, is_late: bool) -> None:
+    client, runner = make(max_in_flight=max_in_flight)
+    asked = [([i], greedy(10, repetition_penalty=1.5)) for i in range(5)]
+    numbers = [client.submit(*request) for request in asked]
     client.step()
-    runner.error = ValueError("planted")
-    client.step()
-    assert client.streams[first, 0].reason is FinishReason.ERROR
-    second = client.submit([2], greedy(10))
+    if is_late:
+        runner.late_error = ValueError("planted")
+    else:
+        runner.error = ValueError("planted")
     client.drain()
-    check(client, second, [2], greedy(10))
+    for number, request in zip(numbers, asked, strict=True):
+        check(client, number, *request)
+    assert client.engine.fatal is None
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_whose_steps_fail_ends_alone(max_in_flight: int, is_late: bool) -> None:
+    client, runner = make(max_in_flight=max_in_flight)
+    asked = [([i, 7], greedy(10 + i % 9)) for i in range(40)]
+    numbers = [client.submit(*request) for request in asked]
+    client.step()
+    runner.broken, runner.breaks_late = {3, 4, 21}, is_late
+    before = len(runner.batches)
+    client.drain()
+    for number, request in zip(numbers, asked, strict=True):
+        if number in runner.broken:
+            last = client.streams[number, 0].last
+            assert last is not None
+            assert last.finished is not None
+            assert last.finished.error == "the step failed: ValueError"
+        else:
+            check(client, number, *request)
+    assert client.engine.fatal is None
+    assert len(runner.batches) - before < 80  # a few halves for each, not all rows one by one
+
+
+def test_a_step_that_is_short_of_memory_is_made_smaller() -> None:
+    client, runner = make(num_tokens=64)
+    runner.memory = 6
+    asked = [([i] * 20, greedy(5)) for i in range(8)]
+    numbers = [client.submit(*request) for request in asked]
+    client.drain()
+    for number, request in zip(numbers, asked, strict=True):
+        check(client, number, *request)
     assert client.engine.fatal is None
 
 
@@ -192,31 +229,42 @@ class AcceleratorError(RuntimeError):
     """By the name that torch gives to a CUDA error that stays."""
 
 
-def test_a_sticky_error_is_told_and_fatal() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_sticky_error_is_fatal_and_blames_nobody(is_late: bool) -> None:
     client, runner = make()
     number = client.submit([1], greedy(10))
-    runner.error = AcceleratorError("illegal address")
     client.step()
-    assert client.streams[number, 0].reason is FinishReason.ERROR
-    assert client.engine.fatal is not None
+    told = len(client.streams[number, 0].token_ids)
+    error = AcceleratorError("illegal address")
+    runner.error, runner.late_error = (None, error) if is_late else (error, None)
+    while client.engine.fatal is None:
+        told = len(client.streams[number, 0].token_ids)
+        client.step()
+    assert len(client.streams[number, 0].token_ids) <= told + 1
+    assert client.streams[number, 0].last is None
 
 
-def test_three_failing_steps_in_a_row_are_fatal() -> None:
+def test_eight_requests_in_a_row_that_fail_alone_are_the_device() -> None:
     client, runner = make()
-    for i in range(3):
-        assert client.engine.fatal is None
+    runner.memory = 0
+    client.submit([0], greedy(10, n=12))
+    for i in range(1, 10):
         client.submit([i], greedy(10))
-        runner.error = ValueError("planted")
+    for _ in range(200):
+        if client.engine.fatal is not None:
+            break
         client.step()
     assert client.engine.fatal is not None
+    ended = {number for (number, _), stream in client.streams.items() if stream.last is not None}
+    assert len(ended) == 8
 
 
 @pytest.mark.parametrize(
     ("prompt", "options", "words"),
     [
         ([], {}, "the prompt is empty"),
-        ([0, VOCAB_SIZE], {}, "prompt: token id 61 is outside the vocabulary 0 .. 60"),
-        ([-1], {}, "prompt: token id -1"),
+        ([0, VOCAB_SIZE], {}, "input_ids: token id 61 is outside the vocabulary 0 .. 60"),
+        ([-1], {}, "input_ids: token id -1"),
         (
             [1] * MAX_LEN,
             {},
@@ -229,18 +277,18 @@ def test_three_failing_steps_in_a_row_are_fatal() -> None:
         ),
         ([1], {"end_ids": (99,)}, "end_id: token id 99"),
         ([1], {"stop_token_ids": (99,)}, "stop_token_ids: token id 99"),
-        ([1], {"bias": ((99, 1.0),)}, "bias: token id 99"),
+        ([1], {"bias": ((99, 1.0),)}, "logit_bias: token id 99"),
         ([1], {"bad_words": ((1, 99),)}, "bad_words: token id 99"),
         ([1], {"bad_words": ((),)}, "bad_words[0] is empty"),
-        ([1], {"stop_words": (b"",)}, "a stop word is empty"),
-        ([1], {"stop_words": (b"a" * 2**17,)}, "stop_words: 131072 bytes, the limit is 16384"),
-        ([1], {"n": 10**9}, "n = 1000000000 is not in 1 .. 256"),
+        ([1], {"stop_words": (b"",)}, "stop_words[0] is empty"),
+        ([1], {"stop_words": (b"a" * 2**17,)}, "stop_words has a word of 131072 bytes, at most 4096"),
+        ([1], {"n": 10**9}, "n is 1000000000, not a number from 1 to 256"),
         ([1], {"n": 0}, "n = 0"),
-        ([1], {"max_tokens": 0}, "max_tokens = 0 is not in 1 .. inf"),
-        ([1], {"top_k": 2**31}, "top_k = 2147483648 is not in 0 .. 2147483647"),
-        ([1], {"top_p": nan}, "top_p = nan is not in 1e-09 .. 1"),
+        ([1], {"max_tokens": 0}, "max_tokens is 0, not a number from 1 to 2147483647"),
+        ([1], {"top_k": 2**31}, "top_k is 2147483648, not a number from 0 to 2147483647"),
+        ([1], {"top_p": nan}, "top_p is nan, not a number from 1e-09 to 1"),
         ([1], {"frequency_penalty": inf}, "frequency_penalty = inf"),
-        ([1], {"bias": ((1, nan),)}, "bias: nan for token id 1"),
+        ([1], {"bias": ((1, nan),)}, "bias of token 1 is nan"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(

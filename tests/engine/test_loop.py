@@ -210,15 +210,12 @@ class AcceleratorError(RuntimeError):
     """By the name that torch gives to a CUDA error that stays."""
 
 
-def test_a_runner_beyond_repair_is_told_and_ends_the_loop(house: House) -> None:
+def test_a_runner_beyond_repair_ends_the_loop_and_blames_no_request(house: House) -> None:
     bridge = house.bridge()
     bridge.say(wire.Submit(0, [1], GREEDY, 1))
     house.runner.error = AcceleratorError("illegal address")
     assert house.loop.run() == 1
-    message = wire.decode_bridge(bridge.socket.recv())
-    assert isinstance(message, wire.StepOutputs)
-    assert message.tokens[0].finished is not None
-    assert message.tokens[0].finished.error == "the step failed: AcceleratorError"
+    assert not bridge.socket.poll(200)  # its bridge learns it from the connection's end
 
 
 def seeds() -> list[bytes]:

@@ -3,7 +3,14 @@
 import random
 
 import pytest
-from engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected
+from engine.counting import (
+    VOCAB_SIZE,
+    Client,
+    CountingRunner,
+    OutOfMemoryError,
+    Words,
+    expected,
+)
 from engine.test_engine import samplings
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -98,22 +105,34 @@ class Machine(RuleBasedStateMachine):
         assert not self.engine.cancel(self.client.name, 10**6)
 
     @precondition(lambda self: self.in_flight())
-    @rule()
-    def fail(self) -> None:
-        self.may_fail |= self.in_flight()
-        self.runner.error = ValueError("planted")
-        self.client.step()
-        self.runner.error = None
-        self.engine._num_failed_steps = 0
+    @rule(is_late=st.booleans(), is_short_of_memory=st.booleans())
+    def fail_once(self, is_late: bool, is_short_of_memory: bool) -> None:
+        """Nobody's fault: nobody may notice, but who fails for the second time and alone."""
+        if self.engine._trial or self.runner.memory < 1 << 30:
+            self.may_fail |= self.in_flight()
+        error = OutOfMemoryError() if is_short_of_memory else ValueError("planted")
+        if is_late:
+            self.runner.late_error = error
+        else:
+            self.runner.error = error
+        self.step(1)
+        self.runner.error = self.runner.late_error = None
 
     @precondition(lambda self: self.in_flight())
-    @rule()
-    def fail_late(self) -> None:
-        self.may_fail |= self.in_flight()
-        self.runner.late_error = ValueError("planted, told by the wait")
-        self.client.step()
-        self.runner.late_error = None
-        self.engine._num_failed_steps = 0
+    @rule(choice=st.integers(0, 99), is_late=st.booleans())
+    def break_one(self, choice: int, is_late: bool) -> None:
+        """Every step that it is in fails."""
+        requests = sorted(self.engine._requests.items())
+        (_, number), request = requests[choice % len(requests)]
+        self.may_fail.add(number)
+        ids = {random.Random(choice).choice(request.sequences).id}
+        self.runner.breaks_late = is_late
+        self.runner.broken |= ids
+
+    @rule(limit=st.sampled_from([1, 3, 1 << 30]))
+    def shrink_memory(self, limit: int) -> None:
+        """Steps of more tokens fail, and are made smaller until they do not."""
+        self.runner.memory = limit
 
     @precondition(lambda self: self.in_flight())
     @rule(choice=st.integers(0, 99))
@@ -139,6 +158,7 @@ class Machine(RuleBasedStateMachine):
     def is_sound(self) -> None:
         self.engine.check_integrity()
         assert self.engine.fatal is None
+        self.engine._failed.clear()  # it is not the device
         for request in self.engine._requests.values():
             assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in request.sequences)
 

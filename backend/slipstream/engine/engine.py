@@ -4,6 +4,7 @@ No sockets and no text: which tokens a bridge may see is decided here, how token
 postprocessing's business.
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -11,12 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import inf
 from typing import Protocol
 
 from slipstream_contract.errors import Code, ContractError, clip
-from slipstream_contract.limits import INT32_MAX, MAX_PENALTY, MAX_SEQUENCES, MAX_STOP_BYTES
-from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.urgency import LOWEST_PRIORITY
 
 from slipstream.engine.batch import Batch, Sampled
@@ -24,24 +23,12 @@ from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.scheduler import Limits, Scheduler
 from slipstream.engine.sequence import Request, Sequence
 from slipstream.engine.stop import Ending, RawBytes
+from slipstream.engine.trial import Trial
 from slipstream.wire import FinishReason, Status, Submit, Tokens
 
-# Outside of these the runner might raise, and that would end a whole step.
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_tokens", 1, inf),
-    ("min_tokens", 0, inf),
-    ("n", 1, MAX_SEQUENCES),
-    ("temperature", 0, 3e38),
-    ("top_k", 0, INT32_MAX),
-    ("top_p", 1e-9, 1),
-    ("min_p", 0, 1),
-    ("repetition_penalty", 1 / MAX_PENALTY, MAX_PENALTY),
-    ("presence_penalty", -MAX_PENALTY, MAX_PENALTY),
-    ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
-)
 _log = logging.getLogger(__name__)
 
-_MAX_FAILED_STEPS = 3  # in a row: then it is the device, not the requests
+_MAX_FAILED = 8  # requests whose steps fail, and none between that succeeds: it is the device then
 # Exceptions after which a CUDA context answers every call with the same error.
 _STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError"}
 
@@ -78,7 +65,7 @@ class _Flight:
 class Engine:
     """All requests in flight.
 
-    `fatal` is set when the runner is beyond repair: tell what `step` returned, then end.
+    `fatal` is set when the runner is beyond repair: end then.
     """
 
     def __init__(
@@ -100,7 +87,8 @@ class Engine:
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._flights: deque[_Flight] = deque()
         self._next_sequence_id = 0
-        self._num_failed_steps = 0
+        self._failed: set[tuple[bytes, int]] = set()  # requests, since a step succeeded
+        self._trial = Trial()
         self._last_step = 0.0  # time.monotonic()
 
     @property
@@ -176,7 +164,7 @@ class Engine:
         if had_flights:
             self._land(self._flights.popleft())
             # The next step to be scheduled may not build on one that was never launched.
-            while self._flights and self._flights[0].error is not None:
+            if self._flights and self._flights[0].error is not None:
                 self._land(self._flights.popleft())
             self._last_step = time.monotonic()
         outputs = self._outputs()
@@ -233,11 +221,16 @@ class Engine:
                 self._scheduler.finish(sequence, Ending(FinishReason.DEADLINE, error=error))
 
     def _launch_ahead(self) -> None:
-        """As many steps as the runner takes; one that fails is the last."""
+        """As many steps as the runner takes; one that fails is the last, and a trial runs alone."""
         while len(self._flights) < self._runner.max_in_flight:
-            batch = self._scheduler.schedule()
-            if batch is None:
+            only = self._trial.current()
+            if only is not None and self._flights:
                 return
+            batch = self._scheduler.schedule(only)
+            if batch is None:
+                if only is None:
+                    return
+                continue  # they gave up their blocks for others: their turn is over
             try:
                 self._flights.append(_Flight(batch, self._runner.launch(batch), None))
             except Exception as error:
@@ -245,7 +238,7 @@ class Engine:
                 return
 
     def _land(self, flight: _Flight) -> None:
-        """Wait for a step and commit it; if it failed, end its sequences and go on without them."""
+        """Wait for a step and commit it; if it failed, go on without who is at fault."""
         batch, error = flight.batch, flight.error
         self.num_steps += 1
         try:
@@ -257,15 +250,40 @@ class Engine:
             if len(sampled.token_ids) != num_samples:
                 raise RuntimeError(f"{len(sampled.token_ids)} tokens for {num_samples} rows")
         except Exception as caught:
-            _log.exception("a step of %d rows failed", len(batch.rows))
-            self._num_failed_steps += 1
-            names = {kind.__name__ for kind in type(caught).__mro__}
-            if names & _STICKY or self._num_failed_steps >= _MAX_FAILED_STEPS:
-                self.fatal = caught
-            self._scheduler.fail(f"the step failed: {type(caught).__name__}")
+            self._recover(batch, caught)
             return
-        self._num_failed_steps = 0
+        self._failed.clear()
+        self._trial.succeed()
         self._scheduler.commit(batch, sampled)
+
+    def _recover(self, batch: Batch, error: Exception) -> None:
+        """Undo all that is in flight behind a failed step, and find out who is at fault.
+
+        Where it is the device, `fatal` is set, and nobody is told anything: what each has got is
+        right, and whoever asks again can be served by the next engine.
+        """
+        _log.error("a step of %d rows failed", len(batch.rows), exc_info=error)
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if names & _STICKY:
+            self.fatal = error
+            return
+        for flight in self._flights:
+            with contextlib.suppress(Exception):  # it builds on what was never computed
+                if flight.launched is not None:
+                    flight.launched.wait()
+        self._flights.clear()
+        owners = self._scheduler.roll_back()
+        if not owners:
+            return
+        is_short_of_memory = "OutOfMemoryError" in names
+        culprit = self._trial.fail(owners, batch.num_tokens, is_short_of_memory)
+        if culprit is None:
+            return
+        reason = f"the step failed: {type(error).__name__}"
+        self._scheduler.finish(culprit, Ending(FinishReason.ERROR, error=reason))
+        self._failed.add((culprit.request.bridge, culprit.request.number))
+        if len(self._failed) >= _MAX_FAILED:
+            self.fatal = error
 
     def _outputs(self) -> dict[bytes, list[Tokens]]:
         outputs: dict[bytes, list[Tokens]] = {}
@@ -286,7 +304,7 @@ class Engine:
     # --- admission -----------------------------------------------------------------------------
 
     def _check_prompt(self, token_ids: list[int]) -> None:
-        self._check_ids("prompt", token_ids)
+        self._check_ids("input_ids", token_ids)
         if not token_ids:
             raise ContractError("the prompt is empty, 1 token is the least")
         length, limit = len(token_ids), self._runner.max_model_len
@@ -303,27 +321,18 @@ class Engine:
             )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
-        """What depends on the model, and what would hurt others if a bridge had not checked it."""
+        """What depends on the model, and what would hurt others if a bridge had not checked it.
+
+        Outside of those limits the runner might raise, and that would end a whole step.
+        """
+        check_sampling(sampling)
         self._check_ids("end_id", sampling.end_ids)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
-        self._check_ids("bias", [token_id for token_id, _ in sampling.bias])
-        for number, word in enumerate(sampling.bad_words):
-            if not word:
-                raise ContractError(f"bad_words[{number}] is empty")
+        self._check_ids("embedding_bias or logit_bias", [token_id for token_id, _ in sampling.bias])
+        for word in sampling.bad_words:
             self._check_ids("bad_words", word)
-        if any(not word for word in sampling.stop_words):
-            raise ContractError("stop_words: a stop word is empty")
-        if (num_bytes := sum(map(len, sampling.stop_words))) > MAX_STOP_BYTES:
-            raise ContractError(f"stop_words: {num_bytes} bytes, the limit is {MAX_STOP_BYTES}")
         if sampling.stop_words and self._vocab is None:
             raise ContractError("stop_words need a tokenizer, and the checkpoint has none")
-        for field, low, high in _RANGES:
-            value = getattr(sampling, field)
-            if not low <= value <= high:  # NaN is in no range
-                raise ContractError(f"{field} = {clip(value)} is not in {low} .. {high}")
-        for token_id, weight in sampling.bias:
-            if not -inf <= weight < inf:
-                raise ContractError(f"bias: {weight} for token id {token_id} is not a number")
 
     def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
         size = self._runner.vocab_size

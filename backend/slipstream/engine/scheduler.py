@@ -1,8 +1,8 @@
 """Who computes what in the next step: decodes first, the rest of the budget to prefill chunks.
 
 A running sequence with one token not yet computed is a decode; with more (a new prompt, or
-everything again after a preemption) it is cut into chunks. A step costs O(sequences) here, not
-O(tokens).
+everything again after a preemption) it is cut into chunks. Beside decodes, those of long prompts
+are cut as `Pace` says. A step costs O(sequences) here, not O(tokens).
 
 Only running sequences hold blocks. A sequence is admitted with blocks for all its tokens, and a
 decode takes one more at each block border, so only decodes can find the pool empty. Then the
@@ -19,12 +19,13 @@ gets the token that was in flight.
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from time import monotonic_ns, time_ns
 
 from slipstream.engine.batch import Batch, Row, Sampled
 from slipstream.engine.blocks import BlockManager
+from slipstream.engine.pace import Pace
 from slipstream.engine.sequence import Request, Sequence, Status
 from slipstream.engine.stop import Ending
 from slipstream.engine.waiting import WaitingQueue
@@ -42,6 +43,17 @@ class Limits:
     max_num_batched_tokens: int = 2048
     max_waiting: int = 4096
     max_waiting_tokens: int = 2_097_152
+    long_prompt_tokens: int = 1024
+
+
+@dataclass(slots=True)
+class _Work:
+    """A step while it is put together."""
+
+    budget: int  # tokens that it may still have
+    long_budget: int | None  # of them, of long prompts; None: as few as `Pace` says
+    decodes: list[Sequence]
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -62,6 +74,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._block_size = block_size
         self._max_tokens = limits.max_num_batched_tokens
+        self._long_tokens = limits.long_prompt_tokens
+        self._pace = Pace(clock)
         # No more sequences run than the budget has tokens: every decode fits into every step.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
@@ -117,14 +131,20 @@ class Scheduler:
 
     # --- one step ------------------------------------------------------------------------------
 
-    def schedule(self) -> Batch | None:
-        """The next step's work; None if there is nothing to compute before a commit."""
+    def schedule(self, only: tuple[frozenset[int], int] | None = None) -> Batch | None:
+        """The next step's work; None if there is nothing to compute before a commit.
+
+        Args:
+            only: ids of the sequences that may run, and how many tokens, at least one for each.
+        """
         num_preemptions = self.num_preemptions
-        running = self._running.values()
+        running: Iterable[Sequence] = self._running.values()
         for sequence in [s for s in running if s.num_tokens > s.capacity]:
             self._grow(sequence)
+        max_tokens = self._max_tokens
+        if only is not None:
+            running, max_tokens = [s for s in running if s.id in only[0]], only[1]
         decodes: list[Sequence] = []
-        chunks: list[tuple[Sequence, int]] = []
         prefills: list[Sequence] = []
         for sequence in running:
             num_tokens = sequence.num_tokens
@@ -136,19 +156,21 @@ class Scheduler:
                 and not (sequence.num_pending and sequence.needs_every_token)
             ):
                 decodes.append(sequence)
-        budget = self._max_tokens - len(decodes)
+        work = _Work(max_tokens - len(decodes), None if decodes else max_tokens, decodes)
         for sequence in prefills:
-            budget -= self._cut(sequence, budget, decodes, chunks)
-        if num_preemptions == self.num_preemptions:
-            self._admit_waiting(budget, decodes, chunks)
-        if not decodes and not chunks:
+            self._cut(sequence, work)
+        if only is None and num_preemptions == self.num_preemptions:
+            self._admit_waiting(work)
+        if not decodes and not work.chunks:
             return None
         self.blocks.launch()
-        return self._batch(decodes, chunks)
+        self._pace.begin(len(decodes), sum(num_tokens for _, num_tokens in work.chunks))
+        return self._batch(decodes, work.chunks)
 
     def commit(self, batch: Batch, sampled: Sampled) -> None:
         """Take in what the oldest step computed: new tokens, endings, free blocks."""
         self.blocks.complete()
+        self._pace.end()
         now = time_ns()
         changed, running, finished = self._changed, Status.RUNNING, Status.FINISHED
         owners, samplers = self._launched.popleft(), []
@@ -173,29 +195,37 @@ class Scheduler:
             elif (ending := sequence.append(token_id, log_prob, now)) is not None:
                 self.finish(sequence, ending)
 
-    def fail(self, error: str) -> None:
-        """The oldest step raised: end its sequences with that error."""
-        self.blocks.complete()
-        for sequence in self._launched.popleft():
-            self.finish(sequence, Ending(FinishReason.ERROR, error=error))
+    def roll_back(self) -> list[Sequence]:
+        """The steps in flight are void; the owners of the oldest one's rows that still run.
+
+        All are as the last commit left them, and none of these steps may be committed.
+        """
+        rows = list(self._launched)
+        self._launched.clear()
+        self._pace.forget()
+        self._last_decodes = None
+        for owners in rows:
+            self.blocks.complete()
+            for sequence in owners:
+                sequence.roll_back()
+        return [sequence for sequence in rows[0] if sequence.status is Status.RUNNING]
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def _cut(
-        self,
-        sequence: Sequence,
-        budget: int,
-        decodes: list[Sequence],
-        chunks: list[tuple[Sequence, int]],
-    ) -> int:
-        """Take as much of a sequence as the budget allows; how many tokens that is."""
+    def _cut(self, sequence: Sequence, work: _Work) -> None:
+        """Take as much of a sequence as the budget allows."""
         num_left = sequence.num_tokens - sequence.num_scheduled
-        num_tokens = min(num_left, budget)
+        num_tokens = min(num_left, work.budget)
+        if num_left > 1 and sequence.num_tokens > self._long_tokens:
+            if work.long_budget is None:
+                work.long_budget = self._pace.take()
+            num_tokens = min(num_tokens, work.long_budget)
+            work.long_budget -= num_tokens
         if num_tokens == num_left == 1:
-            decodes.append(sequence)  # one token that samples is a decode, whoever it belongs to
+            work.decodes.append(sequence)  # one token that samples is a decode, whoever it is of
         elif num_tokens:
-            chunks.append((sequence, num_tokens))
-        return num_tokens
+            work.chunks.append((sequence, num_tokens))
+        work.budget -= num_tokens
 
     def _batch(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> Batch:
         """Their rows; from here on these tokens count as scheduled."""
@@ -275,14 +305,12 @@ class Scheduler:
 
     # --- admission and preemption --------------------------------------------------------------
 
-    def _admit_waiting(
-        self, budget: int, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]
-    ) -> None:
-        while budget and len(self._running) < self._max_running:
+    def _admit_waiting(self, work: _Work) -> None:
+        while work.budget and len(self._running) < self._max_running:
             sequence = self.waiting.head()
             if sequence is None or not self._admit(sequence):
                 return
-            budget -= self._cut(sequence, budget, decodes, chunks)
+            self._cut(sequence, work)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its blocks, if that leaves one for each running sequence."""

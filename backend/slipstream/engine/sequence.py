@@ -162,6 +162,14 @@ class Sequence:
         self.is_new = True
         self.needs_history = counts_tokens(self.sampling)
 
+    def roll_back(self) -> None:
+        """Forget the rows in flight: what they computed will be computed again."""
+        self.num_scheduled = self.num_computed
+        self.num_tokens = len(self.token_ids)
+        self.num_pending = self.num_in_flight = 0
+        self.is_new = True  # the runner may have taken in half of it
+        self.needs_history = counts_tokens(self.sampling)
+
     def append(self, token_id: int, log_prob: float, now_ns: int) -> Ending | None:
         """Take one sampled token; how the sequence ends with it, if it does."""
         if not self.first_token_ns:
