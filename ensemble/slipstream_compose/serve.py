@@ -1,6 +1,7 @@
 """`slipstream serve`: a tritonserver in the foreground, from start to an end without a trace.
 
-Ready means that a token could be had, not only that the server says so of itself.
+What breaks meanwhile is repaired (`supervise`). Ready means that a token could be had, not only
+that the server says so of itself.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from slipstream_compose.probe import first_token, stream_text, text_model
 from slipstream_compose.server import repository_root, server_directory
+from slipstream_compose.supervise import Supervisor
 from slipstream_compose.triton import (
     ENDING,
     Endpoints,
@@ -29,13 +31,12 @@ from slipstream_compose.triton import (
     check_repository,
     check_shared_memory,
     clean_leftovers,
-    is_running,
     signals_held,
 )
 
 DEMO_PROMPT = "class Counter(dict):\n    def __init__(self, "
 DEMO_TOKENS = 56
-_START_INTERVAL_S, _WATCH_INTERVAL_S = 0.05, 0.2
+_START_INTERVAL_S = 0.05
 _LOG_ENTRY = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ \S+ (?P<level>[A-Z]+) (?P<text>.*)")
 _BAR = re.compile(r"\d%\|")
 _BANNER_MARK = ": KV cache of "  # as the engine writes it
@@ -73,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to end (0) or until the server ends by itself (ServeError)."""
+    """Serve, and repair what breaks, until told to end (0). Raises ServeError at the start only."""
     began = time.monotonic()
     endpoints = Endpoints(args.http_port, args.grpc_port, args.metrics_port, args.host)
     models = check_repository(args.model_repository)
@@ -85,17 +86,16 @@ def run(args: argparse.Namespace) -> int:
     with _signals_raise():
         try:
             with signals_held():
-                server = TritonServer(args.model_repository, endpoints, log)
+                server = TritonServer(args.model_repository, endpoints, log, is_supervised=True)
             print(
                 f"starting tritonserver on {args.model_repository}: {', '.join(models)}", flush=True
             )
             banner = _bring_up(server, models, began + args.start_timeout)
-            stubs = server.stubs()
             _print_ready(server, banner, time.monotonic() - began)
             if args.demo:
                 _demo(endpoints, models)
             print("Ctrl-C ends it.", flush=True)
-            _watch(server, stubs)
+            _supervise(server, models, args.start_timeout)
         except _Asked:
             print("\nending ...", flush=True)
         finally:
@@ -117,6 +117,14 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _supervise(server: TritonServer, models: list[str], start_timeout_s: float) -> NoReturn:
+    def wait_ready() -> None:
+        server.wait_ready(start_timeout_s)
+        first_token(server.endpoints.http, models)
+
+    Supervisor(server, wait_ready, lambda line: print(line, flush=True)).run()
 
 
 def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
@@ -210,20 +218,3 @@ def _demo(endpoints: Endpoints, models: list[str]) -> None:
         f"  {command} chat{port}\n"
         f"  {command} health{port}\n"
     )
-
-
-def _watch(server: TritonServer, stubs: dict[int, str]) -> None:
-    """Return never while all is well; raises ServeError with the reason when something ended.
-
-    A model's process that ended is the end too: the server goes on calling itself ready, never
-    starts another, and clients of that model would wait for ever.
-    """
-    while server.exit_code is None:
-        for pid, instance in stubs.items():
-            if not is_running(pid):
-                name = instance.rsplit("_", 2)[0]
-                raise ServeError(
-                    f"the process of model {name} ended; start again (log: {server.log})"
-                )
-        time.sleep(_WATCH_INTERVAL_S)
-    raise ServeError(server.reason())

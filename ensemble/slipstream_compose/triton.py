@@ -24,14 +24,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream_contract.runtime import VARIABLE, Runtime
+from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
 
 from slipstream_compose.server import server_directory, server_environment, stub_directory
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 32 << 20  # bytes: seven stubs begin with one MiB each and grow with tensors
 MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
-_ENDING_S = 0.4
+ENDING_S = 0.4  # in which bridges end all streams
 EXIT_TIMEOUT_S = 4  # for requests in flight, which it looks at once a second, and for unloading
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -40,6 +40,7 @@ _LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
     r'(?P<reason>(?:(?!\\n)[^\n])*?)(?:\\n|"?\n|"?$)'
 )
+_CONTROL_HEADER = "slipstream-control"
 _RUNTIME_PREFIX = "slipstream-serve-"
 _STUB = "triton_python_backend_stub"
 _INSTANCE = re.compile(r"_\d+_\d+$")
@@ -67,6 +68,11 @@ class Endpoints:
             for probe in sockets:  # all are held until the last is known
                 probe.bind(("127.0.0.1", 0))
             return cls(*(probe.getsockname()[1] for probe in sockets))
+
+    @property
+    def connectable(self) -> tuple[str, int]:
+        """Host and HTTP port, for clients on this machine."""
+        return self._reachable, self.http_port
 
     @property
     def http(self) -> str:
@@ -146,29 +152,50 @@ def signals_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
 
 
+def _state(pid: int) -> str:
+    """One letter, as `ps` shows it; X for a process that does not exist."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return "X"
+    return text.rpartition(")")[2].split()[0]
+
+
 def is_running(pid: int) -> bool:
     """Whether the process exists and has not ended (a zombie has)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
-    except OSError:
-        return False
-    return state.split()[0] not in "ZX"
+    return _state(pid) not in "ZX"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether it was told to stop (SIGSTOP) and not yet to go on. A debugger's stop is none."""
+    return _state(pid) == "T"
 
 
 class TritonServer:
-    """A tritonserver on one model repository. Not restartable: make another."""
+    """A tritonserver on one model repository.
 
-    def __init__(self, repository: Path, endpoints: Endpoints, log: Path) -> None:
+    A supervised one lets its supervisor, and nobody else, load and unload models, and its engine
+    lives as long as this process: it is there already when the server is started again.
+    """
+
+    def __init__(
+        self, repository: Path, endpoints: Endpoints, log: Path, is_supervised: bool = False
+    ) -> None:
         self.repository = repository.resolve()
         self.endpoints = endpoints
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0  # where this start's lines begin
+        self._control_key = secrets.token_hex(16) if is_supervised else ""
         self._prefix = f"slipstream_{os.getpid()}_{secrets.token_hex(4)}_"
         prefix = f"{_RUNTIME_PREFIX}{os.getpid()}-"
         self.runtime = Runtime(Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_directory())))
 
     def start(self) -> None:
-        """Start the process; it is not ready yet. Raises ServeError where it cannot be run."""
+        """Start the process; it is not ready yet. Raises ServeError where it cannot be run.
+
+        After `kill()` it may be started again, with the same runtime directory.
+        """
         server, stub = server_directory(), stub_directory()
         binary = server / "bin" / "tritonserver"
         if not binary.is_file():
@@ -178,13 +205,16 @@ class TritonServer:
         environment = server_environment(server, stub)
         environment[VARIABLE] = str(self.runtime.directory)
         environment.setdefault("SLIPSTREAM_PYTHON", sys.executable)
-        working = (
-            self.runtime.directory / "cwd"
-        )  # the stub's sys.path begins with the server's directory
-        working.mkdir()
+        if self._control_key:
+            environment[OWNER_VARIABLE] = str(os.getpid())
+        # The stub's sys.path begins with the server's directory.
+        working = self.runtime.directory / "cwd"
+        working.mkdir(exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         prctl = ctypes.CDLL(None).prctl  # looked up here: the forked child does as little as it can
-        with self.log.open("wb") as log, signals_held() as usual:
+        mode = "wb" if self._process is None else "ab"
+        with self.log.open(mode) as log, signals_held() as usual:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 [str(binary), *self._arguments(server)],
                 env=environment,
@@ -214,14 +244,36 @@ class TritonServer:
             f"--grpc-port={ends.grpc_port}",
             f"--metrics-address={ends.host}",
             f"--metrics-port={ends.metrics_port}",
+            *(self._control_arguments() if self._control_key else ()),
         ]
+
+    def _control_arguments(self) -> Iterator[str]:
+        yield from ("--model-control-mode=explicit", "--load-model=*")
+        for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
+            yield f"{option}=model-repository:{_CONTROL_HEADER}={self._control_key}"
+
+    def control(self, verb: str, model: str, timeout_s: float) -> None:
+        """`load` or `unload` a model of a supervised server. Raises ServeError where it fails."""
+        url = f"{self.endpoints.http}/v2/repository/models/{model}/{verb}"
+        request = urllib.request.Request(
+            url, data=b"{}", headers={_CONTROL_HEADER: self._control_key}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s):
+                return
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace").strip()
+        except OSError as error:
+            said = str(error)
+        raise ServeError(f"{verb} of model {model}: {said.splitlines()[0] if said else 'failed'}")
 
     def _plain(self, path: Path, name: str) -> Path:
         """`path`, or a link to it: the Python backend hands its paths to a shell unquoted."""
         if not _AWKWARD.search(str(path)):
             return path
         link = self.runtime.directory / name
-        link.symlink_to(path)
+        if not link.is_symlink():
+            link.symlink_to(path)
         return link
 
     @property
@@ -261,7 +313,8 @@ class TritonServer:
             said = self.runtime.error.read_text(errors="replace").strip()
             if said:
                 return said.splitlines()[0]
-        text = self.log.read_text(errors="replace") if self.log.is_file() else ""
+        data = self.log.read_bytes() if self.log.is_file() else b""
+        text = data[self._log_begin :].decode(errors="replace")
         found = _LOAD_FAILURE.search(text)
         if found:
             return f"{found['model']}: {found['reason']}"
@@ -303,7 +356,7 @@ class TritonServer:
                 self.runtime.stopping.touch()
             # A server that is told to end refuses the next step of an ensemble and, before Triton
             # 26.03, then waits for it in vain: the bridges end the streams before that.
-            time.sleep(_ENDING_S)
+            time.sleep(ENDING_S)
             self._process.terminate()
             try:
                 self._process.wait(patience_s)
@@ -312,9 +365,26 @@ class TritonServer:
                 self._process.wait()
         self._end_rest(signal.SIGTERM, 1.5)
         self._end_rest(signal.SIGKILL, 0.5)
+        self._remove_shared_memory()
+        shutil.rmtree(self.runtime.directory, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End the server and its models' processes at once; the engine and the directory stay."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        stubs = list(self.stubs())
+        for pid in stubs:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 2
+        while any(is_running(pid) for pid in stubs) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._remove_shared_memory()
+
+    def _remove_shared_memory(self) -> None:
         for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
             region.unlink(missing_ok=True)
-        shutil.rmtree(self.runtime.directory, ignore_errors=True)
 
     def _end_rest(self, number: signal.Signals, patience_s: float) -> None:
         for pid in self.processes():

@@ -54,6 +54,24 @@ class Serve:
             assert line or self.process.poll() is None, self.process.communicate()
         raise AssertionError(f"not ready within 60 s: {shown}")
 
+    def wait_line(self, word: str, timeout_s: float = 30.0) -> str:
+        """The next line on stdout with that word in it. Lines before it are passed over."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        seen = ""
+        while time.monotonic() < deadline:
+            line = self.process.stdout.readline()
+            seen += line
+            if word in line:
+                return line
+            assert line or self.process.poll() is None, self.process.communicate()
+        raise AssertionError(f"no {word!r} within {timeout_s} s: {seen}")
+
+    def pid(self, word: str) -> int:
+        """The process of this server with that word in its command line."""
+        mark = f"SLIPSTREAM_RUNTIME_DIR={self.scratch}/".encode()
+        return next(pid for pid, line in living() if word in line and mark in environment(pid))
+
     def end(self, number: signal.Signals) -> float:
         """Seconds from the signal to the end."""
         began = time.monotonic()

@@ -4,6 +4,7 @@ The models here are tiny Python models of Triton's own: what is under test is th
 """
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -11,26 +12,29 @@ import subprocess
 import sys
 import time
 import types
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpcclient
 from server.serve_process import (
     Serve,
     assert_one_line,
-    living,
     run_to_end,
     short_directory,
 )
 from slipstream_compose import triton
 from slipstream_compose.server import server_directory
+from slipstream_compose.supervise import FIRST_PAUSE_S, STEADY_S, _Pauses
 from slipstream_compose.triton import (
     SHARED_MEMORY,
     ServeError,
     check_shared_memory,
     clean_leftovers,
 )
+from tritonclient.utils import InferenceServerException
 
 pytestmark = [
     pytest.mark.triton,
@@ -118,32 +122,55 @@ def test_a_signal_while_starting_ends_it_too(tmp_path: Path, scratch: Path, dela
     serve.assert_gone()
 
 
-def test_a_server_that_dies_is_reported(tmp_path: Path, scratch: Path) -> None:
-    serve = Serve(write_model(tmp_path), scratch)
-    serve.wait_ready()
-    pid = next(pid for pid, line in living() if f"--http-port={serve.ports[0]}" in line)
-    os.kill(pid, signal.SIGKILL)
-    _, errors = serve.process.communicate(timeout=20)
-    assert serve.process.returncode == 1
-    assert errors.startswith("slipstream: tritonserver was ended by SIGKILL ")
-    assert errors.count("\n") == 1
-    serve.assert_gone()
+def echo(serve: Serve) -> bytes:
+    with urllib.request.urlopen(serve.url("/v2/models/echo/generate"), b'{"IN": "to"}') as reply:
+        return reply.read()
 
 
-def test_a_model_process_that_dies_ends_it(tmp_path: Path, scratch: Path) -> None:
+def test_what_dies_is_started_again(tmp_path: Path, scratch: Path) -> None:
     """The server itself would go on calling itself ready, and its clients would wait for ever."""
     serve = Serve(write_model(tmp_path), scratch)
     serve.wait_ready()
-    mark = f"slipstream_{serve.process.pid}_"
-    [stub] = [
-        pid for pid, line in living() if "triton_python_backend_stub" in line and mark in line
-    ]
-    os.kill(stub, signal.SIGKILL)
-    _, errors = serve.process.communicate(timeout=20)
-    assert serve.process.returncode == 1
-    assert errors.startswith("slipstream: the process of model echo ended")
-    assert errors.count("\n") == 1
+    os.kill(serve.pid("--http-port="), signal.SIGKILL)
+    line = serve.wait_line("repair 1, ")
+    assert "tritonserver was ended by SIGKILL" in line
+    assert line.endswith("; started tritonserver again\n")
+    assert b"to" in echo(serve)
+    server = serve.pid("--http-port=")
+    os.kill(serve.pid("triton_python_backend_stub"), signal.SIGKILL)
+    line = serve.wait_line("repair 2, ")
+    assert re.search(r"the process of model echo \(pid \d+\) ended; loaded echo again$", line)
+    assert b"to" in echo(serve)
+    assert serve.pid("--http-port=") == server
+    assert serve.end(signal.SIGTERM) < 10
+    assert serve.process.returncode == 0
     serve.assert_gone()
+
+
+def test_nobody_else_may_unload_a_model(tmp_path: Path, scratch: Path) -> None:
+    serve = Serve(write_model(tmp_path), scratch)
+    serve.wait_ready()
+    url = serve.url("/v2/repository/models/echo/unload")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(url, b"{}")
+    assert refused.value.code == 403
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{serve.ports[1]}") as client:
+        with pytest.raises(InferenceServerException, match="restricted"):
+            client.unload_model("echo")
+        assert client.is_model_ready("echo")
+    serve.end(signal.SIGTERM)
+
+
+def test_repairs_of_one_thing_wait_longer_and_longer() -> None:
+    now_s = time.monotonic()
+    pauses = _Pauses()
+    waits = []
+    for _ in range(10):
+        pauses.note(now_s)
+        waits.append(round(pauses.due_s() - pauses.repaired_s, 3))
+    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30]
+    pauses.note(now_s + 2 * STEADY_S)
+    assert pauses.due_s() - pauses.repaired_s == FIRST_PAUSE_S
 
 
 def test_a_killed_watcher_takes_the_server_with_it(tmp_path: Path, scratch: Path) -> None:

@@ -1,0 +1,243 @@
+"""Notices when the server or a model's process has died, stands still or hangs, and repairs it.
+
+A model's process that is gone leaves the server calling itself ready, and nobody starts another.
+To unload the model and load it again takes a fraction of a second and harms no other model. But
+Triton 24.10 never ends the streams that such a process had in its hands; only the end of the server
+does. So where there were any, the server is started again as soon as nobody else is served, and
+after `OTHERS_S` at the latest; the engine lives on meanwhile. Every repair is one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from slipstream_contract import inflight
+
+from slipstream_compose.pulse import Pulse
+from slipstream_compose.triton import ENDING_S, ServeError, TritonServer, is_running, is_stopped
+
+INTERVAL_S = 0.2
+MAX_GAP_S = 2.0  # a longer one between two looks: this process itself stood still
+STOPPED_S = 1.5  # a process that was stopped (SIGSTOP) for so long is not waited for
+SERVER_SILENCE_S = 3.5  # without an answer: the server hangs
+MODEL_SILENCE_S = 10.0  # likewise; a model may be busy for a while
+OTHERS_S = 10.0  # how long others may go on while streams hang that only a restart ends
+LOAD_S = 60.0
+STEADY_S = 60.0  # without a fault, and the next one is repaired without a pause again
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+_INSTANCE_SUFFIX = re.compile(r"_\d+_\d+$")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What was found. `model` is None where it is the server's own."""
+
+    model: str | None
+    what: str
+    pid: int = 0  # of the model's process
+    is_gentle: bool = False  # the server is well: it may say goodbye to its clients
+
+
+@dataclass
+class _Pauses:
+    """Repairs of one thing: each that follows soon after another waits twice as long."""
+
+    num_soon: int = 0
+    repaired_s: float = field(default=-STEADY_S)
+
+    def due_s(self) -> float:
+        if not self.num_soon:
+            return 0.0
+        return self.repaired_s + min(FIRST_PAUSE_S * 2.0 ** (self.num_soon - 1), MAX_PAUSE_S)
+
+    def note(self, fault_s: float) -> None:
+        is_soon = fault_s - self.repaired_s < STEADY_S
+        self.num_soon = self.num_soon + 1 if is_soon else 1
+        self.repaired_s = time.monotonic()
+
+
+class Supervisor:
+    """Watches one server that is ready. `say` takes a line for the user."""
+
+    def __init__(
+        self, server: TritonServer, wait_ready: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
+        """`wait_ready` returns once tokens can be had; raises ServeError if that cannot be."""
+        self.num_repairs = 0
+        self._server = server
+        self._wait_ready = wait_ready
+        self._say = say
+        self._pauses: dict[str | None, _Pauses] = {}
+        self._stopped_s: dict[int, float] = {}  # pid -> since when
+        self._restart_s = 0.0  # when streams that hang are ended; 0: there are none
+        self._num_lost = 0
+        self._models: dict[int, str] = {}  # pid -> model
+        self._server_pulse = Pulse(server.endpoints, None)
+        self._pulses: dict[str, Pulse] = {}
+        self._look_again()
+        self._pulses = {
+            model: Pulse(server.endpoints, model) for model in sorted(set(self._models.values()))
+        }
+
+    def run(self) -> NoReturn:
+        """Until a signal's exception ends it."""
+        looked_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            if now_s - looked_s > MAX_GAP_S:
+                self._forget_times()
+            looked_s = now_s
+            fault = self._find(now_s)
+            if fault is not None:
+                self._repair(fault, now_s)
+                looked_s = time.monotonic()
+            time.sleep(INTERVAL_S)
+
+    # --- finding -------------------------------------------------------------------------------
+
+    def _find(self, now_s: float) -> Fault | None:
+        """The first fault whose pause is over."""
+        if self._is_due(None, now_s):
+            fault = self._find_in_server(now_s)
+            if fault is not None:
+                return fault
+        if self._server.exit_code is not None:
+            return None
+        for pid, model in self._models.items():
+            if self._is_due(model, now_s):
+                what = self._wrong_with(pid, model, now_s)
+                if what:
+                    return Fault(model, f"the process of model {model} (pid {pid}) {what}", pid)
+        return None
+
+    def _find_in_server(self, now_s: float) -> Fault | None:
+        server = self._server
+        if server.exit_code is not None:
+            return Fault(None, server.reason())
+        if self._is_stuck(server.pid, now_s):
+            return Fault(None, f"tritonserver (pid {server.pid}) was stopped")
+        if self._server_pulse.silence_s() > SERVER_SILENCE_S:
+            return Fault(None, f"tritonserver did not answer for {SERVER_SILENCE_S:g} s")
+        if self._restart_s and (now_s > self._restart_s or not self._num_in_flight()):
+            return Fault(None, f"{self._num_lost} requests of an ended process hang", 0, True)
+        return None
+
+    def _wrong_with(self, pid: int, model: str, now_s: float) -> str:
+        if not is_running(pid):
+            return "ended"
+        if self._is_stuck(pid, now_s):
+            return "was stopped"
+        pulse = self._pulses.get(model)
+        if pulse is not None and pulse.silence_s() > MODEL_SILENCE_S:
+            return f"did not answer for {MODEL_SILENCE_S:g} s"
+        return ""
+
+    def _is_stuck(self, pid: int, now_s: float) -> bool:
+        if not is_stopped(pid):
+            self._stopped_s.pop(pid, None)
+            return False
+        return now_s - self._stopped_s.setdefault(pid, now_s) > STOPPED_S
+
+    def _is_due(self, key: str | None, now_s: float) -> bool:
+        pauses = self._pauses.get(key)
+        return pauses is None or now_s >= pauses.due_s()
+
+    def _num_in_flight(self) -> int:
+        return sum(self._count(model, pid) for pid, model in self._models.items())
+
+    def _count(self, model: str, pid: int) -> int:
+        return inflight.count(self._server.runtime.in_flight(model, pid))
+
+    # --- repairing -----------------------------------------------------------------------------
+
+    def _repair(self, fault: Fault, found_s: float) -> None:
+        pauses = self._pauses.setdefault(fault.model, _Pauses())
+        try:
+            done = self._restart(fault) if fault.model is None else self._mend(fault)
+            self.num_repairs += 1
+            seconds = time.monotonic() - found_s
+            self._tell(f"repair {self.num_repairs}, {seconds:.1f} s: {fault.what}; {done}")
+        except ServeError as error:
+            self._server.kill()  # whatever is left of it: the next round starts it anew
+            self._tell(f"could not repair: {fault.what}; {error}; trying again")
+            pauses = self._pauses.setdefault(None, _Pauses())
+        finally:
+            pauses.note(found_s)
+            self._look_again()
+
+    def _tell(self, line: str) -> None:
+        self._say(f"{time.strftime('%H:%M:%S')} {line}")
+
+    def _mend(self, fault: Fault) -> str:
+        """Put a new process in the place of a model's; what was done."""
+        assert fault.model is not None
+        self._models.pop(fault.pid, None)
+        lost = self._count(fault.model, fault.pid)
+        self._server.runtime.in_flight(fault.model, fault.pid).unlink(missing_ok=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(fault.pid, signal.SIGKILL)  # it may have stood still only
+        if lost and not self._num_in_flight():
+            return self._restart(fault, lost)
+        try:
+            loaded = self._reload(fault.model)
+        except ServeError as error:
+            return f"{error}; {self._restart(fault)}"
+        if not lost:
+            return f"loaded {loaded} again"
+        self._restart_s = time.monotonic() + OTHERS_S
+        self._num_lost += lost
+        return f"loaded {loaded} again, {lost} requests hang until the server is started again"
+
+    def _reload(self, model: str) -> str:
+        self._server.control("unload", model, LOAD_S)
+        loaded = [model, *self._ensembles_on(model)]
+        for name in loaded:
+            self._server.control("load", name, LOAD_S)
+        return ", ".join(loaded)
+
+    def _ensembles_on(self, model: str) -> list[str]:
+        step = re.compile(rf'\bmodel_name\s*:\s*"{re.escape(model)}"')
+        files = sorted(self._server.repository.glob("*/config.pbtxt"))
+        texts = {file.parent.name: file.read_text(errors="replace") for file in files}
+        return [
+            name
+            for name, text in texts.items()
+            if "ensemble_scheduling" in text and step.search(text)
+        ]
+
+    def _restart(self, fault: Fault, num_lost: int = 0) -> str:
+        """End the server and start it again; what was done. Raises ServeError."""
+        server = self._server
+        if fault.is_gentle:
+            with contextlib.suppress(OSError):
+                server.runtime.stopping.touch()
+                time.sleep(ENDING_S)
+        server.kill()
+        server.runtime.stopping.unlink(missing_ok=True)
+        self._restart_s, self._num_lost = 0.0, 0
+        for file in server.runtime.directory.glob("in-flight-*"):
+            file.unlink(missing_ok=True)
+        server.start()
+        self._wait_ready()
+        lost = f", which ended the {num_lost} requests it had" if num_lost else ""
+        return f"started tritonserver again{lost}"
+
+    def _look_again(self) -> None:
+        """After a repair: which processes there are now, and no silence from before."""
+        stubs = self._server.stubs()
+        self._models = {pid: _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs.items()}
+        self._stopped_s.clear()
+        for pulse in (self._server_pulse, *self._pulses.values()):
+            pulse.renew()
+
+    def _forget_times(self) -> None:
+        self._stopped_s.clear()
+        for pulse in (self._server_pulse, *self._pulses.values()):
+            pulse.reset()
