@@ -1,0 +1,187 @@
+"""What a server shows to others: sockets, files, and what its processes do with data from outside.
+
+The sockets are those that the kernel lists for every process of a server, not those that a
+configuration names.
+"""
+
+import ipaddress
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import stat
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from server.serve_process import Serve, environment, living, short_directory
+from server.support import PROMPT
+
+pytestmark = pytest.mark.triton
+
+_TCP_LISTEN = "0A"
+_UNIX_ACCEPTS = 0x10000
+AUDIT = Path(__file__).with_name("audited_engine.py")
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A socket that others can reach."""
+
+    kind: str  # tcp, udp or unix
+    address: str
+    port: int
+    pid: int
+
+
+def sockets_of(pid: int) -> set[int]:
+    """Inodes of a process's sockets."""
+    found = set()
+    try:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(descriptor)
+            if target.startswith("socket:["):
+                found.add(int(target[8:-1]))
+    except OSError:
+        pass  # it has ended, or a descriptor was closed meanwhile
+    return found
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """`0100007F:1F90` as the kernel writes it: 32-bit words, each in the machine's order."""
+    host, _, port = text.partition(":")
+    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    mapped = getattr(address, "ipv4_mapped", None)  # gRPC listens on ::ffff:127.0.0.1
+    return str(mapped or address), int(port, 16)
+
+
+def listening(pids: list[int]) -> Iterator[Listening]:
+    """Every socket of these processes that accepts connections or datagrams."""
+    owners = {inode: pid for pid in pids for inode in sockets_of(pid)}
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            is_open = name.startswith("udp") or words[3] == _TCP_LISTEN
+            if is_open and int(words[9]) in owners:
+                host, port = address_of(words[1])
+                yield Listening(name[:3], host, port, owners[int(words[9])])
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        words = line.split(maxsplit=7)
+        if int(words[3], 16) & _UNIX_ACCEPTS and int(words[6]) in owners:
+            path = words[7] if len(words) > 7 else ""
+            yield Listening("unix", path, 0, owners[int(words[6])])
+
+
+def assert_exposed(pids: list[int], host: str, ports: set[int], runtime: Path, server: int) -> None:
+    """The three ports, on that address and by tritonserver alone; all else in the directory."""
+    found = list(listening(pids))
+    network = [(each.address, each.port) for each in found if each.kind != "unix"]
+    assert sorted(port for _, port in network) == sorted(ports)
+    # Who asks gRPC for all addresses gets those of IPv6 with them.
+    assert {address for address, _ in network} - {"::" if host == "0.0.0.0" else host} <= {host}
+    assert {each.pid for each in found if each.kind != "unix"} == {server}
+    local = [each for each in found if each.kind == "unix"]
+    assert {Path(each.address) for each in local} == {runtime / "engine.sock"}
+    state = runtime.lstat()
+    assert stat.S_ISDIR(state.st_mode)
+    assert stat.S_IMODE(state.st_mode) == 0o700
+    assert state.st_uid == os.getuid()
+
+
+def test_the_walk_sees_what_listens():
+    with short_directory() as folder, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        tcp.bind(("127.0.0.1", 0))
+        unix.bind(str(folder / "x"))
+        assert not [each for each in listening([os.getpid()]) if each.address == str(folder / "x")]
+        tcp.listen()
+        unix.listen()
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as udp:
+            udp.bind(("::", 0))
+            found = {(each.kind, each.address, each.port) for each in listening([os.getpid()])}
+            assert ("udp", "::", udp.getsockname()[1]) in found
+        assert ("tcp", "127.0.0.1", tcp.getsockname()[1]) in found
+        assert ("unix", str(folder / "x"), 0) in found
+
+
+def test_a_server_listens_on_its_three_ports_of_this_machine_alone(client):
+    ends = client.server.endpoints
+    ports = {ends.http_port, ends.grpc_port, ends.metrics_port}
+    place = (ports, client.server.runtime.directory, client.server.pid)
+    assert_exposed(list(client.server.processes()), "127.0.0.1", *place)
+    client.generate("ensemble", text_input=PROMPT, max_tokens=4)
+    client.stream("tensorrt_llm_bls", text_input=PROMPT, max_tokens=4, stream=True)
+    client.stream("ensemble", text_input=PROMPT, max_tokens=4, stream=True)
+    client.health()
+    assert_exposed(list(client.server.processes()), "127.0.0.1", *place)
+    assert len(list(client.server.processes())) >= 8  # the server, stubs, supervisor and engine
+
+
+def test_the_triton_side_loads_neither_torch_nor_a_loader_of_objects(client):
+    """By the libraries that each stub has mapped, beside the import rules for our own modules."""
+    for pid in client.server.stubs():
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        packages = set(re.findall(r"site-packages/(\w+?)(?:\.libs)?/\S+\.so", maps))
+        assert packages <= {"numpy", "msgspec", "zmq", "pyzmq", "tokenizers", "markupsafe"}
+
+
+def write_audited_python(path: Path, events: Path) -> None:
+    """An executable that, as `SLIPSTREAM_PYTHON`, runs the engine's processes audited."""
+    words = shlex.join([sys.executable, "-P", str(AUDIT), str(events)])
+    path.write_text(f'#!/bin/sh\nexec {words} "$0" "$@"\n')
+    path.chmod(0o755)
+
+
+def is_import(line: str) -> bool:
+    """Whether the event is a module's source being compiled, and no text of eval or exec."""
+    return line.startswith("compile ") and "<string>" not in line
+
+
+def post(url: str, body: dict[str, object]) -> str:
+    request = urllib.request.Request(url, data=json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+
+
+def test_more_than_loopback_only_if_asked_and_no_object_is_ever_unpickled(repository, monkeypatch):
+    """`slipstream serve --host 0.0.0.0`, its engine under an audit of what the interpreter does."""
+    with short_directory() as folder:
+        events = folder / "events"
+        events.touch()
+        write_audited_python(folder / "python", events)
+        monkeypatch.setenv("SLIPSTREAM_PYTHON", str(folder / "python"))
+        serve = Serve(repository, folder / "scratch", "--host", "0.0.0.0")
+        try:
+            assert "there is no authentication" in serve.wait_ready()
+            (runtime,) = serve.scratch.glob("slipstream-serve-*")
+            mark = f"SLIPSTREAM_RUNTIME_DIR={runtime}".encode()
+            started = {pid: line for pid, line in living() if mark in environment(pid)}
+            pids = [serve.process.pid, *started]
+            (server,) = [pid for pid, line in started.items() if "/bin/tritonserver" in line]
+            assert_exposed(pids, "0.0.0.0", set(serve.ports), runtime, server)
+            num_before = len(events.read_text())
+            bodies = {
+                "ensemble": {"text_input": PROMPT, "max_tokens": 4, "stop_words": ["\n\n"]},
+                "vllm_model": {"text_input": PROMPT},
+            }
+            for model, body in bodies.items():
+                assert "text_output" in post(serve.url(f"/v2/models/{model}/generate"), body)
+                assert "error" in post(serve.url(f"/v2/models/{model}/generate"), {"text_input": 3})
+            assert_exposed(pids, "0.0.0.0", set(serve.ports), runtime, server)
+        finally:
+            serve.end(signal.SIGTERM)
+        lines = [line.split(" ", 1) for line in events.read_text().splitlines()]
+        after = events.read_text()[num_before:].splitlines()
+        assert any(kind == "begin" and "slipstream.engine.loop" in text for kind, text in lines)
+        assert [text for kind, text in lines if kind in ("pickle.find_class", "os.system")] == []
+        assert [text for kind, text in lines if kind == "socket.connect"] == []
+        assert [line for line in after if not is_import(line)] == []
