@@ -23,13 +23,15 @@ class ContractError(Exception):
     clients can rely on `"INVALID_ARGUMENT: top_p ..."`.
     """
 
-    def __init__(self, message: str, code: Code = Code.INVALID_ARGUMENT) -> None:
+    def __init__(self, message: str, code: Code = Code.INVALID_ARGUMENT, reason: str = "") -> None:
+        """`reason` is a word for metrics, of a fixed set; empty: the code's name."""
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+        self.reason = reason or code.lower()
 
 
 def clip(value: object, limit: int = 64) -> str:
     """`repr` of a value from outside, short enough for an error message."""
-    text = repr(value)
+    text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

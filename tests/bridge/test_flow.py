@@ -63,7 +63,7 @@ def test_a_cancel_that_postprocessing_meets_ends_the_call(desk, flow):
     wait_for(lambda: reply.responses)
     flow.other_end.mark_cancelled(*reply.responses[0][1])
     assert wait_for(reply.done.is_set) < 0.3
-    assert desk.sent == [wire.Cancel(number)]
+    assert desk.cancelled() == [(number, wire.CancelCause.CLIENT)]
 
 
 def test_a_later_response_that_is_acknowledged_proves_that_ours_was_dropped(desk, flow):
@@ -78,7 +78,7 @@ def test_a_later_response_that_is_acknowledged_proves_that_ours_was_dropped(desk
     assert not ours.done.is_set()
     flow.other_end.acknowledge(*theirs.responses[0][1])
     assert wait_for(ours.done.is_set) < 0.3
-    assert desk.sent == [wire.Cancel(one)]
+    assert desk.cancelled() == [(one, wire.CancelCause.CLIENT)]
     assert not theirs.done.is_set()
 
 

@@ -93,6 +93,10 @@ class Desk:
         self.calls.open(call)
         return call
 
+    def cancelled(self) -> list[tuple[int, wire.CancelCause]]:
+        """All that the engine was told: requests that it shall cancel, and why."""
+        return [(message.request, message.cause) for message in self.sent]
+
 
 def wait_for(condition, timeout_s: float = 5.0) -> float:
     begin = time.monotonic()
@@ -181,7 +185,7 @@ def test_a_cancel_ends_the_call_and_the_engines_work_once(desk):
     for _ in range(2):
         desk.calls.cancel(call)
     assert reply.done.is_set()
-    assert desk.sent == [wire.Cancel(number) for number in call.routes]
+    assert desk.cancelled() == [(number, wire.CancelCause.CLIENT) for number in call.routes]
     number = next(iter(call.routes))
     desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=finished())))
     time.sleep(0.05)
@@ -195,7 +199,7 @@ def test_stop_lets_the_engine_end_the_call(desk):
     desk.calls.stop("8")
     assert desk.sent == []
     desk.calls.stop("7")
-    assert desk.sent == [wire.Cancel(number)]
+    assert desk.cancelled() == [(number, wire.CancelCause.STOP)]
     end = finished(wire.FinishReason.CANCELLED)
     desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=end)))
     assert reply.done.wait(5)
@@ -230,7 +234,7 @@ def test_a_response_that_cannot_be_made_ends_the_call_with_an_error_that_tells_n
     desk.calls.take(step(wire.Tokens(number, 0, [7777], [])))
     assert reply.done.wait(5)
     assert str(reply.error) == "INTERNAL: the response could not be made"
-    assert desk.sent == [wire.Cancel(number)]
+    assert desk.cancelled() == [(number, wire.CancelCause.FAILED)]
 
 
 # --- over time ---------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_a_client_that_has_left_is_noticed_and_others_are_not_touched(desk):
     assert not reply.done.is_set()
     reply.is_gone = True
     wait_for(reply.done.is_set)
-    assert desk.sent == [wire.Cancel(number)]
+    assert desk.cancelled() == [(number, wire.CancelCause.CLIENT)]
     assert not other.done.is_set()
 
 
@@ -56,7 +56,7 @@ def test_an_engine_that_tells_nothing_does_not_outlive_a_deadline_by_long(desk):
         " ms have passed, of 2500 asked for by timeout_ms or timeout; the engine has not ended it"
     )
     assert sorted(reply.ids) == [1, 2]
-    assert desk.sent == [wire.Cancel(number)]
+    assert desk.cancelled() == [(number, wire.CancelCause.DEADLINE)]
     time.sleep(0.1)
     assert not other.done.is_set()
     assert not never.is_over

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from slipstream_contract.credit import CreditFile
@@ -22,6 +23,7 @@ from slipstream.launch import Supervision
 
 _log = logging.getLogger(__name__)
 
+MAX_ID = 64  # characters of a request id that logs keep
 _LOOK_S = 0.1  # how often a bridge that waits for its engine looks whether it still may
 
 
@@ -57,13 +59,15 @@ class Bridge:
 
     def __init__(self, name: str, runtime: Runtime, config: EngineConfig, server_pid: int) -> None:
         """Start the threads and see to it that an engine is started; does not wait for it."""
+        self._name = name
         self._server_pid = server_pid
         self._supervision = Supervision(runtime, config, server_pid)
         self._senders = Senders()
         self.calls = Calls(self._send, self._senders.hand_over)
         self._senders.calls = self.calls
         self.connection = Connection(runtime.address, name, self.calls, self._supervision.ensure)
-        self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, self.calls.cancel)
+        cancel = partial(self.calls.cancel, cause=wire.CancelCause.UNACKNOWLEDGED)
+        self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, cancel)
         self.calls.settle = self.flow.settle
         self._is_stopping = runtime.stopping.exists
         self._watch = Watch(self.calls, self._is_stopping)
@@ -101,6 +105,8 @@ class Bridge:
             question.urgency.priority,
             question.deadline_ns,
             question.urgency.timeout_ns,
+            question.request_id[:MAX_ID],
+            self._name,
         )
 
     def begin(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:
@@ -109,7 +115,7 @@ class Bridge:
         Raises ContractError if it cannot begin. `has_flow` puts its streams under flow control.
         """
         if self._is_stopping():
-            raise ContractError("the server is stopping", Code.UNAVAILABLE)
+            raise ContractError("the server is stopping", Code.UNAVAILABLE, "stopping")
         if call.reply.is_cancelled():  # while it was queued: the last that an ensemble hears of it
             call.reply.end()
             return
@@ -124,7 +130,21 @@ class Bridge:
         try:
             self._send(*submits)
         except ContractError as error:
+            self.calls.count_refusal(error)
             self.calls.fail(call, error)
+
+    def answer(self, reply: Reply, begin: Callable[[], None]) -> None:
+        """Run `begin`; what it raises becomes the one, final response, never a traceback."""
+        try:
+            begin()
+            return
+        except ContractError as caught:
+            error = caught
+        except Exception:
+            _log.exception("a request could not be begun")
+            error = ContractError("the request could not be begun", Code.INTERNAL)
+        self.calls.count_refusal(error)
+        reply.fail(error)
 
     def close(self) -> None:
         """End everything; calls that still run end with an error."""
@@ -136,14 +156,3 @@ class Bridge:
 
     def _send(self, *messages: wire.ToEngine) -> None:
         self.connection.send(*messages)
-
-
-def answer(reply: Reply, begin: Callable[[], None]) -> None:
-    """Run `begin`; what it raises becomes the one, final response, never a traceback."""
-    try:
-        begin()
-    except ContractError as error:
-        reply.fail(error)
-    except Exception:
-        _log.exception("a request could not be begun")
-        reply.fail(ContractError("the request could not be begun", Code.INTERNAL))

@@ -94,19 +94,21 @@ class Connection:
         with self._changed:
             if self._welcome is None:
                 raise ContractError(
-                    "the engine is not running; it is being restarted", Code.UNAVAILABLE
+                    "the engine is not running; it is being restarted",
+                    Code.UNAVAILABLE,
+                    "engine_down",
                 )
             self._outbox.extend(frames)
         os.eventfd_write(self._wake, 1)
 
-    def ask_status(self, timeout_s: float) -> wire.Status:
+    def ask_status(self, timeout_s: float, with_figures: bool = False) -> wire.Status:
         """The engine's state now. Raises ContractError if it does not answer in time."""
         number = next(self._numbers)
         answer: queue.SimpleQueue[wire.Status] = queue.SimpleQueue()
         with self._changed:
             self._waiters[number] = answer
         try:
-            self.send(wire.Ping(number))
+            self.send(wire.Ping(number, with_figures))
             return answer.get(timeout=timeout_s)
         except queue.Empty:
             message = f"the engine did not answer within {timeout_s:g} s"

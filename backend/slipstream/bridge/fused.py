@@ -4,7 +4,7 @@ import numpy as np
 from slipstream_contract.request import TextRequest, text_request
 
 from slipstream import wire
-from slipstream.bridge.bridge import Bridge, Question, answer, batch_size, row
+from slipstream.bridge.bridge import Bridge, Question, batch_size, row
 from slipstream.bridge.pieces import Extras, Wanted, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 from slipstream.bridge.text import Detokenizer, Text, make_encoders
@@ -29,7 +29,9 @@ class Fused:
             )
             for index in range(batch_size(question.inputs))
         ]
-        self._encoders.submit(answer, question.reply, lambda: self._begin(question, requests))
+        self._encoders.submit(
+            self._bridge.answer, question.reply, lambda: self._begin(question, requests)
+        )
 
     def close(self) -> None:
         """End the threads."""

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,13 +13,14 @@ import msgspec
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import ContractError
 from slipstream_contract.inflight import InFlight
+from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import PROBE, open_runtime
 from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vocab import TokenBytes
 
 from slipstream import wire
-from slipstream.bridge.bridge import Bridge, Question, answer
+from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.composed import Composed, Vocabulary
 from slipstream.bridge.fused import Fused
 from slipstream.bridge.health import health
@@ -89,7 +91,8 @@ class TritonPythonModel:
             return self._report(requests)
         for request in requests:
             reply = TritonReply(request, self._in_flight)
-            answer(reply, lambda request=request, reply=reply: self._begin(request, reply))
+            begin = partial(self._begin, request, reply)
+            self._bridge.answer(reply, begin)
         return None
 
     def finalize(self) -> None:
@@ -107,6 +110,7 @@ class TritonPythonModel:
         if PROBE in given:  # whether this process answers; the engine is not asked
             reply.end()
             return
+        check_request_id(request.request_id())
         urgency, parameters = split_urgency(given, request.timeout())
         self._wiring.begin(
             Question(

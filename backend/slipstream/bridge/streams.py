@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Protocol
@@ -166,10 +166,13 @@ class Calls:
         self.settle: Callable[[Call, Callable[[], None]], None] | None = None
         self.num_calls = 0  # ever opened
         self.num_tokens = 0  # ever delivered
+        self.num_responses = 0  # ever sent
+        self.refused: Counter[str] = Counter()  # requests not begun, by the error's `reason`
         self._first_token_s: deque[float] = deque(maxlen=_MAX_TIMES)
         self._send = send
         self._hand_over = hand_over
         self._numbers = itertools.count(1)
+        self._counting = threading.Lock()  # guards `num_responses` and `refused`
         self._lock = threading.Lock()  # guards the two below
         self._routes: dict[int, Call] = {}
         self._ids: dict[str, Call] = {}
@@ -208,6 +211,16 @@ class Calls:
         """Those added since the last time; the oldest are lost when there are very many."""
         return [self._first_token_s.popleft() for _ in range(len(self._first_token_s))]
 
+    def count_response(self) -> None:
+        """One more is sent; by any thread."""
+        with self._counting:
+            self.num_responses += 1
+
+    def count_refusal(self, error: ContractError) -> None:
+        """One more request is not begun; by any thread."""
+        with self._counting:
+            self.refused[error.reason] += 1
+
     def find(self, request_id: str) -> Call | None:
         """The running call of that id."""
         with self._lock:
@@ -237,7 +250,9 @@ class Calls:
         """End the call of a request that the engine refuses."""
         call = self._routes.get(rejected.request)
         if call is not None:
-            self.fail(call, ContractError(rejected.message, Code(rejected.code)))
+            error = ContractError(rejected.message, Code(rejected.code), rejected.reason)
+            self.count_refusal(error)
+            self.fail(call, error)
 
     def lose(self) -> None:
         """The engine is gone: every call ends with an error."""
@@ -246,11 +261,16 @@ class Calls:
     # --- ends ----------------------------------------------------------------------------------
 
     def fail_all(self, error: ContractError) -> None:
-        """End every call with the same error."""
+        """End every call with the same error, of the server's."""
         for call in self.snapshot():
-            self.fail(call, error)
+            self.fail(call, error, wire.CancelCause.SERVER)
 
-    def fail(self, call: Call, error: ContractError) -> None:
+    def fail(
+        self,
+        call: Call,
+        error: ContractError,
+        cause: wire.CancelCause = wire.CancelCause.FAILED,
+    ) -> None:
         """End a call with an error, unless it is over.
 
         Under flow control the error waits for what was sent before: servers before Triton 26.03
@@ -261,31 +281,31 @@ class Calls:
                 return
             is_under_way = any(stream.credit and stream.has_sent for stream in call.streams)
             if self.settle is None or not is_under_way:
-                self._abandon(call)
+                self._abandon(call, cause)
                 call.reply.fail(error)
                 return
             call.is_failing = True
-            self._cancel_in_engine(call)
+            self._cancel_in_engine(call, cause)
         self.settle(call, lambda: self._fail_settled(call, error))
 
     def _fail_settled(self, call: Call, error: ContractError) -> None:
         with call.lock:
             if not call.is_over:
-                self._abandon(call)
+                self._close(call)
                 call.reply.fail(error)
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: Call, cause: wire.CancelCause = wire.CancelCause.CLIENT) -> None:
         """End a call whose client is gone, without a further word."""
         with call.lock:
             if not call.is_over:
-                self._abandon(call)
+                self._abandon(call, cause)
                 call.reply.end()
 
     def stop(self, request_id: str) -> None:
         """Let the engine stop the call of that id; it answers with what it has. None: nothing."""
         call = self.find(request_id)
         if call is not None:
-            self._cancel_in_engine(call)
+            self._cancel_in_engine(call, wire.CancelCause.STOP)
 
     def forget(self, call: Call) -> None:
         """Make its request id free again; tokens that still come are nobody's."""
@@ -299,14 +319,18 @@ class Calls:
             if credit is not None:
                 credit.release()
 
-    def _abandon(self, call: Call) -> None:
+    def _close(self, call: Call) -> None:
         call.is_over = True
         self.forget(call)
-        self._cancel_in_engine(call)
 
-    def _cancel_in_engine(self, call: Call) -> None:
+    def _abandon(self, call: Call, cause: wire.CancelCause) -> None:
+        self._close(call)
+        self._cancel_in_engine(call, cause)
+
+    def _cancel_in_engine(self, call: Call, cause: wire.CancelCause) -> None:
+        now_ns = time.monotonic_ns()
         with contextlib.suppress(ContractError):  # no engine: nothing to cancel
-            self._send(*(wire.Cancel(request) for request in call.routes))
+            self._send(*(wire.Cancel(request, cause, now_ns) for request in call.routes))
 
 
 class Senders:
@@ -383,6 +407,7 @@ class Senders:
     ) -> bool:
         """Send one response; whether nobody else may have the stream now."""
         outputs = stream.write(tokens, is_last)
+        calls.count_response()
         if is_last:
             call.num_open -= 1
             is_final = call.num_open == 0

@@ -8,7 +8,7 @@ import numpy as np
 from slipstream_contract.vllm import VllmRequest, vllm_request
 
 from slipstream import wire
-from slipstream.bridge.bridge import Bridge, Question, answer
+from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.pieces import Piece, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 from slipstream.bridge.text import Text, make_encoders
@@ -33,7 +33,9 @@ class Vllm:
     def begin(self, question: Question) -> None:
         """Start a request. Raises ContractError for what is wrong before its text is encoded."""
         request = vllm_request(question.inputs, question.parameters)
-        self._encoders.submit(answer, question.reply, lambda: self._begin(question, request))
+        self._encoders.submit(
+            self._bridge.answer, question.reply, lambda: self._begin(question, request)
+        )
 
     def close(self) -> None:
         """End the threads."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from slipstream_contract.errors import Code, ContractError
 
 from slipstream.bridge.streams import Call, Calls
+from slipstream.wire import CancelCause
 
 _log = logging.getLogger(__name__)
 
@@ -86,4 +87,5 @@ class Watch:
             f"{passed_ns / 1e6:.0f} ms have passed, of {call.timeout_ns / 1e6:.12g} asked for by "
             "timeout_ms or timeout; the engine has not ended it"
         )
-        self._calls.fail(call, ContractError(message, Code.DEADLINE_EXCEEDED))
+        error = ContractError(message, Code.DEADLINE_EXCEEDED)
+        self._calls.fail(call, error, CancelCause.DEADLINE)

@@ -59,10 +59,11 @@ class WaitingQueue:
         load = f"{num_requests} requests wait with {self.num_tokens} tokens"
         excess = self.num_tokens + num_tokens - self._max_tokens
         if num_requests >= self._max_requests:
-            bound = f"max_waiting is {self._max_requests}"
+            reason, bound = "max_waiting", f"max_waiting is {self._max_requests}"
             retry_ms = self._retry_ms(1, [1] * len(self._recent))
         elif num_requests and excess > 0:
-            bound = f"max_waiting_tokens is {self._max_tokens}, this prompt has {num_tokens}"
+            reason = "max_waiting_tokens"
+            bound = f"{reason} is {self._max_tokens}, this prompt has {num_tokens}"
             retry_ms = self._retry_ms(excess, [tokens for _, tokens in self._recent])
         else:
             return
@@ -70,6 +71,7 @@ class WaitingQueue:
             f"the engine is full: {load}, {bound} ({num_running} sequences are running); "
             f"retry_after_ms: {retry_ms}",
             Code.UNAVAILABLE,
+            reason,
         )
 
     def _retry_ms(self, needed: int, admitted: list[int]) -> int:
