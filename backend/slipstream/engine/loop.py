@@ -152,7 +152,8 @@ class EngineLoop:
         try:
             self._engine.submit(bridge, message)
         except ContractError as error:
-            self._send(bridge, wire.Rejected(message.request, error.code, error.message))
+            rejected = wire.Rejected(message.request, error.code, error.message, error.reason)
+            self._send(bridge, rejected)
         except Exception:
             _log.exception("request %d could not be queued", message.request)
             reason = "the engine could not take the request"
