@@ -132,14 +132,14 @@ def text_request(
     text = read.text("text_input")
     if not text:
         raise ContractError("text_input is empty")
-    stop_words = _texts(read, "stop_words", limits.MAX_WORDS)
+    stop_words = _texts(read, "stop_words", limits.MAX_STOP_BYTES)
     bias_words, bias_weights = _weighted(read)
     base = _sampling(read, own, {})
     end_id, pad_id = _id(read, "end_id"), _id(read, "pad_id")
     return TextRequest(
         text=text,
         base=msgspec.structs.replace(base, stop_words=tuple(w.encode() for w in stop_words)),
-        bad_words=_texts(read, "bad_words", limits.MAX_WORDS),
+        bad_words=_texts(read, "bad_words", limits.MAX_LIST_BYTES),
         bias_words=bias_words,
         bias_weights=bias_weights,
         end_id=end_id,
@@ -285,11 +285,9 @@ def _id(read: Inputs, name: str) -> int | None:
 
 
 def _texts(read: Inputs, name: str, limit: int) -> tuple[str, ...]:
-    """Words; empty ones are left out."""
+    """Words of at most `limit` bytes together; empty ones are left out."""
     words = [word for word in read.texts(name) if word]
-    limits.check_count(name, len(words), limit, "words")
-    for word in words:
-        limits.check_word(name, word.encode())
+    limits.check_word_bytes(name, [word.encode() for word in words], limit)
     return tuple(words)
 
 
@@ -308,9 +306,8 @@ def _weighted(read: Inputs) -> tuple[tuple[str, ...], tuple[float, ...]]:
         raise ContractError(
             f"{name} has {len(weights)} values for {len(words)} embedding_bias_words"
         )
-    limits.check_count("embedding_bias_words", len(words), limits.MAX_WORDS, "words")
-    for i, (word, weight) in enumerate(zip(words, weights, strict=True)):
-        limits.check_word("embedding_bias_words", word.encode())
+    limits.check_word_bytes("embedding_bias_words", [word.encode() for word in words])
+    for i, weight in enumerate(weights):
         limits.check_number(f"{name}[{i}]", weight, -limits.MAX_BIAS, limits.MAX_BIAS)
     return tuple(words), tuple(weights)
 
@@ -339,8 +336,8 @@ def _stop_words(
 ) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
     """Stop words as bytes; without a vocabulary as token ids, which one token each can be."""
     field = "stop_words_list (stop_words)"
-    limits.check_count(field, len(words), limits.MAX_WORDS, "words")
     if vocab is None:
+        limits.check_count(field, len(words), limits.MAX_WORDS, "words")
         for word in words:
             if len(word) > 1:
                 raise ContractError(
@@ -352,11 +349,13 @@ def _stop_words(
     for word in words:
         text = b"".join(vocab.raw(token_id) for token_id in word)
         if text:
-            texts.append(limits.check_word(field, text))
+            texts.append(text)
         elif len(word) == 1:  # models pad their vocabulary
             ids.append(word[0])
         else:
             raise ContractError(f"{field} has a word of tokens without a text: {clip(word)}")
+    limits.check_word_bytes(field, texts, limits.MAX_STOP_BYTES)
+    limits.check_count(field, len(ids), limits.MAX_WORDS, "words")
     return tuple(texts), tuple(ids)
 
 

@@ -18,8 +18,7 @@ from enum import StrEnum
 
 import msgspec
 
-MAX_BATCH_SIZE = 64
-"""Prompts in one request; each of them is answered by a stream of its own."""
+from slipstream_contract.limits import MAX_BATCH_SIZE
 
 
 class DType(StrEnum):

@@ -12,11 +12,10 @@ import msgspec
 
 from slipstream_contract.errors import ContractError
 from slipstream_contract.inputs import to_whole
-from slipstream_contract.limits import check_whole
+from slipstream_contract.limits import LOWEST_PRIORITY as LOWEST_PRIORITY
+from slipstream_contract.limits import MAX_TIMEOUT_MS, check_whole
 
-LOWEST_PRIORITY = 9
 DEFAULT_PRIORITY = 5
-MAX_TIMEOUT_MS = 86_400_000  # a day
 
 _PRIORITY, _GRPC_PRIORITY = "priority", "request_priority"
 _TIMEOUT_MS, _TIMEOUT_US = "timeout_ms", "timeout"

@@ -29,9 +29,6 @@ from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.tensors import MODELS
 
 DEFAULT_MAX_TOKENS = 16
-MAX_SEED = 2**63 - 1
-MAX_PENALTY = 2.0  # presence and frequency, either sign
-MAX_LOGIT_BIAS = 100.0  # either sign
 
 # Parameters of vLLM that we do not serve -> values that ask for nothing.
 _LATER: dict[str, tuple[object, ...]] = {
@@ -107,7 +104,7 @@ class VllmRequest(msgspec.Struct, frozen=True):
 
         Raises ContractError if the words have more tokens than are served.
         """
-        limits.check_words("bad_words", bad_words)
+        limits.check_words("bad_words", bad_words, limits.MAX_BAN_FORMS)
         return msgspec.structs.replace(
             self.base,
             end_ids=() if self.ignore_eos else tuple(end_ids),
@@ -136,7 +133,7 @@ def vllm_request(
         base=msgspec.structs.replace(
             base, log_probs=base.log_probs or returns_log_probs or returns_sum
         ),
-        bad_words=values.words("bad_words"),
+        bad_words=values.words("bad_words", limits.MAX_LIST_BYTES),
         ignore_eos=values.flag("ignore_eos"),
         skip_special_tokens=values.flag("skip_special_tokens", True),
         streaming=streaming,
@@ -167,17 +164,18 @@ class _Values:
     def flag(self, name: str, default: bool = False) -> bool:
         return to_flag(name, self._values.get(name, default))
 
-    def words(self, name: str) -> tuple[str, ...]:
-        """One text or a list of texts; empty ones are left out."""
+    def words(self, name: str, most_bytes: int) -> tuple[str, ...]:
+        """One text or a list of texts, of so many bytes together; none of them is empty."""
         value = self._values.get(name, [])
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list):
             raise ContractError(f"{name} is {clip(value)}, neither a text nor a list of texts")
         limits.check_count(name, len(items), limits.MAX_WORDS, "words")
         words = tuple(decode(f"{name}[{i}]", item) for i, item in enumerate(items))
-        for word in words:
-            limits.check_word(name, word.encode())
-        return tuple(word for word in words if word)
+        if "" in words:
+            raise ContractError(f"{name}[{words.index('')}] is empty")
+        limits.check_word_bytes(name, [word.encode() for word in words], most_bytes)
+        return words
 
     def ids(self, name: str) -> tuple[int, ...]:
         """A list of token ids."""
@@ -203,7 +201,7 @@ class _Values:
             if token_id in bias:
                 raise ContractError(f"{field} is given twice")
             bias[token_id] = limits.check_number(
-                field, to_number(field, weight), -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+                field, to_number(field, weight), -limits.VLLM_MAX_BIAS, limits.VLLM_MAX_BIAS
             )
         return tuple((token_id, weight) for token_id, weight in sorted(bias.items()) if weight)
 
@@ -227,13 +225,23 @@ def _parameters(read: Inputs, parameters: Mapping[str, object]) -> _Values:
 
 def _object(text: str) -> dict[str, object]:
     """JSON. An empty text asks for nothing."""
+    limits.check_count("sampling_parameters", len(text.encode()), limits.MAX_JSON_BYTES, "bytes")
     try:
-        value = json.loads(text) if text.strip() else {}
+        value = json.loads(text, object_pairs_hook=_without_twins) if text.strip() else {}
     except (ValueError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
         raise ContractError(f"sampling_parameters is not JSON: {clip(reason)}") from None
     if not isinstance(value, dict):
         raise ContractError(f"sampling_parameters is {clip(value)}, not a JSON object")
+    return value
+
+
+def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for name, item in pairs:
+        if name in value:
+            raise ContractError(f"sampling_parameters has {clip(name)} twice")
+        value[name] = item
     return value
 
 
@@ -267,7 +275,7 @@ def _sampling(values: _Values) -> SamplingParams:
         seed=_seed(values),
         n=n,
         stop_token_ids=values.ids("stop_token_ids"),
-        stop_words=tuple(word.encode() for word in values.words("stop")),
+        stop_words=tuple(w.encode() for w in values.words("stop", limits.MAX_STOP_BYTES)),
         include_stop=values.flag("include_stop_str_in_output"),
         bias=values.bias("logit_bias"),
         log_probs=_log_probs(values, temperature),
@@ -287,8 +295,9 @@ def _filters(values: _Values, temperature: float) -> dict[str, Any]:
 
 
 def _penalties(values: _Values) -> dict[str, Any]:
+    penalty = limits.VLLM_MAX_PENALTY
     additive: dict[str, float] = {
-        name: limits.check_number(name, values.number(name, 0.0), -MAX_PENALTY, MAX_PENALTY)
+        name: limits.check_number(name, values.number(name, 0.0), -penalty, penalty)
         for name in ("presence_penalty", "frequency_penalty")
     }
     name = "repetition_penalty"
@@ -300,7 +309,7 @@ def _seed(values: _Values) -> int | None:
     seed = values.whole_or_none("seed")
     if seed is None or seed == -1:
         return None
-    limits.check_whole("seed", seed, -MAX_SEED - 1, MAX_SEED)
+    limits.check_whole("seed", seed, -limits.INT64_MAX - 1, limits.INT64_MAX)
     return int(np.array(seed, np.int64).astype(np.uint64))
 
 

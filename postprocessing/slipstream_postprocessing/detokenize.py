@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
+from slipstream_contract import limits
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes
@@ -53,6 +54,7 @@ def detokenize_batch(
     counts: list[int] = lengths.reshape(-1).tolist()
     if len(counts) != len(rows):
         raise ContractError(f"SEQUENCE_LENGTH has {len(counts)} values for {len(rows)} rows")
+    limits.check_count("TOKENS_BATCH", tokens.size, limits.MAX_DETOKENIZED, "token ids")
     if state is not None and len(rows) != 1:
         raise ContractError(f"STREAM_STATE is for one row, TOKENS_BATCH has {len(rows)}")
     texts = []

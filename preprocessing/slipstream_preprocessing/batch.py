@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from slipstream_contract import limits
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.inputs import decode, refuse_later
 from slipstream_contract.tensors import MODELS
@@ -61,8 +62,10 @@ def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Arr
         "OUT_END_ID": _int32_column(end_ids),
         "OUT_PAD_ID": _int32_column(pad_ids),
     }
-    stop = [encoder.words(row) for row in _rows(inputs, "STOP_WORDS_DICT", "stop_words", size)]
-    bad = [encoder.bad_words(row) for row in _rows(inputs, "BAD_WORDS_DICT", "bad_words", size)]
+    stop_rows = _words(inputs, "STOP_WORDS_DICT", "stop_words", size, limits.MAX_STOP_BYTES)
+    bad_rows = _words(inputs, "BAD_WORDS_DICT", "bad_words", size)
+    stop = [encoder.words(row) for row in stop_rows]
+    bad = [encoder.bad_words(row) for row in bad_rows]
     if any(stop):
         outputs["STOP_WORDS_IDS"] = _pack(stop)
     if any(bad):
@@ -85,7 +88,7 @@ def _pack(batch: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
 
 def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[np.float32] | None:
     """Every token of a word is given the word's weight; weights of several words add up."""
-    words = _rows(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words", size)
+    words = _words(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words", size)
     weights = _rows(inputs, "EMBEDDING_BIAS_WEIGHTS", "embedding_bias_weights", size)
     bias = np.zeros((size, encoder.vocab.size), np.float32)
     for row, row_words, row_weights in zip(bias, words, weights, strict=True):
@@ -96,9 +99,10 @@ def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[n
                 f"embedding_bias_weights has {len(row_weights)} values "
                 f"for {len(row_words)} embedding_bias_words"
             )
+        for i, weight in enumerate(row_weights):
+            field = f"embedding_bias_weights[{i}]"
+            limits.check_number(field, weight, -limits.MAX_BIAS, limits.MAX_BIAS)
         for ids, weight in zip(encoder.bias_words(row_words), row_weights, strict=True):
-            if not np.isfinite(weight):
-                raise ContractError(f"embedding_bias_weights holds {weight}, not a finite number")
             row[ids] += weight
     return bias if bias.any() else None
 
@@ -130,6 +134,20 @@ def _rows(inputs: Mapping[str, Array], name: str, known_as: str, size: int) -> l
     if value.ndim != 2 or value.shape[0] != size:
         raise ContractError(f"{known_as} has shape {clip(list(value.shape))}, not [{size}, n]")
     rows: list[list[Any]] = value.tolist()
+    return rows
+
+
+def _words(
+    inputs: Mapping[str, Array],
+    name: str,
+    known_as: str,
+    size: int,
+    most_bytes: int = limits.MAX_LIST_BYTES,
+) -> list[list[bytes]]:
+    """The rows of words of an input [B, n], of at most so many bytes each."""
+    rows = _rows(inputs, name, known_as, size)
+    for row in rows:
+        limits.check_word_bytes(known_as, [word for word in row if word], most_bytes)
     return rows
 
 

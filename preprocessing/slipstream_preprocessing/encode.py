@@ -16,6 +16,8 @@ from slipstream_preprocessing.tokenizer import (
 )
 from slipstream_preprocessing.words import decode_words, encode_exact, encode_words
 
+_PROBE = 8  # characters that a token has at most, as a first guess
+
 
 class Encoder:
     """One checkpoint's tokenizer, word encodings, chat template, and end and pad ids.
@@ -63,6 +65,7 @@ class Encoder:
         if not text:
             raise ContractError("text_input is empty")
         self._check_size(text)
+        self._check_beginning(text)
         add = self._add_special_tokens if add_special_tokens is None else add_special_tokens
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add).ids
         if not ids:
@@ -83,6 +86,23 @@ class Encoder:
                 f"text_input has {size} bytes, at least {least} tokens; "
                 f"the context has {self._max_model_len}"
             )
+
+    def _check_beginning(self, text: str) -> None:
+        """Refuse a text whose beginning alone has too many tokens, without encoding it all.
+
+        A cut changes the tokens about it, so a beginning must have a quarter more than fit.
+        """
+        if self._max_model_len is None:
+            return
+        size = _PROBE * self._max_model_len
+        while 2 * size < len(text):
+            ids = self.tokenizer.encode(text[:size], add_special_tokens=False).ids
+            if len(ids) > 1.25 * self._max_model_len + _PROBE:
+                raise ContractError(
+                    f"text_input has {len(text.encode())} bytes, its first {size} characters have "
+                    f"{len(ids)} tokens; the context has {self._max_model_len}"
+                )
+            size *= _PROBE
 
     def words(self, words: Iterable[bytes | str], field: str = "stop_words") -> list[list[int]]:
         """Ids that stand for exactly the bytes of each word, for stop words.

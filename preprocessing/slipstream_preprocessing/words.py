@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.inputs import decode
-from slipstream_contract.limits import MAX_WORDS, check_count, check_word
 from slipstream_contract.vocab import TokenBytes
 from tokenizers import Tokenizer
 
@@ -20,15 +19,10 @@ _ANCHORS = ("\n", "a", ".", "0")
 def decode_words(words: Iterable[bytes | str], field: str, keep_empty: bool = False) -> list[str]:
     """Words as text, empty ones skipped unless they are to be kept.
 
-    Raises ContractError for invalid UTF-8, too many words and words that are too long.
+    Raises ContractError for invalid UTF-8. How many and how long they may be is not its business.
     """
     texts = [decode(f"{field}[{index}]", word) for index, word in enumerate(words)]
-    if not keep_empty:
-        texts = [text for text in texts if text]
-    check_count(field, len(texts), MAX_WORDS, "words")
-    for text in texts:
-        check_word(field, text.encode())
-    return texts
+    return texts if keep_empty else [text for text in texts if text]
 
 
 def encode_words(

@@ -2,7 +2,8 @@
 
 import msgspec
 import pytest
-from slipstream_contract.tensors import ALIASES, MAX_BATCH_SIZE, MODELS, TO_LLM, Tensor
+from slipstream_contract.limits import MAX_BATCH_SIZE
+from slipstream_contract.tensors import ALIASES, MODELS, TO_LLM, Tensor
 
 # What clients of these models rely on, grouped as the published configurations have it:
 # type, dims, flags (o: optional, r: ragged, s: scalar inside) -> names.

@@ -123,7 +123,7 @@ def test_weights_of_several_words_add_up(encoder: Encoder) -> None:
                 "EMBEDDING_BIAS_WORDS": strings(["a"]),
                 "EMBEDDING_BIAS_WEIGHTS": np.array([[np.nan]], np.float32),
             },
-            "embedding_bias_weights holds nan",
+            "embedding_bias_weights\\[0\\] is nan",
         ),
         ({"DECODER_QUERY": strings(["x"])}, "decoder_text_input is not supported yet"),
         ({"IMAGE_URL": strings(["http://x"])}, "IMAGE_URL is not supported yet"),

@@ -149,6 +149,28 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     assert len(encoder.encode("x" * 64)) > 1
 
 
+@pytest.mark.parametrize("name", ["byte-level BPE", "Llama-2", "WordPiece", "WordLevel"])
+def test_of_a_prompt_far_too_long_only_the_beginning_is_tokenised(name: str) -> None:
+    """Also where no bound on the bytes of a token is known."""
+    encoder = Encoder.load(directory(name), max_model_len=64)
+    encoder._bytes_per_token = None
+    asked: list[int] = []
+    tokenizer = encoder.tokenizer
+
+    class Noting:
+        def encode(self, text: str, add_special_tokens: bool) -> object:
+            asked.append(len(text))
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    encoder.tokenizer = Noting()  # type: ignore[assignment]
+    with pytest.raises(ContractError, match=r"9000000 bytes, its first 512 .* the context has 64"):
+        encoder.encode("x = " * 2_250_000)
+    assert asked == [512]
+    for count in (10, 64):  # few tokens for many characters: not the guess decides
+        long = "the " * count
+        assert encoder.encode(long) == tokenizer.encode(long).ids
+
+
 @pytest.mark.parametrize("kind", ["replace", "metaspace", "nfc", "prepend"])
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(alphabet=st.sampled_from("a ▁é\u0301가ᄀ\u1161\u212b\n😀"), min_size=1))
