@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import secrets
 import shutil
 import signal
@@ -31,6 +32,7 @@ from slipstream_compose.server import server_directory, server_environment, stub
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 32 << 20  # bytes: seven stubs begin with one MiB each and grow with tensors
 MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
+_STACK_BYTES = 1 << 30  # of each thread of the server; what is not used costs nothing
 ENDING_S = 0.4  # in which bridges end all streams
 EXIT_TIMEOUT_S = 4  # for requests in flight, which it looks at once a second, and for unloading
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -152,6 +154,19 @@ def signals_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
 
 
+def _stack_limits() -> tuple[int, int]:
+    """Of the server. Before Triton 25.07 a body of HTTP takes as much of a thread's stack as it is
+    long: with the usual 8 MiB, one of 8 MB ends the whole server.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    unlimited = resource.RLIM_INFINITY
+    with contextlib.suppress(OSError):
+        if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+            return soft, hard  # there, what is never touched counts too
+    wanted = _STACK_BYTES if hard == unlimited else min(_STACK_BYTES, hard)
+    return (soft if soft != unlimited and soft > wanted else wanted), hard
+
+
 def _state(pid: int) -> str:
     """One letter, as `ps` shows it; X for a process that does not exist."""
     try:
@@ -211,7 +226,14 @@ class TritonServer:
         working = self.runtime.directory / "cwd"
         working.mkdir(exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        stack = _stack_limits()
         prctl = ctypes.CDLL(None).prctl  # looked up here: the forked child does as little as it can
+
+        def prepare() -> None:
+            prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+            resource.setrlimit(resource.RLIMIT_STACK, stack)
+            signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+
         mode = "wb" if self._process is None else "ab"
         with self.log.open(mode) as log, signals_held() as usual:
             self._log_begin = log.tell()
@@ -224,10 +246,7 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 # Ctrl-C is ours: the stubs must not see it. But our death is the server's.
                 start_new_session=True,
-                preexec_fn=lambda: (
-                    prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM),
-                    signal.pthread_sigmask(signal.SIG_SETMASK, usual),
-                ),
+                preexec_fn=prepare,
             )
 
     def _arguments(self, server: Path) -> list[str]:
