@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams perf locust soak compose-check figures clean loc
+.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams perf locust agreement soak compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -58,6 +58,9 @@ perf: install    ## perf_analyzer on the default repository; report in benchmark
 
 locust: install  ## locust, gRPC and HTTP users, on the default repository; report likewise
 	@$(BIN)/python load/run_locust.py $(LOCUST_ARGS)
+
+agreement: install ## slipstream bench, perf_analyzer and locust at one load, side by side
+	@$(BIN)/python load/run_agreement.py $(ARGS)
 
 soak: install    ## many requests, many of them cancelled, on a small KV cache; fails on any trace of them
 	@$(BIN)/python load/soak.py $(SOAK_ARGS)

@@ -2,8 +2,9 @@
 
     locust -f load/locustfile.py --headless -u 16 -r 8 -t 20s --host http://127.0.0.1:8000
 
-Environment: GRPC (host:port), MODEL, MAX_TOKENS. Beside whole requests every user fires the events
-`ttft` (start to first response) and `itl` (mean time between responses of one request).
+Environment: GRPC (host:port), MODEL, MAX_TOKENS, which every answer has. Beside whole requests,
+every user fires the events `connect` (once), `ttft` (start to first response) and `itl` (mean time
+between responses of one request).
 """
 
 import grpc.experimental.gevent
@@ -24,7 +25,8 @@ from slipstream_client import SlipstreamClient  # noqa: E402
 
 GRPC = os.environ.get("GRPC", "127.0.0.1:8001")
 MODEL = os.environ.get("MODEL", "ensemble")
-MAX_TOKENS = int(os.environ.get("MAX_TOKENS", "32"))
+PARAMETERS: dict[str, Any] = {"max_tokens": int(os.environ.get("MAX_TOKENS", "32"))}
+PARAMETERS |= {"ignore_eos": True} if MODEL == "vllm_model" else {"end_id": -1}
 
 
 class Clock:
@@ -52,6 +54,10 @@ class Clock:
         if error is None and len(times) > 1:
             self._event("itl", (times[-1] - times[0]) / (len(times) - 1), 0, None)
 
+    def connected(self, begin: float) -> None:
+        """A user is there; locust's own times begin with the first answer."""
+        self._event("connect", time.perf_counter() - begin, 0, None)
+
     def _event(self, name: str, seconds: float, size: int, error: Exception | None) -> None:
         self._fire(
             request_type=self._kind,
@@ -68,7 +74,9 @@ class GrpcUser(User):
 
     def on_start(self) -> None:
         """Connects."""
+        begin = time.perf_counter()
         self.client = SlipstreamClient(GRPC, model=MODEL, timeout_s=120)
+        Clock(self.environment, "gRPC").connected(begin)
 
     def on_stop(self) -> None:
         """Disconnects."""
@@ -79,7 +87,7 @@ class GrpcUser(User):
         """One completion."""
 
         def sizes() -> Iterable[int]:
-            with self.client.stream(random.choice(PROMPTS), max_tokens=MAX_TOKENS) as chunks:
+            with self.client.stream(random.choice(PROMPTS), **PARAMETERS) as chunks:
                 for chunk in chunks:
                     yield len(chunk.text.encode())
 
@@ -91,7 +99,9 @@ class SseUser(User):
 
     def on_start(self) -> None:
         """Opens a session of its own: locust's would count the headers as the whole request."""
+        begin = time.perf_counter()
         self.session = requests.Session()
+        Clock(self.environment, "SSE").connected(begin)
 
     def on_stop(self) -> None:
         """Disconnects."""
@@ -102,9 +112,9 @@ class SseUser(User):
         """One completion."""
         body: dict[str, Any] = {"text_input": random.choice(PROMPTS), "stream": True}
         if MODEL == "vllm_model":
-            body["parameters"] = {"max_tokens": MAX_TOKENS, "temperature": 0}
+            body["sampling_parameters"] = json.dumps(PARAMETERS)
         else:
-            body |= {"max_tokens": MAX_TOKENS, "exclude_input_in_output": True}
+            body |= PARAMETERS | {"exclude_input_in_output": True}
 
         def sizes() -> Iterable[int]:
             url = f"{self.host}/v2/models/{MODEL}/generate_stream"

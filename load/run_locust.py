@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def rows_of(stats: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]
             "count": entry["num_requests"],
             "failures": entry["num_failures"],
             "per_s": round(entry["num_requests"] / seconds, 2),
+            "mean_ms": round(entry["total_response_time"] / max(1, entry["num_requests"]), 3),
             **percentiles({float(ms): count for ms, count in entry["response_times"].items()}),
         }
         for entry in sorted(stats, key=lambda entry: (entry["method"], entry["name"]))
@@ -49,6 +51,32 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def measure(
+    args: argparse.Namespace, http: str, grpc: str, users: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], int]:
+    """Locust's statistics, and its exit code: not 0 where a request failed.
+
+    `users` are classes of the locustfile, all if none is named. Raises SystemExit without requests.
+    """
+    log = REPORTS / "locust.log"
+    variables = {"GRPC": grpc, "MODEL": args.model, "MAX_TOKENS": str(args.max_tokens)}
+    command = [
+        *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py"))),
+        *("--headless", "--json", "--host", f"http://{http}"),
+        *("-u", str(args.users), "-r", str(args.users), "-t", f"{args.seconds}s"),
+        *("--stop-timeout", "30", "--html", str(REPORTS / "locust.html")),
+        *users,
+    ]
+    with log.open("w") as errors:
+        done = subprocess.run(
+            command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=errors, check=False
+        )
+    stats = json.loads(done.stdout or "[]")
+    if not stats:
+        raise SystemExit(f"locust: no request was made; see {log}")
+    return stats, done.returncode
+
+
 def main() -> int:
     """locust's exit code: not 0 where a request failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -57,28 +85,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=20, help="(%(default)s)")
     args = parser.parse_args()
     REPORTS.mkdir(parents=True, exist_ok=True)
-    log = REPORTS / "locust.log"
-    with serving(args) as (http, grpc), log.open("w") as errors:
-        variables = {"GRPC": grpc, "MODEL": args.model, "MAX_TOKENS": str(args.max_tokens)}
-        command = [
-            *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py"))),
-            *("--headless", "--json", "--host", f"http://{http}"),
-            *("-u", str(args.users), "-r", str(args.users), "-t", f"{args.seconds}s"),
-            *("--stop-timeout", "30", "--html", str(REPORTS / "locust.html")),
-        ]
-        done = subprocess.run(
-            command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=errors, check=False
-        )
-    stats = json.loads(done.stdout or "[]")
-    if not stats:
-        raise SystemExit(f"locust: no request was made; see {log}")
+    with serving(args) as (http, grpc):
+        stats, code = measure(args, http, grpc)
     rows = rows_of(stats, args.seconds)
     about = {"model": args.model, "users": args.users, "max_tokens": args.max_tokens}
     (REPORTS / "locust.json").write_text(json.dumps(about | {"rows": rows}, indent=2) + "\n")
     print(table(rows))
     print(f"report: {REPORTS / 'locust.html'}", file=sys.stderr)
     print(json.dumps(about | {"rows": rows}))
-    return done.returncode
+    return code
 
 
 if __name__ == "__main__":

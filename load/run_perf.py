@@ -9,6 +9,7 @@ tokens.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,14 @@ from slipstream_compose.server import server_directory, server_environment, stub
 
 
 def input_data(model: str, max_tokens: int) -> dict[str, Any]:
-    """perf_analyzer's input file: one entry a prompt."""
+    """perf_analyzer's input file: one entry a prompt, of which none ends early."""
+    flags = ("stream", "exclude_input_in_output", "return_num_input_tokens")
+    rest: dict[str, Any] = {name: [True] for name in (*flags, "return_num_output_tokens")}
     if model == "vllm_model":
-        sampling = json.dumps({"max_tokens": max_tokens, "temperature": 0})
-        rest: dict[str, Any] = {"sampling_parameters": [sampling], "stream": [True]}
+        sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        rest |= {"sampling_parameters": [json.dumps(sampling)]}
     else:
-        rest = {"max_tokens": [max_tokens], "stream": [True]}
-    rest |= {"exclude_input_in_output": [True]}
+        rest |= {"max_tokens": [max_tokens], "end_id": [-1]}
     return {"data": [{"text_input": [prompt], **rest} for prompt in PROMPTS]}
 
 
@@ -35,6 +37,7 @@ def measure(args: argparse.Namespace, grpc: str, concurrency: int, folder: Path)
     """One load level: the figures of its requests. Raises SystemExit with perf_analyzer's word."""
     data, profile = folder / "input.json", folder / f"profile-{concurrency}.json"
     data.write_text(json.dumps(input_data(args.model, args.max_tokens)))
+    profile.unlink(missing_ok=True)  # perf_analyzer writes over none
     server = server_directory()
     command = [
         str(server / "bin" / "perf_analyzer"),
@@ -46,10 +49,16 @@ def measure(args: argparse.Namespace, grpc: str, concurrency: int, folder: Path)
     environment = server_environment(server, stub_directory())
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not profile.exists():
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise SystemExit(f"perf_analyzer: {lines[-1] if lines else 'no output'}")
+        raise SystemExit(f"perf_analyzer: {reason(done.stdout + done.stderr)}")
     requests = json.loads(profile.read_text())["experiments"][0]["requests"]
     return {"concurrency": concurrency} | figures(requests, args.max_tokens)
+
+
+def reason(output: str) -> str:
+    """What went wrong, from output that may end with the whole usage."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    said = [line for line in lines if re.match(r"(error|failed)\b", line, re.IGNORECASE)]
+    return (said or lines[-1:] or ["no output"])[0]
 
 
 def figures(requests: list[dict[str, Any]], max_tokens: int) -> dict[str, Any]:
@@ -68,6 +77,8 @@ def figures(requests: list[dict[str, Any]], max_tokens: int) -> dict[str, Any]:
         "requests_per_s": round(len(answered) / seconds, 2),
         "at_most_tokens_per_s": round(len(answered) * max_tokens / seconds, 1),
         "responses_per_s": round(sum(len(gap) + 1 for gap in gaps) / seconds, 1),
+        "ttft_mean_ms": round(float((firsts - starts).mean()) / 1e6, 3),
+        "request_mean_ms": round(float((lasts - starts).mean()) / 1e6, 3),
         "ttft_ms": percentiles((firsts - starts) / 1e6),
         "between_responses_ms": percentiles(np.concatenate(gaps) / 1e6),
         "request_ms": percentiles((lasts - starts) / 1e6),

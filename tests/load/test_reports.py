@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from slipstream_compose.server import repository_root
 
-NAMES = ("serving", "run_perf", "run_locust")
+NAMES = ("serving", "run_perf", "run_locust", "run_agreement")
 
 
 @pytest.fixture
@@ -35,6 +35,7 @@ def test_perf_figures(load):
     assert found["ttft_ms"]["p50"] == 20.0
     assert found["between_responses_ms"]["p50"] == 20.0
     assert found["request_ms"]["p50"] == 520.0
+    assert (found["ttft_mean_ms"], found["request_mean_ms"]) == (20.0, 520.0)
     row = load.run_perf.table([{"concurrency": 3} | found]).splitlines()[-1]
     assert row.startswith("| 3 | 2 | 1.0 | 2.5 | 20/")
 
@@ -68,10 +69,55 @@ def test_locust_rows(load):
             "name": "ttft",
             "num_requests": 4,
             "num_failures": 1,
+            "total_response_time": 18.5,
             "response_times": {"3": 3, "9.5": 1},
         }
     ]
     [row] = load.run_locust.rows_of(stats, seconds=2)
-    assert row["per_s"] == 2.0
+    assert (row["per_s"], row["mean_ms"]) == (2.0, 4.625)
     assert (row["p50_ms"], row["p99_ms"]) == (3.0, 9.5)
     assert load.run_locust.table([row]).splitlines()[1].split()[:2] == ["gRPC", "ttft"]
+
+
+def test_perf_analyzer_says_why_it_failed(load):
+    usage = "Error: Failed to parse --x\nUsage: perf_analyzer\n\n\t-v\n"
+    assert load.run_perf.reason(usage) == "Error: Failed to parse --x"
+    assert load.run_perf.reason("no such model\n") == "no such model"
+    assert load.run_perf.reason("") == "no output"
+
+
+def test_agreement_of_medians(load):
+    def figures(rate: float, ms: float) -> dict[str, float]:
+        return {"requests_per_s": rate, "request_ms": ms}
+
+    rounds = [
+        {"bench": figures(10, 100), "perf_analyzer": figures(10, 100), "locust": figures(9, 104)},
+        {"bench": figures(10, 100), "perf_analyzer": figures(90, 100), "locust": figures(10, 104)},
+        {"bench": figures(10, 100), "perf_analyzer": figures(10, 100), "locust": figures(10, 104)},
+    ]
+    found = load.run_agreement.compared(rounds, 0.05)
+    assert found["differences"]["perf_analyzer"] == {"requests_per_s": 0, "request_ms": 0}
+    assert (found["worst"], found["do_agree"]) == (pytest.approx(0.04), True)
+    assert not load.run_agreement.compared(rounds, 0.03)["do_agree"]
+    row = load.run_agreement.table(found).splitlines()[-1]
+    assert row == "| whole request, mean ms | 100 | 100 (+0.0%) | 104 (+4.0%) |"
+    assert "| - |" in load.run_agreement.table(found).splitlines()[-2]
+
+
+def test_locusts_rate_counts_from_its_first_user(load):
+    stats = [
+        {"name": "connect", "start_time": 100.0},
+        {"name": "ttft", "num_requests": 20, "total_response_time": 200.0},
+        {
+            "name": "request",
+            "start_time": 101.0,  # its first answer
+            "last_request_timestamp": 110.0,
+            "num_requests": 20,
+            "total_response_time": 2000.0,
+        },
+    ]
+    assert load.run_agreement.of_locust(stats) == {
+        "requests_per_s": 2.0,
+        "ttft_ms": 10.0,
+        "request_ms": 100.0,
+    }
