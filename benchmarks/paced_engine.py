@@ -97,7 +97,7 @@ class PacedEngine:
             for index in range(sampling.n)
         ]
 
-    def cancel(self, bridge: bytes, request: int) -> bool:
+    def cancel(self, bridge: bytes, request: int, *why: object) -> bool:
         """End a request with the next step. False if there is none of that number."""
         sequences = self._sequences.get(bridge, {}).get(request, [])
         for sequence in sequences:

@@ -22,5 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # New requests queued in the engine, and tokens of their prompts; more are refused, UNAVAILABLE.
     max_waiting: int = 4096
     max_waiting_tokens: int = 2_097_152
+    gpu_hour_price: float = 0.0  # in any currency; with it, metrics tell the cost of requests
+    request_log: str = ""  # a file that gets a line of JSON for every request; empty: none
     # Beside decodes, chunks of longer prompts take no more of a step than the decodes do.
     long_prompt_tokens: int = 1024

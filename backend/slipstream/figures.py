@@ -12,20 +12,20 @@ _Bounds = tuple[float, ...]
 
 # The upper ends of buckets: those of vLLM, which its dashboards expect, and finer ones below them.
 _FIRST_TOKEN: _Bounds = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
-    *(10, 20, 40, 80, 160, 640, 2560),
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
 _BETWEEN_TOKENS: _Bounds = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075),  # finer
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5),
-    *(10, 20, 40, 80),
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
 )
 _LATENCIES: _Bounds = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2),  # finer
-    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960),
-    *(1920, 7680),
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_LENGTHS: _Bounds = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_LENGTHS: _Bounds = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
 _TRT_LLM_LENGTHS: _Bounds = (10, 50, 100, 500, 1000)
 
 GAUGES = (
@@ -71,8 +71,8 @@ HISTOGRAMS: dict[str, _Bounds] = {
     "output_tokens": _LENGTHS,
     "max_output_tokens": _LENGTHS,  # of the longest sequence of a request
     "asked_tokens": _LENGTHS,
-    "asked_sequences": (1, 2, 5, 10, 20),
-    "step_tokens": (1, *(1 << power for power in range(3, 15))),
+    "asked_sequences": (1.0, 2.0, 5.0, 10.0, 20.0),
+    "step_tokens": (1.0, *(2.0**power for power in range(3, 15))),
     "request_input_tokens": _TRT_LLM_LENGTHS,
     "request_output_tokens": _TRT_LLM_LENGTHS,
 }

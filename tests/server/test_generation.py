@@ -2,8 +2,6 @@
 
 import json
 import subprocess
-import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -258,25 +256,3 @@ def test_curl_reads_the_stream(idle, expected):
     done = subprocess.run(["curl", "-sN", url, "-d", body], capture_output=True, check=True)
     events = [json.loads(line[6:]) for line in done.stdout.decode().splitlines() if line]
     assert "".join(event["text_output"] for event in events) == expected(PROMPT, 5)
-
-
-def test_metrics_tell_requests_tokens_and_blocks(idle):
-    def read() -> dict[str, float]:
-        with urllib.request.urlopen(idle.server.endpoints.metrics) as reply:
-            lines = reply.read().decode().splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("slipstream_")]
-        return {name: float(value) for name, value in pairs}
-
-    time.sleep(2.1)
-    before = read()
-    idle.stream("tensorrt_llm_bls", text_input=PROMPT, max_tokens=9, stream=True)
-    time.sleep(2.1)
-    after = read()
-    label = '{model="tensorrt_llm_bls"}'
-    assert after[f"slipstream_requests{label}"] == before[f"slipstream_requests{label}"] + 1
-    assert after[f"slipstream_tokens{label}"] == before[f"slipstream_tokens{label}"] + 9
-    count = f"slipstream_first_token_seconds_count{label}"
-    assert after[count] == before[count] + 1
-    state = idle.health()
-    for name in ("kv_blocks_free", "kv_blocks_total", "running", "waiting"):
-        assert after[f"slipstream_{name}"] == state[name]

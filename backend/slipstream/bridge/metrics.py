@@ -1,63 +1,103 @@
-"""Figures of a bridge on the server's metrics endpoint, brought up to date once a second.
+"""Figures on the server's metrics endpoint, brought up to date once a second.
 
-Every operation on a metric is a round trip to the server, so one thread does them in a batch.
+Every operation on a metric is a round trip to the server of some 30 us, so one thread does them in
+a batch, and only those whose value has changed. The server knows no way to add many values to a
+histogram at once, and there are as many times between tokens as tokens. So histograms that grow
+with the load are told as counters: `_bucket` with the label `le`, `_sum` and `_count`, which is all
+that Prometheus keeps of a histogram.
 """
 
+import itertools
 import logging
 import threading
-from typing import Any
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import triton_python_backend_utils as pb
+from slipstream_contract.errors import Code, ContractError
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.families import Kind, Metric, engine_metrics
+from slipstream.figures import HISTOGRAMS
 
 _log = logging.getLogger(__name__)
 
+Values = dict[str, float]
+
 _PERIOD_S = 1.0
+_ANSWER_S = 1.0
 _BUCKETS_S = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0]
-_COUNTERS = {
-    "slipstream_requests": "Requests begun",
-    "slipstream_tokens": "Tokens generated",
-    "slipstream_dropped_streams": "Streams ended because postprocessing met a client that is gone",
-}
-_ENGINE_GAUGES = {
-    "running": "Sequences that the engine generates",
-    "waiting": "Sequences that wait in the engine",
-    "kv_blocks_free": "Blocks of the KV cache that no sequence uses",
-    "kv_blocks_total": "Blocks of the KV cache",
-    "num_preemptions": "Sequences put back to waiting for lack of blocks, since the engine began",
-    "num_steps": "Steps since the engine began",
-}
+_OTHER = "other"
+REASONS = (
+    *("max_waiting", "max_waiting_tokens", "engine_down", "stopping"),
+    *(code.lower() for code in Code),
+    _OTHER,
+)
+
+
+class _Families:
+    """The server's families, each made once: one that is collected takes its metrics along."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}
+
+    def make(self, name: str, text: str, kind: Any, labels: dict[str, str], **more: Any) -> Any:
+        """A metric; it is the server's own one if that has it already."""
+        family = self._families.get(name)
+        if family is None:
+            family = self._families[name] = pb.MetricFamily(name=name, description=text, kind=kind)
+        return family.Metric(labels=labels, **more)
+
+    def gauge(self, name: str, text: str, labels: dict[str, str]) -> Callable[[float], None]:
+        """What sets it to a value."""
+        metric = self.make(name, text, pb.MetricFamily.GAUGE, labels)
+        told: float | None = None
+
+        def tell(value: float) -> None:
+            nonlocal told
+            if value != told:
+                metric.set(float(value))
+                told = value
+
+        return tell
+
+    def counter(self, name: str, text: str, labels: dict[str, str]) -> Callable[[float], None]:
+        """What raises it by as much as a value has grown, from 0 on."""
+        metric = self.make(name, text, pb.MetricFamily.COUNTER, labels)
+        told = 0.0
+
+        def tell(value: float) -> None:
+            nonlocal told
+            if value > told:
+                metric.increment(float(value - told))
+                told = value
+
+        return tell
+
+    def histogram(
+        self, name: str, text: str, labels: dict[str, str], bounds: list[float]
+    ) -> Callable[[float], None]:
+        """What adds a value."""
+        metric = self.make(name, text, pb.MetricFamily.HISTOGRAM, labels, buckets=bounds)
+        return lambda value: metric.observe(float(value))
+
+
+class Teller(Protocol):
+    """What the thread runs."""
+
+    def tell(self) -> None:
+        """Bring the metrics up to date."""
 
 
 class Metrics:
-    """The thread, and the metrics of one model. `tells_engine`: also those of the engine."""
+    """The thread, and the metrics of one model. `tells_engine`: those of the engine instead."""
 
     def __init__(self, bridge: Bridge, model: str, tells_engine: bool) -> None:
         """Raises what the server says, where it serves no metrics."""
-        self._bridge = bridge
-        self._families: list[Any] = []  # a family that is collected takes its metrics along
-        labels = {"model": model}
-        if tells_engine:
-            self._gauges = {
-                field: self._make(f"slipstream_{field}", text, pb.MetricFamily.GAUGE, {})
-                for field, text in _ENGINE_GAUGES.items()
-            }
-        else:
-            self._gauges = {}
-            self._counters = {
-                name: self._make(name, text, pb.MetricFamily.COUNTER, labels)
-                for name, text in _COUNTERS.items()
-            }
-            self._counts = dict.fromkeys(_COUNTERS, 0)
-            self._first_token = self._make(
-                "slipstream_first_token_seconds",
-                "From a streaming request to its first response",
-                pb.MetricFamily.HISTOGRAM,
-                labels,
-                buckets=_BUCKETS_S,
-            )
+        self._teller: Teller = EngineMetrics(bridge) if tells_engine else CallMetrics(bridge, model)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -67,32 +107,186 @@ class Metrics:
         self._closed.set()
         self._thread.join()
 
-    def _make(self, name: str, text: str, kind: Any, labels: dict[str, str], **more: Any) -> Any:
-        family = pb.MetricFamily(name=name, description=text, kind=kind)
-        self._families.append(family)
-        return family.Metric(labels=labels, **more)
-
     def _run(self) -> None:
         while not self._closed.wait(_PERIOD_S):
             try:
-                if self._gauges:
-                    self._tell_engine(self._bridge.connection.status)
-                else:
-                    self._tell_calls()
+                self._teller.tell()
             except Exception:
                 _log.exception("metrics failed")
 
-    def _tell_engine(self, status: wire.Status | None) -> None:
-        if status is not None:
-            for field, gauge in self._gauges.items():
-                gauge.set(float(getattr(status, field)))
 
-    def _tell_calls(self) -> None:
+class CallMetrics:
+    """Of the requests to one model, as its bridge sees them."""
+
+    def __init__(self, bridge: Bridge, model: str) -> None:
+        self._bridge = bridge
+        families, labels = _Families(), {"model": model}
+        self._families = families
+        self._requests = families.counter("slipstream_requests_total", "Requests begun", labels)
+        self._responses = families.counter("slipstream_responses_total", "Responses sent", labels)
+        self._tokens = families.counter(
+            "slipstream_response_tokens_total", "Tokens in responses", labels
+        )
+        self._refusals = {
+            reason: families.counter(
+                "slipstream_refusals_total",
+                "Requests that were not begun, by why",
+                labels | {"reason": reason},
+            )
+            for reason in REASONS
+        }
+        self._first_response = families.histogram(
+            "slipstream_first_response_seconds",
+            "From a streaming request to its first response",
+            labels,
+            _BUCKETS_S,
+        )
+
+    def tell(self) -> None:
+        """What was counted since the last time."""
         calls = self._bridge.calls
-        now = (calls.num_calls, calls.num_tokens, self._bridge.flow.num_cancelled)
-        for name, count in zip(_COUNTERS, now, strict=True):
-            if count > self._counts[name]:
-                self._counters[name].increment(count - self._counts[name])
-                self._counts[name] = count
+        self._requests(calls.num_calls)
+        self._responses(calls.num_responses)
+        self._tokens(calls.num_tokens)
+        refused: dict[str, int] = defaultdict(int)
+        for reason, number in dict(calls.refused).items():
+            refused[reason if reason in self._refusals else _OTHER] += number
+        for reason, number in refused.items():
+            self._refusals[reason](number)
         for seconds in calls.take_first_token_times():
-            self._first_token.observe(seconds)
+            self._first_response(seconds)
+
+
+class EngineMetrics:
+    """Of the engine, which one bridge of a server asks."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._connection = bridge.connection
+        self._families = _Families()
+        self._tellers: list[Callable[[Values], None]] = []
+        self._observers: list[tuple[str, Callable[[float], None]]] = []
+        self._totals = Totals()
+        self._last: wire.Status | None = None
+        self._answered_s = time.monotonic()
+        self.tell()
+
+    def tell(self) -> None:
+        """Ask the engine, and tell what it says; while it is silent, for how long it has been."""
+        samples: dict[str, list[float]] = {}
+        try:
+            status = self._connection.ask_status(_ANSWER_S, with_figures=True)
+        except ContractError:
+            pass
+        else:
+            if status.figures is None:
+                return  # an engine that counts nothing
+            self._answered_s = time.monotonic()
+            self._last, samples = status, status.figures.samples
+            self._totals.advance(status)
+        if self._last is None:
+            return
+        if not self._tellers:
+            self._make(self._last)
+        values = self._values(self._last)
+        for teller in self._tellers:
+            teller(values)
+        for name, observe in self._observers:
+            for value in samples.get(name, ()):
+                observe(value)
+
+    def _make(self, status: wire.Status) -> None:
+        assert status.figures is not None
+        block_size = round(status.figures.gauges["block_size"])
+        for metric in engine_metrics(status.model, block_size, status.kv_blocks_total):
+            self._make_one(metric)
+
+    def _make_one(self, metric: Metric) -> None:
+        families, name, text, labels = self._families, metric.family, metric.help, metric.labels
+        if metric.kind is Kind.OBSERVED:
+            observe = families.histogram(name, text, labels, list(metric.bounds))
+            self._observers += [(figure, observe) for figure in metric.figures]
+        elif metric.kind is Kind.BUCKETS:
+            self._make_buckets(metric)
+        else:
+            make = families.gauge if metric.kind is Kind.GAUGE else families.counter
+            tell, figures = make(name, text, labels), metric.figures
+            self._tellers.append(lambda values: tell(sum([values[figure] for figure in figures])))
+
+    def _make_buckets(self, metric: Metric) -> None:
+        families, text, labels = self._families, metric.help, metric.labels
+        [figure] = metric.figures
+        bounds = [*map(str, HISTOGRAMS[figure]), "+Inf"]
+        buckets = [
+            families.counter(f"{metric.family}_bucket", text, labels | {"le": bound})
+            for bound in bounds
+        ]
+        tell_sum = families.counter(f"{metric.family}_sum", text, labels)
+        tell_count = families.counter(f"{metric.family}_count", text, labels)
+
+        def tell(values: Values) -> None:
+            cells = [values[f"{figure}#{number}"] for number in range(len(buckets))]
+            for teller, value in zip(buckets, itertools.accumulate(cells), strict=True):
+                teller(value)
+            tell_sum(values[f"{figure}#sum"])
+            tell_count(sum(cells))
+
+        self._tellers.append(tell)
+
+    def _values(self, status: wire.Status) -> Values:
+        """All figures by name."""
+        assert status.figures is not None
+        silent_s = time.monotonic() - self._answered_s
+        is_silent = silent_s > _PERIOD_S
+        used = status.kv_blocks_total - status.kv_blocks_free
+        figures = status.figures
+        return (
+            self._totals.values
+            | figures.gauges
+            | {
+                "running": status.running,
+                "waiting": status.waiting,
+                "kv_blocks_free": status.kv_blocks_free,
+                "kv_blocks_used": used,
+                "kv_blocks_total": status.kv_blocks_total,
+                "kv_usage": used / status.kv_blocks_total,
+                "reused_blocks": self._totals.values["prefix_hits"] / figures.gauges["block_size"],
+                "last_step_age_s": status.last_step_age_s + (silent_s if is_silent else 0.0),
+                "answer_age_s": silent_s,
+                "now_s": time.time(),
+                "zero": 0.0,
+                "one": 1.0,
+            }
+        )
+
+
+class Totals:
+    """What engines have counted since this process asks them, one after the other."""
+
+    def __init__(self) -> None:
+        self.values: Values = defaultdict(float)
+        self._engine: tuple[int, float] | None = None
+        self._before: Values = {}
+
+    def advance(self, status: wire.Status) -> None:
+        """Add what is new. What the first engine counted before was told by somebody else."""
+        assert status.figures is not None
+        engine, now = (status.engine_pid, status.figures.gauges["start_time_s"]), _flat(status)
+        if self._engine is None:
+            self._before = now
+        elif engine != self._engine:
+            self._before = {}
+            self.values["engine_restarts"] += 1
+        self._engine = engine
+        for name, value in now.items():
+            self.values[name] += max(0.0, value - self._before.get(name, 0.0))
+        self._before = now
+
+
+def _flat(status: wire.Status) -> Values:
+    """Counters and the cells of histograms, `name#0` and so on, by name."""
+    assert status.figures is not None
+    values = dict(status.figures.counters)
+    for name, (counts, total) in status.figures.histograms.items():
+        values |= {f"{name}#{number}": count for number, count in enumerate(counts)}
+        values[f"{name}#sum"] = total
+    return values

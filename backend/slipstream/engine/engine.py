@@ -20,11 +20,13 @@ from slipstream_contract.urgency import LOWEST_PRIORITY
 
 from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.deadlines import Deadlines
+from slipstream.engine.reports import RequestLog
 from slipstream.engine.scheduler import Limits, Scheduler
 from slipstream.engine.sequence import Request, Sequence
 from slipstream.engine.stop import Ending, RawBytes
+from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.trial import Trial
-from slipstream.wire import FinishReason, Status, Submit, Tokens
+from slipstream.wire import CancelCause, Figures, FinishReason, Status, Submit, Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class Engine:
         vocab: RawBytes | None,
         model: str = "",
         clock: Callable[[], int] = time.monotonic_ns,
+        telemetry: Telemetry | None = None,
+        request_log: RequestLog | None = None,
     ) -> None:
         self.fatal: Exception | None = None
         self.num_steps = 0
@@ -82,7 +86,12 @@ class Engine:
         self._vocab = vocab
         self._model = model
         self._clock = clock
-        self._scheduler = Scheduler(limits, runner.num_blocks, runner.block_size, clock)
+        self._limits = limits
+        self._telemetry = telemetry or Telemetry()
+        self._request_log = request_log
+        self._scheduler = Scheduler(
+            limits, runner.num_blocks, runner.block_size, clock, self._telemetry
+        )
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._flights: deque[_Flight] = deque()
@@ -118,6 +127,8 @@ class Engine:
             message.priority,
             message.deadline_ns,
             message.timeout_ns,
+            message.request_id,
+            message.model,
         )
         for index in range(sampling.n):
             request.sequences.append(
@@ -133,6 +144,7 @@ class Engine:
             )
         if not self._requests:
             self._last_step = time.monotonic()  # the idle time before does not count
+            self._telemetry.resume()
         self._next_sequence_id += sampling.n
         request.num_unfinished = sampling.n
         self._requests[key] = request
@@ -140,20 +152,38 @@ class Engine:
             self._deadlines.add(message.deadline_ns, key, self._requests.keys())
         self._scheduler.add(request)
 
-    def cancel(self, bridge: bytes, request: int) -> bool:
-        """End all sequences of a request; False if there is no such request (any more)."""
+    def cancel(
+        self,
+        bridge: bytes,
+        request: int,
+        cause: CancelCause = CancelCause.CLIENT,
+        noticed_ns: int = 0,
+    ) -> bool:
+        """End all sequences of a request; False if there is no such request (any more).
+
+        `noticed_ns` is a `time.monotonic_ns()`; 0: now.
+        """
         found = self._requests.get((bridge, request))
         if found is None:
             return False
-        for sequence in found.sequences:
-            self._scheduler.finish(sequence, Ending(FinishReason.CANCELLED))
+        self._end_early(found, Ending(FinishReason.CANCELLED), cause, noticed_ns)
         return True
+
+    def _end_early(
+        self, request: Request, ending: Ending, cause: CancelCause, noticed_ns: int
+    ) -> None:
+        request.cause = cause
+        for sequence in request.sequences:
+            self._scheduler.finish(sequence, ending)
+        last_step = self.num_steps + len(self._flights)  # which may hold its blocks back
+        self._telemetry.cancelled(cause, noticed_ns or time.monotonic_ns(), last_step)
+        self._telemetry.freed(self.num_steps)
 
     def drop_bridge(self, bridge: bytes) -> int:
         """Cancel everything of a bridge that nobody listens for; how many requests that was."""
         gone = [number for owner, number in self._requests if owner == bridge]
         for number in gone:
-            self.cancel(bridge, number)
+            self.cancel(bridge, number, CancelCause.BRIDGE)
         return len(gone)
 
     def step(self) -> dict[bytes, list[Tokens]]:
@@ -167,6 +197,7 @@ class Engine:
             if self._flights and self._flights[0].error is not None:
                 self._land(self._flights.popleft())
             self._last_step = time.monotonic()
+            self._telemetry.freed(self.num_steps)
         outputs = self._outputs()
         # Whoever waits while nobody runs is always admitted.
         assert had_flights or outputs or not self._requests, "no progress"
@@ -188,6 +219,24 @@ class Engine:
             num_steps=self.num_steps,
             num_preemptions=scheduler.num_preemptions,
             bridges=list(bridges),
+            num_prompt_tokens=round(self._telemetry.counters["prompt_tokens"]),
+            num_output_tokens=round(self._telemetry.counters["output_tokens"]),
+        )
+
+    def figures(self, num_dropped: int = 0) -> Figures:
+        """All that was counted; `num_dropped` are frames that were no message."""
+        waiting, counters = self._scheduler.waiting, self._telemetry.counters
+        counters["preemptions"] = self._scheduler.num_preemptions
+        counters["dropped_messages"] = num_dropped
+        return self._telemetry.figures(
+            {
+                "active_requests": len(self._requests),
+                "waiting_requests": waiting.num_requests,
+                "waiting_tokens": waiting.num_tokens,
+                "preempted_sequences": waiting.num_preempted,
+                "max_num_seqs": self._limits.max_num_seqs,
+                "block_size": self._runner.block_size,
+            }
         )
 
     def check_integrity(self) -> None:
@@ -217,8 +266,8 @@ class Engine:
                 f"{request.timeout_ns / 1e6:.12g} asked for by timeout_ms or timeout; "
                 + ("it was waiting" if is_waiting else f"{num_tokens} tokens were generated")
             )
-            for sequence in request.sequences:
-                self._scheduler.finish(sequence, Ending(FinishReason.DEADLINE, error=error))
+            ending = Ending(FinishReason.DEADLINE, error=error)
+            self._end_early(request, ending, CancelCause.DEADLINE, 0)
 
     def _launch_ahead(self) -> None:
         """As many steps as the runner takes; one that fails is the last, and a trial runs alone."""
@@ -245,7 +294,9 @@ class Engine:
             if error is not None:
                 raise error
             assert flight.launched is not None
+            begin_s = time.monotonic()
             sampled = flight.launched.wait()
+            landed_s = time.monotonic()
             num_samples = sum([row.samples for row in batch.rows])
             if len(sampled.token_ids) != num_samples:
                 raise RuntimeError(f"{len(sampled.token_ids)} tokens for {num_samples} rows")
@@ -254,7 +305,8 @@ class Engine:
             return
         self._failed.clear()
         self._trial.succeed()
-        self._scheduler.commit(batch, sampled)
+        owners = self._scheduler.commit(batch, sampled)
+        self._telemetry.step(batch, owners, begin_s, landed_s)
 
     def _recover(self, batch: Batch, error: Exception) -> None:
         """Undo all that is in flight behind a failed step, and find out who is at fault.
@@ -296,9 +348,13 @@ class Engine:
             if tokens.finished is not None:
                 if tokens.finished.reason is FinishReason.ERROR:
                     _log.error("request %d ended: %s", request.number, tokens.finished.error)
+                self._telemetry.finished(sequence, tokens.finished.num_output_tokens)
                 request.num_unfinished -= 1
                 if request.num_unfinished == 0:
                     del self._requests[request.bridge, request.number]
+                    self._telemetry.ended(request)
+                    if self._request_log is not None:
+                        self._request_log.write(request)
         return outputs
 
     # --- admission -----------------------------------------------------------------------------

@@ -26,7 +26,9 @@ from slipstream import __version__, wire
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.laps import Laps, process_age
+from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
+from slipstream.engine.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class EngineLoop:
         self._bridges: dict[bytes, str] = {}  # those that said hello, and their names
         self._heard_s: dict[bytes, float] = {}
         self._next_probe_s = 0.0
+        self._status_line = StatusLine(time.monotonic())
         self._parent = os.getppid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -84,6 +87,7 @@ class EngineLoop:
                     self._send(bridge, wire.StepOutputs(self._engine.num_steps, made_ns, tokens))
         if (now := time.monotonic()) >= self._next_probe_s:
             self._next_probe_s = now + 1.0
+            self._status_line.tick(self._engine.status(0, ()), now)
             self._probe(now - _SILENCE_S)
 
     def close(self) -> None:
@@ -128,11 +132,18 @@ class EngineLoop:
         elif isinstance(message, wire.Submit):
             self._submit(bridge, message)
         elif isinstance(message, wire.Cancel):
-            self.num_unknown += not self._engine.cancel(bridge, message.request)
+            found = self._engine.cancel(bridge, message.request, message.cause, message.noticed_ns)
+            self.num_unknown += not found
         elif isinstance(message, wire.Ping):
-            self._send(bridge, self._engine.status(message.number, self._bridges.values()))
+            self._send(bridge, self._status(message))
         else:
             self._forget(bridge, "says bye")
+
+    def _status(self, ping: wire.Ping) -> wire.Status:
+        status = self._engine.status(ping.number, self._bridges.values())
+        if not ping.with_figures:
+            return status
+        return msgspec.structs.replace(status, figures=self._engine.figures(self.num_dropped))
 
     def _greet(self, bridge: bytes, message: wire.Hello) -> None:
         ours = (self._welcome.protocol, self._welcome.version)
@@ -210,7 +221,10 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         config.max_waiting,
         config.max_waiting_tokens,
     )
-    engine = Engine(limits, runner, vocab, plan.model_name)
+    telemetry = Telemetry(config.gpu_hour_price, runner.memory)
+    request_log = RequestLog(Path(config.request_log), telemetry) if config.request_log else None
+    clock = time.monotonic_ns
+    engine = Engine(limits, runner, vocab, plan.model_name, clock, telemetry, request_log)
     welcome = wire.Welcome(
         wire.PROTOCOL,
         __version__,

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 
 import torch
@@ -208,6 +209,10 @@ def resolve(config: EngineConfig) -> Plan:
         "long_prompt_tokens",
     ):
         _at_least(config, field, 1)
+    if not 0 <= config.gpu_hour_price < inf:
+        raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")
+    if config.request_log and not Path(config.request_log).is_absolute():
+        raise ConfigError(f"request_log = {config.request_log!r} is not an absolute path")
     if config.block_size not in _BLOCK_SIZES:
         raise ConfigError(
             f"block_size = {config.block_size} is not a power of two between 8 and 256"

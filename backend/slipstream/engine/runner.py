@@ -169,6 +169,14 @@ class ModelRunner:
         done.record()
         return _OnDevice(done, self._results, first, size)
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes that torch holds on the device, and of pinned memory on the host."""
+        device = self._tables.device
+        if device.type == "cpu":
+            return 0, 0
+        pinned = self._staging.num_pinned_bytes + self._histories.num_pinned_bytes
+        return torch.cuda.memory_reserved(device), pinned
+
     def run(self, batch: Batch) -> Sampled:
         """One step from beginning to end."""
         return self.launch(batch).wait()

@@ -28,6 +28,7 @@ from slipstream.engine.blocks import BlockManager
 from slipstream.engine.pace import Pace
 from slipstream.engine.sequence import Request, Sequence, Status
 from slipstream.engine.stop import Ending
+from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.waiting import WaitingQueue
 from slipstream.wire import FinishReason
 
@@ -69,8 +70,10 @@ class Scheduler:
         num_blocks: int,
         block_size: int,
         clock: Callable[[], int] = monotonic_ns,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self.blocks = BlockManager(num_blocks)
+        self._telemetry = telemetry or Telemetry()
         self.num_preemptions = 0
         self._block_size = block_size
         self._max_tokens = limits.max_num_batched_tokens
@@ -167,8 +170,11 @@ class Scheduler:
         self._pace.begin(len(decodes), sum(num_tokens for _, num_tokens in work.chunks))
         return self._batch(decodes, work.chunks)
 
-    def commit(self, batch: Batch, sampled: Sampled) -> None:
-        """Take in what the oldest step computed: new tokens, endings, free blocks."""
+    def commit(self, batch: Batch, sampled: Sampled) -> list[Sequence]:
+        """Take in what the oldest step computed: new tokens, endings, free blocks.
+
+        Returns the owners of its rows.
+        """
         self.blocks.complete()
         self._pace.end()
         now = time_ns()
@@ -180,6 +186,7 @@ class Scheduler:
                 sequence.num_computed = row.start + len(row.token_ids)
             if row.samples:
                 samplers.append(sequence)
+        self._telemetry.sampled([s for s in samplers if s.status is not finished], now)
         results = zip(
             samplers, sampled.token_ids, sampled.log_probs, sampled.is_finite, strict=True
         )
@@ -191,9 +198,13 @@ class Scheduler:
                 self._wake_siblings(sequence)
             changed[sequence.id] = sequence
             if not is_finite:
+                self._telemetry.not_a_token()
                 self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
             elif (ending := sequence.append(token_id, log_prob, now)) is not None:
+                if ending.reason is FinishReason.END:
+                    self._telemetry.not_a_token()
                 self.finish(sequence, ending)
+        return owners
 
     def roll_back(self) -> list[Sequence]:
         """The steps in flight are void; the owners of the oldest one's rows that still run.
@@ -324,6 +335,7 @@ class Scheduler:
         if num_new + len(self._running) > self.blocks.num_free:
             return False
         self.waiting.admit(sequence)
+        self._telemetry.looked_up(sequence.num_prompt, len(shared) * self._block_size)
         self.blocks.share(shared)
         sequence.admit(shared, self.blocks.allocate(num_new), self._block_size)
         sequence.slot = self._free_slots.pop()

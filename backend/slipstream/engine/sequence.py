@@ -8,7 +8,7 @@ from slipstream_contract.urgency import DEFAULT_PRIORITY
 
 from slipstream.engine.edits import Edits, counts_tokens, needs_edits
 from slipstream.engine.stop import Ending, RawBytes, StopChecker
-from slipstream.wire import Finished, FinishReason, Perf, Tokens
+from slipstream.wire import CancelCause, Finished, FinishReason, Perf, Tokens
 
 _MASK64 = (1 << 64) - 1
 
@@ -43,6 +43,9 @@ class Request:
     priority: int = DEFAULT_PRIORITY
     deadline_ns: int = 0
     timeout_ns: int = 0
+    request_id: str = ""
+    model: str = ""
+    cause: CancelCause | None = None  # why it was ended before its end
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
 
@@ -61,6 +64,7 @@ class Sequence:
     __slots__ = (
         "block_ids",
         "capacity",
+        "device_s",
         "edits",
         "ending",
         "first_scheduled_ns",
@@ -69,6 +73,7 @@ class Sequence:
         "index",
         "is_new",
         "last_token_ns",
+        "length",
         "log_probs",
         "needs_every_token",
         "needs_history",
@@ -137,6 +142,8 @@ class Sequence:
         self.last_token_ns = 0
         self.num_allocated_blocks = 0
         self.num_shared_blocks = 0
+        self.device_s = 0.0  # its share of steps, where they have a price
+        self.length = 0  # of the output, once its end is told
 
     @property
     def num_outputs(self) -> int:

@@ -50,6 +50,11 @@ class Staging:
         self.home = torch.empty(reserved, dtype=torch.uint8, device=device)
         self._pinned = [_Pinned(reserved) for _ in range(2)]  # one is written, one copied
 
+    @property
+    def num_pinned_bytes(self) -> int:
+        """Of the host's buffers."""
+        return sum(len(pinned.bytes) for pinned in self._pinned)
+
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         """The arrays as tensors on the device, in order."""
         if self._device.type == "cpu":

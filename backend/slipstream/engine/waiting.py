@@ -50,6 +50,11 @@ class WaitingQueue:
         """Requests never scheduled yet."""
         return sum(map(len, self._levels))
 
+    @property
+    def num_preempted(self) -> int:
+        """Sequences that ran, and wait to go on."""
+        return sum(sequence.num_preemptions > 0 for sequence in self._front.values())
+
     def check(self, num_tokens: int, num_running: int) -> None:
         """Raise `ContractError` if one more request, with so long a prompt, may not wait.
 

@@ -1,0 +1,230 @@
+"""The families of metrics that tell the engine's figures, by every name that people know them by.
+
+Names and labels of the `vllm:` and `nv_` families are those of vLLM and of TensorRT-LLM's Triton
+backend, so that dashboards and autoscalers made for them go on working. docs/metrics.md says what
+each one means.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from slipstream.figures import COUNTERS
+from slipstream.wire import FinishReason
+
+
+class Kind(Enum):
+    """How a figure is told."""
+
+    GAUGE = auto()
+    COUNTER = auto()
+    BUCKETS = auto()  # a histogram as counters, `_bucket`, `_sum` and `_count`: see `metrics`
+    OBSERVED = auto()  # a histogram of the server's own, told value by value
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric: the sum of some figures."""
+
+    family: str
+    kind: Kind
+    help: str
+    figures: tuple[str, ...]
+    labels: dict[str, str] = field(default_factory=dict)
+    bounds: tuple[float, ...] = ()  # of what is observed
+
+
+def engine_metrics(model_name: str, block_size: int, num_blocks: int) -> list[Metric]:
+    """All metrics of an engine that calls its model so."""
+    return [*_ours(), *_vllm(model_name, block_size, num_blocks), *_tensorrt_llm()]
+
+
+_FREEING_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_COSTS = tuple(digit * 10.0**power for power in range(-7, 2) for digit in (1, 2, 5))
+_GAUGES = {
+    "running_sequences": ("Sequences that the engine generates", "running"),
+    "waiting_sequences": ("Sequences that wait in the engine", "waiting"),
+    "waiting_requests": ("Requests that wait and never ran", "waiting_requests"),
+    "waiting_tokens": ("Tokens of the prompts of waiting requests", "waiting_tokens"),
+    "last_step_age_seconds": (
+        "Since the engine's last step, or its last answer if it gives none; 0 while it is idle",
+        "last_step_age_s",
+    ),
+    "engine_answer_age_seconds": ("Since the engine last answered", "answer_age_s"),
+    "engine_start_time_seconds": ("When the engine began, since the epoch", "start_time_s"),
+    "metrics_update_time_seconds": ("When these metrics were told, since the epoch", "now_s"),
+    "engine_resident_bytes": ("Memory of the engine's process", "host_bytes"),
+    "gpu_hour_price": ("What the operator says that an hour of one GPU costs", "gpu_hour_price"),
+}
+_SINGLE_COUNTERS = {
+    "engine_restarts": ("Engines that began in the place of one that ended", "engine_restarts"),
+    "steps": ("Steps of the engine", "steps"),
+    "preemptions": ("Sequences put back to waiting for lack of blocks", "preemptions"),
+    "prompt_tokens": ("Tokens of prompts that were computed", "prompt_tokens"),
+    "output_tokens": ("Tokens generated", "output_tokens"),
+    "dropped_messages": ("Frames from bridges that were no message", "dropped_messages"),
+}
+_SPLIT_COUNTERS = {
+    "step_seconds": ("Time of steps, by who was waited for", "part", "step_s"),
+    "finished_sequences": ("Sequences that ended, by why", "reason", "finished"),
+    "cancels": ("Requests ended before their end, by why", "cause", "cancels"),
+    "cost": ("Cost of what was computed for sequences that ended, by why", "reason", "cost"),
+}
+
+
+def _ours() -> Iterator[Metric]:
+    for name, (text, figure) in _GAUGES.items():
+        yield Metric(f"slipstream_{name}", Kind.GAUGE, text, (figure,))
+    for state in ("free", "used"):
+        text, labels = "Blocks of the KV cache", {"state": state}
+        yield Metric("slipstream_kv_blocks", Kind.GAUGE, text, (f"kv_blocks_{state}",), labels)
+    for name, (text, figure) in _SINGLE_COUNTERS.items():
+        yield Metric(f"slipstream_{name}_total", Kind.COUNTER, text, (figure,))
+    for name, (text, label, figure) in _SPLIT_COUNTERS.items():
+        for word in COUNTERS[figure]:
+            figures, labels = (f"{figure}:{word}",), {label: word}
+            yield Metric(f"slipstream_{name}_total", Kind.COUNTER, text, figures, labels)
+    yield Metric(
+        "slipstream_cancel_to_free_seconds",
+        Kind.OBSERVED,
+        "From the notice of a cancel until its blocks are free",
+        ("cancel_to_free_s",),
+        bounds=_FREEING_S,
+    )
+    yield Metric(
+        "slipstream_request_cost",
+        Kind.OBSERVED,
+        "Cost of a request, in the currency of the price; nothing without a price",
+        ("request_cost",),
+        bounds=_COSTS,
+    )
+
+
+_VLLM_GAUGES = {
+    "num_requests_running": ("Sequences that the engine generates", "running"),
+    "num_requests_waiting": ("Sequences that wait in the engine", "waiting"),
+    "kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1", "kv_usage"),
+    "gpu_cache_usage_perc": ("The older name of kv_cache_usage_perc", "kv_usage"),
+}
+_VLLM_COUNTERS = {
+    "prompt_tokens": ("Tokens of prompts that were computed", "prompt_tokens"),
+    "generation_tokens": ("Tokens generated", "output_tokens"),
+    "num_preemptions": ("Sequences put back to waiting for lack of blocks", "preemptions"),
+    "prefix_cache_queries": ("Tokens that were looked for in the cache", "prefix_queries"),
+    "prefix_cache_hits": ("Tokens that were found there", "prefix_hits"),
+}
+_VLLM_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first token", "first_token_s"),
+    "inter_token_latency_seconds": ("From a token to the next", "inter_token_s"),
+    "time_per_output_token_seconds": (
+        "The older name of inter_token_latency_seconds",
+        "inter_token_s",
+    ),
+    "request_time_per_output_token_seconds": (
+        "Mean time from a token to the next, of a request",
+        "token_mean_s",
+    ),
+    "e2e_request_latency_seconds": ("From arrival to the end", "end_to_end_s"),
+    "request_queue_time_seconds": ("From arrival to the first step", "queue_s"),
+    "request_prefill_time_seconds": ("From the first step to the first token", "prefill_s"),
+    "request_decode_time_seconds": ("From the first token to the last", "decode_s"),
+    "request_inference_time_seconds": ("From the first step to the last token", "inference_s"),
+    "request_prompt_tokens": ("Tokens of the prompt", "input_tokens"),
+    "request_generation_tokens": ("Tokens generated", "output_tokens"),
+    "request_max_num_generation_tokens": (
+        "Tokens of the longest of a request's sequences",
+        "max_output_tokens",
+    ),
+    "request_params_max_tokens": ("max_tokens as asked for", "asked_tokens"),
+    "request_params_n": ("n as asked for", "asked_sequences"),
+    "iteration_tokens_total": ("Tokens of a step", "step_tokens"),
+}
+_VLLM_REASONS = {
+    "stop": (FinishReason.END, FinishReason.STOP),
+    "length": (FinishReason.LENGTH,),
+    "abort": (FinishReason.CANCELLED, FinishReason.DEADLINE),
+    "error": (FinishReason.ERROR,),
+}
+
+
+def _vllm(model_name: str, block_size: int, num_blocks: int) -> Iterator[Metric]:
+    labels = {"model_name": model_name, "engine": "0", "model": "vllm_model", "version": "1"}
+    for name, (text, figure) in _VLLM_GAUGES.items():
+        yield Metric(f"vllm:{name}", Kind.GAUGE, text, (figure,), labels)
+    for name, (text, figure) in _VLLM_COUNTERS.items():
+        yield Metric(f"vllm:{name}_total", Kind.COUNTER, text, (figure,), labels)
+    for reason, reasons in _VLLM_REASONS.items():
+        yield Metric(
+            "vllm:request_success_total",
+            Kind.COUNTER,
+            "Sequences that ended, by why",
+            tuple(f"finished:{each}" for each in reasons),
+            labels | {"finished_reason": reason},
+        )
+    for name, (text, figure) in _VLLM_HISTOGRAMS.items():
+        yield Metric(f"vllm:{name}", Kind.BUCKETS, text, (figure,), labels)
+    config = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
+    text = "Configuration of the KV cache"
+    yield Metric("vllm:cache_config_info", Kind.GAUGE, text, ("one",), labels | config)
+
+
+_TRT_LLM_GAUGES = {
+    ("request_metrics", "request_type", "TRT LLM request metrics"): {
+        "active": "active_requests",
+        "max": "max_num_seqs",
+        "scheduled": "scheduled_sequences",
+        "context": "context_sequences",
+        "waiting": "waiting",
+    },
+    ("runtime_memory_metrics", "memory_type", "TRT LLM runtime memory metrics"): {
+        "cpu": "host_bytes",
+        "gpu": "device_bytes",
+        "pinned": "pinned_bytes",
+    },
+    ("kv_cache_block_metrics", "kv_cache_block_type", "TRT LLM KV cache block metrics"): {
+        "max": "kv_blocks_total",
+        "free": "kv_blocks_free",
+        "used": "kv_blocks_used",
+        "tokens_per": "block_size",
+        "reused": "reused_blocks",
+        "fraction": "kv_usage",
+    },
+    (
+        "inflight_batcher_metrics",
+        "inflight_batcher_specific_metric",
+        "TRT LLM inflight_batcher-specific metrics",
+    ): {
+        "total_context_tokens": "context_tokens",
+        "generation_requests": "generation_sequences",
+        "micro_batch_id": "zero",
+        "paused_requests": "preempted_sequences",
+    },
+    ("general_metrics", "general_type", "General TRT LLM metrics"): {
+        "timestamp": "now_s",
+        "iteration_counter": "steps",
+    },
+}
+
+
+def _tensorrt_llm() -> Iterator[Metric]:
+    labels = {"model": "tensorrt_llm", "version": "1"}
+    for (name, label, text), words in _TRT_LLM_GAUGES.items():
+        for word, figure in words.items():
+            family = f"nv_trt_llm_{name}"
+            yield Metric(family, Kind.GAUGE, text, (figure,), labels | {label: word})
+    for word in ("kv_cache_transfer_ms", "request_count"):
+        yield Metric(
+            "nv_trt_llm_disaggregated_serving_metrics",
+            Kind.COUNTER,
+            "TRT LLM disaggregated serving metrics",
+            ("zero",),
+            labels | {"disaggregated_serving_type": word},
+        )
+    for side in ("input", "output"):
+        yield Metric(
+            f"nv_llm_{side}_token_len",
+            Kind.BUCKETS,
+            f"LLM {side} token length",
+            (f"request_{side}_tokens",),
+            labels | {"response_metric_type": f"total_{side}_tokens"},
+        )

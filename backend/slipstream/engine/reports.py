@@ -1,0 +1,102 @@
+"""What the engine writes for people: how it is doing, every 10 s, and a line a request on demand.
+
+A line of the request log is JSON in ASCII, control characters escaped. It holds lengths, times and
+reasons, never anything of the prompt or the output.
+"""
+
+import datetime
+import json
+import logging
+import logging.handlers
+import time
+from pathlib import Path
+
+from slipstream.engine.sequence import Request
+from slipstream.engine.telemetry import Telemetry
+from slipstream.wire import Status
+
+_log = logging.getLogger(__name__)
+
+_EVERY_S = 10.0
+_MAX_ID = 64  # characters of what a client chose
+
+
+class StatusLine:
+    """Says once in 10 s how the engine is doing, unless nothing was done."""
+
+    def __init__(self, now_s: float) -> None:
+        """`now_s` is a `time.monotonic()`."""
+        self._last_s = now_s
+        self._before = (0, 0, 0)
+
+    def tick(self, status: Status, now_s: float) -> None:
+        """Called about once a second."""
+        if now_s - self._last_s < _EVERY_S:
+            return
+        elapsed_s, self._last_s = now_s - self._last_s, now_s
+        before = self._before
+        now = (status.num_output_tokens, status.num_prompt_tokens, status.num_preemptions)
+        self._before = now
+        if not (status.running or status.waiting or now != before):
+            return
+        outputs, prompts, preemptions = (new - old for new, old in zip(now, before, strict=True))
+        used = 1 - status.kv_blocks_free / status.kv_blocks_total
+        _log.info(
+            "%d running, %d waiting, KV cache %.1f %% used, %.1f tok/s generated, "
+            "%.1f tok/s of prompts, %d preemptions",
+            status.running,
+            status.waiting,
+            100 * used,
+            outputs / elapsed_s,
+            prompts / elapsed_s,
+            preemptions,
+        )
+
+
+class RequestLog:
+    """A file to which a line is added for every request that the engine ends."""
+
+    def __init__(self, path: Path, telemetry: Telemetry) -> None:
+        """Raises OSError if it cannot be written. It may be moved away at any time, to be begun
+        anew.
+        """
+        self._telemetry = telemetry
+        self._log = logging.Logger("requests")
+        handler = logging.handlers.WatchedFileHandler(path, encoding="ascii")
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self._log.addHandler(handler)
+
+    def write(self, request: Request) -> None:
+        """All of its sequences have ended."""
+        line = describe(request, self._telemetry, time.time_ns())
+        self._log.info("%s", json.dumps(line, ensure_ascii=True))
+
+
+def describe(request: Request, telemetry: Telemetry, now_ns: int) -> dict[str, object]:
+    """A request that has ended. Times are in s since it came; null: it never got so far."""
+    sequences = request.sequences
+    begun = [each.first_scheduled_ns for each in sequences if each.first_scheduled_ns]
+    first = [each.first_token_ns for each in sequences if each.first_token_ns]
+    arrival_ns = request.arrival_ns
+    moment = datetime.datetime.fromtimestamp(now_ns / 1e9, datetime.UTC)
+    return {
+        "time": moment.isoformat(timespec="milliseconds"),
+        "id": request.request_id[:_MAX_ID],
+        "model": request.model[:_MAX_ID],
+        "priority": request.priority,
+        "num_input_tokens": sequences[0].num_prompt,
+        "max_tokens": request.sampling.max_tokens,
+        "num_output_tokens": [each.length for each in sequences],
+        "finish_reasons": [each.ending.reason if each.ending else None for each in sequences],
+        "cancel_cause": request.cause,
+        "queue_s": _seconds(min(begun) - arrival_ns) if begun else None,
+        "first_token_s": _seconds(min(first) - arrival_ns) if first else None,
+        "end_to_end_s": _seconds(now_ns - arrival_ns),
+        "num_preemptions": sum(each.num_preemptions for each in sequences),
+        "device_s": round(sum(each.device_s for each in sequences), 6),
+        "cost": sum(map(telemetry.cost, sequences)),
+    }
+
+
+def _seconds(duration_ns: int) -> float:
+    return round(max(0, duration_ns) / 1e9, 6)
