@@ -1,0 +1,338 @@
+"""Every way to leave x every state of a request x every model, on a real server with a slow engine.
+
+The engine is the real one, slowed so that states last, and keeps a journal (`load/noting_engine`).
+In every round some requests stay: their texts must not change. Cells that do not exist:
+
+- `stop` is an input of `tensorrt_llm` alone. It knows that model's requests, and so the ensemble's,
+  but not those of `tensorrt_llm_bls` and `vllm_model`, which have ids of their own.
+- `stop` of what is still queued or tokenised finds nobody: the request is told by its client only.
+- A prompt of token ids is never tokenised.
+
+What a server cannot know is not noticed before it writes: that a reader of HTTP is gone, in every
+model; that any client is gone, in the ensemble (docs/clients.md).
+"""
+
+import contextlib
+import importlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from server.support import CHECKPOINT, PROMPT, ROOT, Client, compose, start
+from slipstream_client import SlipstreamClient
+from slipstream_compose.server import server_directory
+from slipstream_preprocessing.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.triton
+SLOW = pytest.mark.slow
+
+MODELS = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm", "vllm_model")
+WAYS = ("Cancel", "Deadline", "Stop", "Kill", "KillCurl")
+STEP_S = 0.015
+OPTIONS = {"max-num-seqs": 20, "max-num-batched-tokens": 28, "kv-cache-tokens": 2048}
+DEADLINE_S = 1.5
+STAYING = {"ensemble": 70, "tensorrt_llm_bls": 90}  # model -> tokens of the one that stays
+IDLE_S = 30.0
+_NAMES = ("noting_engine", "leaving")
+
+Cell = tuple[str, str]  # way, model
+
+
+def cells(ways: tuple[str, ...] = WAYS, has_stop: bool = True) -> list[Cell]:
+    """All that exist."""
+    return [
+        (way, model)
+        for way in ways
+        for model in MODELS
+        if way != "Stop" or (has_stop and model in ("ensemble", "tensorrt_llm"))
+    ]
+
+
+class Scene:
+    """The server, and rounds of clients on it that leave."""
+
+    def __init__(self, load: SimpleNamespace, server: Client, journal: object) -> None:
+        self.load = load
+        self.server = server
+        self.journal = journal
+        self.sdk = SlipstreamClient(server.address)
+        self.nursery = load.leaving.Nursery()
+        self.address = load.leaving.Server(server.address, server.http, self.sdk, self.nursery)
+        self.tokenizer = load_tokenizer(CHECKPOINT)
+        self.seeds = itertools.count(1000)
+        self.texts = {model: self.stay(model) for model in STAYING}
+
+    def close(self) -> None:
+        self.nursery.close()
+        self.sdk.close()
+
+    def stay(self, model: str) -> str:
+        options = {"max_tokens": STAYING[model], "end_id": -1, "temperature": 0.0}
+        return self.sdk.complete(PROMPT, model=model, timeout_s=60, **options).text
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Around a round: the requests that stay; afterwards nothing is held."""
+        texts: dict[str, str] = {}
+        threads = [
+            threading.Thread(target=lambda m=model: texts.update({m: self.stay(m)}))
+            for model in STAYING
+        ]
+        for thread in threads:
+            thread.start()
+        yield
+        for thread in threads:
+            thread.join(60)
+        assert texts == self.texts
+        self.server.wait_idle(IDLE_S)
+        state = self.server.health()
+        assert state["waiting"] == 0
+        assert self.server.server.exit_code is None
+
+    def ask(self, cell: Cell, prompt: str, max_tokens: int, deadline_s: float = DEADLINE_S):
+        """A client of a cell; with its seed."""
+        way, model = cell
+        text = self.tokenizer.encode(prompt).ids if model == "tensorrt_llm" else prompt
+        asked = self.load.leaving.Asked(model, text, max_tokens, next(self.seeds))
+        more = [deadline_s] if way == "Deadline" else []
+        return asked.seed, getattr(self.load.leaving, way)(self.address, asked, *more)
+
+    def wait_states(self, seeds: list[int], state: str, timeout_s: float = 20.0) -> None:
+        """Until all are in that state at once."""
+        begin = time.monotonic()
+        while True:
+            for entry in self.journal.read():
+                states = entry.get("states", {})
+                if all(states.get(str(seed)) == state for seed in seeds):
+                    return
+            assert time.monotonic() - begin < timeout_s, (state, seeds, self.journal.entries[-3:])
+            time.sleep(0.002)
+
+    def cancelled(self, seeds: list[int], timeout_s: float = 20.0) -> dict[int, dict[str, object]]:
+        """Their entries in the journal; all must have been told to end."""
+        begin = time.monotonic()
+        while set(seeds) - (found := self.journal.of("cancel")).keys():
+            assert time.monotonic() - begin < timeout_s, set(seeds) - found.keys()
+            time.sleep(0.01)
+        return {seed: found[seed] for seed in seeds}
+
+    def gone_in_two_steps(self, entry: dict[str, object]) -> bool:
+        """Two steps after it was told, an engine knows nothing of a request, and fences nothing."""
+        later = [
+            e for e in self.journal.entries if e["what"] == "step" and e["step"] > entry["step"] + 1
+        ]
+        return not later or str(entry["seed"]) not in later[0]["states"]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory) -> Iterator[Scene]:
+    if not (server_directory() / "bin" / "tritonserver").is_file():
+        pytest.skip("no tritonserver: make install")
+    folder = tmp_path_factory.mktemp("cancels")
+    options = [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
+    repository = compose(CHECKPOINT, folder / "models", *options, "--dtype", "float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "load"))
+        load = SimpleNamespace(**{name: importlib.import_module(name) for name in _NAMES})
+        load.noting_engine.write_python(folder / "python", folder / "journal", STEP_S)
+        journal = load.noting_engine.Journal(folder / "journal")
+        patch.setenv("SLIPSTREAM_PYTHON", str(folder / "python"))
+        server = start(repository, folder / "server.log")
+        try:
+            scene = Scene(load, Client(server), journal)
+            yield scene
+            scene.close()
+        finally:
+            server.stop()
+            for name in _NAMES:
+                sys.modules.pop(name)
+
+
+def leave(clients: dict[int, object]) -> dict[int, int]:
+    """All go, those with a deadline last; when each did."""
+    order = sorted(clients.items(), key=lambda item: type(item[1]).__name__ == "Deadline")
+    return {seed: client.leave() for seed, client in order}
+
+
+def close(clients: dict[int, object]) -> None:
+    for client in clients.values():
+        client.close()
+    assert [client.error for client in clients.values() if client.error] == []
+
+
+def is_told_at_once(cell: Cell) -> bool:
+    """Whether the server tells the model of this client's leaving before its next response."""
+    way, model = cell
+    return way == "Stop" or (model != "ensemble" and way != "KillCurl")
+
+
+def check(scene: Scene, asked: dict[int, Cell], left: dict[int, int], state: str) -> None:
+    """All were told to end; those that Triton speaks of, while they were in that state."""
+    found = scene.cancelled(list(asked))
+    for seed, cell in asked.items():
+        entry = found[seed]
+        assert scene.gone_in_two_steps(entry), (cell, entry)
+        if is_told_at_once(cell):
+            assert entry["state"] == state, (cell, entry)
+            assert entry["t"] - left[seed] < 3e9, (cell, "noticed late")
+
+
+def run_round(
+    scene: Scene,
+    ways: list[Cell],
+    state: str,
+    prompt: str = PROMPT,
+    deadline_s: float = DEADLINE_S,
+) -> None:
+    """All ask, are in the state, and leave at once."""
+    clients, asked = {}, {}
+    for cell in ways:
+        seed, client = scene.ask(cell, prompt, 400, deadline_s)
+        clients[seed], asked[seed] = client, cell
+    try:
+        scene.wait_states(list(asked), state)
+        left = leave(clients)
+        check(scene, asked, left, state)
+    finally:
+        close(clients)
+
+
+@contextlib.contextmanager
+def filled(scene: Scene, num_sequences: int, seconds: float) -> Iterator[None]:
+    """So many sequences run meanwhile, until the block is left, but only for so long."""
+    options = {"num_return_sequences": num_sequences, "temperature": 1.0, "seed": 1, "end_id": -1}
+    stream = scene.sdk.stream(PROMPT * 4, model="tensorrt_llm_bls", max_tokens=900, **options)
+    scene.server.wait_running(num_sequences + len(STAYING))
+    timer = threading.Timer(seconds, stream.cancel)
+    timer.start()
+    yield
+    timer.join()
+
+
+def test_in_decode(scene: Scene) -> None:
+    with scene.staying():
+        run_round(scene, cells(), "decode")
+
+
+def test_while_waiting(scene: Scene) -> None:
+    num_others = OPTIONS["max-num-seqs"] - len(STAYING)
+    with scene.staying(), filled(scene, num_others, DEADLINE_S + 1.0):
+        run_round(scene, cells(), "waiting")
+
+
+@pytest.mark.parametrize("way", ["Cancel", *(pytest.param(w, marks=SLOW) for w in WAYS[1:])])
+def test_in_a_chunk_of_its_prompt(scene: Scene, way: str) -> None:
+    prompt = PROMPT * (40 if way != "Deadline" else 150)
+    with scene.staying():
+        for cell in cells((way,)):  # one prompt at a time is cut into chunks
+            run_round(scene, [cell], "prefill", prompt, 0.4)
+
+
+@SLOW
+@pytest.mark.parametrize("way", WAYS)
+def test_preempted(scene: Scene, way: str) -> None:
+    with scene.staying(), filled(scene, 14, 6.0):
+        run_round(scene, cells((way,)), "preempted", deadline_s=5.0)
+
+
+def test_as_its_last_token_is_due(scene: Scene) -> None:
+    clients, asked = {}, {}
+    with scene.staying():
+        begin = time.monotonic()
+        scene.sdk.complete(PROMPT, model="tensorrt_llm_bls", max_tokens=20, end_id=-1)
+        seconds = time.monotonic() - begin
+        for cell in cells():
+            for more_s in (0.0, 0.02, 0.04) if cell[0] == "Deadline" else (0.0,):
+                seed, client = scene.ask(cell, PROMPT, 20, seconds + more_s)
+                clients[seed], asked[seed] = client, cell
+        here = set(asked)
+        begin = time.monotonic()
+        while here and time.monotonic() - begin < 20:
+            for entry in scene.journal.read():
+                states = entry.get("states", {})
+                for seed in [s for s in here if states.get(str(s)) == "last"]:
+                    here.remove(seed)
+                    if asked[seed][0] != "Deadline":
+                        clients[seed].leave()
+            if here <= {seed for seed, cell in asked.items() if cell[0] == "Deadline"}:
+                break
+            time.sleep(0.001)
+        time.sleep(0.2)
+        close(clients)
+
+
+@contextlib.contextmanager
+def stopped(pids: list[int], seconds: float) -> Iterator[None]:
+    """They stand still, but no longer than that: a server gives a model up after a second."""
+
+    def go_on() -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+    timer = threading.Timer(seconds, go_on)
+    timer.start()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    timer.join()
+
+
+def check_never_began(scene: Scene, asked: dict[int, Cell], left: dict[int, int]) -> set[int]:
+    """Nobody is given to the engine who has left before; who has left before that.
+
+    Of a reader of HTTP a server knows nothing yet.
+    """
+    begun = scene.journal.of("submit")
+    known = {seed for seed, cell in asked.items() if cell[0] != "KillCurl"}
+    late = {
+        asked[seed]: begun[seed]["t"] - left[seed]
+        for seed in known & begun.keys()
+        if begun[seed]["t"] - left[seed] > 100_000_000
+    }
+    assert late == {}
+    scene.cancelled([seed for seed in asked if seed in begun])
+    return known - begun.keys()
+
+
+def test_queued_in_the_server(scene: Scene) -> None:
+    clients, asked = {}, {}
+    stubs = [scene.server.stub(name) for name in ("preprocessing", *MODELS[1:])]
+    with scene.staying():
+        with stopped(stubs, 0.6):
+            for cell in cells(has_stop=False):
+                seed, client = scene.ask(cell, PROMPT, 400, 0.3)
+                clients[seed], asked[seed] = client, cell
+            time.sleep(0.2)
+            left = leave(clients)
+        time.sleep(0.5)
+        close(clients)
+        assert check_never_began(scene, asked, left)
+
+
+def test_before_its_prompt_is_tokenised(scene: Scene) -> None:
+    clients, asked = {}, {}
+    models = [model for model in MODELS if model != "tensorrt_llm"]
+    sampling = {"max_tokens": 1, "stream": True, "text_input": "\t" * 47_000}  # 50 ms, then refused
+    threads = [
+        threading.Thread(target=scene.server.post, args=(f"{model}/generate_stream", sampling))
+        for model in models * 16
+    ]
+    with scene.staying():
+        for thread in threads:
+            thread.start()
+        for cell in cells(has_stop=False):
+            if cell[1] in models:
+                seed, client = scene.ask(cell, PROMPT, 400, 0.1)
+                clients[seed], asked[seed] = client, cell
+        time.sleep(0.05)
+        left = leave(clients)
+        for thread in threads:
+            thread.join(30)
+        close(clients)
+        assert check_never_began(scene, asked, left)
