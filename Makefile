@@ -62,8 +62,8 @@ locust: install  ## locust, gRPC and HTTP users, on the default repository; repo
 agreement: install ## slipstream bench, perf_analyzer and locust at one load, side by side
 	@$(BIN)/python load/run_agreement.py $(ARGS)
 
-soak: install    ## many requests, many of them cancelled, on a small KV cache; fails on any trace of them
-	@$(BIN)/python load/soak.py $(SOAK_ARGS)
+soak: install    ## MINUTES=30: 80 % of peak, a fifth leaves; else SOAK_ARGS="--requests 100000 --cancels 50000"
+	@$(BIN)/python load/soak.py $(if $(MINUTES),--minutes $(MINUTES),$(SOAK_ARGS))
 
 compose-check: install ## the committed model_repository/ is what compose writes today
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \

@@ -100,7 +100,53 @@ def table(before: Held, after: Held) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Slope:
+    """How resident memory grows."""
+
+    mib_h: float
+    kib_request: float
+
+
+class Memory:
+    """Resident memory of the processes of one server after the other."""
+
+    def __init__(self) -> None:
+        self._servers: list[list[tuple[float, int, dict[str, float]]]] = []
+
+    def begin_server(self) -> None:
+        """What follows is another server's."""
+        self._servers.append([])
+
+    def add(self, now_s: float, num_requests: int, state: Held) -> None:
+        """A sample, after so many requests."""
+        sizes = {name: process.rss_mib for name, process in state.processes.items()}
+        self._servers[-1].append((now_s, num_requests, sizes))
+
+    def slopes(self) -> dict[str, Slope]:
+        """Of each process: one line through all servers' samples, each with its own beginning.
+
+        The first third of each server's samples is its warm-up and does not count.
+        """
+        found = {}
+        kept = [samples[len(samples) // 3 :] for samples in self._servers]
+        for name in sorted({name for samples in kept for _, _, sizes in samples for name in sizes}):
+            sums = [0.0] * 4
+            for samples in kept:
+                rows = [(t, float(n), sizes[name]) for t, n, sizes in samples if name in sizes]
+                means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+                for t, n, size in rows:
+                    t, n, size = t - means[0], n - means[1], size - means[2]
+                    sums = [
+                        a + b for a, b in zip(sums, (t * size, t * t, n * size, n * n), strict=True)
+                    ]
+            if sums[1] and sums[3]:
+                found[name] = Slope(3600 * sums[0] / sums[1], 1024 * sums[2] / sums[3])
+        return found
+
+
 def metric(url: str, name: str) -> float:
-    """A figure of the server's metrics; raises KeyError where it is not told."""
+    """A figure of the server's metrics; 0 where it is not told."""
     with urllib.request.urlopen(url, timeout=10) as reply:
-        return {key: float(value) for key, value in _METRIC.findall(reply.read().decode())}[name]
+        text = reply.read().decode()
+    return sum(float(value) for key, value in _METRIC.findall(text) if name in key)

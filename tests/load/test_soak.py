@@ -1,7 +1,10 @@
 """A small soak on a real tritonserver, and what it would find."""
 
 import argparse
+import asyncio
 import importlib
+import os
+import signal
 import sys
 import warnings
 from types import SimpleNamespace
@@ -9,11 +12,7 @@ from types import SimpleNamespace
 import pytest
 from slipstream_compose.server import repository_root, server_directory
 
-# A race in Triton's own gRPC front end, until 25.03: a cancel that meets the last response of its
-# request can end the whole server (triton-inference-server/server, pull request 8078). It takes
-# thousands of cancels to see it.
-_CRASH = "Signal (11) received"
-NAMES = ("serving", "soak_plan", "soak_watch", "soak")
+NAMES = ("serving", "soak_plan", "soak_watch", "soak_storm", "soak_timed", "soak")
 
 
 @pytest.fixture
@@ -30,16 +29,41 @@ def test_150_requests_of_which_a_third_leaves(load, tmp_path):
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
     args = argparse.Namespace(requests=150, cancels=50, seed=0)
-    log = tmp_path / "log"
-    result = load.soak.run(args, log)
-    if _CRASH in log.read_text():
-        warnings.warn("tritonserver crashed; once more", stacklevel=1)
-        result = load.soak.run(args, log)
+    result = load.soak.run(args, tmp_path / "log")
+    if crashes := result["crashes of tritonserver itself"]:
+        warnings.warn(f"tritonserver crashed: {crashes}", stacklevel=1)
     assert result["problems"] == []
-    assert sum(result["ends"].values()) == 150
+    assert sum(result["ends"].values()) >= 150
     assert result["ends"]["complete"] >= 100
-    assert result["ends"]["killed"] == load.soak_plan.CHILD_STREAMS
-    assert {"first", "middle", "deadline"} < result["ends"].keys()
+    assert result["ends"]["killed"] % load.soak_plan.CHILD_STREAMS == 0
+    assert {"first", "middle", "deadline", "killed"} < result["ends"].keys()
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+def test_a_server_that_crashes_is_told_and_its_requests_are_made_again(load, tmp_path):
+    args = argparse.Namespace(requests=400, cancels=100, seed=1)
+    servers = []
+    count = load.soak.count
+
+    async def killed_once(server, books, accounts, items, seed):
+        servers.append(server)
+        if len(servers) == 1:
+
+            def kill():
+                server.log.write_text("Signal (11) received.")
+                os.kill(server.pid, signal.SIGSEGV)
+
+            asyncio.get_running_loop().call_later(12.0, kill)
+        return await count(server, books, accounts, items, seed)
+
+    load.soak.count = killed_once
+    result = load.soak.run(args, tmp_path / "log")
+    assert len(servers) == 2
+    assert len(result["crashes of tritonserver itself"]) == 1
+    assert "SIGSEGV" in result["crashes of tritonserver itself"][0]
+    assert result["problems"] == []
+    assert sum(result["ends"].values()) >= 400
 
 
 @pytest.mark.parametrize(("requests", "cancels"), [(1, 0), (7, 7), (150, 50), (2000, 666)])
@@ -55,12 +79,12 @@ def test_a_plan_has_as_many_requests_and_cancels_as_asked_for(load, requests, ca
 
 def test_a_wrong_token_in_an_answer_and_in_a_beginning_is_seen(load):
     want = {0: "abc", 1: ""}
-    assert load.soak.is_beginning({}, want)
-    assert load.soak.is_beginning({0: "ab"}, want)
-    assert not load.soak.is_beginning({0: "ac"}, want)
-    assert not load.soak.is_beginning({0: "abcd"}, want)
-    assert not load.soak.is_beginning({2: ""}, want)
-    assert not load.soak.is_beginning({0: (1, 3)}, {0: (1, 2, 3)})
+    assert load.soak_storm.is_beginning({}, want)
+    assert load.soak_storm.is_beginning({0: "ab"}, want)
+    assert not load.soak_storm.is_beginning({0: "ac"}, want)
+    assert not load.soak_storm.is_beginning({0: "abcd"}, want)
+    assert not load.soak_storm.is_beginning({2: ""}, want)
+    assert not load.soak_storm.is_beginning({0: (1, 3)}, {0: (1, 2, 3)})
 
 
 def test_growth_of_any_count_is_seen(load):
@@ -78,3 +102,46 @@ def test_growth_of_any_count_is_seen(load):
         "/dev/shm: MiB 6.0 -> 6.5",
     ]
     assert "5" in watch.table(before, larger)
+
+
+def test_a_slope_is_of_all_servers_and_not_of_their_beginnings(load):
+    watch = load.soak_watch
+    memory = watch.Memory()
+    for base in (100.0, 300.0):
+        memory.begin_server()
+        for number in range(30):
+            warm_up = -50.0 if number < 10 else 0.0
+            size = base + warm_up + number / 60  # MiB, each 10 s and 40 requests
+            held = watch.Held({"engine": watch.Process(4, 14, size)})
+            memory.add(10.0 * number, 40 * number, held)
+    (slope,) = memory.slopes().values()
+    assert slope.mib_h == pytest.approx(6.0)
+    assert slope.kib_request == pytest.approx(1024 / 60 / 40)
+
+
+def test_tenths_are_of_the_time_and_not_of_the_requests(load):
+    timed, took = load.soak_timed, load.soak_storm.Took
+    slow = [took(t, t + 0.5, t + 1.5, 11) for t in (0.0, 0.5)]
+    middle = [took(5.0, 9.0, 19.0, 11)] * 500
+    quick = [took(t, t + 0.1, t + 0.3, 5) for t in (9.5, 10.0)]
+    figures = timed.tenth_figures([*slow, *middle, *quick])
+    assert figures["first token"] == pytest.approx((500.0, 100.0))
+    assert figures["a token"] == pytest.approx((100.0, 50.0))
+
+
+def test_what_a_timed_run_must_not_show_is_a_problem(load):
+    storm = load.soak_storm
+    timed = load.soak_timed.Timed(storm.Books(None), 600.0, 0)
+    assert timed.result([])["problems"] == []
+    books = timed.books
+    books.took += [storm.Took(t, t + t / 100, t + 2, 5) for t in range(1, 101)]
+    timed.grown = ["engine: threads 4 -> 5"]
+    timed.memory.begin_server()
+    for number in range(9):
+        sizes = {"engine": 10.0 * number, "tritonserver": 10.0 * number, "stub": 1.0}
+        processes = {name: load.soak_watch.Process(1, 1, size) for name, size in sizes.items()}
+        timed.memory.add(60.0 * number, 100 * number, load.soak_watch.Held(processes))
+    problems = timed.result([])["problems"]
+    assert len(problems) == 4
+    for words in ("engine: threads", "first token: ", "engine grows", "tritonserver grows"):
+        assert any(problem.startswith(words) for problem in problems), problems

@@ -1,0 +1,236 @@
+"""A soak by time: 80 % of what the server can do, a fifth leaves early, a canary every second."""
+
+import asyncio
+import collections
+import contextlib
+import itertools
+import random
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from slipstream_client import AsyncSlipstreamClient
+from slipstream_compose.triton import TritonServer
+from soak_plan import CHILD_STREAMS, MODELS, Ask, Child, Question, draw
+from soak_storm import MAX_STREAMS, Books, ServerLostError, Storm, Took
+from soak_watch import Memory, growth, held
+
+SHARE = 0.8  # of the peak
+CANCELS = 0.2
+CANARY_S = 1.0
+SAMPLE_S = 5.0
+MAX_IN_FLIGHT = 8 * MAX_STREAMS  # more: the server does not keep up with 80 % of its own peak
+# What a run may cost; the reasons are in docs/benchmarks.md.
+MAX_SLOWER = 1.5  # p99 of the last tenth over the first
+MAX_SLOPE_MIB_H = 60.0  # of each of our processes
+MAX_SERVER_KIB = 16.0  # of tritonserver itself, a request
+_PLAN = 1000  # requests drawn at once
+_SETTLE_S = 15.0
+
+
+class Timed:
+    """One run, over as many servers as it takes."""
+
+    def __init__(self, books: Books, seconds: float, seed: int) -> None:
+        self.books = books
+        self.memory = Memory()
+        self.num_asked = 0
+        self.num_again = 0  # asked of a server that then crashed
+        self.num_canaries = self.num_canaries_wrong = 0
+        self.peak = 0.0  # requests a second
+        self.grown: list[str] = []
+        self._seed = seed
+        self._seconds = seconds
+        self._run_s = 0.0  # of load, over all servers
+        self._canaries = [Ask(Question(m == "tensorrt_llm", 0, "greedy"), m) for m in MODELS]
+
+    async def sit(self, server: TritonServer) -> bool:
+        """Load one server for what is left of the time; False if it was lost."""
+        async with AsyncSlipstreamClient(server.endpoints.grpc) as client:
+            storm = Storm(self.books, server, client)
+            try:
+                items = draw(_PLAN, 200, self._seed)
+                asks = [item for item in items if isinstance(item, Ask)]
+                await storm.learn([*asks, *self._canaries])
+                if not self.peak:
+                    self.peak = await self._measure_peak(storm)
+                    print(f"soak: peak {self.peak:.1f} requests/s", file=sys.stderr)
+                await storm.drain()
+                await asyncio.sleep(1.0)
+                engine = (await client.health())["engine_pid"]
+                before = held(server, engine)
+                self.memory.begin_server()
+                if not await self._load(storm, server, engine):
+                    return False
+                await storm.drain()
+                deadline = time.monotonic() + _SETTLE_S
+                while (grown := growth(before, held(server, engine))) and (
+                    time.monotonic() < deadline
+                ):
+                    await asyncio.sleep(0.25)
+                self.grown = grown
+            except ServerLostError:
+                return False
+        return True
+
+    async def _measure_peak(self, storm: Storm) -> float:
+        """Requests a second with MAX_STREAMS at once, none of which leaves."""
+        seconds = min(20.0, self._seconds / 10)
+        asks = [Ask(item.question, item.model) for item in self._items() if isinstance(item, Ask)]
+        begin, num_done = time.monotonic(), 0
+        source = itertools.cycle(asks)
+
+        async def one() -> None:
+            nonlocal num_done
+            while time.monotonic() - begin < seconds:
+                await storm.make(next(source))
+                num_done += time.monotonic() - begin < seconds
+
+        await asyncio.gather(*(one() for _ in range(MAX_STREAMS)))
+        self.books.took.clear()
+        self.books.ends.clear()
+        return num_done / seconds
+
+    def _items(self) -> list[Ask | Child]:
+        self._seed += 1
+        return draw(_PLAN, int(_PLAN * CANCELS), self._seed)
+
+    def _endless(self) -> Iterator[Ask | Child]:
+        while True:
+            yield from self._items()
+
+    async def _load(self, storm: Storm, server: TritonServer, engine: int) -> bool:
+        """Requests at random times, the canary and the samples; False if the server was lost."""
+        rng = random.Random(self._seed)
+        begin = time.monotonic()
+        end = begin + self._seconds - self._run_s
+        tasks: set[asyncio.Task[None]] = set()
+        lost = asyncio.Event()
+
+        async def one(item: Ask | Child) -> None:
+            try:
+                await storm.make(item)
+            except ServerLostError:
+                self.num_again += CHILD_STREAMS if isinstance(item, Child) else 1
+                lost.set()
+
+        others = [
+            asyncio.create_task(self._sing(storm, lost, end)),
+            asyncio.create_task(self._sample(server, engine, lost, end)),
+        ]
+        next_s = begin
+        for item in self._endless():
+            num = CHILD_STREAMS if isinstance(item, Child) else 1
+            next_s += sum(rng.expovariate(SHARE * self.peak) for _ in range(num))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(lost.wait(), max(0.0, min(next_s, end) - time.monotonic()))
+            if lost.is_set() or time.monotonic() >= end:
+                break
+            self.num_asked += num
+            if len(tasks) > MAX_IN_FLIGHT:
+                self.books.problems.append(f"{len(tasks)} requests at once: it cannot keep up")
+                break
+            task = asyncio.create_task(one(item))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks, *others)
+        self._run_s += time.monotonic() - begin
+        return not lost.is_set()
+
+    async def _sing(self, storm: Storm, lost: asyncio.Event, end: float) -> None:
+        """The canary: a greedy request of each model in turn, whose answer is known."""
+        for ask in itertools.cycle(self._canaries):
+            if lost.is_set() or time.monotonic() >= end:
+                return
+            num_problems = len(self.books.problems)
+            begin = time.monotonic()
+            try:
+                await storm.make(ask)
+            except ServerLostError:
+                lost.set()
+                return
+            self.num_canaries += 1
+            self.num_canaries_wrong += len(self.books.problems) > num_problems
+            await asyncio.sleep(max(0.0, begin + CANARY_S - time.monotonic()))
+
+    async def _sample(
+        self, server: TritonServer, engine: int, lost: asyncio.Event, end: float
+    ) -> None:
+        while not lost.is_set() and time.monotonic() < end:
+            self.memory.add(time.monotonic(), self.num_asked, held(server, engine))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(lost.wait(), SAMPLE_S)
+
+    # --- the result ----------------------------------------------------------------------------
+
+    def result(self, crashes: list[str]) -> dict[str, Any]:
+        """Figures, the table, and what is wrong."""
+        books = self.books
+        tenths = tenth_figures(books.took)
+        slopes = self.memory.slopes()
+        problems = [*books.problems, *self.grown]
+        for name, (first, last) in tenths.items():
+            if last > MAX_SLOWER * first:
+                problems.append(f"{name}: {first:.0f} ms in the first tenth, {last:.0f} at the end")
+        for name, slope in slopes.items():
+            if name != "tritonserver" and slope.mib_h > MAX_SLOPE_MIB_H:
+                problems.append(f"{name} grows by {slope.mib_h:.0f} MiB/h")
+        server = slopes.get("tritonserver")
+        if server is not None and server.kib_request > MAX_SERVER_KIB:
+            problems.append(f"tritonserver grows by {server.kib_request:.1f} KiB a request")
+        rows = {
+            "requests": f"{self.num_asked} in {self._run_s:.0f} s, {SHARE:.0%} of the peak of "
+            f"{self.peak:.1f}/s",
+            "left early": f"{sum(v for k, v in books.ends.items() if k != 'complete')}",
+            "lost": str(books.num_lost),
+            "hung": str(books.num_hung),
+            "wrong": str(books.num_wrong),
+            "leaked": "; ".join(self.grown) or "0",
+            "canary": f"{self.num_canaries - self.num_canaries_wrong} of {self.num_canaries} equal",
+            "crashes": f"{len(crashes)} of tritonserver itself, {self.num_again} requests in them",
+        }
+        for name, slope in slopes.items():
+            rows[f"RSS {name}"] = (
+                f"{slope.mib_h:+.1f} MiB/h, {slope.kib_request:+.2f} KiB a request"
+            )
+        for name, (first, last) in tenths.items():
+            rows[f"p99 {name}"] = f"first tenth {first:.0f} ms, last tenth {last:.0f} ms"
+        return {
+            "minutes": round(self._run_s / 60, 2),
+            "peak": round(self.peak, 2),
+            "ends": dict(sorted(books.ends.items())),
+            "rows": rows,
+            "crashes of tritonserver itself": crashes,
+            "table": "\n".join(f"{name:<24}{value}" for name, value in rows.items()),
+            "problems": problems,
+        }
+
+
+def tenth_figures(took: list[Took]) -> dict[str, tuple[float, float]]:
+    """99th percentiles in ms of the requests begun in the first and in the last tenth of the time:
+    to the first token, and between tokens.
+    """
+    if not took:
+        return {}
+    begin, end = min(t.begin_s for t in took), max(t.begin_s for t in took)
+    tenth = (end - begin) / 10
+    parts = collections.defaultdict(list)
+    for t in took:
+        for number, is_in in enumerate((t.begin_s < begin + tenth, t.begin_s > end - tenth)):
+            if is_in:
+                parts["first token", number].append(t.first_s - t.begin_s)
+                if t.num_tokens > 1:
+                    between = (t.last_s - t.first_s) / (t.num_tokens - 1)
+                    parts["a token", number].append(between)
+    return {
+        name: (1e3 * percentile(parts[name, 0], 0.99), 1e3 * percentile(parts[name, 1], 0.99))
+        for name in ("first token", "a token")
+        if parts[name, 0] and parts[name, 1]
+    }
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that so many are not above."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
