@@ -62,6 +62,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     for name, text in _OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    parser.add_argument(
+        "--gpu-hour-price",
+        type=float,
+        metavar="PRICE",
+        help="of an hour of one GPU, in any currency: metrics then tell the cost of requests",
+    )
+    parser.add_argument(
+        "--request-log",
+        metavar="FILE",
+        help="a file, by its absolute path, that gets a line of JSON for every request",
+    )
     parser.add_argument("--model-name", metavar="NAME", help="what users are shown")
     parser.add_argument(
         "--wiring",
@@ -86,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
-    names = ("dtype", "quantization", "deterministic", *_OPTIONS)
+    names = ("dtype", "quantization", "deterministic", "gpu_hour_price", "request_log", *_OPTIONS)
     options = {name: getattr(args, name) for name in names}
     repository = compose(
         args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,12 @@ def _check(options: Mapping[str, Any], info: CheckpointInfo) -> None:
         raise ComposeError(
             f"--max-model-len is {length}, above the checkpoint's context of {info.max_positions}"
         )
+    price = options.get("gpu_hour_price", 0.0)
+    if not 0 <= price < inf:
+        raise ComposeError(f"--gpu-hour-price is {price}, not a price")
+    log = options.get("request_log", "")
+    if log and not os.path.isabs(log):
+        raise ComposeError(f"--request-log is {clip(log)}, not an absolute path")
     tokens = options.get("kv_cache_tokens")
     if tokens is not None and tokens < size:
         raise ComposeError(f"--kv-cache-tokens is {tokens}, below one block of {size} tokens")

@@ -89,7 +89,7 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
     options = "--dtype bfloat16 --kv-cache-tokens 512 --max-num-seqs 8 --max-num-batched-tokens 64"
     more = (
         "--max-model-len 128 --block-size 16 --model-name shown --quantization fp8 --deterministic "
-        "--max-waiting 7 --max-waiting-tokens 99"
+        "--max-waiting 7 --max-waiting-tokens 99 --gpu-hour-price 2.5 --request-log /var/log/r"
     )
     run(checkpoint, tmp_path, *options.split(), *more.split())
     engine = settings(tmp_path)["engine"]
@@ -106,7 +106,24 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
         block_size=16,
         max_waiting=7,
         max_waiting_tokens=99,
+        gpu_hour_price=2.5,
+        request_log="/var/log/r",
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--gpu-hour-price", "-1", "--gpu-hour-price is -1.0, not a price"),
+        ("--gpu-hour-price", "nan", "--gpu-hour-price is nan, not a price"),
+        ("--request-log", "here.json", "--request-log is 'here.json', not an absolute path"),
+    ],
+)
+def test_what_the_engine_would_refuse_is_refused(checkpoint, tmp_path, option, value, words):
+    with pytest.raises(ComposeError) as caught:
+        run(checkpoint, tmp_path, option, value)
+    assert str(caught.value) == words
+    assert not tree(tmp_path)
 
 
 def test_wirings(checkpoint, tmp_path, capsys):

@@ -72,6 +72,7 @@ class Sequence:
         "id",
         "index",
         "is_new",
+        "is_told",
         "last_token_ns",
         "length",
         "log_probs",
@@ -143,7 +144,8 @@ class Sequence:
         self.num_allocated_blocks = 0
         self.num_shared_blocks = 0
         self.device_s = 0.0  # its share of steps, where they have a price
-        self.length = 0  # of the output, once its end is told
+        self.is_told = False  # that it has ended
+        self.length = 0  # of the output, from then on
 
     @property
     def num_outputs(self) -> int:

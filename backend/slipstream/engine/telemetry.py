@@ -83,7 +83,11 @@ class Telemetry:
         if self._price_s:
             token_s = took_s / num_tokens
             for row, owner in zip(batch.rows, owners, strict=True):
-                owner.device_s += token_s * len(row.token_ids)
+                share_s = token_s * len(row.token_ids)
+                owner.device_s += share_s
+                if owner.is_told:  # it ended while this step ran
+                    assert owner.ending is not None
+                    self.counters[f"cost:{owner.ending.reason}"] += share_s * self._price_s
 
     def sampled(self, sequences: Many[Sequence], now_ns: int) -> None:
         """These are about to get a token each."""
@@ -119,7 +123,7 @@ class Telemetry:
     def finished(self, sequence: Sequence, num_outputs: int) -> None:
         """A sequence is told that it has ended, with so many tokens."""
         assert sequence.ending is not None
-        sequence.length = num_outputs
+        sequence.is_told, sequence.length = True, num_outputs
         now_ns, last_ns = time.time_ns(), sequence.last_token_ns
         begin_ns, histograms = sequence.first_scheduled_ns, self._histograms
         self.counters[f"finished:{sequence.ending.reason}"] += 1
