@@ -145,6 +145,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
         0  # cut from the last token's bytes at their end: a stop word's border is inside
     )
     finished: Finished | None = None
+    start: int = 0  # tokens of this sequence that were told before
 
 
 class StepOutputs(ToBridge, frozen=True):
@@ -190,6 +191,7 @@ class Status(ToBridge, frozen=True):
     num_prompt_tokens: int = 0  # of prompts that are computed, since the engine began
     num_output_tokens: int = 0  # generated, likewise
     figures: Figures | None = None  # if the `Ping` asked for them
+    requests: list[int] | None = None  # of the bridge that asked, all that have not ended
 
 
 EngineMessage = Hello | Submit | Cancel | Ping | Bye

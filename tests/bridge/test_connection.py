@@ -63,6 +63,9 @@ class Ear:
     def reject(self, rejected: wire.Rejected) -> None:
         self._hear(rejected)
 
+    def miss(self, requests) -> None:
+        self._hear(("missed", set(requests)))
+
     def lose(self) -> None:
         self._hear("lost")
 

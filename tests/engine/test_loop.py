@@ -164,7 +164,7 @@ def test_what_cannot_be_served_is_rejected(house: House) -> None:
     bridge.complete(3, [1])
 
 
-def test_cancel_bye_and_a_new_hello_free_everything(roomy: House) -> None:
+def test_cancel_and_bye_free_everything(roomy: House) -> None:
     bridge = roomy.bridge()
     bridge.say(wire.Submit(0, [1], ENDLESS, 1))
     roomy.turn_until(lambda: roomy.engine.has_work)
@@ -177,13 +177,37 @@ def test_cancel_bye_and_a_new_hello_free_everything(roomy: House) -> None:
         if message.tokens[0].finished is not None:
             assert message.tokens[0].finished.reason is wire.FinishReason.CANCELLED
             break
-    for last_word in (wire.Bye(), wire.Hello(wire.PROTOCOL, __version__, "anew")):
-        bridge.say(wire.Submit(0, [1], ENDLESS, 1))
-        roomy.turn_until(lambda: roomy.engine.has_work)
-        bridge.say(last_word)
-        roomy.turn_until(roomy.is_idle)
-        if isinstance(last_word, wire.Bye):
-            bridge = roomy.bridge()
+    bridge.say(wire.Submit(0, [1], ENDLESS, 1))
+    roomy.turn_until(lambda: roomy.engine.has_work)
+    bridge.say(wire.Bye())
+    roomy.turn_until(roomy.is_idle)
+
+
+def test_messages_that_come_twice_are_dropped_and_counted(house: House) -> None:
+    bridge = house.bridge("twice")
+    submit = wire.Submit(4, [3, 1], LONG, 1)
+    for message in (submit, submit, wire.Hello(wire.PROTOCOL, __version__, "twice"), submit):
+        bridge.say(message)
+    tokens: list[wire.Tokens] = []
+    while not (tokens and tokens[-1].finished):
+        message = bridge.hear()
+        assert isinstance(message, wire.StepOutputs)
+        tokens += message.tokens
+    assert house.loop.num_dropped == 3
+    assert [t.start for t in tokens] == [
+        sum(len(t.token_ids) for t in tokens[:i]) for i in range(len(tokens))
+    ]
+    text = b"".join(map(Words().raw, (i for t in tokens for i in t.token_ids)))
+    assert (text, tokens[-1].finished.reason) == expected([3, 1], LONG)
+
+
+def test_a_bridge_is_told_which_of_its_requests_there_are(roomy: House) -> None:
+    bridge, other = roomy.bridge(), roomy.bridge("other")
+    for number in (7, 3):
+        bridge.say(wire.Submit(number, [1], ENDLESS, 1))
+    other.say(wire.Submit(5, [1], ENDLESS, 1))
+    assert sorted(bridge.ask().requests or ()) == [3, 7]
+    assert other.ask().requests == [5]
 
 
 def test_a_bridge_that_vanishes_is_cancelled(roomy: House) -> None:

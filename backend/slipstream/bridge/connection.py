@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -19,6 +19,7 @@ import zmq.utils.monitor
 from slipstream_contract.errors import Code, ContractError
 
 from slipstream import __version__, wire
+from slipstream.bridge.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +27,8 @@ _POLL_MS = 250
 _RETRY_S = 0.2  # between two attempts to connect
 _REFUSED_RETRY_S = 2.0
 _PING_S = 1.0
-_SILENCE_S = 60.0  # connected, asked, and no word for so long: the engine is stuck
+# The engine is stuck. Not a time: while all processes of a machine stand still, nobody is.
+_MAX_UNANSWERED = 60
 _LINGER_MS = 200
 
 
@@ -38,6 +40,9 @@ class Listener(Protocol):
 
     def reject(self, rejected: wire.Rejected) -> None:
         """A request that the engine refuses."""
+
+    def miss(self, requests: Iterable[int]) -> None:
+        """These lost a message between bridge and engine."""
 
     def lose(self) -> None:
         """The engine is gone, and with it every request sent so far."""
@@ -68,11 +73,12 @@ class Connection:
         self._changed = threading.Condition()  # guards the five below
         self._welcome: wire.Welcome | None = None
         self._refusal: str | None = None
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[tuple[bytes, wire.ToEngine]] = deque()
         self._waiters: dict[int, queue.SimpleQueue[wire.Status]] = {}
         self._is_closing = False
         self._numbers = itertools.count(1)
-        self._heard_s = 0.0
+        self._ledger = Ledger()
+        self._num_unanswered = 0  # pings since the last word of the engine
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="connection", daemon=True)
         self._thread.start()
@@ -90,7 +96,7 @@ class Connection:
 
     def send(self, *messages: wire.ToEngine) -> None:
         """Queue messages, all or none; never blocks. Raises ContractError if there is no engine."""
-        frames = [wire.encode(message) for message in messages]
+        frames = [(wire.encode(message), message) for message in messages]
         with self._changed:
             if self._welcome is None:
                 raise ContractError(
@@ -130,6 +136,7 @@ class Connection:
 
     def _run(self) -> None:
         while not self._is_closing:
+            self._ledger, self._num_unanswered = Ledger(), 0
             socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
             socket.set_hwm(0)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -173,11 +180,17 @@ class Connection:
                 next_s = now + _PING_S
                 if self._welcome is None:
                     self._try_keep_alive()
-                elif now - self._heard_s > _SILENCE_S:
-                    _log.error("no word from the engine for %.0f s: connecting anew", _SILENCE_S)
+                elif self._num_unanswered >= _MAX_UNANSWERED:
+                    _log.error("%d pings without a word: connecting anew", _MAX_UNANSWERED)
                     return
                 else:
-                    socket.send(wire.encode(wire.Ping(next(self._numbers))))
+                    self._ping(socket)
+
+    def _ping(self, socket: zmq.Socket[bytes]) -> None:
+        number = next(self._numbers)
+        socket.send(wire.encode(wire.Ping(number)))
+        self._ledger.ask(number)
+        self._num_unanswered += 1
 
     def _try_keep_alive(self) -> None:
         try:
@@ -188,9 +201,11 @@ class Connection:
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         while True:
             try:
-                frame = self._outbox.popleft()
+                frame, message = self._outbox.popleft()
             except IndexError:
                 return
+            if isinstance(message, wire.Submit):
+                self._ledger.submit(message)
             socket.send(frame)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
@@ -199,7 +214,7 @@ class Connection:
                 frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._heard_s = time.monotonic()
+            self._num_unanswered = 0
             try:
                 message = wire.decode_bridge(frame)
             except (msgspec.DecodeError, ValueError, RecursionError):
@@ -213,11 +228,13 @@ class Connection:
     def _hear(self, message: wire.BridgeMessage) -> None:
         match message:
             case wire.StepOutputs():
-                self._listener.take(message)
+                self._take(message)
             case wire.Rejected():
+                self._ledger.reject(message.request)
                 self._listener.reject(message)
             case wire.Status():
                 self.status = message
+                self._compare(message)
                 with self._changed:
                     waiter = self._waiters.pop(message.number, None)
                 if waiter is not None:
@@ -234,6 +251,26 @@ class Connection:
                 with self._changed:
                     self._refusal = message.reason
                     self._changed.notify_all()
+
+    def _take(self, outputs: wire.StepOutputs) -> None:
+        right, lost = self._ledger.take(outputs)
+        self._miss(lost)
+        if len(right) < len(outputs.tokens):
+            self.num_dropped += 1
+            outputs = msgspec.structs.replace(outputs, tokens=right)
+        self._listener.take(outputs)
+
+    def _compare(self, status: wire.Status) -> None:
+        lost, strays = self._ledger.compare(status)
+        self._miss(lost)
+        for request in strays:  # a `Submit` that came again when the first had ended
+            stray = wire.Cancel(request, wire.CancelCause.BRIDGE)
+            self._outbox.append((wire.encode(stray), stray))
+
+    def _miss(self, lost: set[int]) -> None:
+        if lost:
+            _log.error("%d requests lost a message between bridge and engine", len(lost))
+            self._listener.miss(lost)
 
     def _lose(self) -> None:
         with self._changed:  # after this, `send` refuses; before, its requests are known

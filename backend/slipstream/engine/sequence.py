@@ -218,9 +218,8 @@ class Sequence:
         finished = None if self.ending is None else self._finished(self.ending)
         if finished is not None:  # all is told: a sibling may keep the request alive for long
             self.token_ids, self.log_probs, self.edits = [], [], None
-        return Tokens(
-            self.request.number, self.index, token_ids, log_probs, self.stop.drop_bytes, finished
-        )
+        number, drop_bytes = self.request.number, self.stop.drop_bytes
+        return Tokens(number, self.index, token_ids, log_probs, drop_bytes, finished, begin)
 
     def _finished(self, ending: Ending) -> Finished:
         new, shared = self.num_allocated_blocks, self.num_shared_blocks
