@@ -1,0 +1,40 @@
+"""One tritonserver whose engine takes orders for faults, and the oracle that judges them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults.oracle import Oracle
+from faults.planter import write_python
+from server.support import CHECKPOINT, Client, compose, start
+from slipstream_compose.server import server_directory
+
+
+@pytest.fixture(scope="session")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Path]]:
+    """The server, and the folder for orders. Its engine is fp32 on the CPU, its cache small."""
+    if not (server_directory() / "bin" / "tritonserver").is_file():
+        pytest.skip("no tritonserver: make install")
+    folder = tmp_path_factory.mktemp("planted")
+    orders = folder / "orders"
+    orders.mkdir()
+    write_python(folder / "python", orders)
+    options = ["--kv-cache-tokens", "2048", "--dtype", "float32"]
+    repository = compose(CHECKPOINT, folder / "models", *options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_PYTHON", str(folder / "python"))
+        server = start(repository, folder / "server.log")
+    try:
+        yield Client(server), orders
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def oracle(planted: tuple[Client, Path]) -> Iterator[Oracle]:
+    """A judge of its own for every test; no order is left behind."""
+    client, orders = planted
+    yield Oracle(client, orders)
+    for order in orders.iterdir():
+        os.unlink(order)

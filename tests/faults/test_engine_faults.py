@@ -1,0 +1,147 @@
+"""Faults of a running engine, on a real server: who is harmed, what is told, what is left."""
+
+import os
+import signal
+import time
+
+import pytest
+from faults.oracle import Oracle, asks
+from server.support import RequestError
+
+pytestmark = pytest.mark.triton
+
+ERRORS_S = 2.0
+BACK_S = 20.0  # 5 s on a machine with nothing else to do
+
+
+def test_a_killed_engine(oracle: Oracle) -> None:
+    questions = asks(8, max_tokens=120)
+    oracle.learn(questions)
+    oracle.plant("pace", seconds=0.02)
+    with oracle.storm(questions, running=8):
+        pid = oracle.client.health()["engine_pid"]
+        begin = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+    assert max(outcome.ended_s for outcome in oracle.outcomes) - begin < ERRORS_S
+    assert all(outcome.error for outcome in oracle.outcomes), oracle.outcomes
+    oracle.wait_back(pid, BACK_S)
+    with oracle.storm(questions):
+        pass
+    assert oracle.judge("all") == []
+
+
+@pytest.mark.parametrize(
+    "seconds", [1.5, pytest.param(30.0, marks=pytest.mark.slow)], ids=["short", "30"]
+)
+def test_an_engine_that_stands_still_and_goes_on(oracle: Oracle, seconds: float) -> None:
+    questions = asks(8)
+    oracle.learn(questions)
+    oracle.plant("pace", seconds=0.02)
+    with oracle.storm(questions, running=8):
+        pid = oracle.client.health()["engine_pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            with pytest.raises(RequestError, match="UNAVAILABLE: the engine did not answer"):
+                oracle.client.health()
+            assert time.monotonic() - begin < 5
+            time.sleep(seconds - 1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    oracle.plant("heal")
+    assert oracle.client.health()["engine_pid"] == pid
+    assert oracle.judge("nobody") == []
+
+
+def test_exceptions_and_short_memory_in_a_step(oracle: Oracle) -> None:
+    questions = asks(10, victim=True)
+    oracle.learn(questions)
+    pid = oracle.client.health()["engine_pid"]
+    oracle.plant("fail_victim")
+    with oracle.storm(questions):
+        pass
+    assert oracle.judge("victims", ["INTERNAL"]) == []
+    oracle.plant("short_memory", max_tokens=7)
+    with oracle.storm(questions):
+        pass
+    assert oracle.judge("victims", ["INTERNAL"]) == []
+    oracle.plant("heal")
+    with oracle.storm(questions, running=11):
+        oracle.plant("fail_once")
+    assert oracle.judge("nobody") == []
+    assert oracle.client.health()["engine_pid"] == pid
+
+
+def test_nan_in_one_row_ends_it_and_its_blocks_harm_nobody_after(oracle: Oracle) -> None:
+    questions = asks(6, victim=True)
+    oracle.learn(questions)
+    pid = oracle.client.health()["engine_pid"]
+    oracle.plant("nan", number=5)
+    with oracle.storm(questions):
+        pass
+    assert oracle.outcomes[-1].error is not None
+    assert "numerical error" in oracle.outcomes[-1].error
+    assert oracle.judge("victims", ["INTERNAL"]) == []
+    # The last to be freed are the first to be used again: these prompts lie in the NaN.
+    with oracle.storm(questions[:2]):
+        pass
+    assert oracle.judge("nobody") == []
+    with oracle.storm(questions[:-1]):
+        pass
+    assert oracle.judge("nobody") == []
+    oracle.plant("heal")
+    assert oracle.client.health()["engine_pid"] == pid
+
+
+def test_a_cuda_error_that_stays_ends_the_engine_and_the_next_one_serves(oracle: Oracle) -> None:
+    questions = asks(6, max_tokens=120)
+    oracle.learn(questions)
+    oracle.plant("pace", seconds=0.02)
+    with oracle.storm(questions, running=6):
+        pid = oracle.client.health()["engine_pid"]
+        begin = time.monotonic()
+        oracle.plant("sticky")
+    assert max(outcome.ended_s for outcome in oracle.outcomes) - begin < ERRORS_S
+    oracle.wait_back(pid, BACK_S)
+    with oracle.storm(questions):
+        pass
+    assert oracle.judge("all") == []
+
+
+def test_the_clock_jumps(oracle: Oracle) -> None:
+    questions = asks(6, max_tokens=90)
+    oracle.learn(questions)
+    oracle.plant("pace", seconds=0.01)
+    with oracle.storm(questions, running=6):
+        oracle.plant("turn_clock", hours=1)
+        oracle.plant("turn_clock", hours=-2)
+    oracle.plant("heal")
+    assert oracle.judge("nobody") == []
+
+
+@pytest.mark.parametrize("to_engine", [False, True])
+@pytest.mark.parametrize("kind", ["repeated", "unknown"])
+def test_frames_that_are_repeated_or_unknown(oracle: Oracle, kind: str, to_engine: bool) -> None:
+    questions = asks(8)
+    oracle.learn(questions)
+    oracle.plant("spoil_frames", every=2, kind=kind, to_engine=to_engine)
+    with oracle.storm(questions):
+        pass
+    oracle.plant("mend_frames")
+    assert oracle.judge("nobody") == []
+
+
+@pytest.mark.parametrize("to_engine", [False, True])
+def test_frames_that_are_truncated(oracle: Oracle, to_engine: bool) -> None:
+    """What was in them is lost: who waits for it is told so, and nobody gets a text with a hole."""
+    questions = asks(8)
+    oracle.learn(questions)
+    oracle.plant("spoil_frames", every=5, kind="truncated", to_engine=to_engine)
+    with oracle.storm(questions):
+        pass
+    oracle.plant("mend_frames")
+    assert any(outcome.error for outcome in oracle.outcomes)
+    assert oracle.judge("all") == []
+    with oracle.storm(questions):
+        pass
+    assert oracle.judge("nobody") == []
