@@ -254,6 +254,14 @@ class Calls:
             self.count_refusal(error)
             self.fail(call, error)
 
+    def miss(self, requests: Iterable[int]) -> None:
+        """These lost a message between bridge and engine: tokens, or all that would come."""
+        error = ContractError("a message of the engine was lost; try again", Code.UNAVAILABLE)
+        for request in requests:
+            call = self._routes.get(request)
+            if call is not None:
+                self.fail(call, error)
+
     def lose(self) -> None:
         """The engine is gone: every call ends with an error."""
         self.fail_all(ContractError("the engine ended; try again", Code.UNAVAILABLE))

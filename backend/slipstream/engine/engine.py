@@ -181,7 +181,7 @@ class Engine:
 
     def drop_bridge(self, bridge: bytes) -> int:
         """Cancel everything of a bridge that nobody listens for; how many requests that was."""
-        gone = [number for owner, number in self._requests if owner == bridge]
+        gone = self.requests_of(bridge)
         for number in gone:
             self.cancel(bridge, number, CancelCause.BRIDGE)
         return len(gone)
@@ -238,6 +238,10 @@ class Engine:
                 "block_size": self._runner.block_size,
             }
         )
+
+    def requests_of(self, bridge: bytes) -> list[int]:
+        """The numbers of a bridge's requests that have not ended."""
+        return [number for owner, number in self._requests if owner == bridge]
 
     def check_integrity(self) -> None:
         """Assert what must hold between steps; for tests and idle times. O(blocks)."""

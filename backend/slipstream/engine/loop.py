@@ -135,15 +135,15 @@ class EngineLoop:
             found = self._engine.cancel(bridge, message.request, message.cause, message.noticed_ns)
             self.num_unknown += not found
         elif isinstance(message, wire.Ping):
-            self._send(bridge, self._status(message))
+            self._send(bridge, self._status(bridge, message))
         else:
             self._forget(bridge, "says bye")
 
-    def _status(self, ping: wire.Ping) -> wire.Status:
+    def _status(self, bridge: bytes, ping: wire.Ping) -> wire.Status:
         status = self._engine.status(ping.number, self._bridges.values())
-        if not ping.with_figures:
-            return status
-        return msgspec.structs.replace(status, figures=self._engine.figures(self.num_dropped))
+        figures = self._engine.figures(self.num_dropped) if ping.with_figures else None
+        requests = self._engine.requests_of(bridge)
+        return msgspec.structs.replace(status, figures=figures, requests=requests)
 
     def _greet(self, bridge: bytes, message: wire.Hello) -> None:
         ours = (self._welcome.protocol, self._welcome.version)
@@ -152,8 +152,9 @@ class EngineLoop:
             reason = f"the engine speaks protocol {ours[0]}, version {ours[1]}, the bridge {theirs}"
             self._reply(bridge, wire.Refused(reason))
             return
-        if bridge in self._bridges:
-            self._forget(bridge, "connects anew")
+        if bridge in self._bridges:  # who connects anew has another identity
+            self._drop(f"bridge {message.bridge!r:.64} says hello again")
+            return
         self._bridges[bridge] = message.bridge
         self._heard_s[bridge] = time.monotonic()
         _log.info("bridge %.64r is connected", message.bridge)
@@ -163,6 +164,9 @@ class EngineLoop:
         try:
             self._engine.submit(bridge, message)
         except ContractError as error:
+            if error.code is Code.ALREADY_EXISTS:  # numbers are used once: the frame came twice
+                self._drop(error.message)
+                return
             rejected = wire.Rejected(message.request, error.code, error.message, error.reason)
             self._send(bridge, rejected)
         except Exception:
@@ -220,6 +224,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         plan.max_num_batched_tokens,
         config.max_waiting,
         config.max_waiting_tokens,
+        config.long_prompt_tokens,
     )
     telemetry = Telemetry(config.gpu_hour_price, runner.memory)
     request_log = RequestLog(Path(config.request_log), telemetry) if config.request_log else None
