@@ -122,8 +122,8 @@ def beside(costs: Costs, num_streams: int, long_prompt_tokens: int = 1024) -> tu
 @pytest.mark.parametrize("num_streams", [1, 8, 64])
 def test_a_long_prompt_at_most_doubles_the_time_to_the_next_token(costs, num_streams):
     stretch, delay = beside(costs, num_streams)
-    assert 1.5 < stretch <= 2.0
-    assert delay < 3.0  # half of every step is the prompt's
+    assert 1.4 < stretch <= 2.0
+    assert delay < 3.5  # three sevenths of every step are the prompt's
 
 
 def test_without_the_rule_it_would_stand_still():
@@ -166,7 +166,7 @@ def test_what_decodes_take_is_seen_anew_while_long_prompts_never_end():
         streams.ask(16, 5000)
     for _ in range(250):
         streams.step()
-    assert 64 <= before < 170
+    assert 64 <= before < 130
     assert chunk() > 1.5 * before
 
 
@@ -180,7 +180,7 @@ def test_a_void_step_is_not_measured():
     pace.begin(0, 1000)
     now_ns += 10 * MS
     pace.end()
-    assert pace.take() == 200  # that many take 2 ms
+    assert pace.take() == 144  # that many take 2 ms
     pace.begin(4, 0)
     pace.begin(4, 0)
     now_ns += 1000 * MS
@@ -189,4 +189,4 @@ def test_a_void_step_is_not_measured():
         pace.begin(4, 0)
         now_ns += 2 * MS
         pace.end()
-    assert pace.take() == 200
+    assert pace.take() == 144

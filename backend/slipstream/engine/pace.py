@@ -2,8 +2,8 @@
 
 Every running stream gets its next token from every step, so what else a step computes delays them
 all. A short prompt does so for a step or two; a long one, cut as the whole budget allows, would for
-many in a row. Beside decodes its chunks are cut so that a step takes about twice the time of the
-decodes alone: the streams halve their speed for a while, instead of standing still.
+many in a row. Beside decodes its chunks are cut so that a step takes less than twice the time of
+the decodes alone: the streams halve their speed for a while, instead of standing still.
 
 Both times are measured, so the same rule fits any model and device: what a step of decodes takes,
 as the median of the last few, and what a token of a prompt takes, likewise, from steps with so many
@@ -18,6 +18,7 @@ from statistics import median
 _FIRST = 256  # tokens, until both times are known
 _MIN = 8  # and chunks are multiples of it
 _MANY = 256  # tokens in chunks, from which their time can be told
+_SHARE = 0.75  # of the decodes' time, that chunks may take: the rest is for what is not measured
 _NUM_SAMPLES = 7
 _PROBE_EVERY = 32  # so many steps that were cut, one is of decodes alone, to see what they take now
 
@@ -61,5 +62,5 @@ class Pace:
             return 0
         if not self._decodes_ns or not self._token_ns:
             return _FIRST
-        num_tokens = median(self._decodes_ns) / max(median(self._token_ns), 1.0)
+        num_tokens = _SHARE * median(self._decodes_ns) / max(median(self._token_ns), 1.0)
         return max(_MIN, int(num_tokens) // _MIN * _MIN)
