@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream_client.bench import load, messages, plots, report, transports
+from slipstream_client.bench import load, messages, plots, price, report, transports
 from slipstream_client.bench.figures import Objectives, Window, cost, figures, summary
 from slipstream_client.bench.messages import Record
 from slipstream_contract.errors import Code, ContractError
@@ -303,6 +303,15 @@ def test_messages_survive_the_pipe(tmp_path_factory, jobs):
             messages.write(pipe, message)
     with file.open("rb") as pipe:
         assert [messages.read(pipe), messages.read(pipe), messages.read(pipe)] == [*sent, None]
+
+
+def test_the_price_among_metrics():
+    text = '# TYPE slipstream_gpu_hour_price gauge\nslipstream_gpu_hour_price{model="a"} 0\n'
+    assert price.price_in(text) is None
+    assert price.price_in(text + 'slipstream_gpu_hour_price{model="b"} 2.5\n') == 2.5
+    assert price.price_in("slipstream_gpu_hour_price 3\n") == 3
+    assert price.price_in("slipstream_gpu_hour_price NaN\nslipstream_gpu_hour_price x") is None
+    assert price.price_per_hour("http://127.0.0.1:1/metrics") is None
 
 
 # --- pictures ------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def columns(point: dict[str, Any]) -> dict[str, str]:
         good = point["goodput"]
         cells["goodput"] = f"{good['requests_per_s']:.4g}/s ({good['share']:.0%})"
     if "per_request" in point.get("cost", {}):
-        cells["cost"] = f"{point['cost']['per_request']:.3g}"
+        cells["cost/req"] = f"{point['cost']['per_request']:.3g}"
     return cells
 
 

@@ -29,6 +29,7 @@ from slipstream_client.bench.load import (
     schedule,
 )
 from slipstream_client.bench.messages import Job, Progress
+from slipstream_client.bench.price import price_per_hour
 from slipstream_client.bench.report import columns, page
 from slipstream_client.bench.runner import Clients, Load, Outcome, Target, default_processes
 from slipstream_client.codec import GENERATING, TENSORRT_LLM
@@ -72,7 +73,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:200 itl:30 e2e:3000")
     add("--retries", type=int, default=0, metavar="N", help="of a refused request, when it says")
     add("--processes", type=int, default=default_processes(), help="clients' (%(default)s)")
-    add("--price-per-hour", type=float, metavar="X", help="of the server, for the cost")
+    add("--price-per-hour", type=float, metavar="X", help="for the cost (what the server says)")
+    add("--metrics-port", type=int, default=8002, metavar="N", help="(%(default)s)")
     add("--json", type=Path, metavar="FILE", help="all figures")
     add("--html", type=Path, metavar="FILE", help="a page with plots")
 
@@ -96,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
     port = args.grpc_port if args.protocol == "grpc" else args.http_port
     address = f"{args.host}:{port}"
     target = Target(args.protocol, address, args.model, args.timeout, args.retries)
+    price = args.price_per_hour
+    if price is None:
+        price = price_per_hour(f"http://{args.host}:{args.metrics_port}/metrics")
     points: list[dict[str, Any]] = []
     with Clients(args.processes) as clients:
         maker = _Maker(args, clients, target)
@@ -103,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             load = maker.load(concurrency, rate)
             name = f"{rate:g}/s" if rate else f"{concurrency} at once"
             outcome = _run_one(clients, target, load, name)
-            found = figures(outcome.records, outcome.window, objectives, args.price_per_hour)
+            found = figures(outcome.records, outcome.window, objectives, price)
             what = {"rate": rate} if rate else {"concurrency": concurrency}
             points.append({"load": name, **what, **found, "clients": outcome.clients})
     report = {
