@@ -46,6 +46,6 @@ ENV PATH=/opt/slipstream/stub/bin:/opt/tritonserver/bin:${PATH} \
 USER slipstream
 WORKDIR /home/slipstream
 EXPOSE 8000 8001 8002
-HEALTHCHECK --interval=10s --timeout=10s --start-period=10m --retries=3 \
+HEALTHCHECK --interval=5s --timeout=5s --start-period=10m --retries=2 \
     CMD ["/opt/slipstream/engine/bin/slipstream", "health", "--grpc-port", "8001"]
 CMD ["tritonserver", "--model-repository=/models", "--disable-auto-complete-config", "--exit-timeout-secs=5"]

@@ -25,7 +25,7 @@ from slipstream_compose.triton import ENDING_S, ServeError, TritonServer, is_run
 
 INTERVAL_S = 0.2
 MAX_GAP_S = 2.0  # a longer one between two looks: this process itself stood still
-STOPPED_S = 1.5  # a process that was stopped (SIGSTOP) for so long is not waited for
+STOPPED_S = 0.7  # a process that was stopped (SIGSTOP) for so long is not waited for
 SERVER_SILENCE_S = 3.5  # without an answer: the server hangs
 MODEL_SILENCE_S = 10.0  # likewise; a model may be busy for a while
 OTHERS_S = 10.0  # how long others may go on while streams hang that only a restart ends

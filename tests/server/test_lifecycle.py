@@ -6,8 +6,6 @@ import os
 import signal
 import threading
 import time
-import urllib.request
-from pathlib import Path
 
 import pytest
 from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
@@ -19,16 +17,10 @@ pytestmark = pytest.mark.triton
 BODY = {"text_input": PROMPT, "max_tokens": 12}
 
 
-class ExplicitServer(TritonServer):
-    """One whose models can be unloaded and loaded."""
-
-    def _arguments(self, server: Path) -> list[str]:
-        return [*super()._arguments(server), "--model-control-mode=explicit", "--load-model=*"]
-
-
 @pytest.fixture
 def explicit(repository, tmp_path):
-    server = ExplicitServer(repository, Endpoints.free(), tmp_path / "log")
+    """One whose models can be unloaded and loaded."""
+    server = TritonServer(repository, Endpoints.free(), tmp_path / "log", is_supervised=True)
     try:
         server.start()
         server.wait_ready(120)
@@ -38,9 +30,7 @@ def explicit(repository, tmp_path):
 
 
 def control(client: Client, model: str, verb: str) -> None:
-    url = f"{client.http}/v2/repository/models/{model}/{verb}"
-    with urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=60) as reply:
-        assert reply.status == 200
+    client.server.control(verb, model, 60)
 
 
 def is_served(client: Client, model: str) -> bool:
