@@ -157,6 +157,7 @@ def llm_request(
     vocab: Vocabulary | None = None,
     exclude_input_in_output: bool = False,
     end_ids: Sequence[int] = (),
+    max_model_len: int | None = None,
 ) -> LlmRequest:
     """A request of `tensorrt_llm`. Raises ContractError.
 
@@ -166,12 +167,13 @@ def llm_request(
         exclude_input_in_output: counts where the request does not say.
         end_ids: the checkpoint's, of which `end_id` may name one. Without `end_id`, which
             preprocessing always sets, nothing but stop words ends a sequence early.
+        max_model_len: of the engine, if known: a longer prompt is refused before it is taken apart.
     """
     scalars, own = _split(parameters)
     read = Inputs(MODELS["tensorrt_llm"], inputs, scalars, ALIASES | _LLM_NAMES, _LLM_LABELS)
     if read.flag("stop"):
         return LlmRequest([], SamplingParams(max_tokens=1), stop=True)
-    prompt = _prompt(read)
+    prompt = _prompt(read, max_model_len)
     sampling = _sampling(read, own, _LLM_NAMES)
     stop_words, stop_token_ids = _stop_words(_word_ids(read, "stop_words_list"), vocab)
     ignore_eos = to_flag("ignore_eos", own.get("ignore_eos", False))
@@ -315,7 +317,7 @@ def _weighted(read: Inputs) -> tuple[tuple[str, ...], tuple[float, ...]]:
 # --- tokens --------------------------------------------------------------------------------------
 
 
-def _prompt(read: Inputs) -> list[int]:
+def _prompt(read: Inputs, max_model_len: int | None) -> list[int]:
     """`input_ids` as far as `input_lengths` says; what follows is padding."""
     array = read.array("input_ids")
     if array is None:
@@ -323,6 +325,11 @@ def _prompt(read: Inputs) -> list[int]:
     if array.size == 0:
         raise ContractError("input_ids is empty: a prompt has at least 1 token")
     length = limits.check_whole("input_lengths", read.whole("input_lengths"), 1, array.size)
+    if max_model_len is not None and length >= max_model_len:
+        raise ContractError(
+            f"the prompt is {length} tokens long: with one to generate it does not fit the context "
+            f"of {max_model_len} tokens (max_model_len)"
+        )
     return token_ids("input_ids", array[:length])
 
 

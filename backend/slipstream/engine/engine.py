@@ -364,7 +364,6 @@ class Engine:
     # --- admission -----------------------------------------------------------------------------
 
     def _check_prompt(self, token_ids: list[int]) -> None:
-        self._check_ids("input_ids", token_ids)
         if not token_ids:
             raise ContractError("the prompt is empty, 1 token is the least")
         length, limit = len(token_ids), self._runner.max_model_len
@@ -379,6 +378,7 @@ class Engine:
                 f"the prompt is {length} tokens long: with one to generate it needs {needed} "
                 f"blocks, the KV cache has {total} ({total * self._runner.block_size} tokens)"
             )
+        self._check_ids("input_ids", token_ids)  # last: it looks at every one
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         """What depends on the model, and what would hurt others if a bridge had not checked it.
