@@ -1,0 +1,215 @@
+"""The table of limits: README shows it, and every row is held against who is said to refuse."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from contract.asking import inputs_of
+from slipstream_contract import limits
+from slipstream_contract.errors import ContractError
+from slipstream_contract.limits import INT32_MAX, TABLE
+from slipstream_contract.request import llm_request, text_request
+from slipstream_contract.sampling import SamplingParams, check_sampling
+from slipstream_contract.tensors import MODELS
+from slipstream_contract.urgency import split_urgency
+from slipstream_contract.vllm import vllm_request
+from slipstream_contract.vocab import TokenBytes
+from slipstream_contract.words import pack_word_list
+from slipstream_postprocessing.detokenize import detokenize_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
+SIZE = re.compile("bytes|: |biased|^\\.\\.\\.|TOKENS")
+CONFIGURED = {"prompt, tokens", "token ids", "requests that wait", "tokens that wait"}
+"""Bounds of a checkpoint or a configuration: tests/engine and tests/stages hold them."""
+
+
+def text(**values: Any) -> Any:
+    given = {"text_input": "a", "max_tokens": INT32_MAX} | values
+    return text_request(inputs_of(MODELS["tensorrt_llm_bls"], **given), {})
+
+
+def tokens(**values: Any) -> Any:
+    given = {"input_ids": [1], "input_lengths": 1, "request_output_len": 9} | values
+    extra = {name: array for name, array in given.items() if isinstance(array, np.ndarray)}
+    plain = {name: value for name, value in given.items() if name not in extra}
+    return llm_request(inputs_of(MODELS["tensorrt_llm"], **plain) | extra, {})
+
+
+def vllm(**values: Any) -> Any:
+    asked = {"max_tokens": INT32_MAX} | values
+    inputs = inputs_of(MODELS["vllm_model"], text_input="a", sampling_parameters=json.dumps(asked))
+    return vllm_request(inputs, {})
+
+
+def parameter(name: str) -> Callable[[Any], Any]:
+    return lambda value: split_urgency({name: value})
+
+
+def engine(**values: Any) -> Any:
+    return check_sampling(SamplingParams(**{"max_tokens": INT32_MAX} | values))
+
+
+def both(field: str, own: str = "") -> list[Callable[[Any], Any]]:
+    """Asked with the tensors of a text, and of the engine."""
+    return [lambda v: text(**{field: v}), lambda v: engine(**{own or field: v})]
+
+
+def words(count: int, size: int = 1) -> list[str]:
+    return ["w" * size] * count
+
+
+def filled(total: int) -> list[str]:
+    """Words of so many bytes together, none of them too long."""
+    return ["w" * 4096] * (total // 4096) + ["w" * (total % 4096)] * bool(total % 4096)
+
+
+# Row of the table -> how a value is asked for, of each who must refuse what is out of bounds.
+PROBES: dict[str, list[Callable[[Any], Any]]] = {
+    "request id, bytes": [lambda v: limits.check_request_id("i" * v)],
+    "`max_tokens`": both("max_tokens"),
+    "`min_tokens`": [lambda v: text(min_tokens=v), lambda v: vllm(min_tokens=v)],
+    "`num_return_sequences`, `n`": [
+        *both("num_return_sequences", "n"),
+        lambda v: vllm(n=v),
+    ],
+    "`temperature`": [*both("temperature"), lambda v: vllm(temperature=v)],
+    "`top_k`": both("top_k"),
+    "`top_k` of `vllm_model`": [lambda v: vllm(top_k=v)],
+    "`top_p`": [lambda v: text(top_p=v), lambda v: tokens(runtime_top_p=v)],
+    "`top_p` of `vllm_model`": [lambda v: vllm(top_p=v), lambda v: engine(top_p=v)],
+    "`min_p`": [lambda v: vllm(min_p=v), lambda v: engine(min_p=v)],
+    "`repetition_penalty`": [*both("repetition_penalty"), lambda v: vllm(repetition_penalty=v)],
+    "`presence_penalty`, `frequency_penalty`": [
+        *both("presence_penalty"),
+        *both("frequency_penalty"),
+    ],
+    "the same of `vllm_model`": [
+        lambda v: vllm(presence_penalty=v),
+        lambda v: vllm(frequency_penalty=v),
+    ],
+    "`seed` of `vllm_model`": [lambda v: vllm(seed=v)],
+    "`stop_words`, `stop`: words": [
+        lambda v: text(stop_words=words(v)),
+        lambda v: vllm(stop=words(v)),
+        lambda v: engine(stop_words=(b"w",) * v),
+    ],
+    "... bytes of a word": [
+        lambda v: text(stop_words=words(1, v)),
+        lambda v: vllm(stop=words(1, v)),
+    ],
+    "... bytes of all": [
+        lambda v: text(stop_words=filled(v)),
+        lambda v: vllm(stop=filled(v)),
+        lambda v: engine(stop_words=tuple(w.encode() for w in filled(v))),
+    ],
+    "`stop_token_ids`: ids": [
+        lambda v: vllm(stop_token_ids=[1] * v),
+        lambda v: engine(stop_token_ids=(1,) * v),
+    ],
+    "`bad_words`: words": [
+        lambda v: text(bad_words=words(v)),
+        lambda v: vllm(bad_words=words(v)),
+        # The engine allows for the two forms that vllm_model has of each.
+        lambda v: engine(bad_words=((1,),) * (2 * v)),
+    ],
+    "... bytes of a bad word": [
+        lambda v: text(bad_words=words(1, v)),
+        lambda v: vllm(bad_words=words(1, v)),
+    ],
+    "... bytes of all bad words": [
+        lambda v: text(bad_words=filled(v)),
+        lambda v: vllm(bad_words=filled(v)),
+    ],
+    "... tokens of a bad word": [
+        lambda v: tokens(bad_words_list=pack_word_list([[1] * v])),
+        lambda v: engine(bad_words=((1,) * v,)),
+    ],
+    "`embedding_bias_words`: words": [
+        lambda v: text(embedding_bias_words=words(v), embedding_bias_weights=[0.0] * v)
+    ],
+    "... bytes of a bias word": [
+        lambda v: text(embedding_bias_words=words(1, v), embedding_bias_weights=[0.0])
+    ],
+    "... bytes of all bias words": [
+        lambda v: text(
+            embedding_bias_words=filled(v), embedding_bias_weights=[0.0] * len(filled(v))
+        )
+    ],
+    "`embedding_bias_weights`": [
+        lambda v: tokens(embedding_bias=[float(v)]),
+        lambda v: text(embedding_bias_words="w", embedding_bias_weights=float(v)),
+    ],
+    "biased tokens": [
+        lambda v: tokens(embedding_bias=[1.0] * v),
+        lambda v: vllm(logit_bias={str(i): 1 for i in range(v)}),
+        lambda v: engine(bias=((1, 1.0),) * v),
+    ],
+    "`logit_bias` of `vllm_model`": [lambda v: vllm(logit_bias={"5": v})],
+    "`logprobs`": [lambda v: vllm(logprobs=v)],
+    "`sampling_parameters`, bytes": [
+        lambda v: vllm_request(
+            inputs_of(
+                MODELS["vllm_model"], text_input="a", sampling_parameters="{}" + " " * (v - 2)
+            ),
+            {},
+        )
+    ],
+    "`priority`, `request_priority`": [parameter("priority"), parameter("request_priority")],
+    "`timeout_ms`": [parameter("timeout_ms")],
+    "`timeout`, microseconds": [parameter("timeout")],
+    "`TOKENS_BATCH`, token ids": [
+        lambda v: detokenize_batch(
+            TokenBytes.load(CHECKPOINT), np.zeros((1, 1, v), np.int32), np.zeros((1, 1), np.int32)
+        )
+    ],
+}
+
+
+def refused(ask: Callable[[Any], Any], value: Any) -> bool:
+    try:
+        ask(value)
+    except ContractError as error:
+        return len(error.message) < 400
+    except OverflowError:  # the tensor cannot say it
+        return True
+    return False
+
+
+@pytest.mark.parametrize("field", PROBES)
+def test_a_bound_holds_where_the_table_says(field: str) -> None:
+    least, most, _ = TABLE[field]
+    for ask in PROBES[field]:
+        for bound, sign in ((least, -1), (most, 1)):
+            if isinstance(bound, str):
+                continue
+            if sign < 0 and SIZE.search(field):
+                continue  # nothing is shorter than the shortest
+            step = 1 if isinstance(bound, int) else abs(bound) * 1e-3
+            assert not refused(ask, bound), f"{field}: {bound}"
+            assert refused(ask, bound + sign * step), f"{field}: {bound + sign * step}"
+        if isinstance(least, float):
+            assert refused(ask, math.nan)
+
+
+def test_a_top_p_of_vllm_must_be_above_0() -> None:
+    assert refused(PROBES["`top_p` of `vllm_model`"][0], 0)
+    assert not refused(PROBES["`top_p` of `vllm_model`"][0], 1e-6)
+
+
+def test_every_row_has_who_refuses_it() -> None:
+    by_server = {field for field, (*_, place) in TABLE.items() if place == "server"}
+    assert set(TABLE) == set(PROBES) | CONFIGURED | by_server
+    assert by_server == {"prompts in a request", "`seed`"}
+    assert MODELS["ensemble"].max_batch_size == TABLE["prompts in a request"][1]
+
+
+def test_readme_shows_the_table() -> None:
+    shown = re.search(r"<!-- limits: [^>]*-->\n(.*?)\n<!--", (ROOT / "README.md").read_text(), re.S)
+    assert shown is not None
+    assert shown[1] == limits.table(), "put `make limits` into README.md, between its marks"
