@@ -6,7 +6,7 @@ The bridge that gets the lock of the runtime directory starts this supervisor an
 over, so there is one; when the supervisor is lost, any bridge starts the next. The engine's output
 goes to `engine.log`. If the engine says that it cannot start (exit code 2) and never has, its last
 line goes to `engine.error`, where the bridges find it; an engine that has run before is started
-again for ever, with pauses that grow to 10 s.
+again for ever, with pauses that grow to 10 s. One that makes no turn for `stuck_after_s` is ended.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import msgspec
 from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
 
 from slipstream.config import EngineConfig
+from slipstream.turns import Standstill, path_of
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +37,9 @@ CANNOT_START = 2  # the engine's exit code for it
 _MAX_EARLY_ENDS = 5  # in a row, before it has ever been ready
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 10.0
 _FAILED_PAUSE_S = 30.0  # before an engine that could not start is tried again
-_CLOCK_S = 0.02  # how far the clock of files may be behind
 _STEADY_S = 30.0  # an engine that ran so long starts with the first pause again
 _END_S = 3.0  # from SIGTERM to SIGKILL
+_SAY_S = 0.3  # for an engine that is stuck to write where
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -52,17 +53,30 @@ class Supervision:
         self._runtime = runtime
         self._config = config
         self._server_pid = server_pid
-        self._begin = time.time() - _CLOCK_S
+        self._old = self._identity()
+        self._seen: tuple[int, int] | None = None  # the newest failure, and when we saw it first
+        self._seen_s = 0.0
         self._children: list[subprocess.Popen[bytes]] = []
 
     def failure(self) -> str | None:
         """Why the engine could not start; None if it did, still may, or failed before our time."""
+        found = self._identity()
+        if found is None or found == self._old:
+            return None
+        if found != self._seen:
+            self._seen, self._seen_s = found, time.monotonic()
         try:
-            if self._runtime.error.stat().st_mtime < self._begin:
-                return None
             return self._runtime.error.read_text(errors="replace").strip() or "no reason given"
         except FileNotFoundError:
             return None
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Of the file of the last failure. Its time is compared with no clock: clocks jump."""
+        try:
+            state = self._runtime.error.stat()
+        except FileNotFoundError:
+            return None
+        return state.st_ino, state.st_mtime_ns
 
     def ensure(self) -> None:
         """Start the supervisor unless somebody holds its lock.
@@ -76,7 +90,7 @@ class Supervision:
             except BlockingIOError:
                 return
             failure = self.failure()
-            if failure and time.time() - self._runtime.error.stat().st_mtime < _FAILED_PAUSE_S:
+            if failure and time.monotonic() - self._seen_s < _FAILED_PAUSE_S:
                 raise RuntimeError(failure)
             self._runtime.error.unlink(missing_ok=True)
             file = self._runtime.directory / "engine.json"
@@ -114,6 +128,7 @@ class Supervisor:
     def __init__(self, runtime: Runtime, config: Path, server_pid: int) -> None:
         self._runtime = runtime
         self._config = config
+        self._stuck_after_s = _read_stuck_after_s(config)
         self._server = os.pidfd_open(server_pid)
         self._was_ready = False
         self._num_early_ends = 0
@@ -130,7 +145,9 @@ class Supervisor:
             said = self._last_line(output)
             _log.error("the engine ended with code %d", code)
             if not self._was_ready and self._gives_up(code):
-                self._runtime.error.write_text(f"{said}\n")
+                draft = self._runtime.error.with_suffix(".draft")
+                draft.write_text(f"{said}\n")
+                draft.rename(self._runtime.error)  # nobody reads half of it
                 return 1
             steady = time.monotonic() - begin > _STEADY_S
             pause_s = _FIRST_PAUSE_S if steady else min(2 * pause_s, _MAX_PAUSE_S)
@@ -144,6 +161,7 @@ class Supervisor:
     def _run_engine(self) -> int | None:
         """The exit code of one engine; None if the server is gone, and then so is the engine."""
         self._runtime.socket.unlink(missing_ok=True)
+        standstill = Standstill(path_of(self._runtime.address))
         engine = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "slipstream.engine.loop"),
@@ -158,6 +176,8 @@ class Supervisor:
             try:
                 while not select.select([ended, self._server], [], [], 1.0)[0]:
                     self._was_ready |= self._runtime.socket.exists()
+                    if standstill.look() > self._stuck_after_s:
+                        _end_stuck(engine, self._stuck_after_s)
             finally:
                 os.close(ended)
             self._was_ready |= self._runtime.socket.exists()
@@ -175,6 +195,13 @@ class Supervisor:
             lines = log.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
         return said[-1].removeprefix("slipstream engine: ") if said else "it said nothing"
+
+
+def _read_stuck_after_s(config: Path) -> int:
+    try:
+        return msgspec.json.decode(config.read_bytes(), type=EngineConfig).stuck_after_s
+    except (OSError, msgspec.DecodeError):  # the engine will say what is wrong with it
+        return EngineConfig(checkpoint="").stuck_after_s
 
 
 def _die_with_parent() -> Callable[[], None]:
@@ -198,6 +225,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _end_stuck(engine: subprocess.Popen[bytes], seconds: float) -> None:
+    _log.error("the engine (pid %d) made no turn for %g s: it is ended", engine.pid, seconds)
+    engine.send_signal(signal.SIGUSR1)  # where it is; the log has it if it can still say so
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        engine.wait(_SAY_S)
+    engine.kill()
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -30,6 +30,8 @@ _OPTIONS = {
     "max_waiting_tokens": "tokens of their prompts, likewise (default: 2097152)",
     "long_prompt_tokens": "chunks of longer prompts at most double a step of running streams "
     "(default: 1024)",
+    "stuck_after_s": "seconds after which a step counts as hanging: the engine is killed and "
+    "started again (default: 60)",
     "block_size": f"tokens in a block of the KV cache, one of {', '.join(map(str, BLOCK_SIZES))}",
 }
 

@@ -31,6 +31,7 @@ _COUNTS = (
     "max_waiting",
     "max_waiting_tokens",
     "long_prompt_tokens",
+    "stuck_after_s",
 )
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 WIRINGS = ("composed", "fused")

@@ -13,6 +13,7 @@ from slipstream import wire
 from slipstream.bridge.connection import Connection
 from slipstream.config import EngineConfig
 from slipstream.launch import Supervision
+from slipstream.turns import Standstill, Turns
 from slipstream_contract.runtime import Runtime, open_runtime
 
 CONFIG = {
@@ -158,6 +159,75 @@ def test_an_engine_that_cannot_start_leaves_one_line_and_no_process(server, chec
     connection = server.connect()
     assert connection.wait_welcome(60)
     connection.close()
+
+
+def test_an_engine_that_is_stuck_is_ended_and_says_where(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
+    config = EngineConfig(
+        checkpoint=str(checkpoint), load_format="random", device="cpu", stuck_after_s=2
+    )
+    server = Server(tmp_path / "run", config)
+    connection = server.connect()
+    try:
+        first = connection.wait_welcome(60)
+        assert first is not None, server.runtime.log.read_text()
+        time.sleep(4)  # an idle engine turns
+        assert server.engine == first.engine_pid
+        os.kill(first.engine_pid, signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(first.engine_pid, signal.SIGCONT)
+        assert connection.ask_status(5).engine_pid == first.engine_pid
+        os.kill(first.engine_pid, signal.SIGSTOP)
+        wait_for(lambda: connection.wait_welcome(0) is None)
+        second = connection.wait_welcome(60)
+        assert second is not None
+        assert second.engine_pid != first.engine_pid
+        assert f"(pid {first.engine_pid}) made no turn for 2 s" in server.runtime.log.read_text()
+        os.kill(second.engine_pid, signal.SIGUSR1)
+        wait_for(lambda: "in turn" in server.runtime.log.read_text())
+    finally:
+        connection.close()
+        server.stop()
+        wait_for(lambda: not server.supervisor and not server.engine, 10)
+
+
+def test_only_time_spent_looking_counts(tmp_path, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr("slipstream.turns.time.monotonic", lambda: now_s)
+    path = tmp_path / "turns"
+    path.write_bytes(b"of another engine")
+    standstill = Standstill(path)
+    now_s += 500
+    assert standstill.look() == 0  # it has not begun
+    turns = Turns(path)
+    for _ in range(3):
+        turns.count()
+        now_s += 1
+        assert standstill.look() == 0
+    for seconds in (1, 2):
+        now_s += 1
+        assert standstill.look() == seconds
+    now_s += 500  # all stood still, the supervisor too
+    assert standstill.look() == 4
+    turns.count()
+    assert standstill.look() == 0
+
+
+def test_a_failure_is_new_or_old_whatever_the_clock_says(tmp_path, monkeypatch):
+    runtime = Runtime(tmp_path)
+    config = EngineConfig(checkpoint="absent")
+    runtime.error.write_text("old")
+    for ahead_s in (-3600, 0, 3600):
+        os.utime(runtime.error, (time.time() + ahead_s,) * 2)
+        supervision = Supervision(runtime, config, os.getpid())
+        assert supervision.failure() is None
+        runtime.error.unlink()
+        assert supervision.failure() is None
+        runtime.error.write_text("new")
+        os.utime(runtime.error, (time.time() - 2 * ahead_s - 1,) * 2)
+        assert supervision.failure() == "new"
+        with pytest.raises(RuntimeError, match="new"):
+            supervision.ensure()
 
 
 def test_the_runtime_directory_is_private(tmp_path, monkeypatch):

@@ -89,7 +89,8 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
     options = "--dtype bfloat16 --kv-cache-tokens 512 --max-num-seqs 8 --max-num-batched-tokens 64"
     more = (
         "--max-model-len 128 --block-size 16 --model-name shown --quantization fp8 --deterministic "
-        "--max-waiting 7 --max-waiting-tokens 99 --gpu-hour-price 2.5 --request-log /var/log/r"
+        "--max-waiting 7 --max-waiting-tokens 99 --gpu-hour-price 2.5 --request-log /var/log/r "
+        "--stuck-after-s 300"
     )
     run(checkpoint, tmp_path, *options.split(), *more.split())
     engine = settings(tmp_path)["engine"]
@@ -106,6 +107,7 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
         block_size=16,
         max_waiting=7,
         max_waiting_tokens=99,
+        stuck_after_s=300,
         gpu_hour_price=2.5,
         request_log="/var/log/r",
     )

@@ -27,8 +27,6 @@ _POLL_MS = 250
 _RETRY_S = 0.2  # between two attempts to connect
 _REFUSED_RETRY_S = 2.0
 _PING_S = 1.0
-# The engine is stuck. Not a time: while all processes of a machine stand still, nobody is.
-_MAX_UNANSWERED = 60
 _LINGER_MS = 200
 
 
@@ -52,7 +50,12 @@ class Connection:
     """To one engine, and to the one started in its place. Thread-safe."""
 
     def __init__(
-        self, address: str, bridge: str, listener: Listener, keep_alive: Callable[[], None]
+        self,
+        address: str,
+        bridge: str,
+        listener: Listener,
+        keep_alive: Callable[[], None],
+        max_unanswered: int = 90,
     ) -> None:
         """Begin to connect.
 
@@ -62,6 +65,8 @@ class Connection:
             listener: told of everything.
             keep_alive: called about once a second while there is no engine; sees to it that one
                 is started. May raise, which is logged.
+            max_unanswered: pings, one a second, after which an engine without a word is given up.
+                Not a time: while all processes of a machine stand still, nobody is stuck.
         """
         self.status: wire.Status | None = None  # the latest
         self.num_dropped = 0  # frames that were no message
@@ -69,6 +74,7 @@ class Connection:
         self._bridge = bridge
         self._listener = listener
         self._keep_alive = keep_alive
+        self._max_unanswered = max_unanswered
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._changed = threading.Condition()  # guards the five below
         self._welcome: wire.Welcome | None = None
@@ -180,8 +186,8 @@ class Connection:
                 next_s = now + _PING_S
                 if self._welcome is None:
                     self._try_keep_alive()
-                elif self._num_unanswered >= _MAX_UNANSWERED:
-                    _log.error("%d pings without a word: connecting anew", _MAX_UNANSWERED)
+                elif self._num_unanswered >= self._max_unanswered:
+                    _log.error("%d pings without a word: connecting anew", self._num_unanswered)
                     return
                 else:
                     self._ping(socket)

@@ -8,6 +8,7 @@ one line on stderr. Nothing that comes in through the socket can end the process
 """
 
 import argparse
+import faulthandler
 import gc
 import logging
 import os
@@ -29,6 +30,7 @@ from slipstream.engine.laps import Laps, process_age
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.telemetry import Telemetry
+from slipstream.turns import Turns, path_of
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class EngineLoop:
         self._socket.setsockopt(zmq.RCVHWM, 0)  # the engine's own bound is max_waiting
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         self._socket.bind(address)
+        self._turns = Turns(path_of(address))
 
     def run(self) -> int:
         """Serve until the parent is gone or the runner is beyond repair; the exit code."""
@@ -77,6 +80,7 @@ class EngineLoop:
 
     def turn(self, idle_ms: int) -> None:
         """Apply what came in, waiting for it only if there is nothing to do; then one step."""
+        self._turns.count()
         if self._engine.has_work or self._socket.poll(idle_ms):
             self._receive()
         if self._engine.has_work:
@@ -256,6 +260,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
+    faulthandler.enable()  # a crash in native code says where
+    faulthandler.register(signal.SIGUSR1)  # as the supervisor asks of one that is stuck
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     try:
         loop = load(read_config(options.config), options.socket)

@@ -207,6 +207,7 @@ def resolve(config: EngineConfig) -> Plan:
         "max_waiting",
         "max_waiting_tokens",
         "long_prompt_tokens",
+        "stuck_after_s",
     ):
         _at_least(config, field, 1)
     if not 0 <= config.gpu_hour_price < inf:
