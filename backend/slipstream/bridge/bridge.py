@@ -24,6 +24,7 @@ from slipstream.launch import Supervision
 _log = logging.getLogger(__name__)
 
 MAX_ID = 64  # characters of a request id that logs keep
+_SUPERVISOR_S = 30  # so much earlier the supervisor should have ended an engine that is stuck
 _LOOK_S = 0.1  # how often a bridge that waits for its engine looks whether it still may
 
 
@@ -65,7 +66,9 @@ class Bridge:
         self._senders = Senders()
         self.calls = Calls(self._send, self._senders.hand_over)
         self._senders.calls = self.calls
-        self.connection = Connection(runtime.address, name, self.calls, self._supervision.ensure)
+        ensure = self._supervision.ensure
+        max_unanswered = config.stuck_after_s + _SUPERVISOR_S
+        self.connection = Connection(runtime.address, name, self.calls, ensure, max_unanswered)
         cancel = partial(self.calls.cancel, cause=wire.CancelCause.UNACKNOWLEDGED)
         self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, cancel)
         self.calls.settle = self.flow.settle
