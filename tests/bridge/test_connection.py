@@ -21,7 +21,7 @@ _PEER = textwrap.dedent(
     from slipstream import wire
     socket = zmq.Context().socket(zmq.ROUTER)
     socket.bind(sys.argv[1])
-    refuse = len(sys.argv) > 2
+    refuse = "refuse" in sys.argv
     while True:
         who, frame = socket.recv_multipart()
         match wire.decode_engine(frame):
@@ -29,6 +29,9 @@ _PEER = textwrap.dedent(
                 answer = wire.Refused("not you") if refuse else wire.Welcome(1, "v", "m", 42, 9, 99)
             case wire.Ping(number):
                 answer = wire.Status(number, "m", 42, 1, 2, 3, 4, 0.5, 6, 7, [])
+            case wire.Submit(request, ids) if "silent" in sys.argv:
+                print(request, ids, flush=True)
+                continue
             case wire.Submit(request, ids):
                 socket.send_multipart([who, b"garbage"])
                 answer = wire.StepOutputs(1, 2, [wire.Tokens(request, 0, ids, [])])
@@ -55,6 +58,7 @@ class Peer:
 class Ear:
     def __init__(self) -> None:
         self.heard: list[object] = []
+        self.forgotten: set[int] = set()
         self.event = threading.Event()
 
     def take(self, outputs: wire.StepOutputs) -> None:
@@ -66,8 +70,11 @@ class Ear:
     def miss(self, requests) -> None:
         self._hear(("missed", set(requests)))
 
-    def lose(self) -> None:
-        self._hear("lost")
+    def lose(self, kept) -> None:
+        self._hear("lost" if not kept else ("lost but", set(kept)))
+
+    def knows(self, request: int) -> bool:
+        return request not in self.forgotten
 
     def _hear(self, what: object) -> None:
         self.heard.append(what)
@@ -115,6 +122,48 @@ def test_a_request_goes_out_and_its_tokens_come_back_past_a_broken_frame(link):
     connection.send(wire.Cancel(5))
     assert ear.wait() == wire.Rejected(5, "CANCELLED", "as you say")
     assert connection.ask_status(5).kv_blocks_total == 2
+
+
+def test_what_nothing_was_told_of_is_given_to_the_next_engine_once(link):
+    connection, ear, start = link
+    peer = start("silent")
+    assert connection.wait_welcome(10)
+    for number in (5, 6, 7):
+        connection.send(wire.Submit(number, [number], SamplingParams(max_tokens=1), 0))
+    said = [peer.process.stdout.readline() for _ in range(3)]
+    assert said == [b"5 [5]\n", b"6 [6]\n", b"7 [7]\n"]
+    peer.kill()
+    assert ear.wait() == ("lost but", {5, 6, 7})
+    ear.forgotten = {6}  # cancelled meanwhile
+    peer = start("silent")
+    said = [peer.process.stdout.readline() for _ in range(2)]
+    assert said == [b"5 [5]\n", b"7 [7]\n"]
+    connection.send(wire.Submit(8, [8], SamplingParams(max_tokens=1), 0))
+    assert peer.process.stdout.readline() == b"8 [8]\n"
+    peer.kill()
+    assert ear.wait() == ("lost but", {8})  # the others may be what ended it
+
+
+def test_what_was_told_in_part_is_not_asked_again(link):
+    connection, ear, start = link
+    peer = start()
+    assert connection.wait_welcome(10)
+    connection.send(wire.Submit(5, [1, 2, 3], SamplingParams(max_tokens=9), 0))
+    assert isinstance(ear.wait(), wire.StepOutputs)
+    peer.kill()
+    assert ear.wait() == "lost"
+
+
+def test_requests_do_not_wait_for_ever_for_the_next_engine(link, monkeypatch):
+    monkeypatch.setattr("slipstream.bridge.connection._KEEP_S", 0.5)
+    connection, ear, start = link
+    peer = start("silent")
+    assert connection.wait_welcome(10)
+    connection.send(wire.Submit(5, [1], SamplingParams(max_tokens=9), 0))
+    peer.process.stdout.readline()
+    peer.kill()
+    assert ear.wait() == ("lost but", {5})
+    assert ear.wait() == "lost"
 
 
 def test_a_request_without_an_engine_is_refused_and_somebody_told_to_start_one(link):

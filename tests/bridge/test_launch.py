@@ -40,7 +40,10 @@ class Deaf:
 
     def miss(self, requests) -> None: ...
 
-    def lose(self) -> None: ...
+    def lose(self, kept) -> None: ...
+
+    def knows(self, request: int) -> bool:
+        return False
 
 
 def is_alive(pid: int) -> bool:

@@ -2,10 +2,12 @@
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 from slipstream_contract.credit import CreditFile
 from slipstream_contract.errors import Code, ContractError
@@ -96,6 +98,8 @@ class Bridge:
         question: Question,
     ) -> wire.Submit:
         """Add an engine request to a call that is not begun yet; one stream for each sequence."""
+        if sampling.seed is None:  # drawn here: another engine may have to begin anew
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
         number = self.calls.next_request()
         call.add(number, streams)
         call.deadline_ns = question.deadline_ns

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
 import msgspec
@@ -28,6 +28,7 @@ _RETRY_S = 0.2  # between two attempts to connect
 _REFUSED_RETRY_S = 2.0
 _PING_S = 1.0
 _LINGER_MS = 200
+_KEEP_S = 20.0  # so long requests wait for the next engine
 
 
 class Listener(Protocol):
@@ -42,8 +43,14 @@ class Listener(Protocol):
     def miss(self, requests: Iterable[int]) -> None:
         """These lost a message between bridge and engine."""
 
-    def lose(self) -> None:
-        """The engine is gone, and with it every request sent so far."""
+    def lose(self, kept: Set[int]) -> None:
+        """The engine is gone, and with it every request sent so far, but for those kept.
+
+        Nothing was told of these, and the next engine will be given them.
+        """
+
+    def knows(self, request: int) -> bool:
+        """Does anybody still wait for it?"""
 
 
 class Connection:
@@ -84,6 +91,9 @@ class Connection:
         self._is_closing = False
         self._numbers = itertools.count(1)
         self._ledger = Ledger()
+        self._kept: list[wire.Submit] = []  # for the next engine, if it comes
+        self._kept_until_s = 0.0
+        self._retried: frozenset[int] = frozenset()  # once is enough: one of them may be the cause
         self._num_unanswered = 0  # pings since the last word of the engine
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="connection", daemon=True)
@@ -185,6 +195,8 @@ class Connection:
             if now >= next_s:
                 next_s = now + _PING_S
                 if self._welcome is None:
+                    if self._kept and now > self._kept_until_s:
+                        self._give_up()
                     self._try_keep_alive()
                 elif self._num_unanswered >= self._max_unanswered:
                     _log.error("%d pings without a word: connecting anew", self._num_unanswered)
@@ -211,7 +223,7 @@ class Connection:
             except IndexError:
                 return
             if isinstance(message, wire.Submit):
-                self._ledger.submit(message)
+                self._ledger.submit(message, message.request not in self._retried)
             socket.send(frame)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
@@ -251,6 +263,7 @@ class Connection:
                 )
                 with self._changed:
                     self._welcome, self._refusal = message, None
+                    self._submit_again()  # before any cancel of them
                     self._changed.notify_all()
             case wire.Refused():
                 _log.error("the engine refuses this bridge: %s", message.reason)
@@ -282,6 +295,23 @@ class Connection:
         with self._changed:  # after this, `send` refuses; before, its requests are known
             was_welcome, self._welcome = self._welcome is not None, None
             self.status = None
+            unsent = [message for _, message in self._outbox if isinstance(message, wire.Submit)]
             self._outbox.clear()
         if was_welcome:
-            self._listener.lose()
+            self._kept = [] if self._is_closing else [*self._ledger.untold(), *unsent]
+            self._kept_until_s = time.monotonic() + _KEEP_S
+            self._listener.lose({message.request for message in self._kept})
+        elif self._kept and (self._is_closing or self._refusal is not None):
+            self._give_up()
+
+    def _submit_again(self) -> None:
+        again = [message for message in self._kept if self._listener.knows(message.request)]
+        self._kept = []
+        self._retried = frozenset(message.request for message in again)
+        self._outbox.extend((wire.encode(message), message) for message in again)
+        if again:
+            _log.info("%d requests of which nothing was told are given to this engine", len(again))
+
+    def _give_up(self) -> None:
+        self._kept = []
+        self._listener.lose(frozenset())

@@ -16,15 +16,23 @@ class Ledger:
 
     def __init__(self) -> None:
         self._told: dict[int, list[int]] = {}  # request -> tokens told of each of its sequences
+        self._fresh: dict[int, wire.Submit] = {}  # nothing was told of these
         self._asked: tuple[int, frozenset[int]] | None = None  # a `Ping`, and who was known then
 
-    def submit(self, message: wire.Submit) -> None:
-        """It leaves now."""
+    def submit(self, message: wire.Submit, is_first: bool = True) -> None:
+        """It leaves now, for the first time or again."""
         self._told[message.request] = [0] * message.sampling.n
+        if is_first:
+            self._fresh[message.request] = message
+
+    def untold(self) -> list[wire.Submit]:
+        """What left once, and nothing came back: another engine may have it."""
+        return list(self._fresh.values())
 
     def reject(self, request: int) -> None:
-        """The engine does not take it."""
+        """It has ended otherwise than by its last tokens."""
         self._told.pop(request, None)
+        self._fresh.pop(request, None)
 
     def take(self, outputs: wire.StepOutputs) -> tuple[list[wire.Tokens], set[int]]:
         """Those tokens that are what must come next, and the requests that miss some before."""
@@ -35,8 +43,10 @@ class Ledger:
                 continue  # repeated
             if tokens.start > told[tokens.index]:
                 lost.add(tokens.request)
-                del self._told[tokens.request]
+                self.reject(tokens.request)
                 continue
+            if not told[tokens.index]:
+                self._fresh.pop(tokens.request, None)
             told[tokens.index] += len(tokens.token_ids)
             if tokens.finished is not None:
                 told[tokens.index] = _ENDED
@@ -60,5 +70,5 @@ class Ledger:
         theirs = set(status.requests)
         lost = {request for request in known if request in self._told} - theirs
         for request in lost:
-            del self._told[request]
+            self.reject(request)
         return lost, theirs - self._told.keys()
