@@ -1,9 +1,11 @@
 """The asynchronous client: as `client.py`, with `async for` and `await`."""
 
 import asyncio
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from math import inf
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,9 +24,10 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
     `cancel()`, the end of an `async with` block, a cancelled task, or a `break` that lets it go.
     """
 
-    def __init__(self, call: Any, url: str, request_id: str) -> None:
+    def __init__(self, call: Any, url: str, request_id: str, deadline_s: float) -> None:
         self.request_id = request_id
         self._call = call
+        self._deadline_s = deadline_s  # time.monotonic()
         self._url = url
         self._is_over = False
         self._waiting: deque[Chunk] = deque()  # of a response that holds several sequences
@@ -45,7 +48,8 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
             raise
         except grpc.RpcError as error:
             self._is_over = True
-            raise error_from_rpc(error, self._url) from None
+            is_late = time.monotonic() >= self._deadline_s
+            raise error_from_rpc(error, self._url, is_late) from None
         if response is grpc.aio.EOF:
             self._is_over = True
             raise StopAsyncIteration
@@ -172,9 +176,9 @@ class AsyncSlipstreamClient:
     ) -> AsyncChunkStream:
         request_id = request_id or uuid.uuid4().hex
         request = request_of(model or self.model, prompt, parameters, request_id)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline_s = inf if timeout_s is None else time.monotonic() + timeout_s
         call = self._stub().ModelStreamInfer(
-            iter([request]),
-            timeout=self.timeout_s if timeout_s is None else timeout_s,
-            metadata=TRUE_STATUS,
+            iter([request]), timeout=timeout_s, metadata=TRUE_STATUS
         )
-        return AsyncChunkStream(call, self.url, request_id)
+        return AsyncChunkStream(call, self.url, request_id, deadline_s)

@@ -11,6 +11,8 @@ from slipstream_contract.errors import Code, ContractError
 
 # gRPC itself writes `UNAVAILABLE: ipv4:127.0.0.1:8001: ...` of a connection that broke.
 _OURS = re.compile(rf"(?:^|[\s,;:'\"])({'|'.join(Code)}): (?!ipv[46]:|unix:)(.*)", re.DOTALL)
+# What grpc.aio says of a call that ended just as a read of it was begun.
+_ENDED = "Internal error from Core"
 _STATUS = {
     "UNIMPLEMENTED": Code.UNSUPPORTED,
     "FAILED_PRECONDITION": Code.UNAVAILABLE,
@@ -32,10 +34,12 @@ def error_from_text(text: str, status: str = "INTERNAL") -> ContractError:
     return ContractError(text.strip() or status, code)
 
 
-def error_from_rpc(error: grpc.RpcError, url: str) -> ContractError | RequestTimeoutError:
-    """The error that a broken call tells."""
+def error_from_rpc(
+    error: grpc.RpcError, url: str, is_late: bool = False
+) -> ContractError | RequestTimeoutError:
+    """The error that a broken call tells; `is_late` if its deadline has passed."""
     status, details = error.code(), error.details() or ""
-    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED or (is_late and details == _ENDED):
         return RequestTimeoutError(f"no complete answer from {url} in time")
     if status is grpc.StatusCode.UNAVAILABLE and not _OURS.search(details):
         reason = details.rpartition(": ")[2] or "no reason given"

@@ -4,9 +4,11 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable
 
+import grpc
 import pytest
 from client.triton import HEALTH
 from slipstream_client import AsyncSlipstreamClient, Code, ContractError, RequestTimeoutError
+from slipstream_client.failures import error_from_rpc
 
 
 def run(url: str, body: Callable[[AsyncSlipstreamClient], Awaitable[None]]) -> None:
@@ -54,6 +56,34 @@ def test_with_block_cancels_on_the_server(served):
         assert [chunk async for chunk in chunks] == []
 
     run(served[1], body)
+
+
+def test_deadlines_that_pass_at_any_moment_are_timeouts(served):
+    async def one(client, number: int) -> None:
+        timeout_s = 0.0005 * (number % 100)
+        with pytest.raises(RequestTimeoutError):
+            async for _ in client.stream("forever", max_tokens=4, timeout_s=timeout_s):
+                pass
+
+    async def body(client):
+        for _ in range(3):
+            await asyncio.gather(*(one(client, number) for number in range(100)))
+
+    run(served[1], body)
+
+
+def test_a_call_that_ends_while_it_is_read_is_late_only_after_its_deadline():
+    class Broken(grpc.RpcError):
+        def code(self):
+            return grpc.StatusCode.INTERNAL
+
+        def details(self):
+            return "Internal error from Core"
+
+    assert isinstance(error_from_rpc(Broken(), "here", is_late=True), RequestTimeoutError)
+    error = error_from_rpc(Broken(), "here")
+    assert isinstance(error, ContractError)
+    assert error.code is Code.INTERNAL
 
 
 def test_a_cancelled_task_cancels_on_the_server(served):
