@@ -102,15 +102,6 @@ def run(args: argparse.Namespace) -> int:
     if price is None:
         price = price_per_hour(f"http://{args.host}:{args.metrics_port}/metrics")
     points: list[dict[str, Any]] = []
-    with Clients(args.processes) as clients:
-        maker = _Maker(args, clients, target)
-        for concurrency, rate in _levels(args):
-            load = maker.load(concurrency, rate)
-            name = f"{rate:g}/s" if rate else f"{concurrency} at once"
-            outcome = _run_one(clients, target, load, name)
-            found = figures(outcome.records, outcome.window, objectives, price)
-            what = {"rate": rate} if rate else {"concurrency": concurrency}
-            points.append({"load": name, **what, **found, "clients": outcome.clients})
     report = {
         "version": importlib.metadata.version("slipstream"),
         "commit": _commit(),
@@ -121,14 +112,27 @@ def run(args: argparse.Namespace) -> int:
         "options": {name: _plain(value) for name, value in vars(args).items()},
         "loads": points,
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    if args.html:
-        args.html.write_text(page(report))
+    with Clients(args.processes) as clients:
+        maker = _Maker(args, clients, target)
+        for concurrency, rate in _levels(args):
+            load = maker.load(concurrency, rate)
+            name = f"{rate:g}/s" if rate else f"{concurrency} at once"
+            outcome = _run_one(clients, target, load, name)
+            found = figures(outcome.records, outcome.window, objectives, price)
+            what = {"rate": rate} if rate else {"concurrency": concurrency}
+            points.append({"load": name, **what, **found, "clients": outcome.clients})
+            _write(args, report)  # each time: a sweep that is ended leaves what it has
     print(table(points), flush=True)
     for point in points:
         _tell(point)
     return _EXIT_FAILED if any(point["failed"] for point in points) else 0
+
+
+def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.html:
+        args.html.write_text(page(report))
 
 
 def _check(args: argparse.Namespace) -> None:
