@@ -164,7 +164,7 @@ class Supervisor:
             self.num_repairs += 1
             seconds = time.monotonic() - found_s
             self._tell(f"repair {self.num_repairs}, {seconds:.1f} s: {fault.what}; {done}")
-        except ServeError as error:
+        except (ServeError, OSError) as error:
             self._server.kill()  # whatever is left of it: the next round starts it anew
             self._tell(f"could not repair: {fault.what}; {error}; trying again")
             pauses = self._pauses.setdefault(None, _Pauses())
@@ -173,7 +173,8 @@ class Supervisor:
             self._look_again()
 
     def _tell(self, line: str) -> None:
-        self._say(f"{time.strftime('%H:%M:%S')} {line}")
+        with contextlib.suppress(OSError):  # nobody reads it, or there is no room for it
+            self._say(f"{time.strftime('%H:%M:%S')} {line}")
 
     def _mend(self, fault: Fault) -> str:
         """Put a new process in the place of a model's; what was done."""
