@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults.oracle import Oracle
+from faults.oracle import Ask, Oracle
 from faults.planter import write_python
 from server.support import CHECKPOINT, Client, compose, start
 from slipstream_compose.server import server_directory
@@ -31,10 +31,16 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, 
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def references() -> dict[Ask, str]:
+    """Answers that are known to all tests on that server."""
+    return {}
+
+
 @pytest.fixture
-def oracle(planted: tuple[Client, Path]) -> Iterator[Oracle]:
+def oracle(planted: tuple[Client, Path], references: dict[Ask, str]) -> Iterator[Oracle]:
     """A judge of its own for every test; no order is left behind."""
     client, orders = planted
-    yield Oracle(client, orders)
+    yield Oracle(client, orders, references=references)
     for order in orders.iterdir():
         os.unlink(order)

@@ -120,7 +120,9 @@ class Oracle:
             self.references[outcome.ask] = outcome.text
         if self._before is None:
             self.client.wait_idle(10)
-            time.sleep(1.0)  # connections of the clients are closed
+            counts = None
+            while counts != (counts := self._counts()):  # connections of the clients are closed
+                time.sleep(0.3)
             self._before = self._held()
 
     @contextmanager
@@ -141,13 +143,17 @@ class Oracle:
             self._join(threads, self.outcomes[first:])
 
     def judge(
-        self, concerned: str = "nobody", codes: Iterable[str] = ("UNAVAILABLE",)
+        self,
+        concerned: str = "nobody",
+        codes: Iterable[str] = ("UNAVAILABLE",),
+        settle_s: float = SETTLE_S,
     ) -> list[str]:
         """All that is wrong with what came since the last time; `problems` has it as well.
 
         Args:
             concerned: who may have an error: "nobody", "victims" (and they must) or "all".
             codes: of the errors that are right.
+            settle_s: how long what was held may take to be given back.
         """
         problems: list[str] = []
         for outcome in self.outcomes:
@@ -155,7 +161,7 @@ class Oracle:
             problems += self._judge_one(outcome, may_fail, tuple(codes))
             if concerned == "victims" and outcome.ask.is_victim and outcome.error is None:
                 problems.append(f"{outcome.ask}: the victim of the fault has not noticed it")
-        problems += self._settle()
+        problems += self._settle(settle_s)
         self.outcomes.clear()
         self.problems += problems
         return problems
@@ -192,7 +198,7 @@ class Oracle:
             problems.append(f"{name}: {got!r} is no beginning of {want!r}")
         return problems
 
-    def _settle(self) -> list[str]:
+    def _settle(self, settle_s: float) -> list[str]:
         """Wait until nothing is held; what still is."""
         watch, begin = _watch(), time.monotonic()
         while True:
@@ -206,9 +212,14 @@ class Oracle:
                 lines += watch.growth(self._before, self._held())
             except RequestError as error:
                 lines.append(f"no engine: {error}")
-            if not lines or time.monotonic() - begin > SETTLE_S:
+            if not lines or time.monotonic() - begin > settle_s:
                 return lines
             time.sleep(0.2)
+
+    def _counts(self) -> Any:
+        """What may not grow, without what does as it likes."""
+        held = self._held()
+        return {name: (each.threads, each.fds) for name, each in held.processes.items()}
 
     def _held(self) -> Any:
         engine_pid = self.client.health()["engine_pid"]

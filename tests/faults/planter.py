@@ -175,7 +175,7 @@ def turn_clock(loop: Any, hours: int) -> None:
                     setattr(module, attribute, moved[value])
 
 
-def leak(loop: Any) -> None:
+def lose_block(loop: Any) -> None:
     """The next block to be freed is lost."""
     blocks = loop._engine._scheduler.blocks
     free = type(blocks).free.__get__(blocks)
@@ -276,7 +276,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     fault.__name__: fault
     for fault in (
         *(heal, fail_victim, fail_once, short_memory, sticky, illegal_address, fill_memory, nan),
-        *(stall, pace, turn_clock, leak, free_early, cross_talk, spoil_frames, mend_frames),
+        *(stall, pace, turn_clock, lose_block, free_early, cross_talk, spoil_frames, mend_frames),
     )
 }
 

@@ -15,10 +15,10 @@ BACK_S = 20.0  # 5 s on a machine with nothing else to do
 
 
 def test_a_killed_engine(oracle: Oracle) -> None:
-    questions = asks(8, max_tokens=120)
+    questions = asks(10)
     oracle.learn(questions)
     oracle.plant("pace", seconds=0.02)
-    with oracle.storm(questions, running=8):
+    with oracle.storm(questions, running=10):
         pid = oracle.client.health()["engine_pid"]
         begin = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -34,10 +34,10 @@ def test_a_killed_engine(oracle: Oracle) -> None:
     "seconds", [1.5, pytest.param(30.0, marks=pytest.mark.slow)], ids=["short", "30"]
 )
 def test_an_engine_that_stands_still_and_goes_on(oracle: Oracle, seconds: float) -> None:
-    questions = asks(8)
+    questions = asks(10)
     oracle.learn(questions)
     oracle.plant("pace", seconds=0.02)
-    with oracle.storm(questions, running=8):
+    with oracle.storm(questions, running=10):
         pid = oracle.client.health()["engine_pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -50,6 +50,18 @@ def test_an_engine_that_stands_still_and_goes_on(oracle: Oracle, seconds: float)
             os.kill(pid, signal.SIGCONT)
     oracle.plant("heal")
     assert oracle.client.health()["engine_pid"] == pid
+    assert oracle.judge("nobody") == []
+
+
+def test_requests_of_which_nothing_was_told_outlive_their_engine(oracle: Oracle) -> None:
+    questions = asks(10)
+    oracle.learn(questions)
+    oracle.plant("stall", seconds=60.0)
+    pid = oracle.client.health()["engine_pid"]
+    with oracle.storm(questions):
+        time.sleep(2.0)  # the first is in a step, the others wait in the engine's socket
+        os.kill(pid, signal.SIGKILL)
+    oracle.wait_back(pid, BACK_S)
     assert oracle.judge("nobody") == []
 
 
@@ -73,7 +85,7 @@ def test_exceptions_and_short_memory_in_a_step(oracle: Oracle) -> None:
 
 
 def test_nan_in_one_row_ends_it_and_its_blocks_harm_nobody_after(oracle: Oracle) -> None:
-    questions = asks(6, victim=True)
+    questions = asks(10, victim=True)
     oracle.learn(questions)
     pid = oracle.client.health()["engine_pid"]
     oracle.plant("nan", number=5)
@@ -94,10 +106,10 @@ def test_nan_in_one_row_ends_it_and_its_blocks_harm_nobody_after(oracle: Oracle)
 
 
 def test_a_cuda_error_that_stays_ends_the_engine_and_the_next_one_serves(oracle: Oracle) -> None:
-    questions = asks(6, max_tokens=120)
+    questions = asks(10)
     oracle.learn(questions)
     oracle.plant("pace", seconds=0.02)
-    with oracle.storm(questions, running=6):
+    with oracle.storm(questions, running=10):
         pid = oracle.client.health()["engine_pid"]
         begin = time.monotonic()
         oracle.plant("sticky")
@@ -109,10 +121,10 @@ def test_a_cuda_error_that_stays_ends_the_engine_and_the_next_one_serves(oracle:
 
 
 def test_the_clock_jumps(oracle: Oracle) -> None:
-    questions = asks(6, max_tokens=90)
+    questions = asks(10)
     oracle.learn(questions)
     oracle.plant("pace", seconds=0.01)
-    with oracle.storm(questions, running=6):
+    with oracle.storm(questions, running=10):
         oracle.plant("turn_clock", hours=1)
         oracle.plant("turn_clock", hours=-2)
     oracle.plant("heal")
@@ -122,7 +134,7 @@ def test_the_clock_jumps(oracle: Oracle) -> None:
 @pytest.mark.parametrize("to_engine", [False, True])
 @pytest.mark.parametrize("kind", ["repeated", "unknown"])
 def test_frames_that_are_repeated_or_unknown(oracle: Oracle, kind: str, to_engine: bool) -> None:
-    questions = asks(8)
+    questions = asks(10)
     oracle.learn(questions)
     oracle.plant("spoil_frames", every=2, kind=kind, to_engine=to_engine)
     with oracle.storm(questions):
@@ -134,7 +146,7 @@ def test_frames_that_are_repeated_or_unknown(oracle: Oracle, kind: str, to_engin
 @pytest.mark.parametrize("to_engine", [False, True])
 def test_frames_that_are_truncated(oracle: Oracle, to_engine: bool) -> None:
     """What was in them is lost: who waits for it is told so, and nobody gets a text with a hole."""
-    questions = asks(8)
+    questions = asks(10)
     oracle.learn(questions)
     oracle.plant("spoil_frames", every=5, kind="truncated", to_engine=to_engine)
     with oracle.storm(questions):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 from faults.oracle import Oracle, asks
@@ -10,37 +9,26 @@ from faults.oracle import Oracle, asks
 pytestmark = pytest.mark.triton
 
 
-@pytest.fixture(autouse=True)
-def replaced(oracle: Oracle) -> Iterator[None]:
-    """The bug goes with its engine."""
-    yield
+def test_three_bugs_are_seen(oracle: Oracle) -> None:
+    questions = asks(10, victim=True)
+    oracle.learn(questions)
+    with oracle.storm(questions):
+        pass
+    assert oracle.judge() == []
+    seen: dict[str, list[str]] = {}
+    for bug in ("cross_talk", "lose_block", "free_early"):
+        oracle.plant(bug)
+        with oracle.storm(questions):
+            pass
+        seen[bug] = oracle.judge(settle_s=1.0)
     pid = oracle.client.health()["engine_pid"]
-    os.kill(pid, signal.SIGKILL)
-    oracle.wait_back(pid, 20)
-
-
-def test_a_block_that_is_lost(oracle: Oracle) -> None:
-    questions = asks(4)
-    oracle.learn(questions)
-    oracle.plant("leak")
-    with oracle.storm(questions):
-        pass
-    assert any("blocks are lost" in line for line in oracle.judge())
-
-
-def test_a_block_that_is_freed_early(oracle: Oracle) -> None:
-    questions = asks(6, victim=True)
-    oracle.learn(questions)
-    oracle.plant("free_early")
-    with oracle.storm(questions):
-        pass
-    assert any("answered" in line or "harmed" in line for line in oracle.judge())
-
-
-def test_tokens_that_are_told_to_another(oracle: Oracle) -> None:
-    questions = asks(6)
-    oracle.learn(questions)
-    oracle.plant("cross_talk")
-    with oracle.storm(questions):
-        pass
-    assert any("answered" in line for line in oracle.judge())
+    os.kill(pid, signal.SIGKILL)  # the bugs go with their engine
+    oracle.wait_back(pid, 30)
+    wrong = [line for line in seen["cross_talk"] if "answered" in line]
+    assert len(wrong) >= 2, seen
+    assert len(wrong) == len(seen["cross_talk"]), seen
+    assert seen["lose_block"], seen
+    assert all("blocks are lost" in line for line in seen["lose_block"]), seen
+    # Two who write to one block: wrong tokens, or the engine ends when it is freed for the second
+    # time, and with it everybody.
+    assert any("answered" in line or "harmed" in line for line in seen["free_early"]), seen

@@ -248,8 +248,8 @@ class Connection:
             case wire.StepOutputs():
                 self._take(message)
             case wire.Rejected():
-                self._ledger.reject(message.request)
                 self._listener.reject(message)
+                self._ledger.reject(message.request)
             case wire.Status():
                 self.status = message
                 self._compare(message)

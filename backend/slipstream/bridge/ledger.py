@@ -39,7 +39,9 @@ class Ledger:
         right, lost = [], set()
         for tokens in outputs.tokens:
             told = self._told.get(tokens.request)
-            if told is None or tokens.index >= len(told) or tokens.start < told[tokens.index]:
+            if told is None or not 0 <= tokens.index < len(told):
+                continue
+            if tokens.start < told[tokens.index]:
                 continue  # repeated
             if tokens.start > told[tokens.index]:
                 lost.add(tokens.request)

@@ -271,7 +271,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     gc.collect()
     gc.freeze()  # weights and modules live for ever: no collection needs to look at them
-    return loop.run()
+    code = loop.run()
+    if code:  # nothing may touch a device that is beyond repair: its destructors could hang
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""Faults of the engine's process alone, without a server: on a GPU they are real ones."""
+
+import queue
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+from faults.planter import VICTIM, plant, write_python
+from server.support import CHECKPOINT
+from slipstream import wire
+from slipstream.bridge.connection import Connection
+from slipstream.config import EngineConfig
+from slipstream_contract.sampling import SamplingParams
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+CPU = pytest.param("cpu", marks=pytest.mark.slow)  # the server's tests have the same, together
+NUM = 12
+
+
+@dataclass
+class Answer:
+    """Of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    end: str = ""  # why, or the error
+
+
+class House:
+    """An engine's process that takes orders, and a bridge of its own."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self.orders = folder / "orders"
+        self.orders.mkdir()
+        self._folder = folder
+        config = EngineConfig(
+            checkpoint=str(CHECKPOINT),
+            device=device,
+            deterministic=device == "cuda",
+            dtype="auto" if device == "cuda" else "float32",
+            kv_cache_tokens=8192,
+        )
+        (folder / "config.json").write_bytes(msgspec.json.encode(config))
+        write_python(folder / "python", self.orders)
+        self.address = f"ipc://{folder}/engine"
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.process = self._start()
+        self.connection = Connection(self.address, "test", self, lambda: None)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        words = [
+            "-P",
+            "-m",
+            "slipstream.engine.loop",
+            "--config",
+            str(self._folder / "config.json"),
+        ]
+        command = [str(self._folder / "python"), *words, "--socket", self.address]
+        with (self._folder / "log").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def restart(self) -> None:
+        """Another process in the place of one that has ended."""
+        self.process = self._start()
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+    # The listener of the connection.
+
+    def take(self, outputs: wire.StepOutputs) -> None:
+        self.events.put(outputs)
+
+    def reject(self, rejected: wire.Rejected) -> None:
+        self.events.put(rejected)
+
+    def miss(self, requests) -> None:
+        self.events.put(("missed", set(requests)))
+
+    def lose(self, kept) -> None:
+        self.events.put(("lost", set(kept)))
+
+    def knows(self, request: int) -> bool:
+        return False
+
+    # What tests do.
+
+    def ask(self, first: int, victim: bool = False) -> dict[int, Answer]:
+        """Submit NUM requests; the last may be the victim. Answers by place, none yet."""
+        assert self.connection.wait_welcome(300), (self._folder / "log").read_text()
+        submits = []
+        for i in range(NUM):
+            seed = VICTIM if victim and i == NUM - 1 else i
+            prompt = [5 + (7 * i + j) % 900 for j in range(40 + 50 * (i % 3))]
+            sampling = SamplingParams(max_tokens=48, temperature=0.9, top_p=0.95, seed=seed)
+            submits.append(wire.Submit(first + i, prompt, sampling, 0))
+        self.connection.send(*submits)
+        return {first + i: Answer() for i in range(NUM)}
+
+    def collect(self, answers: dict[int, Answer], timeout_s: float = 120.0) -> list[Answer]:
+        """Until all have ended or the engine has."""
+        deadline = time.monotonic() + timeout_s
+        while any(not answer.end for answer in answers.values()):
+            event = self.events.get(timeout=max(0.1, deadline - time.monotonic()))
+            if isinstance(event, tuple):
+                assert event[0] == "lost", event
+                for answer in answers.values():
+                    answer.end = answer.end or "lost"
+                break
+            assert isinstance(event, wire.StepOutputs), event
+            for tokens in event.tokens:
+                answer = answers[tokens.request]
+                assert not answer.end
+                answer.token_ids += tokens.token_ids
+                if tokens.finished is not None:
+                    answer.end = tokens.finished.error or tokens.finished.reason.value
+        return list(answers.values())
+
+    def check_idle(self) -> None:
+        """Every block is free."""
+        status = self.connection.ask_status(10)
+        assert (status.running, status.waiting) == (0, 0)
+        assert status.kv_blocks_free == status.kv_blocks_total
+
+
+@pytest.fixture
+def house(tmp_path: Path, device: str) -> Iterator[House]:
+    house = House(tmp_path, device)
+    yield house
+    house.close()
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_nan_in_one_row(house: House) -> None:
+    want = house.collect(house.ask(0, victim=True))
+    plant(house.orders, "nan", number=9)
+    got = house.collect(house.ask(100, victim=True))
+    assert got[:-1] == want[:-1]
+    assert got[-1].end == "numerical error"
+    assert got[-1].token_ids == want[-1].token_ids[: len(got[-1].token_ids)]
+    house.check_idle()
+    plant(house.orders, "heal")
+    for first in (200, 300):  # in the blocks that held NaN
+        assert house.collect(house.ask(first, victim=True)) == want
+    house.check_idle()
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_memory_runs_short(house: House, device: str) -> None:
+    want = house.collect(house.ask(0))
+    if device == "cuda":
+        plant(house.orders, "fill_memory")
+    plant(house.orders, "short_memory", max_tokens=100)
+    assert house.collect(house.ask(100)) == want
+    got = house.collect(house.ask(200, victim=True))
+    assert got[:-1] == want[:-1]
+    assert got[-1].end == "the step failed: OutOfMemoryError"
+    house.check_idle()
+    plant(house.orders, "heal")
+    assert house.collect(house.ask(300)) == want
+    assert house.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("device", "fault"),
+    [
+        pytest.param("cpu", "sticky", marks=pytest.mark.slow),
+        pytest.param("cuda", "illegal_address", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_context_that_is_lost(house: House, fault: str) -> None:
+    want = house.collect(house.ask(0))
+    plant(house.orders, "pace", seconds=0.02)
+    answers = house.ask(100)
+    time.sleep(0.4)
+    begin = time.monotonic()
+    plant(house.orders, fault)
+    got = house.collect(answers, 30)
+    assert time.monotonic() - begin < 5
+    for one, other in zip(got, want, strict=True):
+        assert one.end == "lost"
+        assert one.token_ids == other.token_ids[: len(one.token_ids)]
+    assert house.process.wait(30) == 1
+    house.restart()
+    deadline = time.monotonic() + 10
+    while house.connection.wait_welcome(0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert house.collect(house.ask(200)) == want
+    house.check_idle()
