@@ -20,9 +20,10 @@ from pathlib import Path
 NUM_SLOTS = 16384
 BEAT_S = 0.02
 MAX_BEAT_GAP_S = 0.2  # longer without a beat: the process stood still
-_LAYOUT = 0x534C4950_00000001  # changes with the words below
+_LAYOUT = 0x534C4950_00000002  # changes with the words below
 _WORDS_LAYOUT, _WORDS_ALIVE, _WORDS_BEAT, _WORDS_IDLE, _WORDS_HEADER = 0, 1, 2, 3, 16
-_SIZE = 8 * (_WORDS_HEADER + 2 * NUM_SLOTS)
+_WORDS_SLOT = 3  # acknowledged, cancelled, expected
+_SIZE = 8 * (_WORDS_HEADER + _WORDS_SLOT * NUM_SLOTS)
 
 
 class CreditFile:
@@ -63,7 +64,18 @@ class CreditFile:
         """Response `number` came with `is_cancelled()`: its client is gone."""
         self._words[self._index(slot) + 1] = number
 
+    def is_expected(self, slot: int, number: int) -> bool:
+        """Whether response `number` is the last one sent in this slot.
+
+        Clients can ask postprocessing too: what they make up must not end another's stream.
+        """
+        return self._words[self._index(slot) + 2] == number
+
     # --- tensorrt_llm's side ---
+
+    def expect(self, slot: int, number: int) -> None:
+        """Response `number` is about to be sent. It must be hard to guess."""
+        self._words[self._index(slot) + 2] = number
 
     def is_acknowledged(self, slot: int, number: int) -> bool:
         """Whether response `number`, the last sent in this slot, has been taken."""
@@ -87,7 +99,7 @@ class CreditFile:
     def _index(slot: int) -> int:
         if not 0 <= slot < NUM_SLOTS:
             raise ValueError(f"slot {slot} of {NUM_SLOTS}")
-        return _WORDS_HEADER + 2 * slot
+        return _WORDS_HEADER + _WORDS_SLOT * slot
 
 
 class Heartbeat:

@@ -46,7 +46,7 @@ class TritonPythonModel:
         """The text of one request, or its error. Its stream gets its credit back either way."""
         state = None
         try:
-            state = _stream_state(request)
+            state = self._stream_state(request)
             if state and state.slot >= 0 and self._sees_cancelled and request.is_cancelled():
                 self._credits.mark_cancelled(state.slot, state.number)
             texts = detokenize_batch(
@@ -67,8 +67,17 @@ class TritonPythonModel:
             if state and state.slot >= 0:
                 self._credits.acknowledge(state.slot, state.number)
 
+    def _stream_state(self, request: Any) -> StreamState | None:
+        """The state, of a response that was sent. Raises ContractError."""
+        state = _read_state(request)
+        if state and state.slot >= 0 and not self._credits.is_expected(state.slot, state.number):
+            raise ContractError(
+                f"STREAM_STATE is malformed: slot {state.slot} has no response {state.number}"
+            )
+        return state
 
-def _stream_state(request: Any) -> StreamState | None:
+
+def _read_state(request: Any) -> StreamState | None:
     tensor = pb.get_input_tensor_by_name(request, "STREAM_STATE")
     if tensor is None:
         return None

@@ -73,7 +73,8 @@ def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places):
         is_last = each.finished is not None
         outputs = composed.write([each], is_last, Slot())
         state = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
-        assert (state.slot, state.number, state.is_last) == (5, 77, is_last)
+        expected = (-1 if is_last else 5, 77, is_last)
+        assert (state.slot, state.number, state.is_last) == expected
         assert outputs["sequence_length"].tolist() == [[len(each.token_ids)]]
         row = outputs["output_ids"], outputs["sequence_length"], state
         composed_text += detokenize_batch(TEXT.vocab, *row)[0]

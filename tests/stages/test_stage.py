@@ -112,6 +112,8 @@ def test_postprocessing_answers_in_order_and_gives_credits_back(
     file = CreditFile(runtime / "credits")
     tokenizer = byte_level_bpe()
     fox, dog = tokenizer.encode("fox").ids, tokenizer.encode("dog").ids
+    for slot in (1, 2, 3):
+        file.expect(slot, slot + 9)
     bad = streamed([-5], slot=3, number=12)
     requests = [streamed(fox, 1, 10), streamed(dog, 2, 11), bad]
     first, second, third = model.execute(requests)
@@ -132,9 +134,29 @@ def test_postprocessing_flags_cancelled_streams_where_the_server_does_not_drop_t
 ) -> None:
     model = post_stage(repository, dynamic)
     file = CreditFile(runtime / "credits")
+    file.expect(1, 10)
+    file.expect(2, 11)
     model.execute([streamed([5], 1, 10), streamed([5], 2, 11, is_cancelled=True)])
     assert not file.is_cancelled(1, 10)
     assert file.is_cancelled(2, 11) == (not dynamic)
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_made_up_state_does_not_reach_the_stream_that_has_the_slot(
+    repository: Path, runtime: Path, dynamic: bool
+) -> None:
+    model = post_stage(repository, dynamic)
+    file = CreditFile(runtime / "credits")
+    file.expect(1, 10)
+    for number in (9, 11, 2**40):
+        [response] = model.execute([streamed([5], 1, number, is_cancelled=True)])
+        assert f"slot 1 has no response {number}" in response.error.message
+        assert not file.is_acknowledged(1, number)
+        assert not file.is_cancelled(1, number)
+    model.execute([streamed([5], 1, 10)])
+    assert file.is_acknowledged(1, 10)
     model.finalize()
 
 
@@ -160,6 +182,7 @@ def test_a_bug_in_a_stage_shows_no_traceback_and_keeps_the_credit(
 ) -> None:
     model = post_stage(repository, dynamic=True)
     monkeypatch.setattr(model, "_vocab", None)
+    CreditFile(runtime / "credits").expect(1, 10)
     [response] = model.execute([streamed([5], 1, 10)])
     assert response.error.message == "INTERNAL: postprocessing failed"
     assert response.error.code == TritonError.INTERNAL

@@ -128,6 +128,7 @@ def test_a_stream_cut_anywhere_equals_the_one_shot_decode(server: Server) -> Non
             size = choose.randint(0, 4)
             chunk, ids = ids[:size], ids[size:]
             state = state._replace(is_last=not ids)
+            credits_file.expect(slot, state.number)
             parts.append(server.decode(chunk, state))
             assert credits_file.is_acknowledged(slot, state.number)
             if state.is_last:

@@ -120,7 +120,8 @@ class ComposedWriter:
         token_ids = self._prompt + piece.token_ids
         state = self._state._replace(is_last=is_last, drop_bytes=piece.drop_bytes)
         if credit is not None:
-            state = state._replace(slot=credit.slot, number=credit.next_number)
+            slot = -1 if is_last else credit.slot  # nobody waits for a last one to be taken
+            state = state._replace(slot=slot, number=credit.next_number)
         vocab = self._vocab
         if vocab.tokens is not None and not is_last:
             self._state = state_after(vocab.tokens, token_ids, state, vocab.skip_special)

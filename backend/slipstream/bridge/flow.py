@@ -60,6 +60,7 @@ class SlotCredit:
         """Send one response and watch for its acknowledgement."""
         self.number += 1
         self.begun = self._flow.tick()
+        self._flow.expect(self)
         send()
         self.ended = self._flow.tick()
         self.ended_ns = time.monotonic_ns()
@@ -102,7 +103,6 @@ class Flow:
         self._tick = itertools.count(1)
         self._lock = threading.Lock()  # guards the slots
         self._slots = deque(range(NUM_SLOTS))  # the one that is free longest comes first
-        self._generation = secrets.randbits(62 - _NUMBER_BITS)
         self._watched: dict[int, SlotCredit] = {}  # by slot; whose credit is spent, oldest first
         self._num_polls = 0
         self._settling: list[_Settling] = []
@@ -119,8 +119,9 @@ class Flow:
             if not self._slots:
                 raise ContractError(f"more than {NUM_SLOTS} streams at once", Code.UNAVAILABLE)
             slot = self._slots.popleft()
-            self._generation = (self._generation + 1) % (1 << 62 - _NUMBER_BITS)
-            return SlotCredit(self, stream, slot, self._generation << _NUMBER_BITS)
+            # Drawn, not counted: a client that sees the numbers of its stream knows no other's.
+            number = secrets.randbits(62 - _NUMBER_BITS) << _NUMBER_BITS
+            return SlotCredit(self, stream, slot, number)
 
     def release(self, credit: SlotCredit) -> None:
         """Take a slot back. Once per credit."""
@@ -131,6 +132,10 @@ class Flow:
     def tick(self) -> int:
         """The next place in the order of beginnings and ends of sendings."""
         return next(self._tick)
+
+    def expect(self, credit: SlotCredit) -> None:
+        """Its response `number` is about to be sent."""
+        self._file.expect(credit.slot, credit.number)
 
     def watch(self, credit: SlotCredit) -> None:
         """Wait for the acknowledgement of what was just sent."""
