@@ -175,6 +175,21 @@ def test_nan_ends_one_sequence_and_harms_nobody() -> None:
     check(client, numbers[2], [5, 2], greedy(10))
 
 
+def test_nobody_shares_the_blocks_of_a_prompt_that_gave_nan() -> None:
+    client, runner = make(block_size=4)
+    prompt = list(range(13))
+    runner.poisoned = {0}
+    number = client.submit(prompt, greedy(5, n=3))
+    client.drain()
+    assert client.streams[number, 0].reason is FinishReason.ERROR
+    for index in (1, 2):
+        stream = client.streams[number, index]
+        assert (stream.text, stream.reason) == expected(prompt, greedy(5, n=3), index)
+        assert stream.last is not None
+        assert stream.last.finished is not None
+        assert stream.last.finished.perf.kv_reused_blocks == 0
+
+
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_step_that_fails_once_is_computed_again(max_in_flight: int, is_late: bool) -> None:
@@ -281,13 +296,17 @@ def test_eight_requests_in_a_row_that_fail_alone_are_the_device() -> None:
         ([1], {"bad_words": ((1, 99),)}, "bad_words: token id 99"),
         ([1], {"bad_words": ((),)}, "bad_words[0] is empty"),
         ([1], {"stop_words": (b"",)}, "stop_words[0] is empty"),
-        ([1], {"stop_words": (b"a" * 2**17,)}, "stop_words has a word of 131072 bytes, at most 4096"),
+        (
+            [1],
+            {"stop_words": (b"a" * 2**17,)},
+            "stop_words has a word of 131072 bytes, at most 4096",
+        ),
         ([1], {"n": 10**9}, "n is 1000000000, not a number from 1 to 256"),
-        ([1], {"n": 0}, "n = 0"),
+        ([1], {"n": 0}, "n is 0"),
         ([1], {"max_tokens": 0}, "max_tokens is 0, not a number from 1 to 2147483647"),
         ([1], {"top_k": 2**31}, "top_k is 2147483648, not a number from 0 to 2147483647"),
         ([1], {"top_p": nan}, "top_p is nan, not a number from 1e-09 to 1"),
-        ([1], {"frequency_penalty": inf}, "frequency_penalty = inf"),
+        ([1], {"frequency_penalty": inf}, "frequency_penalty is inf"),
         ([1], {"bias": ((1, nan),)}, "bias of token 1 is nan"),
     ],
 )
