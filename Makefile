@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams perf locust agreement soak compose-check figures clean loc
+.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams monitoring-tools perf locust agreement soak compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -52,6 +52,9 @@ bench-gpu: install ## the GPU table: ours, and vLLM where it can be imported; en
 
 bench-streams: install ## what the Triton side adds to streams of a paced source (ARGS="--rows 64x100")
 	@$(BIN)/python benchmarks/streams.py $(ARGS)
+
+monitoring-tools: install ## prometheus and promtool for the tests: on PATH, or Debian's, unpacked into .slipstream
+	@$(BIN)/python load/monitoring_tools.py
 
 perf: install    ## perf_analyzer on the default repository; report in benchmarks/out/
 	@$(BIN)/python load/run_perf.py $(PERF_ARGS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from _pytest.runner import runtestprotocol
-from server.support import CHECKPOINT, KV_CACHE_TOKENS, Client, compose, start
+from server.support import CHECKPOINT, GPU_HOUR_PRICE, KV_CACHE_TOKENS, Client, compose, start
 from slipstream_compose.server import server_directory
 
 # tritonserver 24.10 itself, in its gRPC streams under cancels; rarely.
@@ -20,6 +20,8 @@ def repository(tmp_path_factory) -> Path:
         pytest.skip("no tritonserver: make install")
     output = tmp_path_factory.mktemp("served") / "models"
     options = ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--dtype", "float32"]
+    options += ["--gpu-hour-price", str(GPU_HOUR_PRICE)]
+    options += ["--request-log", str(output.parent / "requests.jsonl")]
     return compose(CHECKPOINT, output, *options)
 
 

@@ -18,6 +18,7 @@ from slipstream_compose.triton import Endpoints, TritonServer
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 KV_CACHE_TOKENS = 1536  # less than the context of 2,048: prompts can fit the one and not the other
+GPU_HOUR_PRICE = 3.6
 PROMPT = "def read(path):\n    "
 TEXT_MODELS = ["ensemble", "tensorrt_llm_bls"]
 DTYPES = {"text_input": "BYTES", "stop_words": "BYTES", "bad_words": "BYTES", "seed": "UINT64"}

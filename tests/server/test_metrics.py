@@ -1,16 +1,223 @@
-"""Metrics of a real server: what was done is what they say, under all three sets of names."""
+"""What a real server's metrics and request log say is what was done to it."""
 
-from server.metrics_page import wait_for
-from server.support import PROMPT
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from server.metrics_page import Page, wait_for
+from server.support import GPU_HOUR_PRICE, PROMPT, Client, RequestError
+
+pytestmark = pytest.mark.triton
+
+BLS, VLLM, ENSEMBLE = "tensorrt_llm_bls", "vllm_model", "ensemble"
+TRT_LLM = {
+    "nv_trt_llm_request_metrics": ("request_type", "active max scheduled context waiting"),
+    "nv_trt_llm_runtime_memory_metrics": ("memory_type", "cpu gpu pinned"),
+    "nv_trt_llm_kv_cache_block_metrics": (
+        "kv_cache_block_type",
+        "max free used tokens_per reused fraction",
+    ),
+    "nv_trt_llm_inflight_batcher_metrics": (
+        "inflight_batcher_specific_metric",
+        "total_context_tokens generation_requests micro_batch_id paused_requests",
+    ),
+    "nv_trt_llm_general_metrics": ("general_type", "timestamp iteration_counter"),
+    "nv_trt_llm_disaggregated_serving_metrics": (
+        "disaggregated_serving_type",
+        "kv_cache_transfer_ms request_count",
+    ),
+}
+VLLM_SINGLE = (
+    "num_requests_running num_requests_waiting kv_cache_usage_perc gpu_cache_usage_perc "
+    "prompt_tokens_total generation_tokens_total num_preemptions_total "
+    "prefix_cache_queries_total prefix_cache_hits_total"
+)
+VLLM_HISTOGRAMS = (
+    "time_to_first_token_seconds inter_token_latency_seconds time_per_output_token_seconds "
+    "request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds "
+    "request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds "
+    "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens "
+    "request_params_n request_params_max_tokens iteration_tokens_total"
+)
 
 
-def test_try(idle):
+@pytest.fixture
+def url(idle: Client) -> str:
+    """Of a page that tells of the engine, and of everything before this test."""
     url = idle.server.endpoints.metrics
-    page = wait_for(url, lambda page: "slipstream_running_sequences" in page.names)
-    before = page.get("slipstream_requests_total", model="tensorrt_llm_bls")
-    idle.stream("tensorrt_llm_bls", text_input=PROMPT, max_tokens=9, stream=True)
+    wait_for(url, lambda page: "slipstream_running_sequences" in page.names)
+    told = Page(url).get("slipstream_metrics_update_time_seconds")
+    wait_for(url, lambda page: page.get("slipstream_metrics_update_time_seconds") > told + 1)
+    return url
+
+
+def ends(page: Page) -> float:
+    return page.get("slipstream_finished_sequences_total")
+
+
+@contextlib.contextmanager
+def running(client: Client, model: str, **inputs) -> Iterator[Iterator[dict]]:
+    """A stream that has begun, and is left by its client at the end."""
+    responses = client.iterate(model, text_input=PROMPT, stream=True, **inputs)
+    try:
+        next(responses)
+        yield responses
+    finally:
+        responses.close()
+
+
+def test_every_name_and_label_of_the_older_servers_is_there(idle, url):
+    page = Page(url)
+    triton = {"model": "tensorrt_llm", "version": "1"}
+    for name, (label, words) in TRT_LLM.items():
+        found = page.labels(name)
+        assert {labels.pop(label) for labels in found} == set(words.split())
+        assert found == [triton] * len(words.split())
+    for side in ("input", "output"):
+        labels = triton | {"response_metric_type": f"total_{side}_tokens"}
+        name = f"nv_llm_{side}_token_len"
+        bounds = {found["le"] for found in page.labels(f"{name}_bucket")}
+        assert bounds == {"10", "50", "100", "500", "1000", "+Inf"}
+        assert page.labels(f"{name}_sum") == page.labels(f"{name}_count") == [labels]
+    vllm = {"engine": "0", "model": "vllm_model", "version": "1"}
+    model_name = idle.health()["model"]
+    for name in VLLM_SINGLE.split():
+        assert page.labels(f"vllm:{name}") == [vllm | {"model_name": model_name}]
+    for name in VLLM_HISTOGRAMS.split():
+        assert page.labels(f"vllm:{name}_count") == [vllm | {"model_name": model_name}]
+    reasons = {found["finished_reason"] for found in page.labels("vllm:request_success_total")}
+    assert reasons == {"stop", "length", "abort", "error"}
+    [cache] = page.labels("vllm:cache_config_info")
+    assert (cache["block_size"], cache["num_gpu_blocks"]) == ("32", "48")
+
+
+def test_what_was_done_is_what_all_of_them_say(idle, url):
+    before = Page(url)
+    num_bls = len(idle.stream(BLS, text_input=PROMPT, max_tokens=9, stream=True))
+    num_ensemble = len(idle.stream(ENSEMBLE, text_input=PROMPT, max_tokens=4, stream=True))
+    idle.stream(BLS, text_input=PROMPT, max_tokens=5, num_return_sequences=2)
+    options = json.dumps({"max_tokens": 3, "temperature": 0, "ignore_eos": True})
+    idle.stream(VLLM, text_input=PROMPT, sampling_parameters=options)
+    with pytest.raises(RequestError, match="top_p"):
+        idle.stream(BLS, text_input=PROMPT, max_tokens=3, top_p=7.0, stream=True)
+    with pytest.raises(RequestError, match="DEADLINE"):
+        idle.stream(
+            BLS, text_input=PROMPT, max_tokens=900, parameters={"timeout_ms": 80}, stream=True
+        )
+    with running(idle, BLS, max_tokens=900):
+        pass
+    after = wait_for(url, lambda page: ends(page) >= ends(before) + 7)
+
+    def grown(name: str, **labels: str) -> float:
+        return after.get(name, **labels) - before.get(name, **labels)
+
+    assert grown("slipstream_requests_total", model=BLS) == 4
+    assert grown("slipstream_requests_total", model="tensorrt_llm") == 1
+    assert grown("slipstream_requests_total", model=VLLM) == 1
+    assert grown("slipstream_responses_total", model="tensorrt_llm") == num_ensemble
+    assert grown("slipstream_responses_total", model=BLS) >= num_bls + 2 + 1
+    assert grown("slipstream_response_tokens_total", model="tensorrt_llm") == 4
+    assert grown("slipstream_refusals_total", model=BLS, reason="invalid_argument") == 1
+    assert grown("slipstream_refusals_total") == 1
+    assert grown("slipstream_cancels_total", cause="client") == 1
+    assert grown("slipstream_cancels_total", cause="deadline") == 1
+    assert grown("slipstream_cancels_total") == 2
+    assert grown("slipstream_cancel_to_free_seconds_count") == 2
+    assert grown("slipstream_finished_sequences_total", reason="cancelled") == 1
+    assert grown("slipstream_finished_sequences_total", reason="deadline") == 1
+    assert grown("slipstream_finished_sequences_total") == 7
+    assert grown("vllm:request_success_total", finished_reason="abort") == 2
+    assert grown("vllm:request_success_total") == 7
+    assert grown("slipstream_request_cost_count") == 6
+
+    num_tokens = grown("slipstream_output_tokens_total")
+    assert num_tokens >= 9 + 4 + 2 * 5 + 3
+    assert grown("vllm:generation_tokens_total") == num_tokens
+    assert grown("vllm:request_generation_tokens_sum") == num_tokens
+    assert grown("nv_llm_output_token_len_sum") == num_tokens
+    assert grown("vllm:request_params_max_tokens_sum") == 9 + 4 + 5 + 3 + 900 + 900
+    assert grown("slipstream_steps_total") == grown("vllm:iteration_tokens_total_count")
+    assert grown("slipstream_step_seconds_total", part="host") > 0
+    assert grown("slipstream_step_seconds_total", part="device") > 0
+    seconds = grown("slipstream_step_seconds_total")
+    cost = grown("slipstream_cost_total")
+    assert cost == pytest.approx(seconds * GPU_HOUR_PRICE / 3600, rel=0.01)
+    for name in VLLM_HISTOGRAMS.split():
+        check_histogram(after, f"vllm:{name}")
+    state = idle.health()
+    assert after.get("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="max") == 48
+    assert after.get("slipstream_kv_blocks", state="free") == state["kv_blocks_free"] == 48
+    assert after.get("slipstream_gpu_hour_price") == GPU_HOUR_PRICE
+
+
+def check_histogram(page: Page, name: str) -> None:
+    """Cumulative, and as many values as are counted."""
+    pairs = [
+        (float(labels["le"]), page.get(f"{name}_bucket", le=labels["le"]))
+        for labels in page.labels(f"{name}_bucket")
+    ]
+    values = [value for _, value in sorted(pairs)]
+    assert values == sorted(values)
+    assert values[-1] == page.get(f"{name}_count") > 0
+    assert page.get(f"{name}_sum") >= 0
+
+
+def test_a_line_of_the_request_log_for_each_request(idle, url):
+    path = idle.server.repository.parent / "requests.jsonl"
+    num_before = len(path.read_text().splitlines())
+    secret = "correct_horse_battery"
+    text = {"text_input": secret + PROMPT, "stream": True}
+    idle.stream(BLS, 'log "1"\n', max_tokens=3, num_return_sequences=2, **text)
+    idle.stream(ENSEMBLE, "log-2", max_tokens=4, **text)
+    options = json.dumps({"max_tokens": 3, "temperature": 0, "ignore_eos": True})
+    idle.stream(VLLM, "log-3", text_input=secret, sampling_parameters=options)
+    with running(idle, BLS, request_id="log-4", max_tokens=900):
+        pass
+    deadline = time.monotonic() + 10
+    while len(lines := path.read_text().splitlines()[num_before:]) < 4:
+        assert time.monotonic() < deadline, lines
+        time.sleep(0.05)
+    found = {line["id"]: line for line in map(json.loads, lines)}
+    assert set(found) == {'log "1"\n', "log-2", "log-3", "log-4"}
+    models = [found[name]["model"] for name in sorted(found)]
+    assert models == [BLS, "tensorrt_llm", VLLM, BLS]
+    assert found['log "1"\n']["num_output_tokens"] == [3, 3]
+    assert found["log-2"]["finish_reasons"] == ["length"]
+    assert found["log-4"]["finish_reasons"] == ["cancelled"]
+    assert found["log-4"]["cancel_cause"] == "client"
+    for line in found.values():
+        assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["end_to_end_s"] < 60
+        assert 0 < line["cost"] == pytest.approx(line["device_s"] * GPU_HOUR_PRICE / 3600, abs=1e-8)
+    assert secret not in path.read_text()
+    assert "horse" not in path.read_text()
+
+
+def test_an_engine_that_stands_still_is_seen_while_it_does(idle, url):
+    with running(idle, BLS, max_tokens=1200):
+        stopped, engine = Page(url), idle.health()["engine_pid"]
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            page = wait_for(
+                url,
+                lambda page: (
+                    page.get("slipstream_engine_answer_age_seconds") > 2
+                    and page.get("slipstream_last_step_age_seconds") > 2
+                ),
+            )
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        told = "slipstream_metrics_update_time_seconds"
+        assert page.get(told) > stopped.get(told)
     page = wait_for(
-        url, lambda page: page.get("slipstream_requests_total", model="tensorrt_llm_bls") > before
+        url,
+        lambda page: (
+            page.get("slipstream_engine_answer_age_seconds") < 1
+            and page.get("slipstream_last_step_age_seconds") == 0
+        ),
     )
-    page = wait_for(url, lambda page: page.get("vllm:generation_tokens_total") > 8)
-    print(page.text)
+    restarts = "slipstream_engine_restarts_total"
+    assert page.get(restarts) == stopped.get(restarts)

@@ -21,11 +21,10 @@ from slipstream_contract.errors import Code, ContractError
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.families import Kind, Metric, engine_metrics
+from slipstream.bridge.totals import Totals, Values
 from slipstream.figures import HISTOGRAMS
 
 _log = logging.getLogger(__name__)
-
-Values = dict[str, float]
 
 _PERIOD_S = 1.0
 _ANSWER_S = 1.0
@@ -257,36 +256,3 @@ class EngineMetrics:
                 "one": 1.0,
             }
         )
-
-
-class Totals:
-    """What engines have counted since this process asks them, one after the other."""
-
-    def __init__(self) -> None:
-        self.values: Values = defaultdict(float)
-        self._engine: tuple[int, float] | None = None
-        self._before: Values = {}
-
-    def advance(self, status: wire.Status) -> None:
-        """Add what is new. What the first engine counted before was told by somebody else."""
-        assert status.figures is not None
-        engine, now = (status.engine_pid, status.figures.gauges["start_time_s"]), _flat(status)
-        if self._engine is None:
-            self._before = now
-        elif engine != self._engine:
-            self._before = {}
-            self.values["engine_restarts"] += 1
-        self._engine = engine
-        for name, value in now.items():
-            self.values[name] += max(0.0, value - self._before.get(name, 0.0))
-        self._before = now
-
-
-def _flat(status: wire.Status) -> Values:
-    """Counters and the cells of histograms, `name#0` and so on, by name."""
-    assert status.figures is not None
-    values = dict(status.figures.counters)
-    for name, (counts, total) in status.figures.histograms.items():
-        values |= {f"{name}#{number}": count for number, count in enumerate(counts)}
-        values[f"{name}#sum"] = total
-    return values

@@ -3,8 +3,8 @@
 Per token it costs less than any clock: all that got a token in a step got it at the same time, so
 they are counted by the time of the token before, and most of them share that too.
 
-Cost: a step's time belongs to the sequences in it by their tokens, and is paid at `gpu_hour_price`
-a device. Time in which nothing runs is nobody's.
+Cost: a step's time belongs to the sequences in it by their tokens, and is paid at `gpu_hour_price`.
+Time in which nothing runs is nobody's.
 """
 
 import os
@@ -47,12 +47,11 @@ class Telemetry:
         self,
         gpu_hour_price: float = 0.0,
         memory: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        num_devices: int = 1,
     ) -> None:
-        """`memory` tells bytes held on the devices, and of pinned memory on the host."""
+        """`memory` tells bytes held on the device, and of pinned memory on the host."""
         self.counters = dict.fromkeys(counter_names(), 0.0)
         self._price = gpu_hour_price
-        self._price_s = gpu_hour_price * num_devices / _HOUR_S
+        self._price_s = gpu_hour_price / _HOUR_S
         self._memory = memory
         self._start_s = time.time()
         self._histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
