@@ -1,15 +1,18 @@
 """Timeouts, priorities and full queues on the real server, in every wiring and protocol."""
 
+import os
 import re
+import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from server.support import CHECKPOINT, PROMPT, TEXT_MODELS, RequestError, compose, serving, text
 
 pytestmark = pytest.mark.triton
 
-MODELS = [*TEXT_MODELS, "vllm_model"]
+MODELS = [*TEXT_MODELS, "vllm_model", "tensorrt_llm"]
 EXPIRED = re.compile(
     r"DEADLINE_EXCEEDED: (\d+) ms have passed, of 400 asked for by timeout_ms or timeout; "
     r"(\d+) tokens were generated"
@@ -20,7 +23,27 @@ def long_request(model: str) -> dict[str, object]:
     if model == "vllm_model":
         sampling = '{"max_tokens": 1200, "temperature": 0, "ignore_eos": true}'
         return {"text_input": PROMPT, "stream": True, "sampling_parameters": sampling}
+    if model == "tensorrt_llm":
+        inputs = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 1200}
+        return inputs | {"end_id": -1, "streaming": True}
     return {"text_input": PROMPT, "max_tokens": 1200, "end_id": -1, "stream": True}
+
+
+def content(model: str, responses: list[dict[str, object]]) -> str | list[int]:
+    """Text or token ids of a stream."""
+    if model != "tensorrt_llm":
+        return text(responses)
+    return [int(i) for response in responses for i in response["output_ids"].ravel()]
+
+
+def shortened(model: str, num_tokens: int) -> dict[str, object]:
+    """The same, of fewer tokens."""
+    request = long_request(model)
+    if model == "vllm_model":
+        sampling = f'{{"max_tokens": {num_tokens}, "temperature": 0, "ignore_eos": true}}'
+        return request | {"sampling_parameters": sampling}
+    name = "request_output_len" if model == "tensorrt_llm" else "max_tokens"
+    return request | {name: num_tokens}
 
 
 def check_expired(error: str, num_responses: int) -> None:
@@ -46,12 +69,9 @@ def test_a_stream_ends_at_its_deadline_with_all_it_has(idle, model, urgency):
     found = EXPIRED.search(str(caught.value))
     counts = [int(response["num_output_tokens"].ravel()[0]) for response in responses]
     assert sum(counts) == int(found[2])
-    whole = ""
-    for response in idle.iterate(model, **long_request(model)):
-        whole += text([response])
-        if len(whole) > len(text(responses)):
-            break
-    assert whole.startswith(text(responses))
+    got = content(model, responses)
+    whole = content(model, idle.stream(model, **shortened(model, sum(counts))))
+    assert whole == got
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -62,12 +82,13 @@ def test_over_http(idle, model, name):
         body |= {"sampling_parameters": long_request(model)["sampling_parameters"]}
     status, answer = idle.post(f"{model}/generate_stream", long_request(model) | body)
     assert status == 200
-    check_expired(answer, answer.count("text_output"))
+    check_expired(answer, answer.count("data: ") - 1)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_without_streaming_there_is_the_error_alone(idle, model):
-    request = long_request(model) | {"stream": False}
+    request = long_request(model)
+    request["streaming" if model == "tensorrt_llm" else "stream"] = False
     with pytest.raises(RequestError) as caught:
         idle.generate(model, **request, timeout_ms=400)
     check_expired(str(caught.value), 1)
@@ -91,15 +112,74 @@ def test_bad_values_are_refused_by_name(idle, model, parameters, words):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_priority_is_taken(idle, model):
-    request = long_request(model)
-    if model == "vllm_model":
-        request["sampling_parameters"] = '{"max_tokens": 4, "temperature": 0}'
-    else:
-        request["max_tokens"] = 4
+    request = shortened(model, 4)
     assert list(idle.iterate(model, parameters={"request_priority": 0}, **request))
     assert idle.events(model, **request, priority=9)
     with pytest.raises(RequestError, match="INVALID_ARGUMENT: priority is 10, not a whole number"):
         idle.events(model, **request, priority=10)
+
+
+def test_a_hung_engine_outlives_a_deadline_by_a_second_and_goes_on_unharmed(idle):
+    """The engine stands still: its bridges end what has a deadline, and nothing else."""
+    asked = {model: shortened(model, 80) for model in MODELS}
+    want = {model: content(model, idle.stream(model, **asked[model])) for model in MODELS}
+    got: dict[str, object] = {}
+    errors: list[str] = []
+    begun, stopped = threading.Semaphore(0), threading.Event()
+
+    def stay(model: str) -> None:
+        stream = idle.iterate(model, **asked[model])
+        first = next(stream)
+        begun.release()
+        got[model] = content(model, [first, *stream])
+
+    def expire(model: str) -> None:
+        stream = idle.iterate(model, parameters={"timeout_ms": 3000}, **long_request(model))
+        next(stream)
+        begun.release()
+        collect(lambda: list(stream))
+
+    def expire_later(ask: Callable[..., object], model: str, **timeout: object) -> None:
+        stopped.wait(30)
+        collect(lambda: ask(model, **timeout, **long_request(model)))
+
+    def collect(ask: Callable[[], object]) -> None:
+        try:
+            errors.append(f"no error: {ask()}")
+        except RequestError as error:
+            errors.append(str(error))
+
+    threads = []
+    for model in MODELS:
+        threads += [threading.Thread(target=each, args=(model,)) for each in (stay, expire)]
+        for ask, timeout in ((idle.stream, "timeout_us"), (idle.events, "timeout")):
+            pair, more = (ask, model), {timeout: 3_000_000}
+            threads.append(threading.Thread(target=expire_later, args=pair, kwargs=more))
+    engine = idle.health()["engine_pid"]
+    for thread in threads:
+        thread.start()
+    for _ in range(2 * len(MODELS)):
+        assert begun.acquire(timeout=20)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        stopped.set()
+        begin = time.monotonic()
+        while len(errors) < 3 * len(MODELS):
+            assert time.monotonic() - begin < 20, errors
+            time.sleep(0.05)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    for thread in threads:
+        thread.join(60)
+    for error in errors:
+        found = re.search(
+            r"DEADLINE_EXCEEDED: (\d+) ms have passed, of 3000 asked for by timeout_ms or "
+            r"timeout; the engine has not ended it",
+            error,
+        )
+        assert found, error
+        assert 4000 <= int(found[1]) < 9000
+    assert got == want
 
 
 # --- a small server -------------------------------------------------------------------------------
