@@ -6,7 +6,7 @@ all others are refused by name: a misspelt `temprature` must not pass in silence
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,7 +163,7 @@ class Inputs:
         if tensor.neutral is not None:
             cast = to_flag if tensor.dtype is DType.BOOL else to_number
             if cast(name, value) not in tensor.neutral:
-                raise ContractError(f"{name} is not supported yet")
+                raise refuse_unsupported(name, value, tensor.neutral)
             return
         self._put(canonical, name, value)
 
@@ -191,12 +191,18 @@ def refuse_later(tensor: Tensor, array: Array, label: str) -> None:
     if tensor.neutral is None or array.size == 0:
         return
     if tensor.dtype is DType.STRING:
-        is_neutral = all(item in ("", b"") for item in array.reshape(-1).tolist())
+        wrong = [item for item in array.reshape(-1).tolist() if item not in ("", b"")]
     else:
-        is_neutral = bool(np.isin(array, np.array(tensor.neutral, array.dtype)).all())
-    if not is_neutral:
-        also = "" if label == tensor.name else f": {label}"
-        raise ContractError(f"{tensor.name} is not supported yet{also}")
+        wrong = array[~np.isin(array, np.array(tensor.neutral, array.dtype))].tolist()
+    if wrong:
+        raise refuse_unsupported(label, wrong[0], tensor.neutral)
+
+
+def refuse_unsupported(name: str, value: object, served: Sequence[object]) -> ContractError:
+    """The error for what is declared but not implemented, and asks for something."""
+    only = [f"{each:g}" if isinstance(each, float) else str(each) for each in served if each != ""]
+    limit = f"only {' or '.join(only)} is served" if only else "leave it out"
+    return ContractError(f"{name} is not supported yet: it is {clip(value)}, {limit}")
 
 
 # --- casts: tensors hold typed elements, parameters strings, numbers and booleans ----------------

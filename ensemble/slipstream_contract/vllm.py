@@ -21,6 +21,7 @@ from slipstream_contract.inputs import (
     decode,
     is_triton_parameter,
     refuse_parameter,
+    refuse_unsupported,
     to_flag,
     to_number,
     to_whole,
@@ -217,7 +218,8 @@ def _parameters(read: Inputs, parameters: Mapping[str, object]) -> _Values:
     for name, value in given.items():
         if name in _LATER:
             if _neutral_form(value) not in _LATER[name]:
-                raise ContractError(f"{name} is not supported yet")
+                served = [each for each in _LATER[name] if isinstance(each, int)]
+                raise refuse_unsupported(name, value, served)
         elif name not in _SERVED:
             raise refuse_parameter(name, _SERVED | _LATER.keys())
     return _Values(given)

@@ -136,7 +136,7 @@ def test_what_is_returned_makes_the_engine_compute_it():
         ({"logprobs": 5}, "logprobs is 5, at most 0"),
         ({"logprobs": 2, "temperature": 0}, "logprobs is 2, at most 1"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
-        ({"best_of": 3}, "best_of is not supported yet"),
+        ({"best_of": 3}, "best_of is not supported yet: it is 3, only 1 is served"),
         ({"structured_outputs": '{"json": {}}'}, "structured_outputs is not supported yet"),
         ({"lora_name": "a"}, "lora_name is not supported yet"),
         ("[1]", r"sampling_parameters is \[1\], not a JSON object"),
@@ -175,7 +175,7 @@ def test_seeds():
 def test_later_inputs():
     for name in ("image", "embedding_request"):
         assert ask(**{name: ""}) == ask()
-        with pytest.raises(ContractError, match=f"^INVALID_ARGUMENT: {name} is not supported yet$"):
+        with pytest.raises(ContractError, match=f"{name} is not supported yet: .*, leave it out$"):
             ask(**{name: "x"})
 
 
