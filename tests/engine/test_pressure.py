@@ -1,0 +1,101 @@
+"""Too little of everything: a cache of a tenth of demand, and more requests than are admitted."""
+
+from engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner, Words, expected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import MAX_PREEMPTIONS, Limits
+from slipstream.engine.waiting import OLDEST_EVERY
+from slipstream_contract.sampling import SamplingParams
+
+# Priority, tokens of the prompt, tokens to generate; most go before one that is there early.
+arrivals = st.tuples(st.sampled_from([0, 0, 0, 1, 5, 9]), st.integers(1, 20), st.integers(1, 9))
+prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
+
+
+def greedy(max_tokens: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(prompts, st.integers(1, 30), st.integers(1, 3)), min_size=12, max_size=40),
+    st.integers(1, 4),
+    st.integers(2, 40),
+    st.integers(1, 40),
+    st.integers(1, 2),
+)
+def test_in_a_tenth_of_the_blocks_everything_completes_step_by_step(
+    asked: list[tuple[list[int], int, int]],
+    block_size: int,
+    num_seqs: int,
+    num_tokens: int,
+    max_in_flight: int,
+) -> None:
+    lengths = [(n, len(prompt), min(max_tokens, MAX_LEN)) for prompt, max_tokens, n in asked]
+    demand = sum(n * -(-(size + more) // block_size) for n, size, more in lengths)
+    num_blocks = max(-(-MAX_LEN // block_size), demand // 10)  # one sequence must fit
+    runner = CountingRunner(num_blocks, block_size, max_in_flight=max_in_flight)
+    runner.max_tokens = num_tokens
+    client = Client(Engine(Limits(num_seqs, num_tokens, 1000), runner, Words()))
+    numbers = [client.submit(prompt, greedy(most, n)) for prompt, most, n in asked]
+    sequences = [s for r in client.engine._requests.values() for s in r.sequences]
+    while client.engine.has_work:
+        num_computed = client.engine.num_steps
+        client.step()
+        assert client.engine.num_steps > num_computed or not client.engine.has_work, "no progress"
+    for number, (prompt, most, n) in zip(numbers, asked, strict=True):
+        for index in range(n):
+            stream = client.streams[number, index]
+            assert (stream.text, stream.reason) == expected(prompt, greedy(most, n), index)
+    assert max(sequence.num_preemptions for sequence in sequences) <= MAX_PREEMPTIONS
+    # Every step computes something, and nothing more than once for each time it was admitted.
+    computed = sum(batch.num_tokens for batch in runner.batches)
+    wanted = sum(n * (size + more) for n, size, more in lengths)
+    assert len(runner.batches) <= computed <= (1 + MAX_PREEMPTIONS) * wanted
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.one_of(st.none(), arrivals, arrivals), min_size=40, max_size=120),
+    st.integers(1, 3),
+    st.integers(0, 10),
+)
+def test_nobody_starves_in_the_engine(
+    events: list[tuple[int, int, int] | None], num_seqs: int, spare_blocks: int
+) -> None:
+    """None is a step, else a request comes.
+
+    With k older ones before it, a request is the 8 (k + 1)th to be admitted after its arrival at
+    the latest, although some are preempted and go before all new ones.
+    """
+    runner = CountingRunner(10 + spare_blocks, 4)
+    client = Client(Engine(Limits(num_seqs, 16, 1000), runner, Words()))
+    order: list[int] = []  # requests in the order of their admission, as far as steps tell
+    arrived: dict[int, tuple[int, int]] = {}  # admitted before it came, older ones that waited
+
+    def step() -> None:
+        begun = [
+            number
+            for (_, number), request in client.engine._requests.items()
+            if number not in order and not request.sequences[0].first_scheduled_ns
+        ]
+        client.step()
+        waiting = {s.request.number for s in client.engine._scheduler.waiting}
+        admitted = [number for number in begun if number not in waiting]
+        for number in admitted:
+            num_before, num_older = arrived[number]
+            assert len(order) - num_before < OLDEST_EVERY * (num_older + 1)
+        order.extend(admitted)
+
+    for event in [(9, 1, 1), *events]:
+        if event is None:
+            step()
+            continue
+        priority, num_prompt, max_tokens = event
+        num_waiting = client.engine._scheduler.waiting.num_requests
+        number = client.submit([1] * num_prompt, greedy(max_tokens), priority)
+        arrived[number] = (len(order), num_waiting)
+    while client.engine.has_work:
+        step()
+    assert sorted(order) == sorted(arrived)
