@@ -1,0 +1,342 @@
+"""Ten times more than fits, for two minutes: what is still served, and how the rest is refused.
+
+First the peak: as many users as keep every place busy, one request after the other each. Then
+requests at random times (Poisson), at ten times the rate that the peak completed, whatever becomes
+of those before them. Checked: the server goes on at nearly its peak, refuses the rest at once, ends
+whatever it accepted in time or with an error, and takes no more memory for it.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from serving import REPORTS
+from slipstream_client.bench.figures import Trace, Window
+from slipstream_client.bench.load import Asking, make_prompts, schedule
+from slipstream_client.bench.messages import Job, Record
+from slipstream_client.bench.runner import Clients, Load, Outcome, Target
+from slipstream_compose.compose import compose, write
+from slipstream_compose.probe import first_token
+from slipstream_compose.server import repository_root
+from slipstream_compose.triton import Endpoints, TritonServer, check_repository
+from soak_watch import Held, held
+
+CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
+LEAST_GOODPUT = 0.9  # of the peak
+_MANY_CORES = 16
+_REFUSAL_MS = {True: 50.0, False: 150.0}  # p99; with many cores, and with few
+_SLACK_S = 1.0  # from a deadline to its error, or the last token, at the client
+_RAMP_S = 8.0  # does not count
+_SAMPLE_S = 2.0
+_GROWTH_MIB, _GROWTH = 6.0, 0.03  # of a process, between the second and the last quarter
+_NUM_PROMPTS = 64  # distinct ones
+_ANSWER_S = 120.0
+_BOUNDS = ("max_num_seqs", "max_waiting", "long_prompt_tokens")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run must keep."""
+
+    goodput: float
+    refusal_ms: float
+    timeout_s: float
+
+
+class Watch:
+    """Takes the figures of a server's processes until it is told to end."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self.samples: list[tuple[Held, dict[str, float]]] = []
+        self._server = server
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """No more samples."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        engine = engine_pid(self._server)
+        while not self._closed.wait(_SAMPLE_S):
+            self.samples.append((held(self._server, engine), cpu_s(self._server, engine)))
+
+    def growth(self) -> tuple[list[str], dict[str, tuple[float, float, float]]]:
+        """What is wrong; and of each process its RSS, early and late, and the cores it used."""
+        problems, rows = [], {}
+        quarter = max(1, len(self.samples) // 4)
+        early, late = self.samples[quarter : 2 * quarter], self.samples[-quarter:]
+        seconds = (len(self.samples) - 1) * _SAMPLE_S
+        for name in self.samples[0][0].processes:
+            before, after = _rss(early, name), _rss(late, name)
+            used = self.samples[-1][1].get(name, 0.0) - self.samples[0][1].get(name, 0.0)
+            rows[name] = (before, after, used / max(1.0, seconds))
+            if after - before > max(_GROWTH_MIB, _GROWTH * before):
+                problems.append(f"{name}: grew from {before:.1f} to {after:.1f} MiB")
+            if any(name not in sample.processes for sample, _ in self.samples):
+                problems.append(f"{name}: ended")
+        return problems, rows
+
+
+def _rss(samples: Sequence[tuple[Held, dict[str, float]]], name: str) -> float:
+    found = [s.processes[name].rss_mib for s, _ in samples if name in s.processes]
+    return statistics.median(found) if found else 0.0
+
+
+def engine_pid(server: TritonServer) -> int:
+    """The process that has the engine's module on its command line."""
+    for pid in server.processes():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"slipstream.engine.loop" in command:
+            return pid
+    return 0
+
+
+def cpu_s(server: TritonServer, engine: int) -> dict[str, float]:
+    """CPU seconds that each process has used so far, by the names of `held`."""
+    stubs, found = server.stubs(), {}
+    for pid in server.processes():
+        name = stubs.get(pid, "").removesuffix("_0_0") or "supervisor"
+        name = {server.pid: "tritonserver", engine: "engine"}.get(pid, name)
+        try:
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks = int(words[11]) + int(words[12])
+        found[name] = found.get(name, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def goodput(records: Sequence[Record], window: Window, timeout_s: float) -> float:
+    """Tokens a second, in the window, of the answers that became whole in time."""
+    num_tokens = 0
+    for trace in map(Trace.of, records):
+        if trace.is_whole and took_s(trace.record) <= timeout_s + _SLACK_S:
+            times = trace.times_ns
+            inside = (times >= window.begin_ns) & (times < window.end_ns)
+            num_tokens += int(trace.counts[inside].sum())
+    return num_tokens / window.seconds
+
+
+def took_s(record: Record) -> float:
+    """From sending to its end."""
+    return (record.ended_ns - record.sent_ns) / 1e9
+
+
+def judge(
+    peak: float, records: Sequence[Record], window: Window, limits: Limits
+) -> tuple[dict[str, Any], list[str]]:
+    """Figures of an overload, and what is wrong with them."""
+    refused = sorted(took_s(r) * 1e3 for r in records if r.is_refused)
+    accepted = [r for r in records if not r.is_refused]
+    late = [r for r in accepted if took_s(r) > limits.timeout_s + _SLACK_S]
+    codes = Counter(r.code or "whole" for r in accepted)
+    others = {code: n for code, n in codes.items() if code not in ("whole", "DEADLINE_EXCEEDED")}
+    got = goodput(records, window, limits.timeout_s)
+    result = {
+        "offered": len(records),
+        "accepted": len(accepted),
+        "refused": len(refused),
+        "ends": dict(codes),
+        "late": len(late),
+        "goodput_tokens_per_s": round(got, 1),
+        "share_of_peak": round(got / peak, 4) if peak else 0.0,
+        "refusal_ms": {f"p{p}": round(_percentile(refused, p), 1) for p in (50, 90, 99, 100)},
+        "accepted_s": {
+            f"p{p}": round(_percentile(sorted(map(took_s, accepted)), p), 2) for p in (50, 99, 100)
+        },
+    }
+    problems = []
+    if got < limits.goodput * peak:
+        problems.append(f"goodput {got:.0f} tok/s is {got / peak:.1%} of the peak of {peak:.0f}")
+    if not refused:
+        problems.append("nothing was refused: that was no overload")
+    if (p99 := _percentile(refused, 99)) > limits.refusal_ms:
+        problems.append(f"refusals took {p99:.0f} ms (p99), not {limits.refusal_ms:.0f}")
+    if late:
+        problems.append(f"{len(late)} accepted requests went past their deadline")
+    if others:
+        first = next(r for r in accepted if r.code in others)
+        problems.append(f"errors of accepted requests: {others}, the first: {first.message}")
+    return result, problems
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    return float(np.percentile(values, percent)) if values else 0.0
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def requests(args: argparse.Namespace) -> list[bytes]:
+    """Distinct ones; each has a deadline, and never ends before its last token."""
+    sampling = {"temperature": 0.0, "timeout_ms": args.timeout_ms}
+    asking = Asking(args.protocol, args.model, sampling, has_end=False)
+    sizes = np.full(_NUM_PROMPTS, args.prompt_tokens)
+    prompts = make_prompts(args.model, sizes, 4096, 1.0, args.seed)
+    return [asking.payload(prompt.content, args.max_tokens, "") for prompt in prompts]
+
+
+def measure(args: argparse.Namespace, server: TritonServer) -> dict[str, Any]:
+    """Peak and overload on a server that has just been started."""
+    ends = server.endpoints
+    address = ends.grpc if args.protocol == "grpc" else ends.http.removeprefix("http://")
+    target = Target(args.protocol, address, args.model, _ANSWER_S, 0)
+    payloads = requests(args)
+    with Clients(args.processes) as clients:
+        users = args.users or args.max_num_seqs + args.max_waiting // 2
+        jobs = [Job(index, -1, payload) for index, payload in enumerate(payloads)]
+        first = clients.run(target, Load(jobs, payloads[:8], users, args.peak_seconds, _RAMP_S))
+        seconds = first.window.seconds
+        ended = [t for t in map(Trace.of, first.records) if t.is_whole]
+        ended = [t for t in ended if first.window.holds(int(t.times_ns[-1]))]
+        rate = args.factor * len(ended) / seconds
+        peak = goodput(first.records, first.window, args.timeout_ms / 1e3)
+        print(
+            f"overload: {users} users: {len(ended) / seconds:.1f} requests/s, {peak:.0f} tok/s; "
+            f"now {rate:.0f} requests/s for {args.seconds:.0f} s",
+            file=sys.stderr,
+        )
+        watch = Watch(server)
+        second = clients.run(target, _open(args, payloads, rate))
+        watch.close()
+    return conclude(args, peak, rate, second, watch)
+
+
+def _open(args: argparse.Namespace, payloads: list[bytes], rate: float) -> Load:
+    rng = np.random.default_rng(args.seed)
+    times = schedule("poisson", rate, 1, int(rate * args.seconds), rng)
+    jobs = [Job(i, int(t), payloads[i % len(payloads)]) for i, t in enumerate(times)]
+    return Load(jobs, [], 0, args.seconds, _RAMP_S)
+
+
+def conclude(
+    args: argparse.Namespace, peak: float, rate: float, outcome: Outcome, watch: Watch
+) -> dict[str, Any]:
+    """The JSON of the run."""
+    limits = Limits(LEAST_GOODPUT, args.refusal_ms, args.timeout_ms / 1e3)
+    result, problems = judge(peak, outcome.records, outcome.window, limits)
+    grown, rows = watch.growth()
+    return {
+        "model": args.model,
+        "protocol": args.protocol,
+        "cores": os.cpu_count(),
+        "seconds": args.seconds,
+        "factor": args.factor,
+        "offered_per_s": round(rate, 1),
+        "peak_tokens_per_s": round(peak, 1),
+        **result,
+        "limits": dataclasses.asdict(limits),
+        "processes": {
+            name: {"rss_mib": [round(a, 1), round(b, 1)], "cores": round(used, 3)}
+            for name, (a, b, used) in rows.items()
+        },
+        "clients": outcome.clients,
+        "problems": problems + grown,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """For people."""
+    ms, s = result["refusal_ms"], result["accepted_s"]
+    lines = [
+        f"offered   {result['offered']:>8}  {result['offered_per_s']:.1f} a second",
+        f"accepted  {result['accepted']:>8}  p50 {s['p50']:.2f} s, p99 {s['p99']:.2f} s: "
+        + ", ".join(f"{n} {code}" for code, n in result["ends"].items()),
+        f"refused   {result['refused']:>8}  p50 {ms['p50']:.1f} ms, p99 {ms['p99']:.1f} ms, "
+        f"worst {ms['p100']:.1f} ms",
+        f"goodput   {result['goodput_tokens_per_s']:>8.0f}  tok/s, "
+        f"{result['share_of_peak']:.1%} of the peak of {result['peak_tokens_per_s']:.0f}",
+        "",
+        f"{'process':<20}{'cores':>8}{'RSS MiB':>18}",
+    ]
+    for name, row in result["processes"].items():
+        before, after = row["rss_mib"]
+        lines.append(f"{name:<20}{row['cores']:>8.2f}{before:>9.1f} ->{after:>7.1f}")
+    lines.append(f"{'clients':<20}{result['clients']['cores']:>8.2f}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def serving(args: argparse.Namespace, log: Path) -> Iterator[TritonServer]:
+    """A server on the given repository, else on the default model with small bounds."""
+    with tempfile.TemporaryDirectory() as folder:
+        repository = args.model_repository
+        if repository is None:
+            repository = Path(folder) / "models"
+            options = {name: getattr(args, name, None) for name in _BOUNDS}
+            write(compose(CHECKPOINT, repository, options))
+        server = TritonServer(repository, Endpoints.free(), log)
+        try:
+            server.start()
+            server.wait_ready(timeout_s=900)
+            first_token(server.endpoints.http, check_repository(repository))
+            yield server
+        finally:
+            server.stop()
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    add = parser.add_argument
+    add("--model", default="ensemble", help="(%(default)s)")
+    add("--protocol", choices=("grpc", "http"), default="grpc", help="(%(default)s)")
+    add("--seconds", type=float, default=120.0, help="of the overload (%(default)s)")
+    add("--peak-seconds", type=float, default=30.0, help="(%(default)s)")
+    add("--factor", type=float, default=10.0, help="offered: so many times the peak (%(default)s)")
+    add("--prompt-tokens", type=int, default=32, help="about (%(default)s)")
+    add("--max-tokens", type=int, default=256, help="a request (%(default)s)")
+    add("--timeout-ms", type=int, default=30_000, help="a request's deadline (%(default)s)")
+    add("--max-num-seqs", type=int, default=16, help="as `slipstream compose` (%(default)s)")
+    add("--max-waiting", type=int, default=32, help="as `slipstream compose` (%(default)s)")
+    add("--users", type=int, help="of the peak (default: max-num-seqs + max-waiting / 2)")
+    add("--processes", type=int, default=1, help="of clients (%(default)s)")
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    many = (os.cpu_count() or 1) >= _MANY_CORES
+    add("--refusal-ms", type=float, default=_REFUSAL_MS[many], help="p99 (here %(default)s)")
+    add(
+        "--model-repository",
+        type=Path,
+        help="serve this one; then give its --max-num-seqs and --max-waiting too",
+    )
+    add("--output", type=Path, help="write the JSON here")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """0 where nothing is wrong."""
+    args = parse()
+    began = time.strftime("%Y-%m-%d")
+    with serving(args, REPORTS / "overload-tritonserver.log") as server:
+        result = {"date": began, **measure(args, server)}
+    print(table(result))
+    for line in result["problems"]:
+        print(f"overload: {line}", file=sys.stderr)
+    text = json.dumps(result)
+    print(text)
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if result["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
