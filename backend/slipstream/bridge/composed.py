@@ -38,12 +38,14 @@ class Composed:
         vocab: Vocabulary,
         outputs: frozenset[str],
         exclude_input_by_default: bool,
+        max_model_len: int | None = None,
     ) -> None:
         """`outputs` are all that the model declares."""
         self._bridge = bridge
         self._vocab = vocab
         self._outputs = outputs
         self._exclude_input_by_default = exclude_input_by_default
+        self._max_model_len = max_model_len
 
     def begin(self, question: Question) -> None:
         """Start a request. Raises ContractError."""
@@ -55,6 +57,7 @@ class Composed:
                 self._vocab.tokens,
                 self._exclude_input_by_default,
                 self._vocab.end_ids,
+                self._max_model_len,
             )
             for index in range(size)
         ]
