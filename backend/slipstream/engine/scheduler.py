@@ -197,7 +197,7 @@ class Scheduler:
             if self._parked:
                 self._wake_siblings(sequence)
             changed[sequence.id] = sequence
-            if not is_finite:
+            if not is_finite:  # nobody may share its blocks: who gets them writes before it reads
                 self._telemetry.not_a_token()
                 self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
             elif (ending := sequence.append(token_id, log_prob, now)) is not None:
