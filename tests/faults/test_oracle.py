@@ -1,5 +1,6 @@
 """The oracle can fail: three bugs, planted in the engine, that it must see."""
 
+import contextlib
 import os
 import signal
 
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.triton
 def test_three_bugs_are_seen(oracle: Oracle) -> None:
     questions = asks(10, victim=True)
     oracle.learn(questions)
+    pid = oracle.client.health()["engine_pid"]
     with oracle.storm(questions):
         pass
     assert oracle.judge() == []
@@ -21,8 +23,8 @@ def test_three_bugs_are_seen(oracle: Oracle) -> None:
         with oracle.storm(questions):
             pass
         seen[bug] = oracle.judge(settle_s=1.0)
-    pid = oracle.client.health()["engine_pid"]
-    os.kill(pid, signal.SIGKILL)  # the bugs go with their engine
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # the bugs go with their engine, if that has not ended by them
     oracle.wait_back(pid, 30)
     wrong = [line for line in seen["cross_talk"] if "answered" in line]
     assert len(wrong) >= 2, seen
