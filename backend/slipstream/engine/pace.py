@@ -1,9 +1,11 @@
-"""How many tokens of long prompts a step takes beside decodes: those that take as long as they do.
+"""How many tokens of a long prompt a step has beside decodes: those that take as long as they do.
 
 Every running stream gets its next token from every step, so what else a step computes delays them
 all. A short prompt does so for a step or two; a long one, cut as the whole budget allows, would for
 many in a row. Beside decodes its chunks are cut so that a step takes less than twice the time of
-the decodes alone: the streams halve their speed for a while, instead of standing still.
+the decodes alone: the streams halve their speed for a while, instead of standing still. Where
+several long prompts wait for that, each is given as much: it is no single one any more that
+disturbs the others, and the fewer tokens a step has, the less a device computes in its time.
 
 Both times are measured, so the same rule fits any model and device: what a step of decodes takes,
 as the median of the last few, and what a token of a prompt takes, likewise, from steps with so many
@@ -55,12 +57,12 @@ class Pace:
         self._begun.clear()
         self._ended_ns = self._clock()
 
-    def take(self) -> int:
-        """Tokens of long prompts that the next step may have beside its decodes."""
+    def take(self, num_long: int) -> int:
+        """Tokens of so many long prompts that the next step may have beside its decodes."""
         self._num_cut += 1
         if self._num_cut % _PROBE_EVERY == 0:
             return 0
         if not self._decodes_ns or not self._token_ns:
-            return _FIRST
+            return num_long * _FIRST
         num_tokens = _SHARE * median(self._decodes_ns) / max(median(self._token_ns), 1.0)
-        return max(_MIN, int(num_tokens) // _MIN * _MIN)
+        return num_long * max(_MIN, int(num_tokens) // _MIN * _MIN)

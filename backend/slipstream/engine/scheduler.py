@@ -53,6 +53,7 @@ class _Work:
 
     budget: int  # tokens that it may still have
     long_budget: int | None  # of them, of long prompts; None: as few as `Pace` says
+    num_long: int  # long prompts that are not computed yet
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
 
@@ -159,7 +160,9 @@ class Scheduler:
                 and not (sequence.num_pending and sequence.needs_every_token)
             ):
                 decodes.append(sequence)
-        work = _Work(max_tokens - len(decodes), None if decodes else max_tokens, decodes)
+        num_long = sum(s.num_tokens > self._long_tokens for s in prefills)
+        long_budget = None if decodes else max_tokens
+        work = _Work(max_tokens - len(decodes), long_budget, num_long, decodes)
         for sequence in prefills:
             self._cut(sequence, work)
         if only is None and num_preemptions == self.num_preemptions:
@@ -229,7 +232,7 @@ class Scheduler:
         num_tokens = min(num_left, work.budget)
         if num_left > 1 and sequence.num_tokens > self._long_tokens:
             if work.long_budget is None:
-                work.long_budget = self._pace.take()
+                work.long_budget = self._pace.take(max(1, work.num_long))
             num_tokens = min(num_tokens, work.long_budget)
             work.long_budget -= num_tokens
         if num_tokens == num_left == 1:
