@@ -144,7 +144,8 @@ def on_servers(
                 if not is_own_crash(server) or len(crashes) == max_crashes:
                     problems.append(f"the server has died: {server.reason()}")
                     return crashes
-                crashes.append(f"{time.strftime('%H:%M:%S')} {server.reason()}")
+                reason = server.reason().partition(" (log")[0]
+                crashes.append(f"{time.strftime('%H:%M:%S')} {reason}")
                 kept = log.with_name(f"{log.stem}-crash-{len(crashes)}{log.suffix}")
                 log.replace(kept)
                 print(

@@ -17,7 +17,9 @@ _SLACK = {("tritonserver", "threads"): 4}
 
 @dataclass
 class Process:
-    """Figures of one process; the memory is what is resident, shared pages included."""
+    """Figures of one process; memory is what is resident, but for pages of files: those come and go
+    with what else the machine does.
+    """
 
     threads: int = 0
     fds: int = 0
@@ -53,7 +55,7 @@ def _add(process: Process, folder: Path) -> None:
     status = (folder / "status").read_text()
     process.threads += int(_field(status, "Threads"))
     process.fds += len(os.listdir(folder / "fd"))
-    process.rss_mib += int(_field(status, "VmRSS")) / 1024
+    process.rss_mib += int(_field(status, "RssAnon")) / 1024
 
 
 def _field(status: str, name: str) -> str:

@@ -66,6 +66,21 @@ def test_a_server_that_crashes_is_told_and_its_requests_are_made_again(load, tmp
     assert sum(result["ends"].values()) >= 400
 
 
+@pytest.mark.triton
+@pytest.mark.slow
+def test_half_a_minute_at_80_percent_of_the_peak(load, tmp_path):
+    args = argparse.Namespace(minutes=0.5, seed=0)
+    result = load.soak.run_timed(args, tmp_path / "log")
+    rows = result["rows"]
+    assert (rows["lost"], rows["hung"], rows["wrong"], rows["leaked"]) == ("0", "0", "0", "0")
+    equal, of, made, _ = rows["canary"].split()
+    assert of == "of"
+    assert int(equal) == int(made) > 5
+    assert {"complete", "first", "middle", "end", "deadline"} <= result["ends"].keys()
+    of_noise = ("first token: ", "a token: ")  # so short a run has few requests in a tenth
+    assert [p for p in result["problems"] if not p.startswith(of_noise)] == []
+
+
 @pytest.mark.parametrize(("requests", "cancels"), [(1, 0), (7, 7), (150, 50), (2000, 666)])
 def test_a_plan_has_as_many_requests_and_cancels_as_asked_for(load, requests, cancels):
     plan = load.soak_plan
