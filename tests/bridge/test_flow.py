@@ -164,14 +164,62 @@ def test_over_time_the_last_tokens_and_the_error_each_wait_for_postprocessing(de
     check_overdue(reply)
 
 
+# --- many streams --------------------------------------------------------------------------------
+
+
+class Postprocessing:
+    """Takes responses in the order of their sending, as the server hands them on."""
+
+    def __init__(self, desk: Desk, flow: Flow) -> None:
+        self._desk, self._flow = desk, flow
+        self._came: list[tuple[Recorder, list[int]]] = []
+
+    def open(self, count: int) -> tuple[list[Recorder], list[int]]:
+        """Streams that have had their first responses, acknowledged; and their requests."""
+        replies = [Ordered(self._came) for _ in range(count)]
+        numbers = [next(iter(self._desk.open(r, flow=self._flow).routes)) for r in replies]
+        self._desk.calls.take(step(*(wire.Tokens(number, 0, [0], []) for number in numbers)))
+        wait_for(lambda: all(reply.responses for reply in replies))
+        self.acknowledge()
+        wait_for(lambda: not self._flow._watched)
+        return replies, numbers
+
+    def acknowledge(self, dropped: list[Recorder] | None = None) -> None:
+        """All that came, but for those whose client is gone."""
+        while self._came:
+            reply, stamp = self._came.pop(0)
+            if reply not in (dropped or []):
+                self._flow.other_end.acknowledge(*stamp)
+
+
+class Ordered(Recorder):
+    def __init__(self, came) -> None:
+        super().__init__()
+        self._came = came
+
+    def send(self, outputs, is_final):
+        if outputs:
+            self._came.append((self, outputs["stamp"].tolist()))
+        super().send(outputs, is_final)
+
+
+@pytest.fixture
+def post(desk, flow):
+    return Postprocessing(desk, flow)
+
+
+def num_responses(replies: list[Recorder]) -> int:
+    return sum(len(reply.responses) for reply in replies)
+
+
 def test_many_that_were_dropped_are_found_by_one_that_came_after_them(desk, flow):
     """However many wait before it: an acknowledgement is looked for behind them too."""
     replies = [Recorder() for _ in range(60)]
     *dropped, last = replies
-    for reply in replies:
+    for count, reply in enumerate(replies, 1):
         (number,) = desk.open(reply, flow=flow).routes
         desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
-        wait_for(lambda reply=reply: reply.responses)
+        wait_for(lambda count=count: len(flow._watched) == count)
     time.sleep(0.05)
     flow.other_end.acknowledge(*last.responses[0][1])
     wait_for(lambda: all(reply.done.is_set() for reply in dropped))
@@ -179,13 +227,94 @@ def test_many_that_were_dropped_are_found_by_one_that_came_after_them(desk, flow
     assert len(desk.sent) == len(dropped)
 
 
-def test_every_stream_goes_on_when_all_are_acknowledged_at_once(desk, flow):
-    replies = [Recorder() for _ in range(60)]
-    numbers = [next(iter(desk.open(reply, flow=flow).routes)) for reply in replies]
-    for position in range(4):
+def test_every_stream_goes_on_when_all_are_acknowledged_at_once(desk, post):
+    replies, numbers = post.open(60)
+    for position in (1, 2, 3):
         desk.calls.take(step(*(wire.Tokens(number, 0, [position], []) for number in numbers)))
-        wait_for(lambda count=position + 1: all(len(r.ids) == count for r in replies))
-        for reply in replies:
-            flow.other_end.acknowledge(*reply.responses[-1][1])
+        wait_for(lambda count=60 * (position + 1): num_responses(replies) == count)
+        post.acknowledge()
     assert all(reply.ids == [0, 1, 2, 3] for reply in replies)
-    assert all(len(reply.responses) == 4 for reply in replies)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A window of 8 that never lets one more in."""
+    monkeypatch.setattr("slipstream.bridge.flow._WINDOW", 8)
+    monkeypatch.setattr("slipstream.bridge.flow._PROBE_NS", 1 << 60)
+
+
+@pytest.mark.usefixtures("small")
+def test_only_so_many_are_under_way_and_who_waits_takes_up_what_is_made(desk, post):
+    replies, numbers = post.open(20)
+    for position in (1, 2, 3):
+        desk.calls.take(step(*(wire.Tokens(number, 0, [position], []) for number in numbers)))
+        wait_for(lambda: num_responses(replies) == 28)
+    time.sleep(0.1)
+    waiting = [reply for reply in replies if len(reply.responses) == 1]
+    assert len(waiting) == 12
+
+    def is_all_told() -> bool:
+        post.acknowledge()
+        return all(reply.ids == [0, 1, 2, 3] for reply in replies)
+
+    wait_for(is_all_told)
+    assert all(len(reply.responses) == 2 for reply in waiting)  # all three in one
+
+
+@pytest.mark.usefixtures("small")
+def test_first_and_last_responses_do_not_wait(desk, flow, post):
+    replies, numbers = post.open(20)
+    *others, last = numbers
+    desk.calls.take(step(*(wire.Tokens(number, 0, [1], []) for number in others)))
+    wait_for(lambda: num_responses(replies) == 28)
+    desk.calls.take(step(wire.Tokens(last, 0, [1], [], finished=finished())))
+    assert replies[-1].done.wait(5)
+    new = Recorder()
+    (number,) = desk.open(new, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+    wait_for(lambda: new.responses)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_places_of_cancelled_streams_are_taken_by_those_that_wait(desk, flow, post):
+    replies, numbers = post.open(24)
+    calls = [desk.calls._routes[number] for number in numbers]
+    desk.calls.take(step(*(wire.Tokens(number, 0, [1], []) for number in numbers)))
+    for count in (8, 16, 24):
+        wait_for(lambda count=count: num_responses(replies) >= 24 + count)
+        for call, reply in zip(calls, replies, strict=True):
+            if len(reply.responses) == 2:
+                desk.calls.cancel(call)
+    assert flow._num_under_way == 0
+
+
+@pytest.mark.usefixtures("small")
+def test_a_sequence_that_ends_before_its_siblings_gives_its_place_back(desk, flow):
+    pair = Recorder()
+    (number,) = desk.open(pair, n=2, flow=flow).routes
+    desk.calls.take(step(*(wire.Tokens(number, index, [0], []) for index in (0, 1))))
+    wait_for(lambda: len(flow._watched) == 2)
+    for credit in sorted(flow._watched.values(), key=lambda credit: credit.begun):
+        flow.other_end.acknowledge(credit.slot, credit.number)
+    wait_for(lambda: not flow._watched)
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=finished())))
+    wait_for(lambda: len(pair.responses) == 3)
+    wait_for(lambda: flow._num_under_way == 0)
+    assert not pair.done.is_set()
+
+
+def test_a_window_full_of_dropped_responses_does_not_hold_others_up(desk, post, monkeypatch):
+    monkeypatch.setattr("slipstream.bridge.flow._WINDOW", 8)
+    replies, numbers = post.open(20)
+    dropped, others = replies[:8], replies[8:]
+    for part in (numbers[:8], numbers[8:]):
+        desk.calls.take(step(*(wire.Tokens(number, 0, [1], []) for number in part)))
+        wait_for(lambda: num_responses(replies) >= 28)
+
+    def is_all_told() -> bool:
+        post.acknowledge(dropped)
+        return all(reply.ids == [0, 1] for reply in others)
+
+    wait_for(is_all_told)
+    wait_for(lambda: all(reply.done.is_set() for reply in dropped))
+    assert not any(reply.done.is_set() for reply in others)

@@ -6,6 +6,10 @@ the server drops the request and the acknowledgement never comes. Requests reach
 in the order of sending, so ours was dropped once a response that was sent later is acknowledged;
 or, when no other stream moves, once `postprocessing` has been alive and idle for a while. It is
 never concluded from time alone while `postprocessing` is busy or stands still.
+
+And only so many responses of all streams are under way at once: what waits here still takes up the
+tokens that are made meanwhile, what waits in the server's queue does not. First and last responses
+do not wait.
 """
 
 import itertools
@@ -26,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 _NUMBER_BITS = 24  # responses of one stream; the bits above tell streams apart
 _POLL_S = 0.001
+_WINDOW = 64  # responses under way; as many as postprocessing takes in one call
+_PROBE_NS = 20_000_000  # a window in which nothing moves for so long lets one more in
 _MAX_AHEAD = 16  # acknowledgements may come in another order than threads finish their sending
 _FULL_POLLS = 20  # every so many polls look at all that is watched
 _DROP_NS = 400_000_000
@@ -43,6 +49,8 @@ class SlotCredit:
         self.begun = 0  # places of its sending in the order of all sendings
         self.ended = 0
         self.ended_ns = 0  # time.monotonic_ns()
+        self.is_under_way = False  # or about to be: it has a place in the window
+        self.is_released = False
         self._flow = flow
         self._slot = slot
 
@@ -55,6 +63,14 @@ class SlotCredit:
     def next_number(self) -> int:
         """Of the response that is about to be written."""
         return self.number + 1
+
+    def enter(self, is_urgent: bool) -> bool:
+        """Whether the stream may be sent now. If not, it is handed over when its turn comes."""
+        return self._flow.enter(self, is_urgent)
+
+    def leave(self) -> None:
+        """Nothing of the stream is sent any more, nor waited for."""
+        self._flow.leave(self)
 
     def spend(self, send: Callable[[], None]) -> None:
         """Send one response and watch for its acknowledgement."""
@@ -101,12 +117,15 @@ class Flow:
         self._hand_over = hand_over
         self._cancel = cancel
         self._tick = itertools.count(1)
-        self._lock = threading.Lock()  # guards the slots
+        self._lock = threading.Lock()  # guards slots and window
         self._slots = deque(range(NUM_SLOTS))  # the one that is free longest comes first
         self._watched: dict[int, SlotCredit] = {}  # by slot; whose credit is spent, oldest first
         self._num_polls = 0
+        self._num_under_way = 0
+        self._waiting: deque[SlotCredit] = deque()  # for a place in the window
         self._settling: list[_Settling] = []
         self._newest = 0  # `begun` of the latest sending that is known to be acknowledged
+        self._moved_ns = 0  # when an acknowledgement was last seen, or one more was let in
         self._alive_ns = 0
         self._wake = threading.Event()
         self._is_closing = False
@@ -128,6 +147,40 @@ class Flow:
         with self._lock:
             self._watched.pop(credit.slot, None)
             self._slots.append(credit.slot)
+            credit.is_released = True
+        self.leave(credit)
+
+    def enter(self, credit: SlotCredit, is_urgent: bool) -> bool:
+        """Give it a place in the window if there is one, or if it is urgent; else it waits."""
+        with self._lock:
+            if credit.is_under_way or credit.is_released:
+                return True
+            if self._num_under_way >= _WINDOW and not is_urgent:
+                self._waiting.append(credit)
+                return False
+            credit.is_under_way = True
+            self._num_under_way += 1
+            return True
+
+    def leave(self, credit: SlotCredit) -> None:
+        """Take its place back, if it has one, and give it to who has waited longest."""
+        with self._lock:
+            self._num_under_way -= credit.is_under_way
+            credit.is_under_way = False
+            entered = self._let_in(_WINDOW)
+        for first in entered:
+            self._hand_over(first.stream)
+
+    def _let_in(self, size: int) -> list[SlotCredit]:
+        """Fill the window up to a size, under the lock; those that are to be handed over."""
+        entered = []
+        while self._waiting and self._num_under_way < size:
+            first = self._waiting.popleft()
+            if not first.is_released:
+                first.is_under_way = True
+                self._num_under_way += 1
+                entered.append(first)
+        return entered
 
     def tick(self) -> int:
         """The next place in the order of beginnings and ends of sendings."""
@@ -189,6 +242,7 @@ class Flow:
         for credit in watched:
             if self._file.is_acknowledged(credit.slot, credit.number):
                 self._newest = max(self._newest, credit.begun)
+                self._moved_ns = time.monotonic_ns()
                 self._give_back(credit)
             else:
                 spent.append(credit)
@@ -200,7 +254,19 @@ class Flow:
                 call = credit.stream.call
                 assert call is not None, "its responses are sent"
                 self._cancel(call)
+        if self._waiting:
+            self._probe()
         self._settle_all()
+
+    def _probe(self) -> None:
+        """All under way may have been dropped: only one that is sent later can prove it."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._moved_ns > _PROBE_NS:
+            self._moved_ns = now_ns
+            with self._lock:
+                entered = self._let_in(self._num_under_way + 1)
+            for first in entered:
+                self._hand_over(first.stream)
 
     def _settle_all(self) -> None:
         if not self._settling:
@@ -223,6 +289,7 @@ class Flow:
             if self._watched.get(credit.slot) is not credit:
                 return  # released meanwhile
             del self._watched[credit.slot]
+        self.leave(credit)
         if not credit.stream.let_go():
             self._hand_over(credit.stream)
 

@@ -54,6 +54,12 @@ class Credit(Protocol):
     def next_number(self) -> int:
         """Of the response that is written next."""
 
+    def enter(self, is_urgent: bool) -> bool:
+        """Whether the stream may be sent now. If not, it is handed over when its turn comes."""
+
+    def leave(self) -> None:
+        """The stream sends nothing more."""
+
     def spend(self, send: Callable[[], None]) -> None:
         """Send one response; afterwards the stream must wait until it is returned."""
 
@@ -363,7 +369,9 @@ class Senders:
 
     def hand_over(self, stream: Stream) -> None:
         """Send what is pending in a stream that the caller holds."""
-        (self._fast if stream.is_urgent else self._shared).put(stream)
+        is_urgent, credit = stream.is_urgent, stream.credit
+        if credit is None or credit.enter(is_urgent):
+            (self._fast if is_urgent else self._shared).put(stream)
 
     def close(self) -> None:
         """End the threads after what was handed over before."""
@@ -423,6 +431,8 @@ class Senders:
                 calls.forget(call)  # first: the client may use the id again at once
             call.reply.send(outputs, is_final)
             call.is_over = is_final
+            if stream.credit is not None:
+                stream.credit.leave()
             return True
         if not stream.has_sent:
             stream.has_sent = True
