@@ -6,7 +6,8 @@ then late at the client was made late by the Triton side. A server starts it lik
 
 The tokens of a request are `expected_bytes` of its seed, a letter each, so that a client can count
 tokens and check their order in the text alone. Each step adds a line to the journal: when its
-tokens were made (ns since the epoch), then the seeds whose first token it made.
+tokens were made (ns since the epoch), then `seed:ns` of every request whose first token it made and
+when it was submitted.
 """
 
 import argparse
@@ -66,7 +67,7 @@ class PacedEngine:
         self._step_s = step_s
         self._journal = journal.open("ab", buffering=0)
         self._sequences: dict[bytes, dict[int, list[_Sequence]]] = {}
-        self._begun: deque[int] = deque()
+        self._begun: deque[str] = deque()
         self._due_s = 0.0
 
     @property
@@ -108,6 +109,10 @@ class PacedEngine:
         """Forget the requests of a bridge; how many there were."""
         return len(self._sequences.pop(bridge, {}))
 
+    def requests_of(self, bridge: bytes) -> list[int]:
+        """Numbers of the requests of a bridge that run."""
+        return list(self._sequences.get(bridge, {}))
+
     def step(self) -> dict[bytes, list[wire.Tokens]]:
         """Wait until the step is due; a token for everybody. Steps that were missed are not made
         up for: a source that cannot keep its pace is slower, never ahead.
@@ -129,9 +134,9 @@ class PacedEngine:
         }
         for bridge, tokens in outputs.items():
             self._forget(bridge, tokens)
-        words = [made_ns, *self._begun]
+        words = [str(made_ns), *self._begun]
         self._begun.clear()
-        self._journal.write((" ".join(map(str, words)) + "\n").encode())
+        self._journal.write((" ".join(words) + "\n").encode())
         return outputs
 
     def status(self, number: int, bridges: Iterable[str]) -> wire.Status:
@@ -145,12 +150,13 @@ class PacedEngine:
         if sequence.max_tokens == 0:
             return self._last(sequence, [], wire.FinishReason.CANCELLED, made_ns)
         if sequence.num_tokens == 0 and sequence.index == 0:
-            self._begun.append(sequence.seed)
+            self._begun.append(f"{sequence.seed}:{sequence.perf.first_scheduled_ns}")
         token_id = sequence.token_ids[sequence.num_tokens % len(LETTERS)]
         sequence.num_tokens += 1
         if sequence.num_tokens == sequence.max_tokens:
             return self._last(sequence, [token_id], wire.FinishReason.LENGTH, made_ns)
-        return wire.Tokens(sequence.request, sequence.index, [token_id], [])
+        start = sequence.num_tokens - 1
+        return wire.Tokens(sequence.request, sequence.index, [token_id], [], start=start)
 
     def _last(
         self, sequence: _Sequence, token_ids: list[int], reason: wire.FinishReason, now_ns: int
@@ -158,7 +164,8 @@ class PacedEngine:
         finished = wire.Finished(
             reason, sequence.num_input_tokens, sequence.num_tokens, sequence.perf
         )
-        return wire.Tokens(sequence.request, sequence.index, token_ids, [], finished=finished)
+        told = (sequence.request, sequence.index, token_ids, [])
+        return wire.Tokens(*told, finished=finished, start=sequence.num_tokens - len(token_ids))
 
     def _forget(self, bridge: bytes, tokens: list[wire.Tokens]) -> None:
         requests = self._sequences[bridge]

@@ -1,243 +1,94 @@
 """What the Triton side adds to a stream: `python benchmarks/streams.py [--rows 64x100 ...]`.
 
 A real tritonserver on the default repository, with `paced_engine.py` in the engine's place: nothing
-is computed, every stream is owed one token a step, and what a client gets late was made late
-between the engine's socket and the client: bridge, Triton, and in the ensemble `postprocessing`.
-The clients are processes of their own on the same machine; they only note times and bytes while
-streams run, a gRPC connection for every 64 streams.
+is computed, every stream is owed one token a step, and what is late was made late between the
+engine's socket and the client: bridge, Triton, and in the ensemble `postprocessing`. The stubs are
+as they are served but for notes of when they handed tokens over (`noting_bridge.py`,
+`noting_postprocessing.py`). The clients are processes of their own on the same machine; they only
+note times and bytes while streams run, a gRPC connection for every 64 streams.
 
-Delay is from a token's making to the client having its response. Figures are of the window in
-which every stream runs. A row fails if a text is not the one that was made, token for token.
+`stream_figures.py` defines the figures and holds the goals. Figures are of the window in which
+every stream runs. A row fails if a text is not the one that was made, token for token, or if a
+count is wrong. Exit code 1: something grows.
 """
 
 import argparse
-import asyncio
 import contextlib
-import gc
 import json
 import multiprocessing
 import os
 import platform
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
-import numpy as np
-from paced_engine import expected_bytes, write_python
-from slipstream_client.client import CHANNEL_OPTIONS, TRUE_STATUS
-from slipstream_client.codec import chunks_of, request_of
-from slipstream_compose.server import repository_root
+import handover_journal
+from paced_engine import write_python
+from report import RESULTS, commit
+from slipstream_compose.server import repository_root, server_directory
 from slipstream_compose.triton import Endpoints, TritonServer
-from tritonclient.grpc import service_pb2
+from stream_clients import Load, Prompt, Received, receive
+from stream_figures import (
+    ROWS,
+    Handed,
+    fault,
+    figures,
+    first_figures,
+    has_many_cores,
+    judge,
+    memory,
+    read_handovers,
+    read_journal,
+)
+from stream_picture import picture
 
 MODELS = {"fused": "tensorrt_llm_bls", "composed": "ensemble"}
-ROWS = ("1x250", "64x100", "256x100", "1024x25")  # streams x tokens a second of each
+NOTES_OF = {"fused": "tensorrt_llm_bls", "composed": "postprocessing"}  # who hands over last
 COLUMNS = {
     "wiring": "wiring",
     "streams": "streams",
     "rate": "tok/s each",
     "made_tok_s": "made tok/s",
-    "tok_s": "at clients",
-    "resp_s": "resp/s",
+    "tok_s": "handed over",
     "tok_resp": "tok/resp",
     "p50_ms": "delay p50 ms",
     "p99_ms": "p99",
-    "first_p50_ms": "first p50",
-    "first_p99_ms": "p99",
+    "client_p50_ms": "client p50",
+    "client_p99_ms": "p99",
+    "added_p50_ms": "added to the first",
     "is_growing": "grows",
     "server_cpu": "server cores",
     "stubs_cpu": "stubs",
-    "source_cpu": "source",
     "client_cpu": "clients",
     "others_cpu": "others",
 }
+OUT = repository_root() / "benchmarks" / "out"
+_PROMPT = "def main():\n    "
 _WARM_SEED, _WARM_TOKENS = 1 << 20, 8  # of a first request that no figure counts
+_PROBE_SEED, _NUM_PROBES = 1 << 21, 100  # short streams one after the other, in a row of one stream
 _OPENING_S = 3.0  # for the clients' imports, before they open their streams together
-_STREAMS_PER_CHANNEL = 64
-_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+_SESSION_S, _MANY_SESSIONS = 20, 5  # of a stream; of so many the server's memory is judged
 _NS = 1_000_000_000
 
 
-# --- a client's process --------------------------------------------------------------------------
-
-
-@dataclass
-class Received:
-    """One stream as its client saw it."""
-
-    seed: int
-    opened_ns: int
-    times_ns: list[int]  # of each response
-    texts: list[bytes]
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a client's process does."""
-
-    address: str
-    model: str
-    seeds: Sequence[int]
-    max_tokens: int
-    begin_ns: int
-    timeout_s: float
-    has_counts: bool  # ask for the number of tokens too, as the SDK does
-
-
-_Raw = tuple[int, int, list[tuple[int, bytes]], str]  # seed, opened, responses, error
-
-
-def receive(load: Load) -> tuple[list[_Raw], float]:
-    """Open all streams at `begin_ns` and read them to their ends; also the CPU seconds of that."""
-    time.sleep(max(0.0, (load.begin_ns - time.time_ns()) / _NS))
-    gc.disable()
-    begin_s = time.process_time()
-    found = asyncio.run(_receive_all(load))
-    return found, time.process_time() - begin_s
-
-
-async def _receive_all(load: Load) -> list[_Raw]:
-    options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-    async with contextlib.AsyncExitStack() as stack:
-        tasks = []
-        for number, seed in enumerate(load.seeds):
-            if number % _STREAMS_PER_CHANNEL == 0:
-                new = grpc.aio.insecure_channel(load.address, options=options)
-                channel = await stack.enter_async_context(new)
-            tasks.append(_receive_one(channel, load, seed))
-        return await asyncio.gather(*tasks)
-
-
-async def _receive_one(channel: grpc.aio.Channel, load: Load, seed: int) -> _Raw:
-    parameters = {
-        "max_tokens": load.max_tokens,
-        "seed": seed,
-        "return_num_input_tokens": load.has_counts,
-        "return_num_output_tokens": load.has_counts,
-    }
-    request = request_of(load.model, "def main():\n    ", parameters, "")
-    responses: list[tuple[int, bytes]] = []
-    method = channel.stream_stream(_METHOD, lambda message: message.SerializeToString(), None)
-    opened_ns = time.time_ns()
-    call = method(iter([request]), timeout=load.timeout_s, metadata=TRUE_STATUS)
-    error = ""
-    try:
-        async for data in call:
-            responses.append((time.time_ns(), data))
-    except grpc.RpcError as failure:
-        error = f"{failure.code().name}: {failure.details()}"
-    return seed, opened_ns, responses, error
-
-
-def parse(seed: int, opened_ns: int, responses: list[tuple[int, bytes]], error: str) -> Received:
-    """A stream from what was noted of it."""
-    received = Received(seed, opened_ns, [], [], error)
-    for time_ns, data in responses:
-        message = service_pb2.ModelStreamInferResponse.FromString(data)
-        received.error = received.error or message.error_message
-        received.times_ns.append(time_ns)
-        received.texts.append(chunks_of(message.infer_response)[0].text.encode())
-    return received
-
-
-# --- figures -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Journal:
-    """What the source has made: the time of every step, and in which one a seed began."""
-
-    made_ns: np.ndarray
-    first: dict[int, int]
-
-
-def read_journal(path: Path) -> Journal:
-    """The source's journal."""
-    rows = [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
-    first = {seed: step for step, row in enumerate(rows) for seed in row[1:]}
-    return Journal(np.array([row[0] for row in rows], np.int64), first)
-
-
-def fault(stream: Received, max_tokens: int) -> str:
-    """What is wrong with a stream: an error, or a text other than the one made. Empty: nothing."""
-    if stream.error:
-        return f"stream {stream.seed}: {stream.error}"
-    text, wanted = b"".join(stream.texts), expected_bytes(stream.seed, max_tokens)
-    if text == wanted:
-        return ""
-    pairs = zip(text, wanted, strict=False)
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(wanted)))
-    return f"stream {stream.seed}: {len(text)} of {max_tokens} tokens, the first {same} are right"
-
-
-def figures(streams: list[Received], journal: Journal, max_tokens: int) -> dict[str, Any]:
-    """Delays and rates of streams that are right, within the window in which all of them run."""
-    begins = {stream.seed: journal.first[stream.seed] for stream in streams}
-    begin, end = max(begins.values()), min(begins.values()) + max_tokens
-    if end - begin < 4:
-        raise ValueError(f"streams of {max_tokens} steps never ran all together long enough")
-    made, delays, arrivals, firsts, waits = [], [], [], [], []
-    for stream in streams:
-        steps = np.arange(max_tokens) + begins[stream.seed]
-        counts = [len(text) for text in stream.texts]
-        arrival = np.repeat(np.array(stream.times_ns, np.int64), counts)
-        delay = (arrival - journal.made_ns[steps]) / 1e6
-        inside = (steps >= begin) & (steps < end)
-        made.append(steps[inside])
-        delays.append(delay[inside])
-        firsts.append(delay[0])
-        waits.append((arrival[0] - stream.opened_ns) / 1e6)
-        arrivals += [t for t, count in zip(stream.times_ns, counts, strict=True) if count]
-    steps, delay = np.concatenate(made), np.concatenate(delays)
-    opened_ns, closed_ns = journal.made_ns[begin], journal.made_ns[end - 1]
-    arrived = np.array(arrivals)
-    num_responses = int(np.sum((arrived > opened_ns) & (arrived <= closed_ns)))
-    num_arrived = int(np.sum(journal.made_ns[steps] + delay * 1e6 <= closed_ns))
-    seconds = float(closed_ns - opened_ns) / _NS
-    quarters = [float(np.median(part)) for part in _parts(delay, steps - begin, end - begin)]
-    return {
-        "seconds": round(seconds, 2),
-        "made_tok_s": round(len(streams) * (end - 1 - begin) / seconds),
-        "tok_s": round(num_arrived / seconds),
-        "resp_s": round(num_responses / seconds),
-        "tok_resp": round(num_arrived / max(1, num_responses), 2),
-        **_percentiles("", delay),
-        "max_ms": round(float(delay.max()), 2),
-        **_percentiles("first_", firsts),  # of a stream's first token, from its making
-        **_percentiles("open_", waits),  # of the same, from the stream's opening
-        "quarters_ms": [round(quarter, 2) for quarter in quarters],  # medians, in order
-        "is_growing": quarters == sorted(quarters) and quarters[-1] > 1.5 * quarters[0] + 5,
-    }
-
-
-def _parts(delay: np.ndarray, steps: np.ndarray, num_steps: int) -> list[np.ndarray]:
-    """Delays by the quarter of the window in which their tokens were made."""
-    quarter = steps * 4 // num_steps
-    return [delay[quarter == number] for number in range(4)]
-
-
-def _percentiles(name: str, values_ms: Any) -> dict[str, float]:
-    return {f"{name}p{p}_ms": round(float(np.percentile(values_ms, p)), 2) for p in (50, 99)}
-
-
-# --- a server and its rows -----------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def serving(step_s: float, journal: Path, log: Path) -> Iterator[TritonServer]:
-    """The default repository with a source of that step."""
-    python = journal.with_name("python")
-    write_python(python, step_s, journal)
-    os.environ["SLIPSTREAM_PYTHON"] = str(python)
+def serving(step_s: float, scratch: Path, log: Path) -> Iterator[TritonServer]:
+    """The default repository with a source of that step; its journals are in `scratch`."""
+    python = scratch / "python"
+    write_python(python, step_s, scratch / "journal")
+    environment = {
+        "SLIPSTREAM_PYTHON": str(python),
+        "SLIPSTREAM_SERVER": str(_noting_server(scratch / "server")),
+        handover_journal.VARIABLE: str(scratch),
+    }
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
     endpoints = Endpoints.free()
     server = TritonServer(repository_root() / "model_repository", endpoints, log)
     try:
@@ -246,7 +97,29 @@ def serving(step_s: float, journal: Path, log: Path) -> Iterator[TritonServer]:
         yield server
     finally:
         server.stop()
-        del os.environ["SLIPSTREAM_PYTHON"]
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _noting_server(directory: Path) -> Path:
+    """The installed server, by links, with backends that note what they hand over."""
+    installed, here = server_directory(), Path(__file__).resolve().parent
+    backends = directory / "backends"
+    backends.mkdir(parents=True)
+    for entry in [*installed.iterdir(), *(installed / "backends").iterdir()]:
+        if entry.name != "backends":
+            (directory / entry.relative_to(installed)).symlink_to(entry.resolve())
+    for name, script in (
+        ("slipstream", "noting_bridge.py"),
+        ("slipstream_postprocessing", "noting_postprocessing.py"),
+    ):
+        (backends / name).unlink()
+        (backends / name).mkdir()
+        (backends / name / "model.py").symlink_to(here / script)
+        (backends / name / "handover_journal.py").symlink_to(here / "handover_journal.py")
+    return directory
 
 
 def cpu_seconds(server: TritonServer) -> dict[str, float]:
@@ -272,88 +145,178 @@ def cpu_seconds(server: TritonServer) -> dict[str, float]:
     return found
 
 
+class Memory:
+    """Samples of what server and stubs have resident, twice a second, in MB."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self.samples: list[dict[str, float]] = []
+        self._pids = {"server": [server.pid], "stubs": list(server.stubs())}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> list[dict[str, float]]:
+        """All samples."""
+        self._closed.set()
+        self._thread.join()
+        return self.samples
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # a process has ended, and the row with it
+            while not self._closed.wait(0.5):
+                self.samples.append(
+                    {name: sum(map(_resident_mb, pids)) for name, pids in self._pids.items()}
+                )
+
+
+def _resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a row asks for: streams side by side, each followed by others where it is a long row."""
+
+    wiring: str
+    num_streams: int
+    rate: int
+    slots: list[list[Prompt]]
+    probes: list[Prompt]
+
+    @classmethod
+    def of(cls, wiring: str, row: str, seconds: float) -> "Plan":
+        """Streams last 20 s at most: then their slot begins the next one, each at another time."""
+        num_streams, rate = map(int, row.split("x"))
+        total, longest = round(seconds * rate), round(_SESSION_S * rate)
+        slots = []
+        for number in range(num_streams):
+            lengths = [total]
+            if total > longest:
+                first = max(4, longest * (number + 1) // num_streams)
+                rest = max(4, total - first)
+                lengths = [first, *[longest] * (rest // longest), max(4, rest % longest)]
+            slots.append(
+                [
+                    Prompt(number + num_streams * turn, _PROMPT, length)
+                    for turn, length in enumerate(lengths)
+                ]
+            )
+        num_probes = _NUM_PROBES if num_streams == 1 else 0
+        probes = [Prompt(_PROBE_SEED + number, _PROMPT, 2) for number in range(num_probes)]
+        return cls(wiring, num_streams, rate, slots, probes)
+
+    def faults(self, streams: list[Received], handovers: dict[int, Handed]) -> list[str]:
+        """What is wrong with any of them."""
+        prompts = [prompt for slot in [*self.slots, self.probes] for prompt in slot]
+        wanted = {prompt.seed: prompt.max_tokens for prompt in prompts}
+        assert wanted.keys() == {stream.seed for stream in streams}
+        told = [
+            fault(stream, handovers.get(stream.seed), wanted[stream.seed]) for stream in streams
+        ]
+        return [text for text in told if text]
+
+
 def measure(wiring: str, row: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row on a server of its own. Raises SystemExit for the first streams that are wrong."""
-    num_streams, rate = map(int, row.split("x"))
-    max_tokens, out = round(args.seconds * rate), repository_root() / "benchmarks" / "out"
+    plan = Plan.of(wiring, row, args.seconds)
     spawn = multiprocessing.get_context("spawn")
-    num_clients = min(args.clients, num_streams)
+    num_clients = min(args.clients, plan.num_streams)
     with (
         tempfile.TemporaryDirectory(prefix="slipstream-paced-") as directory,
-        serving(1 / rate, Path(directory, "journal"), out / "streams-server.log") as server,
         ProcessPoolExecutor(num_clients, spawn) as pool,
     ):
-        url, model = server.endpoints.grpc, MODELS[wiring]
-        begin_ns = time.time_ns() + round(_OPENING_S * _NS)
-        warm = Load(url, model, [_WARM_SEED], _WARM_TOKENS, 0, 60.0, args.counts)
-        pool.submit(receive, warm).result()
-        loads = [
-            Load(
-                *(url, model, range(n, num_streams, num_clients)),
-                *(max_tokens, begin_ns, 4 * args.seconds + 60, args.counts),
-            )
-            for n in range(num_clients)
-        ]
-        running = [pool.submit(receive, load) for load in loads]
-        time.sleep(max(0.0, (begin_ns - time.time_ns()) / _NS))
-        before = cpu_seconds(server)
-        results = [each.result() for each in running]
-        after = cpu_seconds(server)
+        with serving(1 / plan.rate, Path(directory), OUT / "streams-server.log") as server:
+            about = (server.endpoints.grpc, MODELS[wiring])
+            begin_ns = time.time_ns() + round(_OPENING_S * _NS)
+            warm = [[Prompt(_WARM_SEED, _PROMPT, _WARM_TOKENS)]]
+            pool.submit(receive, Load(*about, warm, 0, 60.0, args.counts)).result()
+            timeout_s = 4 * args.seconds + 60
+            parts = [plan.slots[number::num_clients] for number in range(num_clients)]
+            loads = [Load(*about, part, begin_ns, timeout_s, args.counts) for part in parts]
+            running = [pool.submit(receive, load) for load in loads]
+            time.sleep(max(0.0, (begin_ns - time.time_ns()) / _NS))
+            before, resident = cpu_seconds(server), Memory(server)
+            time.sleep(args.seconds)
+            samples, after = resident.close(), cpu_seconds(server)
+            seconds = (time.time_ns() - begin_ns) / _NS
+            results = [each.result() for each in running]
+            probe = Load(*about, [plan.probes], 0, 60.0, args.counts)
+            probed = pool.submit(receive, probe).result()[0]
         journal = read_journal(Path(directory, "journal"))
-    streams = [parse(*raw) for found, _ in results for raw in found]
-    faults = [text for text in (fault(stream, max_tokens) for stream in streams) if text]
-    if faults:
+        handovers = read_handovers(Path(directory, NOTES_OF[wiring]))
+    streams = [stream for found, _ in results for stream in found]
+    if faults := plan.faults(streams + probed, handovers):
         raise SystemExit(f"{wiring} {row}: {len(faults)} wrong streams: " + "; ".join(faults[:3]))
-    seconds = (max(stream.times_ns[-1] for stream in streams) - begin_ns) / _NS
+    by_seed = {stream.seed: stream for stream in streams}
+    slots = [[by_seed[prompt.seed] for prompt in slot] for slot in plan.slots]
+    found = {"wiring": wiring, "streams": plan.num_streams, "rate": plan.rate}
+    found |= {"num_clients": num_clients} | figures(slots, journal, handovers)
+    if probed:
+        found |= first_figures(probed, journal, handovers)
+    judged = ("stubs", "server") if args.seconds >= _MANY_SESSIONS * _SESSION_S else ("stubs",)
+    client_s = sum(cpu_s for _, cpu_s in results)
+    return found | memory(samples, judged) | _cores(before, after, client_s, seconds)
+
+
+def _cores(
+    before: dict[str, float], after: dict[str, float], client_s: float, seconds: float
+) -> dict[str, float]:
+    """Who had how much of the machine, in cores."""
     shares = {f"{name}_cpu": round((after[name] - before[name]) / seconds, 2) for name in after}
-    shares["client_cpu"] = round(sum(cpu_s for _, cpu_s in results) / seconds, 2)
+    shares["client_cpu"] = round(client_s / seconds, 2)
     known = sum(shares[f"{name}_cpu"] for name in ("server", "stubs", "source", "client"))
     shares["others_cpu"] = round(shares.pop("machine_cpu") - known, 2)
-    about = {"wiring": wiring, "streams": num_streams, "rate": rate, "num_clients": num_clients}
-    return about | figures(streams, journal, max_tokens) | shares
+    return shares
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown; CPU in cores."""
+    """The rows as Markdown, CPU in cores; then the goals."""
     lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(str(row[name]) for name in COLUMNS) + " |" for row in rows]
+    lines.append("")
+    for row in rows:
+        for goal in row["goals"]:
+            reached = "reached" if goal["is_reached"] else "MISSED"
+            name = f"{row['wiring']} {row['streams']}x{row['rate']} {goal['figure']}"
+            lines.append(f"{reached:8} {name}: {row[goal['figure']]}, goal {goal['goal']}")
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Command line; not 0 where a backlog grows."""
+    """Command line; not 0 where something grows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="STREAMSxRATE")
+    cores = os.cpu_count() or 1
+    rows = ROWS[has_many_cores(cores)]
+    parser.add_argument("--rows", nargs="+", default=list(rows), metavar="STREAMSxRATE")
     parser.add_argument("--wirings", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--seconds", type=float, default=10.0, help="of each row (%(default)s)")
-    clients = max(1, min(8, (os.cpu_count() or 1) // 4))
+    clients = max(1, min(8, cores // 4))
     parser.add_argument("--clients", type=int, default=clients, help="processes (%(default)s)")
     parser.add_argument("--counts", action="store_true", help="ask for token counts, as the SDK")
+    parser.add_argument("--name", help="keep the result in benchmarks/results/ under this name")
     args = parser.parse_args()
-    output = repository_root() / "benchmarks" / "out" / "streams.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
+    OUT.mkdir(parents=True, exist_ok=True)
+    found = []
     for wiring in args.wirings:
         for row in args.rows:
-            rows.append(measure(wiring, row, args))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    commit = subprocess.run(
-        ["git", "-C", str(repository_root()), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+            figures_of = measure(wiring, row, args)
+            found.append(figures_of | {"goals": judge(figures_of, cores)})
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     about = {
-        "commit": commit,
-        "cores": os.cpu_count(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": cores,
         "machine": platform.machine(),
         "seconds": args.seconds,
         "counts": args.counts,
     }
-    output.write_text(json.dumps(about | {"rows": rows}, indent=2) + "\n")
-    print(table(rows))
-    print(json.dumps(about | {"rows": rows}))
-    return 1 if any(row["is_growing"] for row in rows) else 0
+    result = about | {"rows": found}
+    for path in [OUT / "streams", *([RESULTS / args.name] if args.name else [])]:
+        path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+        path.with_suffix(".svg").write_text(picture(result))
+    print(table(found))
+    print(json.dumps(result))
+    return 1 if any(row["is_growing"] or row["is_memory_growing"] for row in found) else 0
 
 
 if __name__ == "__main__":

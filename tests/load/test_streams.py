@@ -13,11 +13,12 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream import __version__, wire
-from slipstream_compose.server import repository_root
+from slipstream_compose.server import repository_root, server_directory
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.vocab import TokenBytes
 
-NAMES = ("paced_engine", "streams")
+NAMES = ("paced_engine", "stream_clients", "stream_figures", "stream_picture", "streams")
+SCRIPTS = (*NAMES, "handover_journal", "plots", "report", "limits", "rows", "workloads", "shapes")
 MS = 1_000_000
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 
@@ -29,8 +30,8 @@ def bench():
     sys.path.insert(0, folder)
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
     sys.path.remove(folder)
-    for name in NAMES:
-        sys.modules.pop(name)
+    for name in SCRIPTS:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_every_request_gets_its_letters_once_and_in_order(bench, scratch, reques
             assert engine.cancel(b"bridge", number) == (max_tokens > 2)
     while engine.has_work:
         step()
-    first = bench.streams.read_journal(journal).first
+    first = bench.stream_figures.read_journal(journal).first
     for number, (_, max_tokens, n, is_cancelled) in enumerate(requests):
         count = min(max_tokens, 2) if is_cancelled else max_tokens
         reason = "cancelled" if count < max_tokens else "length"
@@ -154,35 +155,43 @@ def talk(socket) -> tuple[dict[int, list[int]], list[int], wire.Status]:
     return texts, steps, status
 
 
+# --- figures ---------------------------------------------------------------------------------
+
+
 def stream(bench, seed: int, sizes: list[int], first_ms: int, late_ms: list[float]):
-    """A stream whose responses hold so many tokens, each so long after its last token's making."""
+    """A stream whose responses hold so many tokens, each handed over so long after its last
+    token's making, and half a millisecond later at its client.
+    """
     ends = np.cumsum(sizes)
     text = bench.paced_engine.expected_bytes(seed, int(ends[-1]))
-    texts = [text[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    times = [
-        int((first_ms + 10 * (end - 1) + late) * MS)
-        for end, late in zip(ends, late_ms, strict=True)
-    ]
-    return bench.streams.Received(seed, 0, times, texts)
+    times = np.array([(first_ms + 10 * (end - 1)) for end in ends]) + np.array(late_ms)
+    times, counts = (times * MS).astype(np.int64), np.array(sizes)
+    received = bench.stream_clients.Received(seed, -20 * MS, times + MS // 2, counts, text)
+    return received, bench.stream_figures.Handed(times, counts)
 
 
 @pytest.fixture(scope="module")
 def journal(bench):
     """A step every 10 ms; stream 1 begins in step 0, stream 2 in step 2."""
-    return bench.streams.Journal(np.arange(14, dtype=np.int64) * 10 * MS, {1: 0, 2: 2})
+    made = np.arange(14, dtype=np.int64) * 10 * MS
+    return bench.stream_figures.Journal(made, {1: 0, 2: 2, 3: 6}, {1: -15 * MS, 2: 0, 3: 50 * MS})
 
 
 def test_delays_by_hand(bench, journal):
-    one = stream(bench, 1, [1] * 12, 0, [3] * 12)
-    two = stream(bench, 2, [1, 1, 2, 2, 2, 2, 2], 20, [5] * 7)
-    assert bench.streams.fault(one, 12) == bench.streams.fault(two, 12) == ""
-    found = bench.streams.figures([one, two], journal, 12)
+    one, by_one = stream(bench, 1, [1] * 12, 0, [3] * 12)
+    two, by_two = stream(bench, 2, [1, 1, 2, 2, 2, 2, 2], 20, [5] * 7)
+    fault = bench.stream_figures.fault
+    assert fault(one, by_one, 12) == fault(two, by_two, 12) == ""
+    found = bench.stream_figures.figures([[one], [two]], journal, {1: by_one, 2: by_two})
     # All run in steps 2 to 11. One: ten times 3 ms. Two: 5, 5, then four pairs of 15 and 5.
     assert found["seconds"] == 0.09
     assert found["made_tok_s"] == round(18 / 0.09)
     assert found["p50_ms"] == 4.0
+    assert found["client_p50_ms"] == 4.5
     assert found["max_ms"] == 15.0
     assert found["first_p50_ms"] == 4.0
+    assert found["added_p50_ms"] == (3 + 5 + 5 + 20) / 2  # on the way in 5 and 20 ms
+    assert found["open_p50_ms"] == (23.5 + 45.5) / 2
     assert found["is_growing"] is False
     # Until step 11 was made, at 110 ms: one's tokens of steps 2 to 10, two's of steps 2 to 9.
     assert found["tok_s"] == round(17 / 0.09)
@@ -190,34 +199,125 @@ def test_delays_by_hand(bench, journal):
     assert found["resp_s"] == round(14 / 0.09)
 
 
+def test_streams_of_a_slot_follow_one_another(bench, journal):
+    one, by_one = stream(bench, 1, [1] * 6, 0, [3] * 6)
+    next_one, by_next = stream(bench, 3, [1] * 6, 60, [4] * 6)
+    two, by_two = stream(bench, 2, [1] * 12, 20, [5] * 12)
+    handed = {1: by_one, 2: by_two, 3: by_next}
+    found = bench.stream_figures.figures([[one, next_one], [two]], journal, handed)
+    # Steps 2 to 11: of the first slot four tokens of 3 ms and six of 4 ms.
+    assert found["made_tok_s"] == round(18 / 0.09)
+    assert found["shares_ms"][0] == 3.0
+    assert found["p50_ms"] == 4.5
+    assert found["max_ms"] == 5.0
+
+
 def test_a_growing_backlog_is_seen(bench, journal):
-    lame = stream(bench, 1, [1] * 12, 0, [3.0 + 4 * i for i in range(12)])
-    found = bench.streams.figures([lame], journal, 12)
+    lame, by_lame = stream(bench, 1, [1] * 12, 0, [3.0 + 4 * i for i in range(12)])
+    found = bench.stream_figures.figures([[lame]], journal, {1: by_lame})
     assert found["is_growing"] is True
     assert found["quarters_ms"] == [7.0, 19.0, 31.0, 43.0]
 
 
+def test_growing_memory_is_seen_of_those_who_are_judged(bench):
+    samples = [{"server": 100 + 30 * i, "stubs": 300 + i % 2} for i in range(8)]
+    memory = bench.stream_figures.memory
+    assert memory(samples, ["stubs"])["is_memory_growing"] is False
+    assert memory(samples, ["stubs", "server"])["is_memory_growing"] is True
+    assert memory(samples, [])["server_mb"] == [115.0, 175.0, 235.0, 295.0]
+
+
 def test_streams_that_never_run_together_have_no_figures(bench, journal):
-    streams = [stream(bench, seed, [5], 0, [1]) for seed in (1, 2)]
+    pairs = [stream(bench, seed, [5], 0, [1]) for seed in (1, 3)]
+    handed = {received.seed: by for received, by in pairs}
     with pytest.raises(ValueError, match="all together"):
-        bench.streams.figures(streams, journal, 5)
+        bench.stream_figures.figures([[received] for received, _ in pairs], journal, handed)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda texts: texts[:-1], "11 of 12 tokens, the first 11 are right"),
-        (lambda texts: texts[:3] + texts[2:], "13 of 12 tokens, the first 3 are right"),
-        (lambda texts: [*texts[:4], texts[5], texts[4], *texts[6:]], "the first 4 are right"),
+        (lambda text: text[:-1], "11 of 12 tokens, the first 11 right"),
+        (lambda text: text[:3] + text[2:], "13 of 12 tokens, the first 3 right"),
+        (
+            lambda text: text[:4] + text[5:6] + text[4:5] + text[6:],
+            "12 of 12 tokens, the first 4 right",
+        ),
     ],
 )
 def test_lost_doubled_and_swapped_tokens_are_faults(bench, change, said):
-    right = stream(bench, 1, [1] * 12, 0, [0] * 12)
-    right.texts = change(right.texts)
-    assert said in bench.streams.fault(right, 12)
+    right, handed = stream(bench, 1, [1] * 12, 0, [0] * 12)
+    right.text = change(right.text)
+    assert said in bench.stream_figures.fault(right, handed, 12)
 
 
-def test_an_error_is_a_fault(bench):
-    right = stream(bench, 1, [12], 0, [0])
+def test_an_error_and_a_wrong_count_are_faults(bench):
+    right, handed = stream(bench, 1, [12], 0, [0])
+    right.counts = np.array([11])
+    fault = bench.stream_figures.fault
+    assert "11 tokens by its responses, 12 handed over" in fault(right, handed, 12)
     right.error = "UNAVAILABLE: gone"
-    assert bench.streams.fault(right, 12) == "stream 1: UNAVAILABLE: gone"
+    assert fault(right, handed, 12) == "stream 1: UNAVAILABLE: gone"
+
+
+def test_goals_are_those_of_the_machine_and_the_wiring(bench):
+    row = {"streams": 256, "rate": 100, "wiring": "fused", "p50_ms": 6.0, "p99_ms": 20.0}
+    row |= {"is_growing": False, "is_memory_growing": False}
+    judge = bench.stream_figures.judge
+    large = {goal["figure"]: goal["is_reached"] for goal in judge(row, 16)}
+    assert large == {"p50_ms": True, "p99_ms": False}
+    assert all(goal["is_reached"] for goal in judge(row, 2))
+    grown = [goal for goal in judge(row | {"is_growing": True}, 2) if not goal["is_reached"]]
+    assert [goal["figure"] for goal in grown] == ["is_growing"]
+    assert all(goal["is_reached"] for goal in judge(row | {"wiring": "composed"}, 16))
+    assert judge(row | {"streams": 3}, 2) == []
+
+
+def test_a_long_row_is_made_of_streams_that_do_not_all_end_at_once(bench):
+    plan = bench.streams.Plan.of("fused", "64x100", 300)
+    for slot in plan.slots:
+        assert abs(sum(prompt.max_tokens for prompt in slot) - 30_000) < 16
+        assert max(prompt.max_tokens for prompt in slot) <= 2000
+    seeds = [prompt.seed for slot in plan.slots for prompt in slot]
+    assert len(set(seeds)) == len(seeds)
+    assert len({slot[0].max_tokens for slot in plan.slots}) == 64
+    short = bench.streams.Plan.of("fused", "2x100", 10)
+    assert [[prompt.max_tokens for prompt in slot] for slot in short.slots] == [[1000], [1000]]
+
+
+# --- a real server ---------------------------------------------------------------------------
+
+
+@pytest.mark.triton
+def test_at_low_load_every_step_is_a_response(bench, tmp_path):
+    """In both wirings, of 1 and of 4 streams; hand-overs are noted in between, token for token."""
+    if not (server_directory() / "bin" / "tritonserver").is_file():
+        pytest.skip("no tritonserver: make install")
+    seeds, streams, asked = itertools.count(1), {}, {}
+
+    def receive(server, model: str, num_streams: int):
+        slots = [[bench.stream_clients.Prompt(next(seeds), "a", 20)] for _ in range(num_streams)]
+        asked.update((slot[0].seed, model) for slot in slots)
+        load = bench.stream_clients.Load(server.endpoints.grpc, model, slots, 0, 60, True)
+        found = bench.stream_clients.receive(load)[0]
+        streams.update((received.seed, received) for received in found)
+        return [int(count) for received in found for count in received.counts if count]
+
+    with bench.streams.serving(0.05, tmp_path, tmp_path / "log") as server:
+        for model, num_streams in itertools.product(bench.streams.MODELS.values(), (1, 4)):
+            # A machine that stands still for a step makes two tokens leave together.
+            assert any(
+                receive(server, model, num_streams) == [1] * 20 * num_streams for _ in range(4)
+            ), (model, num_streams)
+    figures = bench.stream_figures
+    journal = figures.read_journal(tmp_path / "journal")
+    for wiring, name in bench.streams.NOTES_OF.items():
+        handed = figures.read_handovers(tmp_path / name)
+        model = bench.streams.MODELS[wiring]
+        assert set(handed) == {seed for seed in asked if asked[seed] == model}
+        for seed, notes in handed.items():
+            assert figures.fault(streams[seed], notes, 20) == ""
+            made = journal.made_ns[journal.first[seed] :][:20]
+            assert np.all(np.repeat(notes.times_ns, notes.counts) >= made)
+            opened = streams[seed].opened_ns
+            assert opened <= journal.submitted_ns[seed] <= made[0]

@@ -1,0 +1,42 @@
+"""When stubs of a benchmark handed tokens to the server: rows of (seed, ns, tokens).
+
+Times are since the epoch. The file is linked beside the `model.py` of a stub, and imports nothing
+but the standard library.
+"""
+
+import os
+from array import array
+from pathlib import Path
+
+VARIABLE = "PACED_HANDOVERS"  # a directory
+_ROWS_A_WRITE = 1024
+
+
+class HandoverJournal:
+    """Appends to a file of the directory that the environment names.
+
+    Rows of one seed come from one thread at a time; a write of many takes 20 us, once in 10 s.
+    """
+
+    def __init__(self, model: str) -> None:
+        path = Path(os.environ[VARIABLE], model)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._rows: dict[str, array[int]] = {}
+
+    def add(self, request_id: str, time_ns: int, num_tokens: int) -> None:
+        """Tokens of the stream whose request id is its seed; others are nobody's."""
+        rows = self._rows.get(request_id)
+        if rows is None:
+            if not request_id.isdigit():
+                return
+            rows = self._rows[request_id] = array("q")
+        rows.extend((int(request_id), time_ns, num_tokens))
+        if len(rows) >= 3 * _ROWS_A_WRITE:
+            os.write(self._file, rows)
+            del rows[:]
+
+    def close(self) -> None:
+        """Write what is left."""
+        for rows in self._rows.values():
+            os.write(self._file, rows)
+        os.close(self._file)

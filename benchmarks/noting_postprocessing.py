@@ -1,0 +1,41 @@
+"""Backend `slipstream_postprocessing` of a benchmark: notes when texts are given to the server."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from handover_journal import HandoverJournal
+from slipstream_postprocessing import stage
+
+_make_texts = stage.detokenize_batch
+_counts: list[int] = []  # of this call, request by request
+
+
+def _noting_detokenize_batch(*args: Any) -> list[str]:
+    texts = _make_texts(*args)
+    _counts.append(sum(map(len, texts)))  # the source's tokens are a letter each
+    return texts
+
+
+class TritonPythonModel(stage.TritonPythonModel):
+    """As it is served, but for the notes."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Begin the journal."""
+        self._journal = HandoverJournal(args["model_name"])
+        stage.detokenize_batch = _noting_detokenize_batch
+        super().initialize(args)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Texts, and then a note of each."""
+        _counts.clear()
+        responses = super().execute(requests)
+        now_ns = time.time_ns()
+        for request, count in zip(requests, _counts, strict=True):
+            self._journal.add(request.request_id(), now_ns, count)
+        return responses
+
+    def finalize(self) -> None:
+        """End it."""
+        super().finalize()
+        self._journal.close()
