@@ -22,7 +22,7 @@ from typing import Any
 import leaving
 from leaving import TOKEN_MODEL, Asked, Leaver, Server
 from noting_engine import Journal, write_python
-from serving import PROMPTS, REPORTS
+from serving import PROMPTS, REPORTS, about
 from slipstream_client import SlipstreamClient
 from slipstream_compose.compose import compose, write
 from slipstream_compose.probe import first_token
@@ -163,9 +163,10 @@ def main() -> int:
         print(f"{'p50 ms':>8}{'p99':>8}{'max':>8}{'steps':>6}{'bound':>8}")
         rows = measure(Room(server, journal), args)
     is_within = all(r["p99_ms"] <= r["bound_ms"] and r["steps"] <= MAX_STEPS for r in rows)
-    print(json.dumps(rows))
+    result = about() | {"rows": rows}
+    print(json.dumps(result))
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if is_within else 1
 
 

@@ -2,9 +2,13 @@
 
 import argparse
 import contextlib
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slipstream_compose.probe import first_token
 from slipstream_compose.server import repository_root
@@ -21,6 +25,14 @@ PROMPTS = (
     "with open(filename) as file:\n    ",
     "# Copyright\n\n__all__ = [",
 )
+
+
+def about() -> dict[str, Any]:
+    """When, of what and where something was measured."""
+    git = ["git", "-C", str(repository_root()), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    cores = len(os.sched_getaffinity(0))
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "cores": cores}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import soak_timed
-from serving import REPORTS
+from serving import REPORTS, about
 from slipstream_client import AsyncSlipstreamClient
 from slipstream_compose.compose import compose, write
 from slipstream_compose.probe import first_token
@@ -196,14 +195,6 @@ def run_timed(args: argparse.Namespace, log: Path) -> dict[str, Any]:
     max_crashes = 2 + int(args.minutes)
     crashes = on_servers(timed.sit, {"dtype": "float32"}, log, max_crashes, timed.books.problems)
     return timed.result(crashes)
-
-
-def about() -> dict[str, Any]:
-    """Where and of what this was measured."""
-    git = ["git", "-C", str(repository_root()), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    cores = len(os.sched_getaffinity(0))
-    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "cores": cores}
 
 
 def main() -> int:
