@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plots import Axis, Line, plot
 from report import NEWEST, number, percent
 from rows import PARETO, ROWS, pareto_limit_ms
+from slipstream_client.bench.plots import Axis, Line, plot
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

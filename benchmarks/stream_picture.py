@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from plots import HEIGHT, WIDTH, Axis, Line, plot
+from slipstream_client.bench.plots import HEIGHT, WIDTH, Axis, Line, plot
 from stream_figures import SHARES
 
 _COLORS = ("#1f6fb4", "#d1661a", "#2c8a4b", "#7a4fb5", "#b0303a", "#6b6b6b")

@@ -13,7 +13,7 @@ import torch
 from slipstream_compose.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
-NAMES = ("limits", "workloads", "shapes", "rows", "report", "driving", "side", "plots", "figures")
+NAMES = ("limits", "workloads", "shapes", "rows", "report", "driving", "side", "figures")
 ROWS = [
     "decode-bs1",
     "decode-bs32",

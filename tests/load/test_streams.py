@@ -18,7 +18,7 @@ from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.vocab import TokenBytes
 
 NAMES = ("paced_engine", "stream_clients", "stream_figures", "stream_picture", "streams")
-SCRIPTS = (*NAMES, "handover_journal", "plots", "report", "limits", "rows", "workloads", "shapes")
+SCRIPTS = (*NAMES, "handover_journal", "report", "limits", "rows", "workloads", "shapes")
 MS = 1_000_000
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 
