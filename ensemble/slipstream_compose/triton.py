@@ -43,6 +43,9 @@ _LOAD_FAILURE = re.compile(
     r'(?P<reason>(?:(?!\\n)[^\n])*?)(?:\\n|"?\n|"?$)'
 )
 _CONTROL_HEADER = "slipstream-control"
+# Through shared memory a client could read and write that of the models, by its name; tracing while
+# a queue is full ends a 24.10. Whoever may use these sends the header with this server's own key.
+_RESTRICTED = "model-repository,shared-memory,trace,logging"
 _RUNTIME_PREFIX = "slipstream-serve-"
 _STUB = "triton_python_backend_stub"
 _INSTANCE = re.compile(r"_\d+_\d+$")
@@ -201,7 +204,8 @@ class TritonServer:
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0  # where this start's lines begin
-        self._control_key = secrets.token_hex(16) if is_supervised else ""
+        self._is_supervised = is_supervised
+        self._control_key = secrets.token_hex(16)
         self._prefix = f"slipstream_{os.getpid()}_{secrets.token_hex(4)}_"
         prefix = f"{_RUNTIME_PREFIX}{os.getpid()}-"
         self.runtime = Runtime(Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_directory())))
@@ -220,7 +224,7 @@ class TritonServer:
         environment = server_environment(server, stub)
         environment[VARIABLE] = str(self.runtime.directory)
         environment.setdefault("SLIPSTREAM_PYTHON", sys.executable)
-        if self._control_key:
+        if self._is_supervised:
             environment[OWNER_VARIABLE] = str(os.getpid())
         # The stub's sys.path begins with the server's directory.
         working = self.runtime.directory / "cwd"
@@ -263,13 +267,14 @@ class TritonServer:
             f"--grpc-port={ends.grpc_port}",
             f"--metrics-address={ends.host}",
             f"--metrics-port={ends.metrics_port}",
-            *(self._control_arguments() if self._control_key else ()),
+            *self._control_arguments(),
         ]
 
     def _control_arguments(self) -> Iterator[str]:
-        yield from ("--model-control-mode=explicit", "--load-model=*")
+        if self._is_supervised:
+            yield from ("--model-control-mode=explicit", "--load-model=*")
         for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
-            yield f"{option}=model-repository:{_CONTROL_HEADER}={self._control_key}"
+            yield f"{option}={_RESTRICTED}:{_CONTROL_HEADER}={self._control_key}"
 
     def control(self, verb: str, model: str, timeout_s: float) -> None:
         """`load` or `unload` a model of a supervised server. Raises ServeError where it fails."""

@@ -1,5 +1,6 @@
 """Where the processes of one server meet: a private directory."""
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -76,3 +77,14 @@ def open_runtime(server_pid: int) -> Runtime:
     if len(os.fsencode(runtime.socket)) > MAX_SOCKET_PATH:
         raise ValueError(f"{runtime.socket}: longer than {MAX_SOCKET_PATH} bytes; set {VARIABLE}")
     return runtime
+
+
+def hide_shared_memory() -> None:
+    """Let no other user read what this stub shares with its server: prompts and answers.
+
+    The Python backend makes its region readable for all, whatever the umask is.
+    """
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    for path in {line.split(maxsplit=5)[-1] for line in maps if " /dev/shm/" in line}:
+        with contextlib.suppress(OSError):  # another's, or unlinked already
+            os.chmod(path, 0o600)

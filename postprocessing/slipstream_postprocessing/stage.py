@@ -10,7 +10,7 @@ import triton_python_backend_utils as pb
 from slipstream_contract.credit import NUM_SLOTS, CreditFile, Heartbeat
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.parameters import StageParameters
-from slipstream_contract.runtime import open_runtime
+from slipstream_contract.runtime import hide_shared_memory, open_runtime
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes
 
@@ -24,6 +24,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the vocabulary and map the credit file. Raises where either cannot be had."""
+        hide_shared_memory()
         parameters = StageParameters(args)
         self._vocab = TokenBytes.load(parameters.tokenizer_directory())
         self._skip_special = parameters.flag("skip_special_tokens", True)

@@ -9,6 +9,7 @@ from typing import Any
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.parameters import StageParameters
+from slipstream_contract.runtime import hide_shared_memory
 
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
@@ -21,6 +22,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the tokenizer. Raises where it cannot be had."""
+        hide_shared_memory()
         parameters = StageParameters(args)
         directory = parameters.tokenizer_directory()
         self._names = [spec["name"] for spec in parameters.config["input"]]
