@@ -48,4 +48,5 @@ WORKDIR /home/slipstream
 EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=5s --timeout=5s --start-period=10m --retries=2 \
     CMD ["/opt/slipstream/engine/bin/slipstream", "health", "--grpc-port", "8001"]
-CMD ["tritonserver", "--model-repository=/models", "--disable-auto-complete-config", "--exit-timeout-secs=5"]
+# What no client needs is closed by a key that nobody has.
+CMD ["sh", "-c", "closed=model-repository,shared-memory,trace,logging:slipstream-control=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n') && exec tritonserver --model-repository=/models --disable-auto-complete-config --exit-timeout-secs=5 --http-restricted-api=$closed --grpc-restricted-protocol=$closed"]

@@ -42,10 +42,10 @@ _LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
     r'(?P<reason>(?:(?!\\n)[^\n])*?)(?:\\n|"?\n|"?$)'
 )
-_CONTROL_HEADER = "slipstream-control"
+CONTROL_HEADER = "slipstream-control"
 # Through shared memory a client could read and write that of the models, by its name; tracing while
 # a queue is full ends a 24.10. Whoever may use these sends the header with this server's own key.
-_RESTRICTED = "model-repository,shared-memory,trace,logging"
+CLOSED_APIS = "model-repository,shared-memory,trace,logging"
 _RUNTIME_PREFIX = "slipstream-serve-"
 _STUB = "triton_python_backend_stub"
 _INSTANCE = re.compile(r"_\d+_\d+$")
@@ -274,13 +274,13 @@ class TritonServer:
         if self._is_supervised:
             yield from ("--model-control-mode=explicit", "--load-model=*")
         for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
-            yield f"{option}={_RESTRICTED}:{_CONTROL_HEADER}={self._control_key}"
+            yield f"{option}={CLOSED_APIS}:{CONTROL_HEADER}={self._control_key}"
 
     def control(self, verb: str, model: str, timeout_s: float) -> None:
         """`load` or `unload` a model of a supervised server. Raises ServeError where it fails."""
         url = f"{self.endpoints.http}/v2/repository/models/{model}/{verb}"
         request = urllib.request.Request(
-            url, data=b"{}", headers={_CONTROL_HEADER: self._control_key}
+            url, data=b"{}", headers={CONTROL_HEADER: self._control_key}
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout_s):
