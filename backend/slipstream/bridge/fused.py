@@ -7,7 +7,7 @@ from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question, batch_size, row
 from slipstream.bridge.pieces import Extras, Wanted, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
-from slipstream.bridge.text import Detokenizer, Text, make_encoders
+from slipstream.bridge.text import Detokenizer, Text, is_short, make_encoders
 
 
 class Fused:
@@ -20,7 +20,7 @@ class Fused:
         self._encoders = make_encoders()
 
     def begin(self, question: Question) -> None:
-        """Start a request. Raises ContractError for what is wrong before its text is encoded."""
+        """Start a request, in another thread if it is long. Raises ContractError."""
         requests = [
             text_request(
                 row(question.inputs, index),
@@ -29,6 +29,12 @@ class Fused:
             )
             for index in range(batch_size(question.inputs))
         ]
+        texts = (
+            text for each in requests for text in (each.text, *each.bad_words, *each.bias_words)
+        )
+        if is_short(texts):
+            self._begin(question, requests)
+            return
         self._encoders.submit(
             self._bridge.answer, question.reply, lambda: self._begin(question, requests)
         )

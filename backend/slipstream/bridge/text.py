@@ -1,7 +1,7 @@
 """Text in process: the one file that uses the functions of preprocessing and postprocessing."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,10 +17,16 @@ from slipstream_preprocessing.tokenizer import load_tokenizer, read_end_ids
 from slipstream.bridge.pieces import Piece
 
 _NUM_THREADS = 2
+_SHORT = 1000  # characters
+
+
+def is_short(texts: Iterable[str]) -> bool:
+    """Whether encoding them takes less than waking another thread for it."""
+    return sum(map(len, texts)) <= _SHORT
 
 
 def make_encoders() -> ThreadPoolExecutor:
-    """Threads for prompts: a long one takes a while, and `execute` must not wait for it.
+    """Threads for long prompts: one takes a while, and `execute` must not wait for it.
 
     All are started here: one that came with a later request would look like a leak of that request.
     """

@@ -11,7 +11,7 @@ from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.pieces import Piece, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
-from slipstream.bridge.text import Text, make_encoders
+from slipstream.bridge.text import Text, is_short, make_encoders
 
 _REASONS = {
     wire.FinishReason.END: "stop",
@@ -31,8 +31,11 @@ class Vllm:
         self._encoders = make_encoders()
 
     def begin(self, question: Question) -> None:
-        """Start a request. Raises ContractError for what is wrong before its text is encoded."""
+        """Start a request, in another thread if it is long. Raises ContractError."""
         request = vllm_request(question.inputs, question.parameters)
+        if is_short((request.text, *request.bad_words)):
+            self._begin(question, request)
+            return
         self._encoders.submit(
             self._bridge.answer, question.reply, lambda: self._begin(question, request)
         )
