@@ -202,9 +202,12 @@ def measure(args: argparse.Namespace, server: TritonServer) -> dict[str, Any]:
     target = Target(args.protocol, address, args.model, _ANSWER_S, 0)
     payloads = requests(args)
     with Clients(args.processes) as clients:
-        users = args.users or args.max_num_seqs + args.max_waiting // 2
+        # They come at once, and before the first step all of them wait.
+        users = args.users or min(args.max_num_seqs + args.max_waiting // 2, args.max_waiting)
         jobs = [Job(index, -1, payload) for index, payload in enumerate(payloads)]
-        first = clients.run(target, Load(jobs, payloads[:8], users, args.peak_seconds, _RAMP_S))
+        first = clients.run(
+            target, Load(jobs, payloads[: min(8, users)], users, args.peak_seconds, _RAMP_S)
+        )
         seconds = first.window.seconds
         ended = [t for t in map(Trace.of, first.records) if t.is_whole]
         ended = [t for t in ended if first.window.holds(int(t.times_ns[-1]))]
@@ -308,7 +311,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--timeout-ms", type=int, default=30_000, help="a request's deadline (%(default)s)")
     add("--max-num-seqs", type=int, default=16, help="as `slipstream compose` (%(default)s)")
     add("--max-waiting", type=int, default=32, help="as `slipstream compose` (%(default)s)")
-    add("--users", type=int, help="of the peak (default: max-num-seqs + max-waiting / 2)")
+    add(
+        "--users",
+        type=int,
+        help="of the peak (default: max-num-seqs + max-waiting / 2, at most max-waiting)",
+    )
     add("--processes", type=int, default=1, help="of clients (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
     many = (os.cpu_count() or 1) >= _MANY_CORES

@@ -30,7 +30,7 @@ def test_a_few_seconds_of_ten_times_too_much(load, tmp_path):
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
     load.overload._RAMP_S = 1.0
-    bounds = ["--max-num-seqs", "4", "--max-waiting", "4", "--max-tokens", "64"]
+    bounds = ["--max-num-seqs", "4", "--max-waiting", "8", "--max-tokens", "64"]
     times = ["--seconds", "5", "--peak-seconds", "4", "--timeout-ms", "20000"]
     args = load.overload.parse([*bounds, *times])
     with load.overload.serving(args, tmp_path / "log") as server:
