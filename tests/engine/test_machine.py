@@ -35,6 +35,7 @@ class Machine(RuleBasedStateMachine):
         max_waiting=st.integers(1, 8),
         max_waiting_tokens=st.integers(1, 120),
         max_in_flight=st.integers(1, 2),
+        long_prompt_tokens=st.sampled_from([1024, 12, 2]),
     )
     def begin(
         self,
@@ -45,12 +46,13 @@ class Machine(RuleBasedStateMachine):
         max_waiting: int,
         max_waiting_tokens: int,
         max_in_flight: int,
+        long_prompt_tokens: int,
     ) -> None:
         num_blocks += -(-MAX_MODEL_LEN // block_size)
         self.runner = CountingRunner(num_blocks, block_size, MAX_MODEL_LEN, max_in_flight)
         self.runner.max_tokens = num_tokens
         self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
-        limits = Limits(num_seqs, num_tokens, max_waiting, max_waiting_tokens)
+        limits = Limits(num_seqs, num_tokens, max_waiting, max_waiting_tokens, long_prompt_tokens)
         self.now_ns = 1_000_000_000
         self.engine = Engine(limits, self.runner, Words(), clock=lambda: self.now_ns)
         self.client = Client(self.engine)

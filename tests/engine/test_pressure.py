@@ -24,6 +24,7 @@ def greedy(max_tokens: int, n: int = 1) -> SamplingParams:
     st.integers(2, 40),
     st.integers(1, 40),
     st.integers(1, 2),
+    st.sampled_from([1024, 12, 2]),
 )
 def test_in_a_tenth_of_the_blocks_everything_completes_step_by_step(
     asked: list[tuple[list[int], int, int]],
@@ -31,13 +32,15 @@ def test_in_a_tenth_of_the_blocks_everything_completes_step_by_step(
     num_seqs: int,
     num_tokens: int,
     max_in_flight: int,
+    long_prompt_tokens: int,
 ) -> None:
     lengths = [(n, len(prompt), min(max_tokens, MAX_LEN)) for prompt, max_tokens, n in asked]
     demand = sum(n * -(-(size + more) // block_size) for n, size, more in lengths)
     num_blocks = max(-(-MAX_LEN // block_size), demand // 10)  # one sequence must fit
     runner = CountingRunner(num_blocks, block_size, max_in_flight=max_in_flight)
     runner.max_tokens = num_tokens
-    client = Client(Engine(Limits(num_seqs, num_tokens, 1000), runner, Words()))
+    limits = Limits(num_seqs, num_tokens, 1000, long_prompt_tokens=long_prompt_tokens)
+    client = Client(Engine(limits, runner, Words()))
     numbers = [client.submit(prompt, greedy(most, n)) for prompt, most, n in asked]
     sequences = [s for r in client.engine._requests.values() for s in r.sequences]
     while client.engine.has_work:
