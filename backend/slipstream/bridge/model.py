@@ -15,13 +15,14 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.inflight import InFlight
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
-from slipstream_contract.runtime import PROBE, open_runtime
+from slipstream_contract.runtime import PROBE, hide_shared_memory, open_runtime
 from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vocab import TokenBytes
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.composed import Composed, Vocabulary
+from slipstream.bridge.ending import EndWatch
 from slipstream.bridge.fused import Fused
 from slipstream.bridge.health import health
 from slipstream.bridge.metrics import Metrics
@@ -67,6 +68,7 @@ class TritonPythonModel:
             stream=sys.stderr,
             format=f"%(asctime)s {args['model_name']} %(levelname)s %(message)s",
         )
+        hide_shared_memory()
         parameters = StageParameters(args)
         wiring, config = read_settings(parameters.version_directory)
         self._is_decoupled = bool(
@@ -84,6 +86,7 @@ class TritonPythonModel:
             self._bridge.close()
             raise
         self._metrics = self._make_metrics(parameters.model)
+        self._end_watch = EndWatch(runtime, server_pid) if self._wiring is None else None
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Begin every request; never waits for a token."""
@@ -97,6 +100,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End all threads and connections; the engine goes on for the other models."""
+        if self._end_watch is not None:
+            self._end_watch.close()
         if self._metrics is not None:
             self._metrics.close()
         self._bridge.close()
@@ -167,6 +172,7 @@ class TritonPythonModel:
                 ),
                 frozenset(self._outputs),
                 is_echo_off,
+                welcome.max_model_len,
             )
         add_special = parameters.flag("add_special_tokens", True)
         text = Text(checkpoint, add_special, skip_special, welcome.max_model_len)
