@@ -41,6 +41,7 @@ class Pulse:
 
     def __init__(self, endpoints: Endpoints, model: str | None) -> None:
         """Of a model; None: of the server. A model that is not known is not asked, nor silent."""
+        self._closed = threading.Event()
         host, port = endpoints.connectable
         self._connection = http.client.HTTPConnection(host, port, timeout=_PATIENCE_S)
         self._path, self._body = "/v2/health/live", b""
@@ -70,14 +71,20 @@ class Pulse:
             with contextlib.suppress(OSError):
                 socket_.shutdown(socket.SHUT_RDWR)
 
+    def close(self) -> None:
+        """Ask no more. A server that ends waits for open connections."""
+        self._closed.set()
+        self.renew()
+
     def _run(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 self._ask()
                 self.reset()
             except (OSError, http.client.HTTPException):
                 self._connection.close()
-            time.sleep(self._period_s)
+            self._closed.wait(self._period_s)
+        self._connection.close()
 
     def _ask(self) -> None:
         self._connection.request("POST" if self._body else "GET", self._path, self._body or None)

@@ -87,7 +87,14 @@ class Supervisor:
         }
 
     def run(self) -> NoReturn:
-        """Until a signal's exception ends it."""
+        """Until a signal's exception ends it. A server that it starts dies with this thread."""
+        try:
+            self._watch()
+        finally:
+            for pulse in (self._server_pulse, *self._pulses.values()):
+                pulse.close()
+
+    def _watch(self) -> NoReturn:
         looked_s = time.monotonic()
         while True:
             now_s = time.monotonic()
