@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams monitoring-tools perf locust agreement soak compose-check figures clean loc
+.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams monitoring-tools perf locust agreement soak fuzz limits compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -12,6 +12,7 @@ PYTEST_ARGS ?=
 ARGS ?=
 PERF_ARGS ?=
 LOCUST_ARGS ?=
+REQUESTS ?= 100000
 SOAK_ARGS ?= --requests 20000
 BIN := .venv/bin
 
@@ -71,6 +72,12 @@ soak: install    ## MINUTES=30: 80 % of peak, a fifth leaves; else SOAK_ARGS="--
 compose-check: install ## the committed model_repository/ is what compose writes today
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \
 	    --output model_repository --check
+
+limits: install  ## the README's table of limits, on stdout
+	@$(BIN)/python -c "from slipstream_contract.limits import table; print(table())"
+
+fuzz: install    ## REQUESTS=100000 requests drawn over the whole contract; fails on any trace of them
+	@$(BIN)/python load/fuzz.py --requests $(REQUESTS)
 
 figures: install ## the README's table and plots, from the newest of benchmarks/results/
 	@$(BIN)/python benchmarks/figures.py

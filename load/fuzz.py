@@ -1,0 +1,257 @@
+"""Thousands of requests, valid and not, drawn over the whole contract; what must never come of any.
+
+    python load/fuzz.py --requests 100000
+
+Each is drawn with its outcome (see fuzz_cases.py): one without a fault must be answered completely,
+one with faults must be refused by an error that names the field of one of them. No error may be an
+internal one, or hold a path or a traceback; no process may end; a canary of each model must have
+the same answer all along; and in the end every block must be free.
+
+tritonserver 24.10 itself can end with SIGSEGV (see soak.py): that is counted apart, and a new
+server goes on.
+"""
+
+import argparse
+import asyncio
+import collections
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fuzz_cases import GENERATING, Case, Given, cases
+from fuzz_send import NO_END, Outcome, Sender
+from serving import REPORTS
+from slipstream_client import SlipstreamClient
+from slipstream_compose.compose import compose, write
+from slipstream_compose.server import repository_root
+from slipstream_compose.triton import Endpoints, TritonServer
+
+CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
+KV_CACHE_TOKENS = 1536  # less than the context of 2,048: prompts can fit the one and not the other
+_AT_ONCE = 24
+_ROUND = 500  # cases between two looks at the processes
+_CANARY_EVERY = 25  # cases
+_IDLE_S = 20.0
+_SHOWN = 12
+_CRASH = "Signal (11) received"  # in the log of a tritonserver that crashes by itself
+_MAX_CRASHES = 3
+_APART = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")  # a series of responses a sequence
+_NEVER = ("Traceback", 'File "', "INTERNAL:", "could not be begun", "failed to process", ".py")
+
+
+@dataclass
+class Books:
+    """What came of all requests."""
+
+    ends: collections.Counter[str] = field(default_factory=collections.Counter)
+    problems: list[str] = field(default_factory=list)
+    crashes: list[str] = field(default_factory=list)
+    canaries: int = 0
+    references: dict[str, Any] = field(default_factory=dict)
+
+
+def canary(model: str) -> Case:
+    """A fixed question, greedy, whose answer never changes."""
+    size = [1] if model == "vllm_model" else [1, 1]
+    text = b"def read(path):\n    "
+    prompt = Given("text_input", "BYTES", size, [text], len(text).to_bytes(4, "little") + text)
+    wanted = Given("max_tokens", "INT32", size, [12], (12).to_bytes(4, "little"))
+    case = Case(model, "grpc", tensors=[prompt, wanted])
+    if model == "vllm_model":
+        asked = b'{"max_tokens": 12, "temperature": 0}'
+        raw = len(asked).to_bytes(4, "little") + asked
+        case.tensors[1] = Given("sampling_parameters", "BYTES", size, [asked], raw)
+    if model == "tensorrt_llm":
+        ids = b"".join(token.to_bytes(4, "little") for token in (290, 293, 8))
+        wanted.name = "request_output_len"
+        case.tensors[0] = Given("input_ids", "INT32", [1, 3], [290, 293, 8], ids)
+        case.tensors.append(Given("input_lengths", "INT32", size, [3], (3).to_bytes(4, "little")))
+    return case
+
+
+def judge(case: Case, outcome: Outcome) -> str:
+    """What is wrong with an outcome; nothing where it is as it must be."""
+    error = outcome.error
+    if any(word in error for word in _NEVER) or str(repository_root()) in error:
+        return f"says too much, or is internal: {error[:300]}"
+    if case.mutation is not None:  # the server drops what is no message without a word
+        return error if error.startswith(NO_END) else ""
+    if not outcome.is_whole:
+        return f"has no end: {error[:300]}"
+    if case.is_stop and not case.faults:
+        return ""
+    if case.faults:
+        if not error:
+            return "was served"
+        if not any(name in error for names in case.faults for name in names):
+            return f"is refused, but not by name: {error[:300]}"
+        return f"has an error of {len(error)} characters" if len(error) > 800 else ""
+    if error:
+        return f"was refused: {error[:300]}"
+    least = case.size * case.num_sequences if case.model in _APART else 1
+    return "" if len(outcome.responses) >= least else "has too few responses"
+
+
+class Run:
+    """Cases against one server."""
+
+    def __init__(self, server: TritonServer, sender: Sender, books: Books) -> None:
+        self._server = server
+        self._sender = sender
+        self._books = books
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._stubs = server.stubs()
+        self._health = self.health()
+
+    def health(self) -> dict[str, Any]:
+        """What the engine says of itself."""
+        with SlipstreamClient(self._server.endpoints.grpc, timeout_s=30) as client:
+            return client.health()
+
+    async def ask(self, case: Case) -> Case | None:
+        """One case; returned if the server was lost before its end."""
+        async with self._slots:
+            outcome = await self._sender.send(case)
+        if outcome.is_lost:
+            return case
+        problem = judge(case, outcome)
+        if problem:
+            self._books.problems.append(f"{problem}\n    {str(case)[:1500]}")
+        kind = "changed" if case.mutation else "refused" if outcome.error else "served"
+        self._books.ends[f"{case.model} {kind}"] += 1
+        return None
+
+    async def ask_canary(self, model: str) -> None:
+        """Its answer must be what it was in the beginning, whoever is asked beside it."""
+        outcome = await self._sender.send(canary(model))
+        if outcome.is_lost:
+            return
+        answer = [response for response in outcome.responses if response]
+        told = [{n: v for n, v in each.items() if n != "STREAM_STATE"} for each in answer]
+        self._books.canaries += 1
+        if not told or told != self._books.references.setdefault(model, told):
+            self._books.problems.append(f"the canary of {model}: {outcome.error or told}")
+
+    async def round(self, batch: list[Case]) -> list[Case]:
+        """Many at once, canaries among them; returns those to be asked again."""
+        asks: list[Any] = []
+        for number, case in enumerate(batch):
+            asks.append(self.ask(case))
+            if number % _CANARY_EVERY == 0:
+                asks.append(self.ask_canary(GENERATING[number // _CANARY_EVERY % len(GENERATING)]))
+        return [case for case in await asyncio.gather(*asks) if case is not None]
+
+    async def settle(self) -> None:
+        """Every block must be free again and every process the one it was."""
+        begin = time.monotonic()
+        while True:
+            state = await asyncio.to_thread(self.health)
+            if state["kv_blocks_free"] == state["kv_blocks_total"] and not state["running"]:
+                break
+            if time.monotonic() - begin > _IDLE_S:
+                self._books.problems.append(f"not idle after {_IDLE_S:g} s: {state}")
+                break
+            await asyncio.sleep(0.02)
+        if state["engine_pid"] != self._health["engine_pid"]:
+            self._books.problems.append("the engine was restarted")
+        if self._server.stubs() != self._stubs:
+            self._books.problems.append(f"stubs: {self._stubs} -> {self._server.stubs()}")
+        for log in (self._server.log, self._server.runtime.log):
+            if "Traceback" in log.read_text(errors="replace"):
+                self._books.problems.append(f"a traceback in {log.name}")
+
+
+async def storm(server: TritonServer, books: Books, left: list[Case]) -> list[Case]:
+    """All cases on one server, as long as it lives; returns what is left to ask."""
+    async with Sender(server.endpoints) as sender:
+        run = Run(server, sender, books)
+        for model in GENERATING:
+            await run.ask_canary(model)
+        while left:
+            batch, left = left[:_ROUND], left[_ROUND:]
+            again = await run.round(batch)
+            if again or server.exit_code is not None:
+                await asyncio.sleep(2.0)  # one that crashes writes its stack first
+                if server.exit_code is None:
+                    books.problems.append(f"connections were refused: {str(again[:1])[:1500]}")
+                return again + left
+            await run.settle()
+            if len(books.problems) > _SHOWN:
+                return []
+    return []
+
+
+def run(requests: int, number: int, log: Path) -> dict[str, Any]:
+    """Everything; the result."""
+    begin = time.monotonic()
+    books = Books()
+    with tempfile.TemporaryDirectory() as folder:
+        repository = Path(folder) / "models"
+        options: dict[str, object] = {"kv_cache_tokens": KV_CACHE_TOKENS, "dtype": "float32"}
+        write(compose(CHECKPOINT, repository, options))
+        server = start(repository, log)
+        try:
+            for first in range(0, requests, 2000):
+                left = list(cases(min(2000, requests - first), number + first))
+                while left and len(books.problems) <= _SHOWN:
+                    left = asyncio.run(storm(server, books, left))
+                    if server.exit_code is None:
+                        continue
+                    books.crashes.append(server.reason())
+                    if _CRASH not in log.read_text() or len(books.crashes) > _MAX_CRASHES:
+                        books.problems.append(f"the server has died: {server.reason()}")
+                        left = []
+                        break
+                    server.stop()
+                    server = start(repository, log.with_name(f"{log.name}-{len(books.crashes)}"))
+                print(f"fuzz: {sum(books.ends.values())} requests", file=sys.stderr)
+                if books.problems:
+                    break
+        finally:
+            server.stop()
+    return {
+        "requests": sum(books.ends.values()),
+        "seed": number,
+        "seconds": round(time.monotonic() - begin, 1),
+        "ends": dict(sorted(books.ends.items())),
+        "canaries": books.canaries,
+        "crashes of tritonserver by itself": books.crashes,
+        "problems": books.problems[:_SHOWN],
+    }
+
+
+def start(repository: Path, log: Path) -> TritonServer:
+    """A server that is ready."""
+    server = TritonServer(repository, Endpoints.free(), log)
+    try:
+        server.start()
+        server.wait_ready(timeout_s=300)
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+def main() -> int:
+    """0 where nothing is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--requests", type=int, default=2000, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--output", type=Path, help="the result, as JSON")
+    args = parser.parse_args()
+    result = run(args.requests, args.seed, REPORTS / "fuzz-tritonserver.log")
+    for problem in result["problems"]:
+        print(f"fuzz: {problem}", file=sys.stderr)
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n")
+    return 1 if result["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
