@@ -64,25 +64,34 @@ places = st.lists(st.integers(0, 200), max_size=12)
 
 
 @settings(max_examples=300, deadline=None)
-@given(texts, places)
-def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places):
+@given(texts, places, places)
+def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places, other_places):
+    """However its tokens are told, and however many of those leave together."""
     ids = TEXT.encode(text) if text else []
     ids = [i for i in ids if i not in TEXT.vocab.special]
     tokens = cut(ids, places)
-    request = LlmRequest([1, 2], SamplingParams(max_tokens=9), streaming=True)
+    request = LlmRequest(
+        [1, 2], SamplingParams(max_tokens=9), streaming=True, return_num_output_tokens=True
+    )
     composed = ComposedWriter(request, VOCAB, None, None)
-    fused = FusedWriter(text_request(text_inputs(stream=True), {}), [1], TEXT.begin(), None, None)
+    asked = text_request(text_inputs(stream=True, return_num_output_tokens=True), {})
+    fused = FusedWriter(asked, [1], TEXT.begin(), None, None)
     composed_text, fused_text = "", ""
-    for each in tokens:
-        is_last = each.finished is not None
-        outputs = composed.write([each], is_last, Slot())
+    borders = sorted({0, len(tokens), *(place % (len(tokens) + 1) for place in other_places)})
+    for begin, end in pairwise(borders):
+        told = tokens[begin:end]
+        count, is_last = sum(len(each.token_ids) for each in told), end == len(tokens)
+        outputs = composed.write(told, is_last, Slot())
         state = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
         expected = (-1 if is_last else 5, 77, is_last)
         assert (state.slot, state.number, state.is_last) == expected
-        assert outputs["sequence_length"].tolist() == [[len(each.token_ids)]]
+        assert outputs["sequence_length"].tolist() == [[count]]
+        assert outputs["num_output_tokens"].tolist() == [[count]]
         row = outputs["output_ids"], outputs["sequence_length"], state
         composed_text += detokenize_batch(TEXT.vocab, *row)[0]
-        fused_text += fused.write([each], is_last, None)["text_output"].ravel()[0].decode()
+        outputs = fused.write(told, is_last, None)
+        assert outputs["num_output_tokens"].tolist() == [[count]]
+        fused_text += outputs["text_output"].ravel()[0].decode()
     assert composed_text == fused_text == text
 
 
