@@ -37,7 +37,7 @@ CANNOT_START = 2  # the engine's exit code for it
 _MAX_EARLY_ENDS = 5  # in a row, before it has ever been ready
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 10.0
 _FAILED_PAUSE_S = 30.0  # before an engine that could not start is tried again
-_STEADY_S = 30.0  # an engine that ran so long starts with the first pause again
+_STEADY_S = 5.0  # after an engine that served so long, the pause is the first again
 _END_S = 3.0  # from SIGTERM to SIGKILL
 _SAY_S = 0.3  # for an engine that is stuck to write where
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -131,13 +131,14 @@ class Supervisor:
         self._stuck_after_s = _read_stuck_after_s(config)
         self._server = os.pidfd_open(server_pid)
         self._was_ready = False
+        self._ready_s: float | None = None  # of this engine
         self._num_early_ends = 0
 
     def run(self) -> int:
         """Until the server is gone (0) or the engine cannot start (1)."""
         pause_s = _FIRST_PAUSE_S
         while True:
-            begin = time.monotonic()
+            self._ready_s = None
             output = self._runtime.log.stat().st_size if self._runtime.log.exists() else 0
             code = self._run_engine()
             if code is None:
@@ -149,8 +150,8 @@ class Supervisor:
                 draft.write_text(f"{said}\n")
                 draft.rename(self._runtime.error)  # nobody reads half of it
                 return 1
-            steady = time.monotonic() - begin > _STEADY_S
-            pause_s = _FIRST_PAUSE_S if steady else min(2 * pause_s, _MAX_PAUSE_S)
+            has_served = self._ready_s is not None and time.monotonic() - self._ready_s > _STEADY_S
+            pause_s = _FIRST_PAUSE_S if has_served else min(2 * pause_s, _MAX_PAUSE_S)
             if self._is_server_gone(pause_s):
                 return 0
 
@@ -175,16 +176,21 @@ class Supervisor:
             ended = os.pidfd_open(engine.pid)
             try:
                 while not select.select([ended, self._server], [], [], 1.0)[0]:
-                    self._was_ready |= self._runtime.socket.exists()
+                    self._look_if_ready()
                     if standstill.look() > self._stuck_after_s:
                         _end_stuck(engine, self._stuck_after_s)
             finally:
                 os.close(ended)
-            self._was_ready |= self._runtime.socket.exists()
+            self._look_if_ready()
             return engine.wait() if not self._is_server_gone(0) else None
         finally:
             _end(engine)
             self._runtime.socket.unlink(missing_ok=True)
+
+    def _look_if_ready(self) -> None:
+        if self._runtime.socket.exists():
+            self._was_ready = True
+            self._ready_s = self._ready_s or time.monotonic()
 
     def _is_server_gone(self, wait_s: float) -> bool:
         return bool(select.select([self._server], [], [], wait_s)[0])

@@ -59,7 +59,7 @@ def test_requests_of_which_nothing_was_told_outlive_their_engine(oracle: Oracle)
     oracle.plant("stall", seconds=60.0)
     pid = oracle.client.health()["engine_pid"]
     with oracle.storm(questions):
-        time.sleep(2.0)  # the first is in a step, the others wait in the engine's socket
+        time.sleep(1.0)  # the first is in a step, the others wait in the engine's socket
         os.kill(pid, signal.SIGKILL)
     oracle.wait_back(pid, BACK_S)
     assert oracle.judge("nobody") == []
@@ -105,6 +105,7 @@ def test_nan_in_one_row_ends_it_and_its_blocks_harm_nobody_after(oracle: Oracle)
     assert oracle.client.health()["engine_pid"] == pid
 
 
+@pytest.mark.slow  # as one that is killed; tests/engine has the rest
 def test_a_cuda_error_that_stays_ends_the_engine_and_the_next_one_serves(oracle: Oracle) -> None:
     questions = asks(10)
     oracle.learn(questions)
