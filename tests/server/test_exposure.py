@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpcclient
 from server.serve_process import Serve, environment, living, short_directory
 from server.support import PROMPT
+from slipstream_compose.triton import SHARED_MEMORY
+from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.triton
 
@@ -185,3 +188,57 @@ def test_more_than_loopback_only_if_asked_and_no_object_is_ever_unpickled(reposi
         assert [text for kind, text in lines if kind in ("pickle.find_class", "os.system")] == []
         assert [text for kind, text in lines if kind == "socket.connect"] == []
         assert [line for line in after if not is_import(line)] == []
+
+
+CLOSED = {
+    "v2/systemsharedmemory/region/x/register": {"key": "/x", "offset": 0, "byte_size": 8},
+    "v2/systemsharedmemory/status": None,
+    "v2/cudasharedmemory/status": None,
+    "v2/repository/index": {},
+    "v2/repository/models/ensemble/unload": {},
+    "v2/repository/models/ensemble/load": {"parameters": {"config": "{}"}},
+    "v2/trace/setting": {"trace_level": ["TIMESTAMPS"]},
+    "v2/logging": {"log_verbose_level": 9},
+}
+
+
+@pytest.mark.parametrize("path", CLOSED)
+def test_what_no_client_needs_is_closed_over_http(client, path):
+    body = CLOSED[path]
+    request = urllib.request.Request(
+        f"{client.http}/{path}", data=None if body is None else json.dumps(body).encode()
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=20)
+    assert caught.value.code == 403
+    request.add_header("slipstream-control", "0" * 32)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=20)
+    assert caught.value.code == 403
+
+
+def test_what_no_client_needs_is_closed_over_grpc(client):
+    with grpcclient.InferenceServerClient(client.address) as remote:
+        for call in (
+            lambda: remote.register_system_shared_memory("x", "/x", 8),
+            lambda: remote.get_system_shared_memory_status(),
+            lambda: remote.get_cuda_shared_memory_status(),
+            lambda: remote.get_model_repository_index(),
+            lambda: remote.unload_model("ensemble"),
+            lambda: remote.load_model("ensemble", config="{}"),
+            lambda: remote.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]}),
+            lambda: remote.update_log_settings({"log_verbose_level": 9}),
+        ):
+            with pytest.raises(InferenceServerException, match="restricted"):
+                call()
+        assert remote.is_server_ready()
+        assert remote.get_model_config("ensemble")
+        assert remote.get_inference_statistics("ensemble")
+
+
+def test_nobody_else_can_read_what_the_models_share(client):
+    prefix = client.server._prefix
+    regions = list(SHARED_MEMORY.glob(f"{prefix}*"))
+    assert len(regions) >= len(client.server.stubs()) > 0
+    for region in regions:
+        assert stat.S_IMODE(region.stat().st_mode) & 0o077 == 0, region
