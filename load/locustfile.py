@@ -76,6 +76,7 @@ class GrpcUser(User):
         """Connects."""
         begin = time.perf_counter()
         self.client = SlipstreamClient(GRPC, model=MODEL, timeout_s=120)
+        self.client.is_ready(timeout_s=30)  # the connection is made by the first call
         Clock(self.environment, "gRPC").connected(begin)
 
     def on_stop(self) -> None:

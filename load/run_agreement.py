@@ -46,7 +46,14 @@ def by_bench(args: argparse.Namespace, grpc: str, folder: Path) -> Figures:
     command = [
         *(sys.executable, "-m", "slipstream_client.cli", "bench", "--host", host),
         *("--grpc-port", port, "--model", args.model, "--concurrency", str(args.users)),
-        *("--requests", str(args.requests), "--warm-up", "0", "--output-len", str(args.max_tokens)),
+        *(
+            "--requests",
+            str(args.requests),
+            "--warm-up",
+            str(args.users),
+            "--output-len",
+            str(args.max_tokens),
+        ),
         *("--prompts", str(prompts), "--json", str(report)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
