@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -263,14 +263,20 @@ class Calls:
     def miss(self, requests: Iterable[int]) -> None:
         """These lost a message between bridge and engine: tokens, or all that would come."""
         error = ContractError("a message of the engine was lost; try again", Code.UNAVAILABLE)
-        for request in requests:
-            call = self._routes.get(request)
-            if call is not None:
-                self.fail(call, error)
+        for call in filter(None, map(self._routes.get, requests)):
+            self.fail(call, error)
 
-    def lose(self) -> None:
-        """The engine is gone: every call ends with an error."""
-        self.fail_all(ContractError("the engine ended; try again", Code.UNAVAILABLE))
+    def lose(self, kept: Set[int] = frozenset()) -> None:
+        """The engine is gone: every call with a request that is not kept ends with an error."""
+        error = ContractError("the engine ended; try again", Code.UNAVAILABLE)
+        for call in self.snapshot():
+            if not call.routes.keys() <= kept:
+                self.fail(call, error, wire.CancelCause.SERVER)
+
+    def knows(self, request: int) -> bool:
+        """Whether a call waits for the tokens of a request."""
+        call = self._routes.get(request)
+        return call is not None and not (call.is_over or call.is_failing)
 
     # --- ends ----------------------------------------------------------------------------------
 
