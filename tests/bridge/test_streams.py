@@ -216,6 +216,17 @@ def test_the_loss_of_the_engine_ends_every_call_with_an_error(desk):
         assert reply.error.code is Code.UNAVAILABLE
 
 
+def test_calls_that_are_kept_whole_outlive_the_loss_of_the_engine(desk):
+    replies = [Recorder() for _ in range(3)]
+    kept, torn, lost = (desk.open(reply, num_requests=2) for reply in replies)
+    desk.calls.lose({*kept.routes, next(iter(torn.routes))})
+    assert [reply.done.is_set() for reply in replies] == [False, True, True]
+    assert all(desk.calls.knows(number) for number in kept.routes)
+    assert not any(desk.calls.knows(number) for number in [*torn.routes, *lost.routes])
+    desk.calls.miss([next(iter(kept.routes)), *lost.routes])
+    assert str(replies[0].error).startswith("UNAVAILABLE: a message of the engine was lost")
+
+
 def test_an_error_of_one_sequence_ends_its_call_alone(desk):
     reply, other = Recorder(), Recorder()
     number = next(iter(desk.open(reply, num_requests=2).routes))
