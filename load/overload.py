@@ -73,8 +73,10 @@ class Watch:
 
     def _run(self) -> None:
         engine = engine_pid(self._server)
-        while not self._closed.wait(_SAMPLE_S):
+        is_closed = False
+        while not is_closed:
             self.samples.append((held(self._server, engine), cpu_s(self._server, engine)))
+            is_closed = self._closed.wait(_SAMPLE_S)
 
     def growth(self) -> tuple[list[str], dict[str, tuple[float, float, float]]]:
         """What is wrong; and of each process its RSS, early and late, and the cores it used."""
@@ -211,6 +213,8 @@ def measure(args: argparse.Namespace, server: TritonServer) -> dict[str, Any]:
         seconds = first.window.seconds
         ended = [t for t in map(Trace.of, first.records) if t.is_whole]
         ended = [t for t in ended if first.window.holds(int(t.times_ns[-1]))]
+        if not ended:
+            raise SystemExit("overload: nothing was completed at the peak; give --peak-seconds")
         rate = args.factor * len(ended) / seconds
         peak = goodput(first.records, first.window, args.timeout_ms / 1e3)
         print(
