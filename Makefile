@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams monitoring-tools perf locust agreement soak fuzz limits compose-check figures clean loc
+.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -51,7 +51,7 @@ bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... 
 bench-gpu: install ## the GPU table: ours, and vLLM where it can be imported; ends with one JSON line
 	@$(BIN)/python benchmarks/step.py --tune $(ARGS)
 
-bench-streams: install ## what the Triton side adds to streams of a paced source (ARGS="--rows 64x100")
+bench-streams: install ## delays of streams through Triton beside their goals (ARGS="--seconds 300 --rows 256x100")
 	@$(BIN)/python benchmarks/streams.py $(ARGS)
 
 monitoring-tools: install ## prometheus and promtool for the tests: on PATH, or Debian's, unpacked into .slipstream
@@ -62,6 +62,12 @@ perf: install    ## perf_analyzer on the default repository; report in benchmark
 
 locust: install  ## locust, gRPC and HTTP users, on the default repository; report likewise
 	@$(BIN)/python load/run_locust.py $(LOCUST_ARGS)
+
+overload: install ## the default model's peak, then ten times that for 2 minutes; fails where its promises break
+	@$(BIN)/python load/overload.py $(ARGS)
+
+isolation: install ## streams beside prompts of the longest length and bodies of 27 MB; fails likewise
+	@$(BIN)/python load/isolation.py $(ARGS)
 
 agreement: install ## slipstream bench, perf_analyzer and locust at one load, side by side
 	@$(BIN)/python load/run_agreement.py $(ARGS)
