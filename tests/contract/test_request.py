@@ -404,6 +404,14 @@ def test_elements_of_a_batch_of_scalars():
 
 # --- anything -------------------------------------------------------------------------------------
 
+def test_a_prompt_beyond_the_context_is_refused_by_its_length():
+    arrays = {"input_ids": np.full(9, -1, np.int32), "request_output_len": np.int32(1)}
+    with pytest.raises(ContractError, match=r"9 tokens long: .* the context of 9 tokens"):
+        llm_request(arrays | {"input_lengths": np.int32(9)}, {}, max_model_len=9)
+    with pytest.raises(ContractError, match=r"input_ids\[0\] is -1"):  # the next thing looked at
+        llm_request(arrays | {"input_lengths": np.int32(8)}, {}, max_model_len=9)
+
+
 slow = settings(max_examples=300, suppress_health_check=list(HealthCheck))
 
 
