@@ -207,6 +207,21 @@ def test_a_step_that_fails_once_is_computed_again(max_in_flight: int, is_late: b
     assert client.engine.fatal is None
 
 
+def test_what_a_void_step_counted_is_counted_anew() -> None:
+    client, runner = make()
+    client.submit([1, 2], greedy(10, frequency_penalty=0.5))
+    client.step()
+    runner.error = ValueError("planted")  # perhaps after the draw, which counts what it drew
+    failed = len(runner.batches)
+    client.drain()
+    histories = [row.history for batch in runner.batches for row in batch.rows]
+    told = [1, 2, *client.streams[0, 0].token_ids]
+    assert [h for h in histories[: failed + 1] if h is not None] == [[1, 2]]
+    again = [h for h in histories[failed + 1 :] if h is not None]
+    assert len(again) == 1
+    assert again[0] == told[: len(again[0])]
+
+
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_whose_steps_fail_ends_alone(max_in_flight: int, is_late: bool) -> None:
