@@ -129,6 +129,15 @@ def test_streams_of_many_calls_are_in_order_and_each_has_one_end(desk):
     assert desk.sent == []  # nothing to cancel in the engine
 
 
+def test_a_token_that_can_leave_leaves_alone(desk):
+    replies = [Recorder() for _ in range(4)]
+    numbers = [next(iter(desk.open(reply).routes)) for reply in replies]
+    for position in range(20):
+        desk.calls.take(step(*(wire.Tokens(n, 0, [position], []) for n in numbers)))
+        wait_for(lambda count=position + 1: all(len(r.responses) == count for r in replies))
+    assert all([ids for ids, _ in r.responses] == [[i] for i in range(20)] for r in replies)
+
+
 def test_what_piles_up_while_a_response_is_sent_leaves_as_one(desk):
     reply = Recorder(0.1)
     (number,) = desk.open(reply).routes

@@ -1,5 +1,6 @@
 """The paced source behind its real wire, and figures of streams that can be worked out by hand."""
 
+import argparse
 import importlib
 import itertools
 import subprocess
@@ -286,6 +287,18 @@ def test_a_long_row_is_made_of_streams_that_do_not_all_end_at_once(bench):
 
 
 # --- a real server ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.triton
+@pytest.mark.parametrize("wiring", ["fused", "composed"])
+def test_nothing_grows_while_streams_come_and_go(bench, wiring):
+    if not (server_directory() / "bin" / "tritonserver").is_file():
+        pytest.skip("no tritonserver: make install")
+    args = argparse.Namespace(seconds=100.0, clients=1, counts=True)
+    row = bench.streams.measure(wiring, "64x50", args)  # every text and count is right, or it ends
+    assert not row["is_growing"], row["quarters_ms"]
+    assert not row["is_memory_growing"], (row["server_mb"], row["stubs_mb"])
 
 
 @pytest.mark.triton
