@@ -151,6 +151,24 @@ def test_a_late_send_counts_as_latency():
     assert found["lag_ms"]["max"] == 200
 
 
+def test_who_counts_as_what():
+    refused = record(10, [], "UNAVAILABLE")
+    refused.is_refused, refused.num_tries, refused.sent_ns = True, 3, 15 * MS
+    refused.ended_ns = 17 * MS
+    broken, empty = record(20, [(5, 1)], "INTERNAL"), record(30, [])
+    late = record(100, [(1, 1)])  # due at the end of the window, which is outside
+    on_time = record(50, [(50, 1)])  # its token comes there
+    records = [refused, broken, empty, late, on_time]
+    found = figures(records, Window(0, 100 * MS), Objectives({"e2e": 50}), None)
+    assert (found["requests"], found["completed"]) == (4, 1)
+    assert (found["refused"], found["failed"], found["retries"]) == (1, 2, 2)
+    assert found["errors"] == {"INTERNAL": 1, "EMPTY": 1}
+    assert found["refusal_ms"]["p50"] == 2
+    assert found["lag_ms"]["max"] == 0  # a second try is not the tool's delay
+    assert (found["requests_per_s"], found["tokens_per_s"]) == (0, 10)  # the broken one's token
+    assert found["goodput"]["share"] == 0.25
+
+
 def test_of_nothing_nothing_is_said():
     found = figures([], Window(0, SECOND), Objectives({"e2e": 1}), 1.0)
     assert found["ttft_ms"] == {}
