@@ -115,3 +115,6 @@ def test_a_status_that_nobody_asked_for_says_nothing() -> None:
     ledger.submit(wire.Submit(2, [1], SamplingParams(max_tokens=1), 0))  # after the question
     assert ledger.compare(status) == ({1}, set())
     assert ledger.compare(status) == (set(), set())  # repeated
+    ledger.ask(10)
+    status = msgspec.structs.replace(status, number=10, requests=[2, 77])
+    assert ledger.compare(status) == (set(), {77})
