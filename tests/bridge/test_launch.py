@@ -198,7 +198,7 @@ def test_only_time_spent_looking_counts(tmp_path, monkeypatch):
     now_s = 100.0
     monkeypatch.setattr("slipstream.turns.time.monotonic", lambda: now_s)
     path = tmp_path / "turns"
-    path.write_bytes(b"of another engine")
+    path.write_bytes(b"another!")
     standstill = Standstill(path)
     now_s += 500
     assert standstill.look() == 0  # it has not begun
@@ -214,6 +214,17 @@ def test_only_time_spent_looking_counts(tmp_path, monkeypatch):
     assert standstill.look() == 4
     turns.count()
     assert standstill.look() == 0
+
+
+def test_turns_need_no_room_for_a_file(tmp_path):
+    turns = Turns(tmp_path / "absent" / "turns")
+    turns.count()
+    path = tmp_path / "turns"
+    Turns(path).count()
+    place = path.stat().st_ino
+    Standstill(path)
+    Turns(path).count()
+    assert (path.stat().st_ino, path.read_bytes()) == (place, b"\x01" + bytes(7))
 
 
 def test_a_failure_is_new_or_old_whatever_the_clock_says(tmp_path, monkeypatch):
