@@ -1,0 +1,57 @@
+"""The wall clock, which may jump, decides nothing: it is only told."""
+
+import ast
+from pathlib import Path
+
+from slipstream_compose.server import repository_root
+
+FOLDERS = ("backend", "ensemble", "preprocessing", "postprocessing")
+WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "strftime"}
+# Who may ask for it, and for whom.
+TOLD = {
+    "backend/slipstream/bridge/metrics.py": "a gauge",
+    "backend/slipstream/bridge/model.py": "Perf.arrival_ns",
+    "backend/slipstream/engine/loop.py": "StepOutputs.made_ns",
+    "backend/slipstream/engine/reports.py": "lines of the request log",
+    "backend/slipstream/engine/scheduler.py": "Perf",
+    "backend/slipstream/engine/telemetry.py": "the start, and times between stamps of Perf",
+    "ensemble/slipstream_compose/supervise.py": "lines of its output",
+    "preprocessing/slipstream_preprocessing/chat.py": "chat templates that ask for the date",
+}
+
+
+def asks_for_it(path: Path) -> bool:
+    """Whether a module calls `time.time()` or the like, by whatever import."""
+    tree = ast.parse(path.read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime")
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Name) and called.id in WALL & imported:
+            return True
+        if (
+            isinstance(called, ast.Attribute)
+            and called.attr in WALL
+            and isinstance(called.value, ast.Name)
+            and called.value.id in {"time", "datetime", "date", *imported}
+        ):
+            return True
+    return False
+
+
+def test_who_asks_for_the_wall_clock() -> None:
+    root = repository_root()
+    asking = {
+        str(path.relative_to(root))
+        for folder in FOLDERS
+        for path in (root / folder).rglob("*.py")
+        if asks_for_it(path)
+    }
+    assert asking <= TOLD.keys(), "does it decide anything? monotonic clocks do"
+    assert "backend/slipstream/engine/scheduler.py" in asking
