@@ -60,6 +60,7 @@ def by_bench(args: argparse.Namespace, grpc: str, folder: Path) -> Figures:
     if done.returncode:
         raise SystemExit(f"bench: {done.stderr.strip()}")
     [load] = json.loads(report.read_text())["loads"]
+    print(f"bench's clients: {json.dumps(load['clients'])}", file=sys.stderr)
     return {
         "requests_per_s": load["requests_per_s"],
         "responses_per_s": load["responses_per_s"],
@@ -106,12 +107,13 @@ def compared(rounds: list[dict[str, Figures]], tolerance: float) -> dict[str, An
             name: round(statistics.median(each[tool][name] for each in rounds), 3)
             for name in rounds[0][tool]
         }
-        for tool in TOOLS
+        for tool in rounds[0]
     }
     own = medians["bench"]
     differences = {
         tool: {name: round(value / own[name] - 1, 4) for name, value in medians[tool].items()}
-        for tool in TOOLS[1:]
+        for tool in medians
+        if tool != "bench"
     }
     worst = max(abs(value) for each in differences.values() for value in each.values())
     return {
@@ -124,10 +126,11 @@ def compared(rounds: list[dict[str, Figures]], tolerance: float) -> dict[str, An
 
 def table(found: dict[str, Any]) -> str:
     """The three side by side, as Markdown."""
-    lines = [f"| | {' | '.join(TOOLS)} |", "|" + "---|" * (1 + len(TOOLS))]
+    tools = [tool for tool in TOOLS if tool in found["medians"]]
+    lines = [f"| | {' | '.join(tools)} |", "|" + "---|" * (1 + len(tools))]
     for name, title in FIGURES.items():
         cells = []
-        for tool in TOOLS:
+        for tool in tools:
             value = found["medians"][tool].get(name)
             difference = found["differences"].get(tool, {}).get(name)
             said = "" if difference is None else f" ({difference:+.1%})"
@@ -163,12 +166,16 @@ def measure(args: argparse.Namespace) -> list[dict[str, Figures]]:
         args.requests = args.warm_up
         by_bench(args, grpc, folder)
         for number in range(args.rounds):
-            found = {"locust": by_locust(args, http, grpc)}
-            # As many requests as locust made in its time, the same number for each user.
-            each = round(found["locust"]["requests_per_s"] * args.seconds / args.users)
-            args.requests = args.users * max(1, each)
+            found = {}
+            args.requests = args.users * args.each
+            if "locust" in args.tools:
+                found["locust"] = by_locust(args, http, grpc)
+                # As many requests as it made in its time, the same number for each user.
+                each = found["locust"]["requests_per_s"] * args.seconds / args.users
+                args.requests = args.users * max(1, round(each))
             found["bench"] = by_bench(args, grpc, folder)
-            found["perf_analyzer"] = by_perf_analyzer(args, grpc, folder)
+            if "perf_analyzer" in args.tools:
+                found["perf_analyzer"] = by_perf_analyzer(args, grpc, folder)
             rounds.append(found)
             print(f"round {number + 1}: {json.dumps(found)}", file=sys.stderr, flush=True)
     return rounds
@@ -179,7 +186,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     add_arguments(parser)
     parser.add_argument("--users", type=int, default=4, help="streams at a time (%(default)s)")
-    parser.add_argument("--seconds", type=int, default=15, help="a run (%(default)s)")
+    parser.add_argument("--seconds", type=int, default=15, help="of locust (%(default)s)")
+    parser.add_argument("--each", type=int, default=10, help="requests a user, without locust (10)")
+    parser.add_argument("--tools", nargs="+", default=TOOLS[1:], choices=TOOLS[1:])
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--warm-up", type=int, default=16, help="requests (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=0.0, help="a paced source's; 0: none")
