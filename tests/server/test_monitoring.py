@@ -22,9 +22,24 @@ from slipstream_compose.server import repository_root
 yaml = pytest.importorskip("yaml")
 ROOT = repository_root()
 FOLDER = ROOT / "docs" / "monitoring"
+
+
+class Strict(yaml.SafeLoader):
+    """As Docker and Prometheus read: a key that is there twice is an error."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        assert len(set(keys)) == len(keys), keys
+        return super().construct_mapping(node, deep)
+
+
+def read(path: Path) -> dict:
+    return yaml.load(path.read_text(), Strict)
+
+
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
-COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-RULES = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
+COMPOSE = read(ROOT / "docker-compose.yml")
+RULES = read(FOLDER / "alerts.yml")["groups"][0]["rules"]
 # Names that others chose: with a colon, counters without `_total`, and histograms as counters.
 COMPATIBLE = ("nv_", "vllm:")
 _NAME = re.compile(r"\b(?:slipstream|vllm|nv)[_:][a-z0-9_]+")
@@ -67,7 +82,7 @@ def test_the_rules_pass_their_tests_and_each_is_seen_to_fire(tools):
     assert done.returncode == 0, done.stdout + done.stderr
     done = run(tools["promtool"], "check", "config", FOLDER / "prometheus.yml")
     assert done.returncode == 0, done.stdout + done.stderr
-    cases = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
+    cases = read(FOLDER / "alerts_test.yml")["tests"]
     checks = [check for case in cases for check in case.get("alert_rule_test", ())]
     fired = {check["alertname"] for check in checks if check["exp_alerts"]}
     silent = {check["alertname"] for check in checks if not check["exp_alerts"]}
@@ -122,16 +137,16 @@ def test_compose_brings_prometheus_and_grafana_up_with_the_dashboard():
                 assert mount.endswith(":ro")
             else:
                 assert source in COMPOSE["volumes"]
-    scrape = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"][0]
+    scrape = read(FOLDER / "prometheus.yml")["scrape_configs"][0]
     assert scrape["static_configs"][0]["targets"] == ["triton:8002"]
     assert any(port.endswith(":8002") for port in services["triton"]["ports"])
     mounts = dict(mount.split(":")[:2] for mount in services["grafana"]["volumes"])
     places = {Path(source).name: Path(target) for source, target in mounts.items()}
-    provider = yaml.safe_load((FOLDER / "grafana" / "dashboards.yml").read_text())["providers"][0]
+    provider = read(FOLDER / "grafana" / "dashboards.yml")["providers"][0]
     assert str(places["dashboard.json"].parent) == provider["options"]["path"]
     assert places["datasources.yml"].parent.name == "datasources"
     assert places["dashboards.yml"].parent.name == "dashboards"
-    source = yaml.safe_load((FOLDER / "grafana" / "datasources.yml").read_text())["datasources"][0]
+    source = read(FOLDER / "grafana" / "datasources.yml")["datasources"][0]
     assert source["url"] == "http://prometheus:9090"
 
 
@@ -160,7 +175,7 @@ class Prometheus:
     """One that scrapes a server as the shipped configuration says, only more often."""
 
     def __init__(self, binary: Path, folder: Path, target: str) -> None:
-        config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+        config = read(FOLDER / "prometheus.yml")
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
