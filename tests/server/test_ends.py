@@ -1,10 +1,10 @@
-"""Every way a stream can end other than by itself; afterwards nothing is held and all serve on."""
+"""Ways a stream can end other than by itself; afterwards nothing is held and all serve on.
 
-import json
+How clients leave is `test_cancels`.
+"""
+
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,24 +17,6 @@ pytestmark = pytest.mark.triton
 
 LONG = {"text_input": PROMPT, "max_tokens": 1200, "stream": True}
 
-_GRPC_CLIENT = """
-import sys, time
-import numpy as np
-import tritonclient.grpc as grpcclient
-address, model, prompt = sys.argv[1:]
-values = {"text_input": np.array([[prompt.encode()]], dtype=object),
-          "max_tokens": np.array([[1200]], np.int32), "stream": np.array([[True]])}
-inputs = []
-for name, value in values.items():
-    dtype = "BYTES" if value.dtype == object else grpcclient.np_to_triton_dtype(value.dtype)
-    inputs.append(grpcclient.InferInput(name, value.shape, dtype))
-    inputs[-1].set_data_from_numpy(value)
-client = grpcclient.InferenceServerClient(address)
-client.start_stream(lambda result, error: None)
-client.async_stream_infer(model, inputs)
-time.sleep(600)
-"""
-
 
 def is_alive(pid: int) -> bool:
     """Whether it runs; one that nobody has waited for yet does not."""
@@ -42,52 +24,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
     except OSError:
         return False
-
-
-def start_curl(client, model: str) -> subprocess.Popen:
-    url = f"{client.http}/v2/models/{model}/generate_stream"
-    command = ["curl", "-sN", "-m", "120", url, "-d", json.dumps(LONG)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-
-def start_grpc(client, model: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", _GRPC_CLIENT, client.address, model, PROMPT])
-
-
-@pytest.mark.parametrize("model", TEXT_MODELS)
-@pytest.mark.parametrize("start", [start_curl, start_grpc])
-def test_a_killed_client_frees_its_blocks_within_a_second(idle, model, start):
-    process = start(idle, model)
-    idle.wait_running(1)
-    time.sleep(0.3)
-    process.kill()
-    process.wait()
-    assert idle.wait_idle(5) < 1.0
-
-
-@pytest.mark.parametrize("model", TEXT_MODELS)
-def test_killed_clients_among_others_do_not_disturb_them(idle, model):
-    inputs = {"text_input": PROMPT, "max_tokens": 60, "stream": True}
-    want = text(idle.stream(model, **inputs))
-    processes = [start_curl(idle, model) for _ in range(4)]
-    idle.wait_running(4)
-    texts: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: texts.append(text(idle.iterate(model, **inputs))))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    idle.wait_running(8)
-    for process in processes:
-        process.kill()
-        process.wait()
-    begin = time.monotonic()
-    while idle.health()["running"] > 4:
-        assert time.monotonic() - begin < 1.0
-    for thread in threads:
-        thread.join(60)
-    assert texts == [want] * 4
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)

@@ -92,6 +92,11 @@ def test_without_streaming_there_is_the_error_alone(idle, model):
     with pytest.raises(RequestError) as caught:
         idle.generate(model, **request, timeout_ms=400)
     check_expired(str(caught.value), 1)
+    responses = []
+    with pytest.raises(RequestError) as caught:
+        responses.extend(idle.iterate(model, timeout_us=400_000, **request))
+    check_expired(str(caught.value), 1)
+    assert responses == []
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -239,10 +244,13 @@ def test_the_higher_priority_is_admitted_first_and_a_full_queue_refuses(narrow):
 def test_one_that_waits_is_over_time_too(narrow):
     running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=1200, end_id=-1, stream=True)
     next(running)
-    request = {"text_input": PROMPT, "max_tokens": 4, "stream": True}
-    for model in TEXT_MODELS:
-        with pytest.raises(RequestError, match=r"DEADLINE_EXCEEDED: \d+ ms .*; it was waiting"):
+    waiting = r"DEADLINE_EXCEEDED: \d+ ms .*; it was waiting"
+    for model in MODELS:
+        request = shortened(model, 4)
+        with pytest.raises(RequestError, match=waiting):
             narrow.stream(model, parameters={"timeout_ms": 100}, **request)
+        with pytest.raises(RequestError, match=waiting):
+            narrow.events(model, timeout=100_000, **request)
     running.close()
     narrow.wait_idle(5)
 
