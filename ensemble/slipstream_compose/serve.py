@@ -135,8 +135,11 @@ def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
     server.start()
     engine = _EngineLog(server.runtime.log, sys.stderr)
     while not server.is_ready():
-        if server.exit_code is not None:
-            raise ServeError(server.reason())
+        if server.runtime.error.exists() or server.exit_code is not None:
+            # It has no clients yet, and would take seconds to find out that it cannot start.
+            reason = server.reason()
+            server.kill()
+            raise ServeError(reason)
         if time.monotonic() > deadline:
             raise ServeError(f"no token could be had in time: see {server.log}")
         engine.show()
