@@ -213,7 +213,11 @@ SIXTY: dict[int, Item] = {
         (
             Http("../../etc/passwd", text(), 404),
             Http("..%2f..%2fetc%2fpasswd", text(), 404),
-            Http("x" * 10_000, text(), 404),
+            Http("x" * 1000, text(), 404),
+            Raw(
+                b"POST /v2/models/%s/generate HTTP/1.1\r\n\r\n" % (b"x" * 10_000),
+                (0, 400, 404, 414),
+            ),
             Grpc("../../etc/passwd", {}, "not found"),
         ),
     ),
