@@ -113,6 +113,13 @@ def test_errors_are_counted_told_and_not_zero(bench_run, prompts, capsys):
     assert "failed: " in capsys.readouterr().err
 
 
+def test_a_request_that_takes_too_long_has_failed(bench_run, prompts, served):
+    options = ("--prompts", prompts("silent"), "--requests", "2", "--warm-up", "0")
+    code, [load] = bench_run(*options, "--concurrency", "2", "--timeout", "0.5")
+    assert (code, load["errors"]) == (1, {"DEADLINE_EXCEEDED": 2})
+    assert all(event.wait(10) for event in served[0].cancelled.values())
+
+
 def test_a_warm_up_that_fails_says_why(bench_run, prompts, capsys):
     file = prompts("fail INVALID_ARGUMENT: max_tokens is 0")
     assert main(["bench", "--prompts", file, "--grpc-port", "1", "--processes", "1"]) == 1

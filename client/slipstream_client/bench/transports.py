@@ -20,6 +20,7 @@ from tritonclient.grpc import service_pb2
 
 from slipstream_client.bench.messages import Record
 from slipstream_client.client import CHANNEL_OPTIONS, TRUE_STATUS
+from slipstream_client.failures import RequestTimeoutError, error_from_rpc
 
 STREAMS_PER_CHANNEL = 64  # more on one HTTP/2 connection wait for each other
 _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -27,6 +28,7 @@ _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 _CODED = re.compile(rf"(?:^|[\s,;:'\"\]])({'|'.join(Code)}): (?!ipv[46]:|unix:)")
 _RETRY_AFTER = re.compile(r"retry_after_ms: (\d+)")
 _QUEUE_FULL = "Exceeds maximum queue size"  # Triton's own refusal
+_LATE = "no complete answer in time"
 _MAX_MESSAGE = 300  # characters that are kept of an error
 MAX_LINE_BYTES = 1 << 24  # of an event
 
@@ -90,7 +92,11 @@ class GrpcTransport:
                     record.num_input_tokens = num_input
         except grpc.RpcError as failure:
             self._note(record, times, counts)
-            fail(record, failure.details() or "", failure.code().name)
+            is_late = record.ended_ns - record.sent_ns >= self._timeout_s * 1e9
+            if isinstance(error_from_rpc(failure, self._address, is_late), RequestTimeoutError):
+                fail(record, _LATE, "DEADLINE_EXCEEDED")
+            else:
+                fail(record, failure.details() or "", failure.code().name)
         else:
             self._note(record, times, counts)
             if error:
@@ -178,7 +184,7 @@ class HttpTransport:
                     if num_input >= 0:
                         record.num_input_tokens = num_input
         except TimeoutError:
-            error, status = "no complete answer in time", "DEADLINE_EXCEEDED"
+            error, status = _LATE, "DEADLINE_EXCEEDED"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
             status = "UNAVAILABLE" if isinstance(failure, OSError) else status
