@@ -10,9 +10,7 @@ after `OTHERS_S` at the latest; the engine lives on meanwhile. Every repair is o
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +19,14 @@ from typing import NoReturn
 from slipstream_contract import inflight
 
 from slipstream_compose.pulse import Pulse
-from slipstream_compose.triton import ENDING_S, ServeError, TritonServer, is_running, is_stopped
+from slipstream_compose.triton import (
+    ENDING_S,
+    ServeError,
+    TritonServer,
+    is_running,
+    is_stopped,
+    kill,
+)
 
 INTERVAL_S = 0.2
 MAX_GAP_S = 2.0  # a longer one between two looks: this process itself stood still
@@ -41,7 +46,7 @@ class Fault:
 
     model: str | None
     what: str
-    pid: int = 0  # of the model's process
+    pid: int = 0  # of the model's process; negative where it was gone before it was seen
     is_gentle: bool = False  # the server is well: it may say goodbye to its clients
 
 
@@ -121,7 +126,8 @@ class Supervisor:
             if self._is_due(model, now_s):
                 what = self._wrong_with(pid, model, now_s)
                 if what:
-                    return Fault(model, f"the process of model {model} (pid {pid}) {what}", pid)
+                    who = f" (pid {pid})" if pid > 0 else ""
+                    return Fault(model, f"the process of model {model}{who} {what}", pid)
         return None
 
     def _find_in_server(self, now_s: float) -> Fault | None:
@@ -157,10 +163,8 @@ class Supervisor:
         return pauses is None or now_s >= pauses.due_s()
 
     def _num_in_flight(self) -> int:
-        return sum(self._count(model, pid) for pid, model in self._models.items())
-
-    def _count(self, model: str, pid: int) -> int:
-        return inflight.count(self._server.runtime.in_flight(model, pid))
+        files = (self._server.runtime.in_flight(model, pid) for pid, model in self._models.items())
+        return sum(inflight.count(file) for file in files)
 
     # --- repairing -----------------------------------------------------------------------------
 
@@ -187,10 +191,9 @@ class Supervisor:
         """Put a new process in the place of a model's; what was done."""
         assert fault.model is not None
         self._models.pop(fault.pid, None)
-        lost = self._count(fault.model, fault.pid)
-        self._server.runtime.in_flight(fault.model, fault.pid).unlink(missing_ok=True)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(fault.pid, signal.SIGKILL)  # it may have stood still only
+        if fault.pid > 0:
+            kill([fault.pid])  # it may have stood still only
+        lost = self._take_lost(fault.model)
         if lost and not self._num_in_flight():
             return self._restart(fault, lost)
         try:
@@ -202,6 +205,16 @@ class Supervisor:
         self._restart_s = time.monotonic() + OTHERS_S
         self._num_lost += lost
         return f"loaded {loaded} again, {lost} requests hang until the server is started again"
+
+    def _take_lost(self, model: str) -> int:
+        """How many requests its processes that are gone had in their hands; told once."""
+        lost = 0
+        for file in self._server.runtime.directory.glob(f"in-flight-{model}-*"):
+            pid = file.name.rpartition("-")[2]
+            if pid.isdigit() and not is_running(int(pid)):
+                lost += inflight.count(file)
+                file.unlink(missing_ok=True)
+        return lost
 
     def _reload(self, model: str) -> str:
         self._server.control("unload", model, LOAD_S)
@@ -241,6 +254,8 @@ class Supervisor:
         """After a repair: which processes there are now, and no silence from before."""
         stubs = self._server.stubs()
         self._models = {pid: _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs.items()}
+        missing = self._pulses.keys() - set(self._models.values())  # they died since the last look
+        self._models |= {-index: model for index, model in enumerate(sorted(missing), 1)}
         self._stopped_s.clear()
         for pulse in (self._server_pulse, *self._pulses.values()):
             pulse.renew()

@@ -189,6 +189,16 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) == "T"
 
 
+def kill(pids: list[int]) -> None:
+    """End processes at once; returns when they are gone, after 2 s at the latest."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 2
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 class TritonServer:
     """A tritonserver on one model repository.
 
@@ -397,13 +407,7 @@ class TritonServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        stubs = list(self.stubs())
-        for pid in stubs:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 2
-        while any(is_running(pid) for pid in stubs) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        kill(list(self.stubs()))
         self._remove_shared_memory()
 
     def _remove_shared_memory(self) -> None:
