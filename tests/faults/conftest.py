@@ -44,3 +44,12 @@ def oracle(planted: tuple[Client, Path], references: dict[Ask, str]) -> Iterator
     yield Oracle(client, orders, references=references)
     for order in orders.iterdir():
         os.unlink(order)
+
+
+@pytest.fixture(scope="session")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository whose cache has room for hundreds of streams."""
+    if not (server_directory() / "bin" / "tritonserver").is_file():
+        pytest.skip("no tritonserver: make install")
+    output = tmp_path_factory.mktemp("roomy") / "models"
+    return compose(CHECKPOINT, output, "--kv-cache-tokens", "262144", "--dtype", "float32")
