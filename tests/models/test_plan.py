@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens = -1"),
         ({"max_waiting": 0}, "max_waiting = 0"),
         ({"max_waiting_tokens": 0}, "max_waiting_tokens = 0"),
-        ({"stuck_after_s": 0}, "stuck_after_s = 0"),
+        ({"stuck_after_s": 2}, "stuck_after_s = 2 is below 3"),
         ({"gpu_hour_price": -0.5}, "gpu_hour_price = -0.5 is not a price"),
         ({"gpu_hour_price": float("inf")}, "gpu_hour_price = inf is not a price"),
         ({"request_log": "log.json"}, "request_log = 'log.json' is not an absolute path"),

@@ -207,9 +207,9 @@ def resolve(config: EngineConfig) -> Plan:
         "max_waiting",
         "max_waiting_tokens",
         "long_prompt_tokens",
-        "stuck_after_s",
     ):
         _at_least(config, field, 1)
+    _at_least(config, "stuck_after_s", 3)  # an idle engine turns, and is looked at, once a second
     if not 0 <= config.gpu_hour_price < inf:
         raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")
     if config.request_log and not Path(config.request_log).is_absolute():
