@@ -31,7 +31,7 @@ def test_a_few_seconds_of_ten_times_too_much(load, tmp_path):
         pytest.skip("no tritonserver: make install")
     load.overload._RAMP_S = 1.0
     bounds = ["--max-num-seqs", "4", "--max-waiting", "8", "--max-tokens", "64"]
-    times = ["--seconds", "5", "--peak-seconds", "4", "--timeout-ms", "20000"]
+    times = ["--seconds", "3", "--peak-seconds", "3", "--timeout-ms", "20000"]
     args = load.overload.parse([*bounds, *times])
     with load.overload.serving(args, tmp_path / "log") as server:
         result = load.overload.measure(args, server)

@@ -1,0 +1,298 @@
+"""Bounds on waiting, Triton's own queues, long bodies and a small cache, on the real server."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
+from slipstream_client.codec import request_of
+from slipstream_compose.serve import _EngineLog
+from tritonclient.grpc import service_pb2_grpc
+
+pytestmark = pytest.mark.triton
+
+MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model", "tensorrt_llm")
+MAX_SEQS, MAX_WAITING, MAX_WAITING_TOKENS = 4, 20, 16_650
+BIG = 27_000_000  # bytes
+FULL = re.compile(
+    rf"UNAVAILABLE: the engine is full: {MAX_WAITING} requests wait with \d+ tokens, "
+    rf"max_waiting is {MAX_WAITING} \(\d sequences are running\); retry_after_ms: (\d+)"
+)
+# As a user may write it: three levels, of which 1 goes first, and at most 5 wait in each.
+QUEUES = """dynamic_batching {
+  priority_levels: 3
+  default_priority_level: 2
+  default_queue_policy {
+    timeout_action: REJECT
+    default_timeout_microseconds: 5000000
+    allow_timeout_override: true
+    max_queue_size: 5
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Iterator[Client]:
+    """A few sequences at a time, a few wait, and the cache holds the longest prompt and no more."""
+    folder = tmp_path_factory.mktemp("small")
+    bounds = {
+        "max-num-seqs": MAX_SEQS,
+        "max-waiting": MAX_WAITING,
+        "max-waiting-tokens": MAX_WAITING_TOKENS,
+        "kv-cache-tokens": 2048,
+    }
+    options = [word for name, value in bounds.items() for word in (f"--{name}", str(value))]
+    repository = compose(CHECKPOINT, folder / "models", *options, "--dtype", "float32")
+    with serving(repository, folder / "server.log") as client:
+        yield client
+
+
+def asking(model: str, max_tokens: int, num_prompt: int = 0) -> dict[str, object]:
+    """Inputs of a request that generates so many tokens."""
+    if model == "tensorrt_llm":
+        ids = np.arange(5, 5 + (num_prompt or 8), dtype=np.int32)[None]
+        lengths = {"input_lengths": ids.shape[1], "request_output_len": max_tokens}
+        return {"input_ids": ids, "end_id": -1, "streaming": True, **lengths}
+    prompt = PROMPT * max(1, num_prompt // 8)
+    if model == "vllm_model":
+        sampling = json.dumps({"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True})
+        return {"text_input": prompt, "stream": True, "sampling_parameters": sampling}
+    return {"text_input": prompt, "max_tokens": max_tokens, "end_id": -1, "stream": True}
+
+
+def body(model: str, max_tokens: int, num_prompt: int = 0) -> dict[str, object]:
+    """The same over HTTP."""
+    inputs = asking(model, max_tokens, num_prompt)
+    return {k: v.ravel().tolist() if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
+
+
+def refusal(client: Client, model: str, protocol: str, num_prompt: int = 0) -> tuple[str, float]:
+    """The error of a request, and after how many seconds it came."""
+    begin = time.monotonic()
+    try:
+        if protocol == "grpc":
+            client.stream(model, timeout_s=10, **asking(model, 4, num_prompt))
+        elif protocol == "http stream":
+            client.events(model, **body(model, 4, num_prompt))
+        else:
+            client.generate(model, **body(model, 4, num_prompt) | {"stream": False})
+    except RequestError as error:
+        return str(error), time.monotonic() - begin
+    return "no error", time.monotonic() - begin
+
+
+@contextlib.contextmanager
+def streams(client: Client, number: int, max_tokens: int, num_prompt: int = 0) -> Iterator[None]:
+    """So many requests at once, which are left in the end. More than may wait would be refused."""
+    opened = []
+    with grpcclient.InferenceServerClient(client.address) as one:
+        one.start_stream(lambda result, error: opened.append((result, error)))
+        inputs = client.tensors("tensorrt_llm", asking("tensorrt_llm", max_tokens, num_prompt))
+        for _ in range(number):
+            one.async_stream_infer("tensorrt_llm", inputs)
+        yield
+        one.stop_stream(cancel_requests=True)
+
+
+def wait_for(client: Client, is_so: Callable[[dict[str, int]], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so(state := client.health()):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
+
+
+def test_too_many_requests_are_refused_at_once_everywhere(small):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(streams(small, MAX_SEQS, 1500))  # none of them ends meanwhile
+        wait_for(small, lambda state: state["running"] == MAX_SEQS)
+        stack.enter_context(streams(small, MAX_WAITING, 1500))
+        wait_for(small, lambda state: state["waiting"] >= MAX_WAITING)
+        for model in MODELS:
+            for protocol in ("grpc", "http stream", "http"):
+                if (model, protocol) == ("tensorrt_llm", "http"):
+                    continue  # its name for streaming is another
+                error, seconds = refusal(small, model, protocol)
+                found = FULL.search(error)
+                assert found, (model, protocol, error)
+                assert 50 <= int(found[1]) <= 30_000
+                assert seconds < 2, (model, protocol)
+    small.wait_idle(10)
+
+
+def test_too_many_tokens_are_refused_at_once_everywhere(small):
+    with contextlib.ExitStack() as stack:
+        # Of 1,001 tokens each, one runs in a cache of 2,048, and 16 may wait.
+        stack.enter_context(streams(small, 1, 900, num_prompt=1001))
+        wait_for(small, lambda state: state["running"] == 1)
+        stack.enter_context(streams(small, 17, 900, num_prompt=1001))
+        wait_for(small, lambda state: state["waiting"] >= 16)
+        for model in MODELS:
+            for protocol in ("grpc", "http stream"):
+                error, seconds = refusal(small, model, protocol, num_prompt=1900)
+                pattern = (
+                    rf"UNAVAILABLE: the engine is full: \d+ requests wait with \d+ tokens, "
+                    rf"max_waiting_tokens is {MAX_WAITING_TOKENS}, this prompt has \d+ "
+                    r"\(\d+ sequences are running\); retry_after_ms: \d+"
+                )
+                assert re.search(pattern, error), (model, protocol, error)
+                assert seconds < 2, (model, protocol)
+    small.wait_idle(10)
+
+
+def test_serve_says_the_bounds_when_it_is_ready(small):
+    log = _EngineLog(small.server.runtime.log, io.StringIO())
+    log.show()
+    assert f"at most {MAX_WAITING} requests with {MAX_WAITING_TOKENS:,} tokens wait" in log.banner
+
+
+@pytest.mark.slow  # a small soak, in test_soak.py, has as small a cache
+def test_a_cache_of_a_tenth_of_what_is_asked_for(small):
+    """2,048 tokens for 20 requests of 1,030: everything completes, as if alone."""
+    asked = asking("tensorrt_llm", 200, num_prompt=830)
+
+    def ask(number: int) -> list[int]:
+        responses = small.iterate("tensorrt_llm", timeout_s=120, **asked)
+        return [int(i) for response in responses for i in response["output_ids"].ravel()]
+
+    want, before = ask(0), preemptions(small)
+    with ThreadPoolExecutor(MAX_WAITING) as pool:
+        answers = list(pool.map(ask, range(MAX_WAITING)))
+    assert answers == [want] * len(answers)
+    small.wait_idle(10)
+    assert 0 < preemptions(small) - before <= 3 * len(answers)
+
+
+def preemptions(client: Client) -> float:
+    """So far, as the server's metrics say; they are told once a second."""
+    time.sleep(1.2)
+    with urllib.request.urlopen(client.server.endpoints.metrics, timeout=10) as reply:
+        found = re.findall(r"^vllm:num_preemptions\S* (\S+)$", reply.read().decode(), re.MULTILINE)
+    return sum(map(float, found))
+
+
+# --- long bodies ----------------------------------------------------------------------------------
+
+
+def test_27_megabytes_are_refused_within_a_second_everywhere(small):
+    words = "word and " * (BIG // 9)
+    ids = np.full((1, BIG // 4), 999, np.int32)
+    took = {}
+    for model in MODELS:
+        inputs = asking(model, 4)
+        if model == "tensorrt_llm":
+            inputs |= {"input_ids": ids, "input_lengths": ids.shape[1]}
+            data = {"input_ids": [999] * (BIG // 5), "input_lengths": BIG // 5}
+        else:
+            inputs |= {"text_input": words}
+            data = {"text_input": words}
+        begin = time.monotonic()
+        with pytest.raises(RequestError, match=r"INVALID_ARGUMENT: .*(the|of 2048|context)"):
+            small.stream(model, **inputs)
+        took[model, "grpc"] = time.monotonic() - begin
+        encoded = json.dumps(body(model, 4) | data).encode()
+        begin = time.monotonic()
+        status, answer = small.post(f"{model}/generate_stream", encoded)
+        took[model, "http"] = time.monotonic() - begin
+        assert status == 400
+        assert "INVALID_ARGUMENT" in answer, answer[:300]
+    assert max(took.values()) < 5, took  # 0.2 s where nothing else runs
+    assert small.server.exit_code is None
+    assert small.generate("ensemble", text_input=PROMPT, max_tokens=2)
+
+
+@pytest.mark.parametrize("kind", ["int64_param", "uint64_param", "string_param"])
+def test_a_grpc_parameter_priority_is_tritons_own(small, kind):
+    """99 is none of ours: whoever is told of it would refuse it."""
+    request = request_of("tensorrt_llm_bls", PROMPT, {"max_tokens": 2}, "")
+    setattr(request.parameters["priority"], kind, "99" if kind == "string_param" else 99)
+    with grpc.insecure_channel(small.address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        errors = [reply.error_message for reply in stub.ModelStreamInfer(iter([request]))]
+    if kind == "string_param":
+        assert "'priority' parameter" in errors[0]
+    else:
+        assert not any(errors)
+    with pytest.raises(RequestError, match="priority is 99"):
+        small.generate("tensorrt_llm_bls", text_input=PROMPT, max_tokens=2, priority=99)
+
+
+# --- Triton's own queues --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def queued(tmp_path_factory) -> Iterator[Client]:
+    """Models with queues of Triton's in front, and an engine that takes one after the other."""
+    folder = tmp_path_factory.mktemp("queued")
+    options = ["--max-num-seqs", "1", "--max-waiting", "64"]
+    repository = compose(CHECKPOINT, folder / "models", *options)
+    for model in ("preprocessing", "tensorrt_llm_bls"):
+        add_queues(repository / model / "config.pbtxt")
+    with serving(repository, folder / "server.log") as client:
+        yield client
+
+
+def add_queues(path: Path) -> None:
+    plain = path.read_text().replace("dynamic_batching { }\n", "")
+    path.write_text(plain.replace("\ninstance_group", f"\n{QUEUES}\ninstance_group", 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "stub"),
+    [("ensemble", "preprocessing"), ("tensorrt_llm_bls", "tensorrt_llm_bls")],
+)
+def test_triton_keeps_its_own_priorities_and_queue_policies(queued, model, stub):
+    """While the model's process stands still, and for less than the second after which Triton takes
+    it for dead, requests wait in Triton's queue.
+    """
+    answers: list[tuple[str, str]] = []  # request, error
+
+    def hear(result: object, error: object) -> None:
+        response = None if result is None else result.get_response()
+        if response is None or response.outputs:
+            answers.append(("" if response is None else response.id, str(error or "")))
+
+    inputs = queued.tensors(model, asking(model, 2) | {"stream": False})
+    queued.stream(model, **asking(model, 2))  # its process is up
+    pid = queued.stub(stub)
+    with grpcclient.InferenceServerClient(queued.address) as client:
+        client.start_stream(hear)
+
+        def ask(name: str, **urgency: int) -> None:
+            client.async_stream_infer(model, inputs, request_id=name, **urgency)
+
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            ask("first")  # it is at the model already
+            time.sleep(0.1)
+            for name, priority in [("3a", 3), ("3b", 3), ("2a", 0), ("1a", 1), ("1b", 1)]:
+                ask(name, priority=priority)
+            ask("late", timeout=50_000)
+            for number in range(5):  # with 2a and late there are seven of a level for five
+                ask(f"2-{number}")
+            time.sleep(0.3)
+            assert len(answers) == 2
+            assert all("Exceeds maximum queue size" in error for _, error in answers)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + 20
+        while len(answers) < 12 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        client.stop_stream()
+    order = [name for name, error in answers if not error]
+    assert sorted(order) == ["1a", "1b", "2-0", "2-1", "2-2", "2a", "3a", "3b", "first"]
+    assert order.index("1a") < order.index("2a") < order.index("3a")
+    assert order.index("1b") < order.index("2-1") < order.index("3b")
+    assert any("timeout expired" in error for _, error in answers), answers
