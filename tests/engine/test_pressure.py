@@ -17,7 +17,7 @@ def greedy(max_tokens: int, n: int = 1) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, n=n)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(prompts, st.integers(1, 30), st.integers(1, 3)), min_size=12, max_size=40),
     st.integers(1, 4),
@@ -58,7 +58,7 @@ def test_in_a_tenth_of_the_blocks_everything_completes_step_by_step(
     assert len(runner.batches) <= computed <= (1 + MAX_PREEMPTIONS) * wanted
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.one_of(st.none(), arrivals, arrivals), min_size=40, max_size=120),
     st.integers(1, 3),
