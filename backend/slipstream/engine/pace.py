@@ -9,8 +9,8 @@ disturbs the others, and the fewer tokens a step has, the less a device computes
 
 Both times are measured, so the same rule fits any model and device: what a step of decodes takes,
 as the median of the last few, and what a token of a prompt takes, likewise, from steps with so many
-of them that nothing else counts. A step that the rule has cut is not such a step: a fixed cost of
-small steps would be taken for that of their tokens, and the chunks would shrink for nothing.
+of them that nothing else counts. Small steps do not tell: their fixed cost would be taken for that
+of their tokens, and the chunks that the rule has cut would shrink further for nothing.
 """
 
 from collections import deque
