@@ -4,7 +4,7 @@
 
 Environment: GRPC (host:port), MODEL, MAX_TOKENS, which every answer has. Beside whole requests,
 every user fires the events `connect` (once), `ttft` (start to first response) and `itl` (mean time
-between responses of one request).
+between responses of one request). With TOGETHER, so many gRPC users wait for each other to begin.
 """
 
 import grpc.experimental.gevent
@@ -18,6 +18,7 @@ import time  # noqa: E402
 from collections.abc import Iterable  # noqa: E402
 from typing import Any  # noqa: E402
 
+import gevent  # noqa: E402
 import requests  # noqa: E402
 from locust import User, task  # noqa: E402
 from serving import PROMPTS  # noqa: E402
@@ -69,6 +70,16 @@ class Clock:
         )
 
 
+def _wait_for_others() -> None:
+    """Until TOGETHER users are connected; at once where that is not set."""
+    _connected.append(True)
+    while len(_connected) < int(os.environ.get("TOGETHER", "0")):
+        gevent.sleep(0.01)
+
+
+_connected: list[bool] = []
+
+
 class GrpcUser(User):
     """One stream after the other through the SDK."""
 
@@ -77,6 +88,7 @@ class GrpcUser(User):
         begin = time.perf_counter()
         self.client = SlipstreamClient(GRPC, model=MODEL, timeout_s=120)
         self.client.is_ready(timeout_s=30)  # the connection is made by the first call
+        _wait_for_others()
         Clock(self.environment, "gRPC").connected(begin)
 
     def on_stop(self) -> None:

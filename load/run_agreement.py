@@ -82,6 +82,7 @@ def by_perf_analyzer(args: argparse.Namespace, grpc: str, folder: Path) -> Figur
 
 def by_locust(args: argparse.Namespace, http: str, grpc: str) -> Figures:
     """One run of locust, gRPC users alone. Raises SystemExit where a request failed."""
+    os.environ["TOGETHER"] = str(args.users)
     stats, code = run_locust.measure(args, http, grpc, ("GrpcUser",))
     if code:
         raise SystemExit(f"locust ended with code {code}; see {REPORTS / 'locust.log'}")
