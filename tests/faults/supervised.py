@@ -1,0 +1,88 @@
+"""A tritonserver with a supervisor in this process, which a test can call off and back."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from server.support import CHECKPOINT, compose
+from slipstream_compose.supervise import Fault, Supervisor
+from slipstream_compose.triton import Endpoints, TritonServer
+
+
+class _Over(BaseException):
+    """The supervisor's way out of a test."""
+
+
+class Supervision(Supervisor):
+    """A supervisor in a thread of its own, that looks only while `on()`.
+
+    One thread for as long as the server lives: a server dies with the thread that started it.
+    """
+
+    def __init__(self, server: TritonServer) -> None:
+        self.lines: list[str] = []
+        super().__init__(server, lambda: server.wait_ready(60), self._take)
+        self._is_on = self._was_on = self._is_over = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def on(self) -> Iterator[list[str]]:
+        """What it says from now on."""
+        self.lines.clear()
+        self._pauses.clear()
+        self._is_on = True
+        try:
+            while not self._was_on:
+                assert self._thread.is_alive()
+                time.sleep(0.01)
+            yield self.lines
+        finally:
+            self._is_on = False
+
+    def close(self) -> None:
+        """End its thread, and with it a server that it has started."""
+        self._is_over = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with suppress(_Over):
+            self.run()
+
+    def _take(self, line: str) -> None:
+        self.lines.append(line)
+
+    def _find(self, now_s: float) -> Fault | None:
+        if self._is_over:
+            raise _Over
+        if self._is_on and not self._was_on:
+            self._look_again()
+        self._was_on = self._is_on
+        return super()._find(now_s) if self._is_on else None
+
+
+def serve(folder: Path, *options: str) -> TritonServer:
+    """A server on the default checkpoint that is ready and has no supervisor yet."""
+    repository = compose(CHECKPOINT, folder / "models", "--dtype", "float32", *options)
+    server = TritonServer(repository, Endpoints.free(), folder / "log", is_supervised=True)
+    try:
+        server.start()
+        server.wait_ready(120)
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+def wait_line(lines: list[str], word: str, timeout_s: float = 30.0) -> str:
+    """The first of the lines with that word in it, now or later."""
+    begin = time.monotonic()
+    while True:
+        for line in list(lines):
+            if word in line:
+                return line
+        assert time.monotonic() - begin < timeout_s, (word, lines)
+        time.sleep(0.02)

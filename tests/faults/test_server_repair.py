@@ -1,0 +1,257 @@
+"""Processes of the server that die or stand still: who notices, who repairs, who is harmed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from faults.oracle import Oracle, asks
+from faults.supervised import Supervision, serve, wait_line
+from server.support import PROMPT, Client, RequestError
+from slipstream_compose.server import server_directory
+from slipstream_compose.supervise import OTHERS_S
+
+pytestmark = pytest.mark.triton
+
+MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model")
+STUBS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls", "vllm_model")
+NOTICED_S, REPAIRED_S = 5.0, 15.0
+
+
+@pytest.fixture(scope="module")
+def supervision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervision]:
+    if not (server_directory() / "bin" / "tritonserver").is_file():
+        pytest.skip("no tritonserver: make install")
+    server = serve(tmp_path_factory.mktemp("supervised"), "--kv-cache-tokens", "8192")
+    supervision = Supervision(server)
+    try:
+        yield supervision
+    finally:
+        supervision.close()
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(supervision: Supervision) -> Client:
+    return Client(supervision._server)
+
+
+def health(client: Client) -> tuple[int, dict[str, object], float]:
+    """Exit code of `slipstream health`, what it said, and the seconds it took."""
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "slipstream_client.cli", "health", "--json"]
+    command += ["--grpc-port", client.address.rpartition(":")[2]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, json.loads(done.stdout), time.monotonic() - begin
+
+
+def assert_unhealthy(client: Client, record, *words: str) -> None:
+    code, said, seconds = health(client)
+    record(f"health after {' '.join(words)}", seconds)
+    assert code == 1, said
+    assert all(word in str(said["error"]) for word in words), said
+    assert seconds < NOTICED_S
+
+
+def engine_pid(client: Client) -> int:
+    return int(client.health()["engine_pid"])
+
+
+def wait_served(client: Client, timeout_s: float) -> None:
+    """Until every model answers again."""
+    begin = time.monotonic()
+    for model in MODELS:
+        while True:
+            try:
+                client.generate(model, text_input=PROMPT, **short(model))
+                break
+            except (RequestError, OSError, ValueError):
+                assert time.monotonic() - begin < timeout_s
+                time.sleep(0.05)
+
+
+def short(model: str) -> dict[str, object]:
+    if model == "vllm_model":
+        return {"sampling_parameters": '{"max_tokens": 2, "temperature": 0}'}
+    return {"max_tokens": 2}
+
+
+# --- under an orchestrator: slipstream health -----------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["engine", pytest.param("server", marks=pytest.mark.slow)])
+def test_health_tells_of_what_stands_still(client: Client, record_property, who: str) -> None:
+    assert health(client)[0] == 0
+    stopped, words = {
+        "engine": (engine_pid(client), "the engine did not answer"),
+        "server": (client.server.pid, "in time"),
+    }[who]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert_unhealthy(client, record_property, words)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_served(client, 20)
+    code, said, _ = health(client)
+    assert code == 0, said
+
+
+@pytest.mark.slow
+def test_health_tells_of_what_is_dead(client: Client, record_property) -> None:
+    os.kill(engine_pid(client), signal.SIGKILL)
+    time.sleep(0.3)  # until its socket is closed, it is being asked
+    assert_unhealthy(client, record_property, "UNAVAILABLE: the engine")
+    wait_served(client, 30)
+    for model in (*STUBS, "slipstream_health"):
+        os.kill(client.stub(model), signal.SIGKILL)
+        assert_unhealthy(client, record_property, model)
+        client.server.control("unload", model, 30)
+        client.server.control("load", model, 30)
+        if model in STUBS[:3]:
+            client.server.control("load", "ensemble", 30)
+    code, said, _ = health(client)
+    assert code == 0, said
+
+
+@pytest.mark.slow
+def test_a_loaded_server_is_a_healthy_one(client: Client) -> None:
+    """More requests than fit: an idle engine would be asked for a token, this one must not be."""
+    request = {"text_input": PROMPT * 12, "max_tokens": 60, "end_id": -1, "stream": True}
+    threads = [
+        threading.Thread(target=client.events, args=(MODELS[i % 2],), kwargs=request, daemon=True)
+        for i in range(80)
+    ]
+    for thread in threads:
+        thread.start()
+    begin = time.monotonic()
+    while not client.health()["waiting"]:
+        assert time.monotonic() - begin < 30
+    code, said, _ = health(client)
+    assert code == 0, said
+    assert "token_s" not in said
+    for thread in threads:
+        thread.join(120)
+    client.wait_idle(30)
+
+
+# --- under slipstream serve -----------------------------------------------------------------------
+
+
+def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
+    client: Client, supervision: Supervision, record_property
+) -> None:
+    pid, server = engine_pid(client), client.server.pid
+    with supervision.on() as lines:
+        for model in (*STUBS, "slipstream_health"):
+            old = client.stub(model)
+            begin = time.monotonic()
+            os.kill(old, signal.SIGKILL)
+            line = wait_line(lines, f"(pid {old}) ended")
+            record_property(f"{model} killed", time.monotonic() - begin)
+            assert time.monotonic() - begin < REPAIRED_S
+            assert f"loaded {model}" in line
+            assert ("ensemble" in line) == (model in STUBS[:3])
+            assert client.stub(model) != old
+        wait_served(client, 5)
+    assert (engine_pid(client), client.server.pid) == (pid, server)
+
+
+def test_who_is_asked_of_another_model_is_not_harmed(
+    client: Client, supervision: Supervision, tmp_path
+) -> None:
+    """Those of the dead process end with an error too, though Triton itself never ends them."""
+    oracle = Oracle(client, tmp_path)
+    questions = asks(12, max_tokens=200)
+    oracle.learn(questions)
+    pid = engine_pid(client)
+    with supervision.on() as lines, oracle.storm(questions, running=12):
+        killed_s = time.monotonic()
+        os.kill(client.stub("tensorrt_llm_bls"), signal.SIGKILL)
+        assert "loaded tensorrt_llm_bls again, 6 requests hang" in wait_line(lines, "repair ")
+        client.generate("tensorrt_llm_bls", text_input=PROMPT, max_tokens=2)
+        wait_line(lines, "6 requests of an ended process hang; started tritonserver again")
+    for outcome in oracle.outcomes:
+        want, after_s = oracle.references[outcome.ask], outcome.ended_s - killed_s
+        assert want.startswith(outcome.text)
+        assert after_s < REPAIRED_S + 5, outcome
+        if outcome.ask.model == "tensorrt_llm_bls":
+            assert outcome.error is not None, outcome
+        elif outcome.error is None:
+            assert outcome.text == want
+        else:  # a machine on which they take longer than others have
+            assert "UNAVAILABLE: the server is stopping" in outcome.error
+            assert after_s > OTHERS_S
+    assert engine_pid(client) == pid
+    client.wait_idle(10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm", "postprocessing"])
+def test_a_stage_that_dies_at_work(
+    client: Client, supervision: Supervision, tmp_path, model: str
+) -> None:
+    oracle = Oracle(client, tmp_path)
+    questions = asks(10, max_tokens=100)
+    oracle.learn(questions)
+    pid = engine_pid(client)
+    with supervision.on() as lines, oracle.storm(questions, running=10):
+        begin = time.monotonic()
+        os.kill(client.stub(model), signal.SIGKILL)
+        wait_line(lines, f"process of model {model} ")
+    if model == "tensorrt_llm":
+        wait_line(lines, "started tritonserver again")
+    for outcome in oracle.outcomes:
+        assert outcome.has_ended or outcome.error, outcome
+        assert outcome.ended_s - begin < REPAIRED_S, outcome
+        is_concerned = outcome.ask.model == "ensemble" and model != "preprocessing"
+        assert outcome.error is None or is_concerned, outcome
+        want = oracle.references[outcome.ask]
+        assert outcome.text == want if outcome.error is None else want.startswith(outcome.text)
+    wait_served(client, 10)
+    assert engine_pid(client) == pid
+    client.wait_idle(10)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_dead_or_stands_still_is_started_again(
+    client: Client, supervision: Supervision, record_property
+) -> None:
+    pid = engine_pid(client)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        with supervision.on() as lines:
+            stream = client.iterate(
+                "ensemble", text_input=PROMPT, max_tokens=1200, end_id=-1, stream=True
+            )
+            next(stream)
+            begin = time.monotonic()
+            os.kill(client.server.pid, number)
+            with pytest.raises(RequestError):
+                list(stream)
+            record_property(f"{number.name}: client told", time.monotonic() - begin)
+            assert time.monotonic() - begin < NOTICED_S
+            wait_line(lines, "started tritonserver again")
+            record_property(f"{number.name}: repaired", time.monotonic() - begin)
+            assert time.monotonic() - begin < REPAIRED_S
+            wait_served(client, 5)
+    assert engine_pid(client) == pid
+    client.wait_idle(10)
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_is_replaced(
+    client: Client, supervision: Supervision, record_property
+) -> None:
+    for model in ("postprocessing", "tensorrt_llm_bls"):
+        with supervision.on() as lines:
+            stub = client.stub(model)
+            begin = time.monotonic()
+            os.kill(stub, signal.SIGSTOP)
+            wait_line(lines, "repair ")  # of the server, if the stub held what that waits for
+            record_property(f"{model} stopped", time.monotonic() - begin)
+            assert time.monotonic() - begin < REPAIRED_S
+            wait_served(client, 10)
