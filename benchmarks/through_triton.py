@@ -7,9 +7,10 @@ clients in processes of their own, to a tritonserver with the same engine. Both 
     python benchmarks/through_triton.py                          # Llama-3.1-8B's shape, an H200
     python benchmarks/through_triton.py --shape tiny --requests 16 --max-tokens 32 --input 8 64
 
-Weights are random and the tokenizer has a word for every token id, so that prompts have the lengths
-that were drawn; `--checkpoint DIR` takes a real one instead, whose prompts only come near them. A
-rate is all generated tokens over the time from the first request to the last token, at the client.
+Weights are noise (16 GB are written) and the tokenizer has a word for every token id, so that
+prompts have the lengths that were drawn; `--checkpoint DIR` takes a real one instead, whose prompts
+only come near them. A rate is all generated tokens over the time from the first request to the last
+token, at the client.
 """
 
 import argparse
@@ -30,8 +31,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from make_checkpoint import make as make_checkpoint_of_noise
 from report import RESULTS, commit
-from shapes import SHAPES, write_config
+from shapes import SHAPES
 from slipstream_compose.server import repository_root
 from slipstream_compose.triton import Endpoints, TritonServer
 from slipstream_preprocessing.encode import Encoder
@@ -47,8 +49,8 @@ _NS = 1_000_000_000
 
 
 def make_checkpoint(shape: str, directory: Path) -> None:
-    """A configuration, and a tokenizer whose token i is the word wi; no weights."""
-    write_config(shape, directory)
+    """Weights of noise, and a tokenizer whose token i is the word wi."""
+    make_checkpoint_of_noise(shape, directory)
     words = {f"w{token_id}": token_id for token_id in range(SHAPES[shape]["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -60,7 +62,8 @@ def draw(args: argparse.Namespace, checkpoint: Path) -> tuple[list[str], Workloa
     rng, encoder = np.random.default_rng(0), Encoder.load(checkpoint)
     least, most = args.input
     lengths = rng.integers(least, most + 1, args.requests)
-    known = [i for i in range(encoder.vocab.size) if i not in encoder.vocab.special]
+    special = list(encoder.vocab.special)
+    known = np.setdiff1d(np.arange(encoder.vocab.size), special)
     drawn = [rng.choice(known, length).tolist() for length in lengths]
     if args.checkpoint is None:
         texts = [" ".join(f"w{token_id}" for token_id in ids) for ids in drawn]
@@ -78,8 +81,6 @@ def compose(args: argparse.Namespace, checkpoint: Path, repository: Path) -> Pat
     subprocess.run(command, check=True)
     path = repository / "tensorrt_llm" / "1" / "model.json"
     settings = json.loads(path.read_text())
-    if args.checkpoint is None:
-        settings["engine"]["load_format"] = "random"
     settings["engine"]["checkpoint"] = str(checkpoint)
     path.write_text(json.dumps(settings))
     return path
@@ -148,7 +149,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Alone, and through both wirings."""
     checkpoint = args.checkpoint
     if checkpoint is None:
-        checkpoint = scratch / "checkpoint"
+        checkpoint = args.directory or scratch / "checkpoint"
         make_checkpoint(args.shape, checkpoint)
     checkpoint = checkpoint.resolve()
     settings = compose(args, checkpoint, scratch / "models")
@@ -195,6 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--checkpoint", type=Path, help="instead of a shape with random weights")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
+    parser.add_argument("--directory", type=Path, help="of that shape's checkpoint; it is kept")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--running", type=int, default=256, help="at most so many at once")
     parser.add_argument("--input", type=int, nargs=2, default=(128, 1024), metavar="N")
