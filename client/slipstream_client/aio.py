@@ -15,8 +15,16 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL, TRUE_STATUS
 from slipstream_client.codec import chunks_of, health_of, health_request, request_of
-from slipstream_client.failures import error_from_rpc, error_from_text
+from slipstream_client.failures import error_from_rpc, error_from_sending, error_from_text
 from slipstream_client.results import Chunk, Completion, join
+
+
+def is_task_cancelled() -> bool:
+    """Whether somebody cancels this task. Otherwise a CancelledError is grpc.aio's own: it cancels
+    a call that ends, by its deadline or with its connection, while its request is written.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class AsyncChunkStream(AsyncIterator[Chunk]):
@@ -45,6 +53,9 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
             self.cancel()
             if was_cancelled_here:  # by cancel(), in another task: the end, not an error
                 raise StopAsyncIteration from None
+            if not is_task_cancelled():
+                is_late = time.monotonic() >= self._deadline_s
+                raise error_from_sending(self._url, is_late) from None
             raise
         except grpc.RpcError as error:
             self._is_over = True

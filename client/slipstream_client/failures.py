@@ -48,3 +48,10 @@ def error_from_rpc(
             Code.UNAVAILABLE,
         )
     return error_from_text(details, status.name)
+
+
+def error_from_sending(url: str, is_late: bool) -> ContractError | RequestTimeoutError:
+    """The error of a call that ended while its request was written; `is_late` as above."""
+    if is_late:
+        return RequestTimeoutError(f"no complete answer from {url} in time")
+    return ContractError(f"the connection to {url} ended with the request", Code.UNAVAILABLE)

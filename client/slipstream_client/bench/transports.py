@@ -4,6 +4,7 @@ Both read what arrives with as little work as they can: the SDK's chunks, with a
 tensor, cost a client several times as much as its transport.
 """
 
+import asyncio
 import contextlib
 import re
 import time
@@ -18,6 +19,7 @@ import msgspec
 from slipstream_contract.errors import Code
 from tritonclient.grpc import service_pb2
 
+from slipstream_client.aio import is_task_cancelled
 from slipstream_client.bench.messages import Record
 from slipstream_client.client import CHANNEL_OPTIONS, TRUE_STATUS
 from slipstream_client.failures import RequestTimeoutError, error_from_rpc
@@ -29,6 +31,7 @@ _CODED = re.compile(rf"(?:^|[\s,;:'\"\]])({'|'.join(Code)}): (?!ipv[46]:|unix:)"
 _RETRY_AFTER = re.compile(r"retry_after_ms: (\d+)")
 _QUEUE_FULL = "Exceeds maximum queue size"  # Triton's own refusal
 _LATE = "no complete answer in time"
+_BROKEN = "the connection ended with the request"
 _MAX_MESSAGE = 300  # characters that are kept of an error
 MAX_LINE_BYTES = 1 << 24  # of an event
 
@@ -97,6 +100,13 @@ class GrpcTransport:
                 fail(record, _LATE, "DEADLINE_EXCEEDED")
             else:
                 fail(record, failure.details() or "", failure.code().name)
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            self._note(record, times, counts)
+            is_late = record.ended_ns - record.sent_ns >= self._timeout_s * 1e9
+            lost = (_LATE, "DEADLINE_EXCEEDED") if is_late else (_BROKEN, "UNAVAILABLE")
+            fail(record, *lost)
         else:
             self._note(record, times, counts)
             if error:
