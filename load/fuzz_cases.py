@@ -288,7 +288,7 @@ class _Draft:
         case.tensors = [_tensor(case.model, name, rows) for name, rows in self.rows.items()]
         if self.is_http and not all(map(_is_text, case.tensors)):
             case.faults.append(ANY)  # the server refuses the JSON
-        if self.rarely(10):
+        if not case.is_stop and self.rarely(10):
             self.wire_fault()
         elif self.rarely(5):
             case.parameters["timeout_ms"] = 5000  # in case it now asks for a long answer
