@@ -206,7 +206,8 @@ class _Draft:
             is_bad = not good or self.draw(st.booleans())
             self.rows[tensor.name] = [[self.one(bad if is_bad else good)]] * case.size
             if is_bad:
-                case.faults.append((tensor.name, tensor.name.lower()))
+                known_as = tensor.name.lower().replace("decoder_query", "decoder_text_input")
+                case.faults.append((tensor.name, known_as))
         if case.model in GENERATING:
             case.is_streaming = self.draw(st.booleans())
             name = _STREAM.get(case.model, "stream")

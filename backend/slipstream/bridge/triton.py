@@ -28,8 +28,15 @@ def read_inputs(request: Any) -> dict[str, np.ndarray]:
 
 
 def read_parameters(request: Any) -> dict[str, object]:
-    """The request's parameters; their values are strings, integers, floats or booleans."""
-    text = request.parameters()
+    """The request's parameters; their values are strings, integers, floats or booleans.
+
+    Raises ContractError for what is no text.
+    """
+    try:
+        text = request.parameters()
+        request.request_id()
+    except UnicodeDecodeError:
+        raise ContractError("a request parameter or the request id is not valid UTF-8") from None
     return dict(json.loads(text)) if text else {}
 
 
