@@ -404,6 +404,7 @@ def test_elements_of_a_batch_of_scalars():
 
 # --- anything -------------------------------------------------------------------------------------
 
+
 def test_a_prompt_beyond_the_context_is_refused_by_its_length():
     arrays = {"input_ids": np.full(9, -1, np.int32), "request_output_len": np.int32(1)}
     with pytest.raises(ContractError, match=r"9 tokens long: .* the context of 9 tokens"):
