@@ -1,23 +1,10 @@
 """Requests drawn over the whole contract, on a real tritonserver; and what the judge would find."""
 
-import importlib
-import sys
-from types import SimpleNamespace
-
 import pytest
 from slipstream_compose.server import repository_root, server_directory
 from slipstream_contract.tensors import MODELS
 
 NAMES = ("serving", "fuzz_fields", "fuzz_cases", "fuzz_send", "fuzz")
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """The scripts as modules; they import each other by their plain names, as they are run."""
-    monkeypatch.syspath_prepend(str(repository_root() / "load"))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    for name in NAMES:
-        sys.modules.pop(name)
 
 
 @pytest.mark.triton

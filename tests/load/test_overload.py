@@ -1,27 +1,15 @@
 """A short overload of a real server, and what a long one would find."""
 
 import dataclasses
-import importlib
-import sys
 from array import array
-from types import SimpleNamespace
 
 import pytest
 from slipstream_client.bench.figures import Window
 from slipstream_client.bench.messages import Record
-from slipstream_compose.server import repository_root, server_directory
+from slipstream_compose.server import server_directory
 
 NAMES = ("serving", "soak_watch", "overload", "isolation")
 S = 10**9
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """The scripts as modules; they import each other by their plain names, as they are run."""
-    monkeypatch.syspath_prepend(str(repository_root() / "load"))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    for name in NAMES:
-        sys.modules.pop(name)
 
 
 @pytest.mark.triton

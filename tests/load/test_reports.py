@@ -1,22 +1,8 @@
 """What the load tests report, from numbers that can be checked by hand."""
 
-import importlib
-import sys
-from types import SimpleNamespace
-
 import pytest
-from slipstream_compose.server import repository_root
 
 NAMES = ("serving", "run_perf", "run_locust", "run_agreement")
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """The scripts as modules; they import each other by their plain names, as they are run."""
-    monkeypatch.syspath_prepend(str(repository_root() / "load"))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    for name in NAMES:
-        sys.modules.pop(name)
 
 
 def test_perf_figures(load):

@@ -2,26 +2,14 @@
 
 import argparse
 import asyncio
-import importlib
 import os
 import signal
-import sys
 import warnings
-from types import SimpleNamespace
 
 import pytest
-from slipstream_compose.server import repository_root, server_directory
+from slipstream_compose.server import server_directory
 
 NAMES = ("serving", "soak_plan", "soak_watch", "soak_storm", "soak_timed", "soak")
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """The scripts as modules; they import each other by their plain names, as they are run."""
-    monkeypatch.syspath_prepend(str(repository_root() / "load"))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    for name in NAMES:
-        sys.modules.pop(name)
 
 
 @pytest.mark.triton
