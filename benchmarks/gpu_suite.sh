@@ -26,6 +26,7 @@ for file in tests/*/test_gpu*.py; do
 done
 wait
 run tests/models/test_gpu_memory.py "$@"  # measures what is free: alone
+run tests/faults/test_engine_process.py "$@"  # fills the device: likewise
 for log in "$logs"/*.txt; do
   echo "== $(basename "$log" .txt)"
   grep -aE "checks, [0-9]+ failed|FAILED|Error|passed|failed|skipped" "$log"
