@@ -93,7 +93,7 @@ class Sender:
             outcome.error, outcome.is_lost = repr(error), True
             return
         outcome.is_whole = True
-        for line in text.splitlines() if is_stream(case) else [text]:
+        for line in text.split("\n") if is_stream(case) else [text]:
             if not line:
                 continue
             try:

@@ -60,7 +60,7 @@ class Client:
     def events(self, model: str, **body: object) -> list[dict[str, object]]:
         """HTTP `generate_stream`: all events. Raises RequestError."""
         _, text = self.post(f"{model}/generate_stream", body)
-        lines = [line for line in text.splitlines() if line]
+        lines = [line for line in text.split("\n") if line.strip()]
         answers = [json.loads(line.removeprefix("data: ")) for line in lines]
         for answer in answers:
             if "error" in answer:

@@ -316,6 +316,13 @@ def test_queued_in_the_server(scene: Scene) -> None:
 
 
 def test_before_its_prompt_is_tokenised(scene: Scene) -> None:
+    """Who leaves, leaves before its turn, unless the machine was quick or this process slow."""
+    with scene.staying():
+        assert any(leave_while_others_are_tokenised(scene) for _ in range(8))
+
+
+def leave_while_others_are_tokenised(scene: Scene) -> set[str]:
+    """Models besides `ensemble` of which at least one request never reached the engine."""
     clients, asked = {}, {}
     models = [model for model in MODELS if model != "tensorrt_llm"]
     sampling = {"max_tokens": 1, "stream": True, "text_input": "\t" * 47_000}  # 50 ms, then refused
@@ -323,17 +330,16 @@ def test_before_its_prompt_is_tokenised(scene: Scene) -> None:
         threading.Thread(target=scene.server.post, args=(f"{model}/generate_stream", sampling))
         for model in models * 16
     ]
-    with scene.staying():
-        for thread in threads:
-            thread.start()
-        for cell in cells(has_stop=False):
-            if cell[1] in models:
-                seed, client = scene.ask(cell, PROMPT * 60, 400, 0.1)
-                clients[seed], asked[seed] = client, cell
-        time.sleep(0.05)
-        left = leave(clients)
-        for thread in threads:
-            thread.join(30)
-        close(clients)
-        never = check_never_began(scene, asked, left)
-        assert {asked[seed][1] for seed in never} - {"ensemble"}
+    for thread in threads:
+        thread.start()
+    for cell in cells(has_stop=False):
+        if cell[1] in models:
+            seed, client = scene.ask(cell, PROMPT * 60, 400, 0.1)
+            clients[seed], asked[seed] = client, cell
+    time.sleep(0.05)
+    left = leave(clients)
+    for thread in threads:
+        thread.join(30)
+    close(clients)
+    never = check_never_began(scene, asked, left)
+    return {asked[seed][1] for seed in never} - {"ensemble"}

@@ -55,12 +55,14 @@ def greedy(model: str) -> dict[str, object]:
 
 
 def command(client, *arguments: str, **options) -> subprocess.Popen[str]:
+    """The command; Ctrl-C reaches it also where whoever runs the tests ignores SIGINT."""
     port = client.address.rpartition(":")[2]
     return subprocess.Popen(
         [sys.executable, "-m", "slipstream_client.cli", *arguments, "--grpc-port", port],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
 

@@ -117,7 +117,7 @@ def read_prompts(path: Path, model: str) -> list[Prompt]:
     """
     wanted = ("input_ids",) if model == TENSORRT_LLM else ("prompt", "text_input")
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             found.append(_prompt(f"{path}:{number}", line, wanted))
     if not found:
