@@ -28,7 +28,7 @@ _OPTIONS = {
     "max_model_len": "tokens of prompt and output together (default: the checkpoint's context)",
     "max_waiting": "requests that may wait in the engine; more are refused (default: 4096)",
     "max_waiting_tokens": "tokens of their prompts, likewise (default: 2097152)",
-    "long_prompt_tokens": "chunks of longer prompts at most double a step of running streams "
+    "long_prompt_tokens": "chunks of longer prompts about double a step of running streams "
     "(default: 1024)",
     "stuck_after_s": "seconds after which a step counts as hanging: the engine is killed and "
     "started again (default: 60)",
