@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from server.support import CHECKPOINT, compose
+from server.support import CHECKPOINT, compose, start
 from slipstream_compose.supervise import Fault, Supervisor
-from slipstream_compose.triton import Endpoints, TritonServer
+from slipstream_compose.triton import TritonServer
 
 
 class _Over(BaseException):
@@ -67,14 +67,7 @@ class Supervision(Supervisor):
 def serve(folder: Path, *options: str) -> TritonServer:
     """A server on the default checkpoint that is ready and has no supervisor yet."""
     repository = compose(CHECKPOINT, folder / "models", "--dtype", "float32", *options)
-    server = TritonServer(repository, Endpoints.free(), folder / "log", is_supervised=True)
-    try:
-        server.start()
-        server.wait_ready(120)
-    except BaseException:
-        server.stop()
-        raise
-    return server
+    return start(repository, folder / "log", is_supervised=True)
 
 
 def wait_line(lines: list[str], word: str, timeout_s: float = 30.0) -> str:

@@ -3,9 +3,10 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
-from faults.oracle import Oracle, asks
+from faults.oracle import Ask, Oracle, asks
 from server.support import RequestError
 
 pytestmark = pytest.mark.triton
@@ -14,15 +15,21 @@ ERRORS_S = 2.0
 BACK_S = 20.0  # 5 s on a machine with nothing else to do
 
 
-def test_a_killed_engine(oracle: Oracle) -> None:
-    questions = asks(10)
+def lose_engine(oracle: Oracle, questions: list[Ask], end: Callable[[int], None]) -> int:
+    """End the engine while all questions run, and see all told in time; its process id."""
     oracle.learn(questions)
     oracle.plant("pace", seconds=0.02)
-    with oracle.storm(questions, running=10):
+    with oracle.storm(questions, running=len(questions)):
         pid = oracle.client.health()["engine_pid"]
         begin = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
+        end(pid)
     assert max(outcome.ended_s for outcome in oracle.outcomes) - begin < ERRORS_S
+    return pid
+
+
+def test_a_killed_engine(oracle: Oracle) -> None:
+    questions = asks(10)
+    pid = lose_engine(oracle, questions, lambda pid: os.kill(pid, signal.SIGKILL))
     assert all(outcome.error for outcome in oracle.outcomes), oracle.outcomes
     oracle.wait_back(pid, BACK_S)
     with oracle.storm(questions):
@@ -108,13 +115,7 @@ def test_nan_in_one_row_ends_it_and_its_blocks_harm_nobody_after(oracle: Oracle)
 @pytest.mark.slow  # as one that is killed; tests/engine has the rest
 def test_a_cuda_error_that_stays_ends_the_engine_and_the_next_one_serves(oracle: Oracle) -> None:
     questions = asks(10)
-    oracle.learn(questions)
-    oracle.plant("pace", seconds=0.02)
-    with oracle.storm(questions, running=10):
-        pid = oracle.client.health()["engine_pid"]
-        begin = time.monotonic()
-        oracle.plant("sticky")
-    assert max(outcome.ended_s for outcome in oracle.outcomes) - begin < ERRORS_S
+    pid = lose_engine(oracle, questions, lambda _: oracle.plant("sticky"))
     oracle.wait_back(pid, BACK_S)
     with oracle.storm(questions):
         pass

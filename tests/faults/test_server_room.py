@@ -122,7 +122,7 @@ def test_a_full_shared_memory(roomy: Path, tmp_path: Path) -> None:
             assert process.poll() is None
         oracle = Oracle(Client(SimpleNamespace(endpoints=free)), tmp_path)
         learn(oracle)
-        file = fill(Path(f"/proc/{process.pid}/root/dev/shm"))
+        file = fill(Path("/proc", str(process.pid), "root", "dev", "shm"))
         with oracle.storm(oracle.references):
             for model in ("ensemble", "tensorrt_llm_bls"):
                 with pytest.raises(RequestError, match="No space left on device"):

@@ -180,9 +180,9 @@ def compose(checkpoint: Path, output: Path, *options: str) -> Path:
     return output
 
 
-def start(repository: Path, log: Path) -> TritonServer:
+def start(repository: Path, log: Path, is_supervised: bool = False) -> TritonServer:
     """A server that is ready."""
-    server = TritonServer(repository, Endpoints.free(), log)
+    server = TritonServer(repository, Endpoints.free(), log, is_supervised=is_supervised)
     try:
         server.start()
         server.wait_ready(120)
