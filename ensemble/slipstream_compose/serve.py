@@ -22,7 +22,7 @@ from typing import NoReturn, TextIO
 
 from slipstream_compose.probe import first_token, stream_text, text_model
 from slipstream_compose.server import repository_root, server_directory
-from slipstream_compose.supervise import Supervisor
+from slipstream_compose.supervise import Repairer
 from slipstream_compose.triton import (
     ENDING,
     Endpoints,
@@ -124,7 +124,7 @@ def _supervise(server: TritonServer, models: list[str], start_timeout_s: float) 
         server.wait_ready(start_timeout_s)
         first_token(server.endpoints.http, models)
 
-    Supervisor(server, wait_ready, lambda line: print(line, flush=True)).run()
+    Repairer(server, wait_ready, lambda line: print(line, flush=True)).run()
 
 
 def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:

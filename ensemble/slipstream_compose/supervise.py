@@ -68,7 +68,7 @@ class _Pauses:
         self.repaired_s = time.monotonic()
 
 
-class Supervisor:
+class Repairer:
     """Watches one server that is ready. `say` takes a line for the user."""
 
     def __init__(

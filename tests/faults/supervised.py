@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from server.support import CHECKPOINT, compose, start
-from slipstream_compose.supervise import Fault, Supervisor
+from slipstream_compose.supervise import Fault, Repairer
 from slipstream_compose.triton import TritonServer
 
 
@@ -15,7 +15,7 @@ class _Over(BaseException):
     """The supervisor's way out of a test."""
 
 
-class Supervision(Supervisor):
+class Supervision(Repairer):
     """A supervisor in a thread of its own, that looks only while `on()`.
 
     One thread for as long as the server lives: a server dies with the thread that started it.
