@@ -1,10 +1,13 @@
 // Paged decode attention for 16-bit elements: every warp is a worker that streams the tiles which the plan gives it
 // (decode_plan.cuh) through a ring of its own. What several workers of a CTA have of one (sequence, head) they merge
 // in shared memory; what several CTAs have, the last of them to arrive. Every sum has one order, whoever is last.
+// What sequences share is attended to first, for all of them together (decode_prefixes.cuh); what is left of it is where
+// the sums of their own tokens begin.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K come as
-// projected and are rotated here, the newest K and V are written to the cache here)
-#include "decode_columns.cuh"
+// projected and are rotated here, the newest K and V are written to the cache here), SHARES (1: there may be what
+// sequences share)
 #include "decode_newest.cuh"
+#include "decode_prefixes.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int AT_ONCE = 18;  // parts whose loads are in flight together: of 8 heads on 132 SMs, all
@@ -32,53 +35,14 @@ struct Shared {
   }
 };
 
-// The heads of the plan: each kv head `parts` times, with at most `width` of its query heads.
-struct Heads {
-  int count;
-  int parts;
-  int width;
-  int group;  // query heads of a kv head
-
-  DEVICE Heads(int num_kv_heads, int group)
-      : parts((group + COLUMNS - 1) / COLUMNS), width((group + parts - 1) / parts), group(group) {
-    count = num_kv_heads * parts;
-  }
-  DEVICE int first_query(int head) const { return head / parts * group + head % parts * width; }
-  DEVICE int num_queries(int head) const { return min(width, group - head % parts * width); }
-};
-
-struct Output {
-  T* rows;  // [row, query head, HEAD_SIZE]
-  i64 row_elements;
-
-  DEVICE T* at(const Heads& heads, int row, int head) const {
-    return rows + row * row_elements + heads.first_query(head) * HEAD_SIZE;
-  }
-};
-
-// The rows of a step: one token for each sequence.
-struct Inputs {
-  const T* q;
-  i64 q_stride;
-  const T* k;  // from here on only if ROTATES
-  i64 k_stride;
-  const T* v;
-  i64 v_stride;
-  const float* cos_sin;  // [position, HEAD_SIZE]: cosines, then sines
-
-  // Of the newest token of a sequence.
-  DEVICE const float* angles(const Sequence& sequence) const {
-    return cos_sin + i64(sequence.length - 1) * HEAD_SIZE;
-  }
-};
-
 // A worker on its way: one (sequence, head) after the other.
 class Worker {
   const Heads& heads;
   const Inputs& inputs;
   const Cache& cache;
   const Output& out;
-  const float scale;  // of scores, times log2(e)
+  const State* const states;  // if SHARES
+  const float scale;          // of scores, times log2(e)
   Shared& shared;
   const int warp = threadIdx.x / 32;
   Ring ring;
@@ -88,15 +52,15 @@ class Worker {
 
  public:
   DEVICE Worker(const Heads& heads, const Inputs& inputs, const Cache& cache, const Output& out,
-                float scale, Shared& shared, const Plan& plan, const Start& start)
-      : heads(heads), inputs(inputs), cache(cache), out(out), scale(scale), shared(shared),
+                const State* states, float scale, Shared& shared, const Plan& plan, const Start& start)
+      : heads(heads), inputs(inputs), cache(cache), out(out), states(states), scale(scale), shared(shared),
         ring(cache, shared.rings[threadIdx.x / 32], heads.count, Cursor(plan, start), start.count),
         cursor(plan, start), left(start.count) {}
 
   // Before the kernels in front have ended.
   DEVICE int begin() {
     const int filled = ring.fill_early();
-    if (ROTATES && left > 0) next.load_angles(inputs.angles(cursor.now));
+    if (ROTATES && left > 0) next.load_angles(inputs.angles(cursor.now.length));
     return filled;
   }
 
@@ -113,6 +77,9 @@ class Worker {
       }
       Columns columns;
       columns.clear();
+#if SHARES
+      if (cursor.tile == cursor.now.first_tile()) resume(columns);
+#endif
       const int flags = attend(query, newest, columns);
       columns.sum_totals();
       const int num_queries = heads.num_queries(head);
@@ -136,13 +103,25 @@ class Worker {
     const int token = cursor.now.length - 1, row = cursor.now.row;
     const i64 offset = cursor.head / heads.parts * HEAD_SIZE;
     newest.load(inputs.k + row * inputs.k_stride + offset, inputs.v + row * inputs.v_stride + offset,
-                inputs.angles(cursor.now),
+                inputs.angles(cursor.now.length),
                 cache.memory + cache.offset(cache.block(row, token), token, cursor.head));
   }
 
+#if SHARES
+  // Begin with what the sequence shares with others.
+  DEVICE void resume(Columns& columns) const {
+    const int first = cursor.now.prefix.states >> STATES_BITS;
+    const int count = cursor.now.prefix.states & ((1 << STATES_BITS) - 1);
+    const int stride = heads.all_queries();
+    const State* own = states + i64(first) * stride + heads.first_query(cursor.head);
+    for (int i = 0; i < count; ++i)
+      columns.merge(own + i64(i) * stride, heads.num_queries(cursor.head));
+  }
+#endif
+
   // Tiles of one (sequence, head), as many as are the worker's. Returns what it had of it.
   DEVICE int attend(const Query& query, Newest& newest, Columns& columns) {
-    int flags = PRESENT | (cursor.tile == 0 ? BEGINS : 0);
+    int flags = PRESENT | (cursor.tile == cursor.now.first_tile() ? BEGINS : 0);
     const bool is_writer = cursor.head % heads.parts == 0;
     for (bool goes_on = true; goes_on;) {
       const int count = cursor.num_tokens();
@@ -150,7 +129,7 @@ class Worker {
       goes_on = --left > 0 && count > TILE;
       cursor.advance(heads.count);
       if (!goes_on && left > 0) {
-        if (ROTATES) next.load_angles(inputs.angles(cursor.now));
+        if (ROTATES) next.load_angles(inputs.angles(cursor.now.length));
         load_heads();
       }
       u8* slot = ring.front();
@@ -333,8 +312,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   bool has_empty = false;
   for (int row = first_row; row < num_rows; row += row_step)
     has_empty |= load_fresh<1>(lengths + row).at[0] == 0;
+#if SHARES
+  const Prefixes prefixes = plan.prefixes(int(num_rows));
+  const int num_items = load_fresh<1>(prefixes.num_items).at[0];
+#else
+  constexpr int num_items = 0;
+#endif
   // Who has nothing to do makes room for the next kernel; CTA 0 keeps the order of kernels.
-  if (!has_tiles && !has_empty && blockIdx.x > 0) return;
+  if (!has_tiles && !has_empty && blockIdx.x > 0 && num_items == 0) return;
   if (lane == 0) shared.entries[warp * 2] = shared.entries[warp * 2 + 1] = {0, 0, 0};
 
   const Heads heads{int(num_kv_heads), int(group_size)};
@@ -342,9 +327,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Cache cache = {memory,       block_tables,     table_stride,
                        num_kv_heads, int(block_shift), heads.parts};
   const Inputs inputs = {q, q_stride, k, k_stride, v, v_stride, cos_sin};
-  Worker worker(heads, inputs, cache, out, scale, shared, plan, start);
+  State* const states = reinterpret_cast<State*>(partials + gridDim.x * 2);
+#if SHARES
+  if (num_items > 0) attend_items(prefixes, num_items, heads, inputs, cache, lengths, shared.rings[0], states, scale);
+#endif
+  Worker worker(heads, inputs, cache, out, states, scale, shared, plan, start);
   const int filled = worker.begin();
   wait_for_previous();
+#if SHARES
+  if (num_items > 0) wait_for_items(prefixes, num_items, has_tiles);
+#endif
 
   if (has_empty)
     for (int row = first_row; row < num_rows; row += row_step)

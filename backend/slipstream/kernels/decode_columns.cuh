@@ -16,6 +16,14 @@ struct alignas(16) Part {
   float total[COLUMNS];
 };
 
+// What a query head has of tokens that its sequence shares with others: the same of one column.
+struct alignas(16) State {
+  float output[HEAD_SIZE];
+  float maximum;
+  float total;
+  float unused[2];
+};
+
 // Query heads as fragments B: a lane 4 g + t holds elements 2t, 2t + 1 of every chunk of head g.
 struct Query {
   u32 pairs[CHUNKS];
@@ -59,6 +67,34 @@ class Columns {
       for (int j = 0; j < 4; ++j) output[step][j] = 0.0f;
     maximum[0] = maximum[1] = -INFINITE;
     total[0] = total[1] = 0.0f;
+  }
+
+  // Add the states of `count` columns, one after the other.
+  DEVICE void merge(const State* states, int count) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int column = lane % 4 * 2 + c;
+      if (column >= count) continue;
+      const State& state = states[column];
+      const Pack<float, 2> sums = load_fresh<2>(&state.maximum);
+      float values[STEPS][2];
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          values[step][half] = load_fresh<1>(state.output + step * 16 + half * 8 + lane / 4).at[0];
+      const float highest = fmaxf(maximum[c], sums.at[0]);
+      const float factor = exp2_fast(maximum[c] - highest), weight = exp2_fast(sums.at[0] - highest);
+      maximum[c] = highest;
+      total[c] = total[c] * factor + (lane / 4 == 0 ? sums.at[1] * weight : 0.0f);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& sum = output[step][c + half * 2];
+          sum = fmaf(values[step][half], weight, sum * factor);
+        }
+    }
   }
 
   // K q^T: scores of tokens 16 i + g and 16 i + g + 8, each of columns 2t, 2t + 1.

@@ -59,14 +59,21 @@ DEVICE void scan(u64 value, u64& up_to_here, u64& all) {
   }
 }
 
+#if SHARES
+DEVICE RowPrefix prefix_of(const RowPrefix* prefixes, int row) { return prefixes[row]; }
+#else
+DEVICE RowPrefix prefix_of(const RowPrefix*, int) { return {0, 0}; }
+#endif
+
 // Fills `tiles` with the sequences that have tokens.
-DEVICE void collect(const int* lengths, int num_rows, Tiles& tiles) {
+DEVICE void collect(const int* lengths, const RowPrefix* prefixes, int num_rows, Tiles& tiles) {
   u64 done = 0;  // sequences in the high half, tiles in the low
   for (int base = 0; base < num_rows; base += THREADS) {
     const int row = base + threadIdx.x;
     const int length = row < num_rows ? lengths[row] : 0;
     u64 here, all;
-    scan((u64(length > 0) << 32) + (length + TILE - 1) / TILE, here, all);
+    const int first_tile = length > 0 ? prefix_of(prefixes, row).first_tile : 0;
+    scan((u64(length > 0) << 32) + (length + TILE - 1) / TILE - first_tile, here, all);
     if (length > 0) {
       const int index = int((done + here) >> 32) - 1;
       tiles.ends[index] = int(u32(done + here));
@@ -116,24 +123,30 @@ DEVICE int owner(const int* cuts, int num_ctas, int at) {
   return low;
 }
 
-DEVICE Sequence sequence_at(const Tiles& tiles, const int* lengths, int index) {
+DEVICE Sequence sequence_at(const Tiles& tiles, const int* lengths, const RowPrefix* prefixes, int index) {
   if (index >= tiles.count) return {0, 0};
-  return {tiles.rows[index], lengths[tiles.rows[index]]};
+  const int row = tiles.rows[index];
+#if SHARES
+  return {row, lengths[row], prefixes[row]};
+#else
+  return {row, lengths[row]};
+#endif
 }
 
-DEVICE Start start_of(const Tiles& tiles, const int* lengths, const int* cuts, int cta, int worker,
-                      int num_workers) {
+DEVICE Start start_of(const Tiles& tiles, const int* lengths, const RowPrefix* prefixes, const int* cuts,
+                      int cta, int worker, int num_workers) {
   const i64 run = cuts[cta + 1] - cuts[cta];
   const int begin = cuts[cta] + int(run * worker / num_workers);
   const int end = cuts[cta] + int(run * (worker + 1) / num_workers);
   if (begin == end) return {0, 0, 0, 0, {0, 0}, {0, 0}};
   const auto place = tiles.find(begin);
+  const Sequence sequence = sequence_at(tiles, lengths, prefixes, place.index);
   return {place.index,
           place.head,
-          place.tile,
+          sequence.first_tile() + place.tile,
           end - begin,
-          sequence_at(tiles, lengths, place.index),
-          sequence_at(tiles, lengths, place.index + 1)};
+          sequence,
+          sequence_at(tiles, lengths, prefixes, place.index + 1)};
 }
 
 // Of the (sequence, head) of a tile.
@@ -164,15 +177,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Plan plan(memory, int(num_ctas), int(num_workers));
   Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads)};
   int* cuts = shared_ints + 2 * num_rows;
-  collect(lengths, int(num_rows), tiles);
+  const RowPrefix* prefixes = plan.prefixes(int(num_rows)).rows;
+  collect(lengths, prefixes, int(num_rows), tiles);
   cut(tiles, cuts, int(num_ctas), {int(min_run), int(whole_run), int(whole_more)});
 
   const int first = threadIdx.x * gridDim.x + blockIdx.x, step = THREADS * gridDim.x;
   for (int i = first; i < num_ctas * num_workers; i += step)
-    plan.starts[i] = start_of(tiles, lengths, cuts, i / int(num_workers), i % int(num_workers),
+    plan.starts[i] = start_of(tiles, lengths, prefixes, cuts, i / int(num_workers), i % int(num_workers),
                               int(num_workers));
   for (int i = first; i < num_ctas; i += step) write_shares(plan, tiles, cuts, int(num_ctas), i);
   for (int i = first; i < tiles.count + 2; i += step)
-    plan.sequences[i] = sequence_at(tiles, lengths, i);
+    plan.sequences[i] = sequence_at(tiles, lengths, prefixes, i);
   __threadfence();
 }

@@ -3,15 +3,33 @@
 // A tile is TILE tokens of one (sequence, head); a head stands for the query heads that share a kv head, or for some
 // of them where they are many. Tiles lie in the order sequence, head, token: each CTA gets a run of them, each
 // worker a run of its CTA's.
+// -D SHARES (1: sequences begin behind what they share with others, prefixes.cuh)
 #pragma once
 #include "common.cuh"
+#include "prefixes.cuh"
+
+#ifndef SHARES
+#define SHARES 0
+#endif
 
 constexpr int TILE = 32;
 
+#if SHARES
+struct alignas(16) Sequence {
+  int row;  // of the batch
+  int length;
+  RowPrefix prefix;
+
+  DEVICE int first_tile() const { return prefix.first_tile; }
+};
+#else
 struct alignas(8) Sequence {
   int row;  // of the batch
   int length;
+
+  DEVICE int first_tile() const { return 0; }
 };
+#endif
 
 // The first tile of a worker, and what it must know to go on from there.
 struct alignas(16) Start {
@@ -42,9 +60,11 @@ DEVICE Field read(const Field* field) {
         load_fresh<4>(reinterpret_cast<const int*>(field) + i * 4);
   return result;
 }
+#if !SHARES
 DEVICE Sequence read(const Sequence* sequence) {
   return {load_fresh<1>(&sequence->row).at[0], load_fresh<1>(&sequence->length).at[0]};
 }
+#endif
 
 struct Plan {
   int* arrivals;        // [CTAs], zero between kernels: CTAs that have their part of what starts in this one
@@ -57,5 +77,9 @@ struct Plan {
     shares = reinterpret_cast<Share*>(memory + (num_ctas + 3) / 4 * 4);
     starts = reinterpret_cast<Start*>(shares + 2 * num_ctas);
     sequences = reinterpret_cast<Sequence*>(starts + num_ctas * num_workers);
+  }
+  // If SHARES.
+  DEVICE Prefixes prefixes(int num_rows) const {
+    return Prefixes(reinterpret_cast<int*>(sequences + num_rows + 2), num_rows);
   }
 };

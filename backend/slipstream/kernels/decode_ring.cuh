@@ -64,10 +64,11 @@ struct Cursor {
       ++tile;
       return;
     }
-    tile = 0;
+    tile = now.first_tile();
     if (++head < num_heads) return;
     head = 0;
     now = following;
+    tile = now.first_tile();
     following = read(rest++);
   }
 };
