@@ -34,7 +34,7 @@ MODULES = (
 )
 VARIANTS = [v for module in MODULES for v in module.variants()]
 ENTRIES = {
-    "activation.cu": {"silu_mul"},
+    "activation.cu": {"silu_mul", "gelu_mul"},
     "count_tokens.cu": {"count_tokens"},
     "decode_attention.cu": {"decode_attention"},
     "decode_plan.cu": {"plan_decode"},

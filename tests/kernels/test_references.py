@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.attention_cases import attend, make_case
 from kernels.checking import DTYPES, Judge, same_bits, short
-from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.activation import gelu_mul, silu_mul
 from slipstream.kernels.decode_attention import decode_attention, plan_decode
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.prefill_attention import prefill_attention
@@ -43,12 +43,14 @@ def test_norms(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(sizes, sizes, dtypes, seeds)
-def test_silu_mul(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
+def test_gated_activations(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
     x = rows(n, 2 * width, dtype, seed)
     gate, up = x.double().chunk(2, -1)
     exact = gate / (1 + torch.exp(-gate)) * up
-    judge = Judge("silu_mul")
+    judge = Judge("activations")
     judge.close("silu_mul", silu_mul(x), exact, exact.to(dtype))
+    exact = gate / (1 + torch.exp(-2 * (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    judge.close("gelu_mul", gelu_mul(x), exact, exact.to(dtype))
     judge.verdict()
 
 
