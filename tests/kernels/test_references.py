@@ -113,7 +113,8 @@ def test_attention(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
     block = data.draw(st.sampled_from((8, 16, 32)))
     lengths = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=4))
     chunks = [data.draw(st.integers(0, min(20, length))) for length in lengths]
-    shape = ((h * group, h), 16, block, dtype, "cpu", seed)
+    window = data.draw(st.sampled_from((0, 0, 1, 7, 8, 33, 64, 100)))
+    shape = ((h * group, h), 16, block, dtype, "cpu", seed, window)
     judge = Judge("attention")
     case = make_case(chunks, lengths, *shape)
     out = prefill_attention(
@@ -124,13 +125,15 @@ def test_attention(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
         case.lengths,
         case.scale,
         max(chunks),
+        window=window,
     )
     judge.close(
         f"prefill {chunks} {lengths}", out, attend(case, torch.float64), attend(case, dtype)
     )
     case = make_case([1] * len(lengths), lengths, *shape)
-    plan = plan_decode(case.lengths, case.cache, h * group)
-    out = decode_attention(case.q, case.cache, case.block_tables, case.lengths, plan, case.scale)
+    plan = plan_decode(case.lengths, case.cache, h * group, window)
+    arguments = (case.cache, case.block_tables, case.lengths, plan, case.scale)
+    out = decode_attention(case.q, *arguments, window=window)
     name = f"decode {lengths}"
     judge.close(name, out, attend(case, torch.float64), attend(case, dtype))
     judge.verdict()

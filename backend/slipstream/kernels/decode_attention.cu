@@ -2,7 +2,7 @@
 // (decode_plan.cuh) through a ring of its own. What several workers of a CTA have of one (sequence, head) they merge
 // in shared memory; what several CTAs have, the last of them to arrive. Every sum has one order, whoever is last.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K come as
-// projected and are rotated here, the newest K and V are written to the cache here)
+// projected and are rotated here, the newest K and V are written to the cache here), WINDOWED
 #include "decode_columns.cuh"
 #include "decode_newest.cuh"
 
@@ -88,10 +88,10 @@ class Worker {
 
  public:
   DEVICE Worker(const Heads& heads, const Inputs& inputs, const Cache& cache, const Output& out,
-                float scale, Shared& shared, const Plan& plan, const Start& start)
+                float scale, Shared& shared, const Cursor& first, int count)
       : heads(heads), inputs(inputs), cache(cache), out(out), scale(scale), shared(shared),
-        ring(cache, shared.rings[threadIdx.x / 32], heads.count, Cursor(plan, start), start.count),
-        cursor(plan, start), left(start.count) {}
+        ring(cache, shared.rings[threadIdx.x / 32], heads.count, first, count), cursor(first),
+        left(count) {}
 
   // Before the kernels in front have ended.
   DEVICE int begin() {
@@ -142,10 +142,10 @@ class Worker {
 
   // Tiles of one (sequence, head), as many as are the worker's. Returns what it had of it.
   DEVICE int attend(const Query& query, Newest& newest, Columns& columns) {
-    int flags = PRESENT | (cursor.tile == 0 ? BEGINS : 0);
+    int flags = PRESENT | (cursor.is_first() ? BEGINS : 0);
     const bool is_writer = cursor.head % heads.parts == 0;
     for (bool goes_on = true; goes_on;) {
-      const int count = cursor.num_tokens();
+      const int count = cursor.num_tokens(), hidden = cursor.num_hidden();
       if (count <= TILE) flags |= ENDS;
       goes_on = --left > 0 && count > TILE;
       cursor.advance(heads.count);
@@ -159,7 +159,7 @@ class Worker {
       columns.score(scores, query, shared_address(slot));
       ring.pop();
       u32 weights[4];
-      columns.exponentiate(scores, weights, count, scale);
+      columns.exponentiate(scores, weights, count, hidden, scale);
       slot = ring.front();
       if (ROTATES && count <= TILE) newest.put_value(slot, count - 1, is_writer, cache.from_k_to_v());
       columns.accumulate(weights, shared_address(slot));
@@ -321,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_attention(const T* q, i64 q_stride, const T* k, i64 k_stride, const T* v, i64 v_stride,
                      const float* cos_sin, T* memory, const int* block_tables, i64 table_stride,
                      const int* lengths, int* plan_memory, T* rows, Part* partials, float scale,
-                     i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift) {
+                     i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window) {
   start_next();
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -342,7 +342,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Cache cache = {memory,       block_tables,     table_stride,
                        num_kv_heads, int(block_shift), heads.parts};
   const Inputs inputs = {q, q_stride, k, k_stride, v, v_stride, cos_sin};
-  Worker worker(heads, inputs, cache, out, scale, shared, plan, start);
+  const Cursor first(plan, start, int(window));
+  Worker worker(heads, inputs, cache, out, scale, shared, first, start.count);
   const int filled = worker.begin();
   wait_for_previous();
 

@@ -1,5 +1,6 @@
 // Makes the plan of decode attention (decode_plan.cuh) from the lengths. Every CTA cuts all tiles, and writes a share
 // of the plan.
+// -D WINDOWED
 #include "decode_plan.cuh"
 
 constexpr int THREADS = 512;
@@ -12,9 +13,11 @@ struct Tiles {
   int* rows;
   int count;  // of sequences
   int num_heads;
+  int window;
 
   struct Place {
-    int index, head, tile;
+    int index, head;
+    int tile;   // among those that are not left out
     int tiles;  // of the sequence
   };
 
@@ -66,7 +69,8 @@ DEVICE void collect(const int* lengths, int num_rows, Tiles& tiles) {
     const int row = base + threadIdx.x;
     const int length = row < num_rows ? lengths[row] : 0;
     u64 here, all;
-    scan((u64(length > 0) << 32) + (length + TILE - 1) / TILE, here, all);
+    const int own = (length + TILE - 1) / TILE - first_tile(length, tiles.window);
+    scan((u64(length > 0) << 32) + own, here, all);
     if (length > 0) {
       const int index = int((done + here) >> 32) - 1;
       tiles.ends[index] = int(u32(done + here));
@@ -130,7 +134,7 @@ DEVICE Start start_of(const Tiles& tiles, const int* lengths, const int* cuts, i
   const auto place = tiles.find(begin);
   return {place.index,
           place.head,
-          place.tile,
+          place.tile + first_tile(lengths[tiles.rows[place.index]], tiles.window),
           end - begin,
           sequence_at(tiles, lengths, place.index),
           sequence_at(tiles, lengths, place.index + 1)};
@@ -160,9 +164,9 @@ DEVICE void write_shares(const Plan& plan, const Tiles& tiles, const int* cuts, 
 // Starts no kernel before it has ended: those that follow read the plan without waiting for it.
 extern "C" __global__ void __launch_bounds__(THREADS)
     plan_decode(const int* lengths, int* memory, i64 num_rows, i64 num_heads, i64 num_ctas,
-                i64 num_workers, i64 min_run, i64 whole_run, i64 whole_more) {
+                i64 num_workers, i64 min_run, i64 whole_run, i64 whole_more, i64 window) {
   const Plan plan(memory, int(num_ctas), int(num_workers));
-  Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads)};
+  Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads), int(window)};
   int* cuts = shared_ints + 2 * num_rows;
   collect(lengths, int(num_rows), tiles);
   cut(tiles, cuts, int(num_ctas), {int(min_run), int(whole_run), int(whole_more)});

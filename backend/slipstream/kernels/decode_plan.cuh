@@ -2,11 +2,16 @@
 //
 // A tile is TILE tokens of one (sequence, head); a head stands for the query heads that share a kv head, or for some
 // of them where they are many. Tiles lie in the order sequence, head, token: each CTA gets a run of them, each
-// worker a run of its CTA's.
+// worker a run of its CTA's. With a window, tiles in front of it are left out; the others keep their numbers.
+// -D WINDOWED (1: the newest token sees the last `window` tokens alone)
 #pragma once
 #include "common.cuh"
 
 constexpr int TILE = 32;
+
+// The first token that the newest of a sequence sees, and that token's tile.
+DEVICE int first_seen(int length, int window) { return WINDOWED ? max(0, length - window) : 0; }
+DEVICE int first_tile(int length, int window) { return first_seen(length, window) / TILE; }
 
 struct alignas(8) Sequence {
   int row;  // of the batch
