@@ -91,13 +91,13 @@ class NotingEngine(Engine):
         """As `Engine.step`, later."""
         time.sleep(self._step_s)
         outputs = super().step()
-        blocks = self._scheduler.blocks
+        cache = self._scheduler.cache
         self._note(
             "step",
             0,
-            free=blocks.num_free,
-            fenced=blocks.num_fenced,
-            total=blocks.num_blocks,
+            free=cache.num_free,
+            fenced=cache.num_fenced,
+            total=cache.num_blocks,
             states={str(r.sampling.seed): state_of(r) for r in self._requests.values()},
         )
         return outputs

@@ -3,8 +3,9 @@
 A model's process that is gone leaves the server calling itself ready, and nobody starts another.
 To unload the model and load it again takes a fraction of a second and harms no other model. But
 Triton 24.10 never ends the streams that such a process had in its hands; only the end of the server
-does. So where there were any, the server is started again as soon as nobody else is served, and
-after `OTHERS_S` at the latest; the engine lives on meanwhile. Every repair is one line.
+does. So where there were any, the server is started again once nobody else has been served for
+`QUIET_S`, and after `OTHERS_S` at the latest; the engine lives on meanwhile. Every repair is one
+line.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ STOPPED_S = 0.7  # a process that was stopped (SIGSTOP) for so long is not waite
 SERVER_SILENCE_S = 3.5  # without an answer: the server hangs
 MODEL_SILENCE_S = 10.0  # likewise; a model may be busy for a while
 OTHERS_S = 10.0  # how long others may go on while streams hang that only a restart ends
+QUIET_S = 2.0  # what a model has answered may still be on its way through an ensemble
 LOAD_S = 60.0
 STEADY_S = 60.0  # without a fault, and the next one is repaired without a pause again
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
@@ -83,6 +85,7 @@ class Repairer:
         self._stopped_s: dict[int, float] = {}  # pid -> since when
         self._restart_s = 0.0  # when streams that hang are ended; 0: there are none
         self._num_lost = 0
+        self._busy_s = 0.0  # when somebody was last seen to be served
         self._models: dict[int, str] = {}  # pid -> model
         self._server_pulse = Pulse(server.endpoints, None)
         self._pulses: dict[str, Pulse] = {}
@@ -138,7 +141,9 @@ class Repairer:
             return Fault(None, f"tritonserver (pid {server.pid}) was stopped")
         if self._server_pulse.silence_s() > SERVER_SILENCE_S:
             return Fault(None, f"tritonserver did not answer for {SERVER_SILENCE_S:g} s")
-        if self._restart_s and (now_s > self._restart_s or not self._num_in_flight()):
+        if self._restart_s and self._num_in_flight():
+            self._busy_s = now_s
+        if self._restart_s and now_s > min(self._restart_s, self._busy_s + QUIET_S):
             return Fault(None, f"{self._num_lost} requests of an ended process hang", 0, True)
         return None
 
@@ -174,14 +179,14 @@ class Repairer:
             done = self._restart(fault) if fault.model is None else self._mend(fault)
             self.num_repairs += 1
             seconds = time.monotonic() - found_s
-            self._tell(f"repair {self.num_repairs}, {seconds:.1f} s: {fault.what}; {done}")
+            line = f"repair {self.num_repairs}, {seconds:.1f} s: {fault.what}; {done}"
         except (ServeError, OSError) as error:
             self._server.kill()  # whatever is left of it: the next round starts it anew
-            self._tell(f"could not repair: {fault.what}; {error}; trying again")
+            line = f"could not repair: {fault.what}; {error}; trying again"
             pauses = self._pauses.setdefault(None, _Pauses())
-        finally:
-            pauses.note(found_s)
-            self._look_again()
+        pauses.note(found_s)
+        self._look_again()
+        self._tell(line)  # who reads it may count on the new processes being watched
 
     def _tell(self, line: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads it, or there is no room for it
@@ -194,15 +199,14 @@ class Repairer:
         if fault.pid > 0:
             kill([fault.pid])  # it may have stood still only
         lost = self._take_lost(fault.model)
-        if lost and not self._num_in_flight():
-            return self._restart(fault, lost)
         try:
             loaded = self._reload(fault.model)
         except ServeError as error:
             return f"{error}; {self._restart(fault)}"
         if not lost:
             return f"loaded {loaded} again"
-        self._restart_s = time.monotonic() + OTHERS_S
+        self._busy_s = time.monotonic()
+        self._restart_s = self._busy_s + OTHERS_S
         self._num_lost += lost
         return f"loaded {loaded} again, {lost} requests hang until the server is started again"
 
@@ -233,7 +237,7 @@ class Repairer:
             if "ensemble_scheduling" in text and step.search(text)
         ]
 
-    def _restart(self, fault: Fault, num_lost: int = 0) -> str:
+    def _restart(self, fault: Fault) -> str:
         """End the server and start it again; what was done. Raises ServeError."""
         server = self._server
         if fault.is_gentle:
@@ -247,8 +251,7 @@ class Repairer:
             file.unlink(missing_ok=True)
         server.start()
         self._wait_ready()
-        lost = f", which ended the {num_lost} requests it had" if num_lost else ""
-        return f"started tritonserver again{lost}"
+        return "started tritonserver again"
 
     def _look_again(self) -> None:
         """After a repair: which processes there are now, and no silence from before."""

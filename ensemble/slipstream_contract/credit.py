@@ -90,7 +90,8 @@ class CreditFile:
 
         In `time.monotonic_ns()`; None while it is busy, stands still or does not run.
         """
-        alive_ns, beat_ns, idle_ns = self._words[_WORDS_ALIVE : _WORDS_IDLE + 1]
+        beat_ns = self._words[_WORDS_BEAT]  # first: it is written last, after a break
+        alive_ns, idle_ns = self._words[_WORDS_ALIVE], self._words[_WORDS_IDLE]
         if idle_ns == 0 or now_ns - beat_ns > MAX_BEAT_GAP_S * 1e9:
             return None
         return max(alive_ns, idle_ns)
@@ -113,11 +114,12 @@ class Heartbeat:
         self._closed = threading.Event()
         now = time.monotonic_ns()
         self._words[_WORDS_ALIVE] = self._words[_WORDS_BEAT] = self._words[_WORDS_IDLE] = now
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(now,), name="heartbeat", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
-        last = time.monotonic_ns()
+    def _run(self, last: int) -> None:
         while not self._closed.wait(BEAT_S):
             now = time.monotonic_ns()
             if now - last > MAX_BEAT_GAP_S * 1e9:

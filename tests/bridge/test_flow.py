@@ -53,7 +53,7 @@ def test_the_next_response_waits_for_the_acknowledgement_of_the_last(desk, flow)
     assert reply.ids == list(range(10))
     flow.other_end.acknowledge(slot, first + 1)
     desk.calls.take(step(wire.Tokens(number, 0, [], [], finished=finished())))
-    assert reply.done.wait(5)
+    assert reply.done.wait(30)
 
 
 def test_a_cancel_that_postprocessing_meets_ends_the_call(desk, flow):
@@ -62,7 +62,7 @@ def test_a_cancel_that_postprocessing_meets_ends_the_call(desk, flow):
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
     wait_for(lambda: reply.responses)
     flow.other_end.mark_cancelled(*reply.responses[0][1])
-    assert wait_for(reply.done.is_set) < 0.3
+    wait_for(reply.done.is_set)
     assert desk.cancelled() == [(number, wire.CancelCause.CLIENT)]
 
 
@@ -71,13 +71,13 @@ def test_a_later_response_that_is_acknowledged_proves_that_ours_was_dropped(desk
     (one,) = desk.open(ours, flow=flow).routes
     (two,) = desk.open(theirs, flow=flow).routes
     desk.calls.take(step(wire.Tokens(one, 0, [1], [])))
-    wait_for(lambda: ours.responses)
+    wait_for(lambda: len(flow._watched) == 1)  # its sending has ended before the other's begins
     desk.calls.take(step(wire.Tokens(two, 0, [1], [])))
     wait_for(lambda: theirs.responses)
     time.sleep(0.05)
     assert not ours.done.is_set()
     flow.other_end.acknowledge(*theirs.responses[0][1])
-    assert wait_for(ours.done.is_set) < 0.3
+    wait_for(ours.done.is_set)
     assert desk.cancelled() == [(one, wire.CancelCause.CLIENT)]
     assert not theirs.done.is_set()
 
@@ -104,13 +104,14 @@ def test_alone_a_drop_is_concluded_only_from_an_idle_postprocessing(desk, flow):
         wait_for(lambda: reply.responses)
         time.sleep(0.6)
         assert not reply.done.is_set()  # it is busy: ours may be the next
-    idle = time.monotonic()
+        busy_s = time.monotonic()
     wait_for(reply.done.is_set)
-    assert 0.35 < time.monotonic() - idle < 0.7
+    assert time.monotonic() - busy_s > 0.4
     heart.close()
 
 
-def test_an_error_waits_for_what_postprocessing_still_has(desk, flow):
+def test_an_error_waits_for_what_postprocessing_still_has(desk, flow, monkeypatch):
+    monkeypatch.setattr("slipstream.bridge.flow._MAX_SETTLE_NS", 1 << 60)
     reply = Recorder()
     (number,) = desk.open(reply, flow=flow).routes
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
@@ -120,7 +121,7 @@ def test_an_error_waits_for_what_postprocessing_still_has(desk, flow):
     time.sleep(0.1)
     assert reply.error is None
     flow.other_end.acknowledge(*reply.responses[0][1])
-    assert wait_for(reply.done.is_set) < 0.3
+    wait_for(reply.done.is_set)
     assert reply.error.code is Code.UNAVAILABLE
     assert reply.ids == [1]
 
@@ -130,8 +131,10 @@ def test_an_error_does_not_wait_for_ever(desk, flow):
     (number,) = desk.open(reply, flow=flow).routes
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
     wait_for(lambda: reply.responses)
+    lost_s = time.monotonic()
     desk.calls.lose()
-    assert 0.7 < wait_for(reply.done.is_set) < 1.5
+    wait_for(reply.done.is_set)
+    assert time.monotonic() - lost_s > 0.9
     assert reply.error.code is Code.UNAVAILABLE
 
 
@@ -148,7 +151,10 @@ def test_slots_are_used_oldest_first_and_given_back_once(desk, flow):
     assert len(flow._slots) == before
 
 
-def test_over_time_the_last_tokens_and_the_error_each_wait_for_postprocessing(desk, flow):
+def test_over_time_the_last_tokens_and_the_error_each_wait_for_postprocessing(
+    desk, flow, monkeypatch
+):
+    monkeypatch.setattr("slipstream.bridge.flow._MAX_SETTLE_NS", 1 << 60)
     reply = Recorder()
     (number,) = desk.open(reply, flow=flow).routes
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
@@ -268,7 +274,7 @@ def test_first_and_last_responses_do_not_wait(desk, flow, post):
     desk.calls.take(step(*(wire.Tokens(number, 0, [1], []) for number in others)))
     wait_for(lambda: num_responses(replies) == 28)
     desk.calls.take(step(wire.Tokens(last, 0, [1], [], finished=finished())))
-    assert replies[-1].done.wait(5)
+    assert replies[-1].done.wait(30)
     new = Recorder()
     (number,) = desk.open(new, flow=flow).routes
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
@@ -285,7 +291,7 @@ def test_the_places_of_cancelled_streams_are_taken_by_those_that_wait(desk, flow
         for call, reply in zip(calls, replies, strict=True):
             if len(reply.responses) == 2:
                 desk.calls.cancel(call)
-    assert flow._num_under_way == 0
+    wait_for(lambda: flow._num_under_way == 0)
 
 
 @pytest.mark.usefixtures("small")

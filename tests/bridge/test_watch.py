@@ -1,5 +1,6 @@
 """Calls that are ended because their client has left, or because a silent engine lets time pass."""
 
+import re
 import time
 
 import pytest
@@ -48,13 +49,14 @@ def test_an_engine_that_tells_nothing_does_not_outlive_a_deadline_by_long(desk):
     (number,) = call.routes
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
     desk.calls.take(step(wire.Tokens(number, 1, [2], [], finished=finished())))
-    time.sleep(0.2)
-    assert not reply.done.is_set()  # the engine has a second to say it better
     wait_for(reply.done.is_set)
-    assert str(reply.error).startswith("DEADLINE_EXCEEDED: 3")
-    assert str(reply.error).endswith(
-        " ms have passed, of 2500 asked for by timeout_ms or timeout; the engine has not ended it"
+    found = re.fullmatch(
+        r"DEADLINE_EXCEEDED: (\d+) ms have passed, of 2500 asked for by timeout_ms or timeout; "
+        "the engine has not ended it",
+        str(reply.error),
     )
+    assert found, reply.error
+    assert int(found[1]) >= 3500  # the engine has a second to say it better
     assert sorted(reply.ids) == [1, 2]
     assert desk.cancelled() == [(number, wire.CancelCause.DEADLINE)]
     time.sleep(0.1)
@@ -74,7 +76,7 @@ def test_what_the_engine_has_told_in_time_is_sent_however_long_that_takes(desk, 
     call.deadline_ns = 1
     time.sleep(0.2)
     other_end.acknowledge(*reply.responses[0][1])
-    assert reply.done.wait(5)
+    assert reply.done.wait(30)
     assert reply.error is None
     assert reply.ids == [1, 2]
     flow.close()
@@ -95,7 +97,7 @@ def test_many_calls_are_all_asked_but_no_more_often_than_the_server_can_bear(des
     begin = time.monotonic()
     for reply in replies:
         desk.open(reply)
-    wait_for(lambda: all(reply.num_asked > 1 for reply in replies), 20)
+    wait_for(lambda: all(reply.num_asked > 1 for reply in replies))
     wait_for(lambda: time.monotonic() - begin > 1)
     num_asked = sum(reply.num_asked for reply in replies)
     assert num_asked < 3000 * (time.monotonic() - begin)
@@ -110,14 +112,20 @@ def test_a_step_of_an_ensemble_is_not_asked_as_it_is_never_told(desk):
 
 
 def test_a_server_that_ends_is_noticed_soon_however_many_calls_there_are():
+    class Ends(Asked):
+        """The server is told to end while this one is asked."""
+
+        def is_cancelled(self):
+            ends.append(sum(reply.num_asked for reply in replies))
+            return super().is_cancelled()
+
     desk, ends = Desk(), []
-    watch = Watch(desk.calls, lambda: bool(ends))
-    replies = [Recorder() for _ in range(4000)]  # asking all of them takes 1.6 s
+    replies = [Asked() for _ in range(4000)]  # asking all of them takes 1.6 s
+    replies[100] = Ends()
     for reply in replies:
         desk.open(reply)
-    time.sleep(0.1)
-    ends.append(True)
-    wait_for(lambda: replies[0].done.is_set(), 1.0)
+    watch = Watch(desk.calls, lambda: bool(ends))
     wait_for(lambda: all(reply.done.is_set() for reply in replies))
+    assert sum(reply.num_asked for reply in replies) - ends[0] <= 16  # the burst it was in
     watch.close()
     desk.senders.close()

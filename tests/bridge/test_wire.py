@@ -72,8 +72,8 @@ def test_any_bytes_are_a_message_or_an_error(frame: bytes) -> None:
     "frame", [b"\xdd\xff\xff\xff\xff" * 3, b"\x91" * 1_000_000, b"\xc6\xff\xff\xff\xff"]
 )
 def test_a_frame_that_lies_about_its_size_costs_nothing(frame: bytes) -> None:
-    begin = time.monotonic()
+    begin = time.thread_time()
     for decode in (wire.decode_engine, wire.decode_bridge):
         with pytest.raises(msgspec.DecodeError):
             decode(frame)
-    assert time.monotonic() - begin < 2
+    assert time.thread_time() - begin < 2

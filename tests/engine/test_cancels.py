@@ -44,7 +44,7 @@ def seen(max_in_flight: int, victim: int, num_steps: int) -> str:
     was = state(request.sequences[0])
     held = {block for sequence in request.sequences for block in sequence.block_ids}
     assert engine.cancel(client.name, victim)
-    blocks = engine._scheduler.blocks
+    blocks = engine._scheduler.cache._blocks
     fenced = {block for _, block in blocks._fenced}
     assert held <= fenced | set(blocks._free)
     fence = max((fence for fence, _ in blocks._fenced), default=0)

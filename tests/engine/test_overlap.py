@@ -73,7 +73,7 @@ def test_blocks_of_a_void_row_are_fenced_until_its_step_is_done() -> None:
     client, _ = make()
     client.submit([1, 2], greedy(20, stop_token_ids=(outputs([1, 2], 1)[0],)))
     client.step()
-    blocks = client.engine._scheduler.blocks
+    blocks = client.engine._scheduler.cache
     assert (blocks.num_fenced, blocks.num_free) == (1, 63)
     assert client.engine.has_work  # the step in flight
     client.step()

@@ -177,7 +177,7 @@ def turn_clock(loop: Any, hours: int) -> None:
 
 def lose_block(loop: Any) -> None:
     """The next block to be freed is lost."""
-    blocks = loop._engine._scheduler.blocks
+    blocks = loop._engine._scheduler.cache._blocks
     free = type(blocks).free.__get__(blocks)
 
     def planted(block_ids: list[int]) -> None:
@@ -194,7 +194,7 @@ def free_early(loop: Any) -> None:
         for row in batch.rows:
             if row.seed == VICTIM:
                 heal(loop)
-                loop._engine._scheduler.blocks._free.append(row.block_ids[0])
+                loop._engine._scheduler.cache._blocks._free.append(row.block_ids[0])
                 return
 
     _launching(loop, check)

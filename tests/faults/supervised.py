@@ -1,5 +1,6 @@
 """A tritonserver with a supervisor in this process, which a test can call off and back."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -70,12 +71,12 @@ def serve(folder: Path, *options: str) -> TritonServer:
     return start(repository, folder / "log", is_supervised=True)
 
 
-def wait_line(lines: list[str], word: str, timeout_s: float = 30.0) -> str:
-    """The first of the lines with that word in it, now or later."""
+def wait_line(lines: list[str], pattern: str, timeout_s: float = 30.0) -> str:
+    """The first of the lines in which the pattern is found, now or later."""
     begin = time.monotonic()
     while True:
         for line in list(lines):
-            if word in line:
+            if re.search(pattern, line):
                 return line
-        assert time.monotonic() - begin < timeout_s, (word, lines)
+        assert time.monotonic() - begin < timeout_s, (pattern, lines)
         time.sleep(0.02)

@@ -152,7 +152,8 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
             old = client.stub(model)
             begin = time.monotonic()
             os.kill(old, signal.SIGKILL)
-            line = wait_line(lines, f"(pid {old}) ended")
+            # Without its pid, where the supervisor had not looked again since the last repair.
+            line = wait_line(lines, rf"the process of model {model}( \(pid {old}\))? ended")
             record_property(f"{model} killed", time.monotonic() - begin)
             assert time.monotonic() - begin < REPAIRED_S
             assert f"loaded {model}" in line
@@ -173,7 +174,7 @@ def test_who_is_asked_of_another_model_is_not_harmed(
     with supervision.on() as lines, oracle.storm(questions, running=12):
         killed_s = time.monotonic()
         os.kill(client.stub("tensorrt_llm_bls"), signal.SIGKILL)
-        found = wait_line(lines, "repair ")  # a probe may have been in its hands too
+        found = wait_line(lines, r"repair \d+,")  # a probe may have been in its hands too
         assert re.search("loaded tensorrt_llm_bls again, [67] requests hang", found), found
         client.generate("tensorrt_llm_bls", text_input=PROMPT, max_tokens=2)
         wait_line(lines, "started tritonserver again", timeout_s=60)
@@ -186,7 +187,7 @@ def test_who_is_asked_of_another_model_is_not_harmed(
         elif outcome.error is None:
             assert outcome.text == want
         else:  # a machine on which they take longer than others have
-            assert "UNAVAILABLE: the server is stopping" in outcome.error
+            assert "UNAVAILABLE" in outcome.error
             assert after_s > OTHERS_S
     assert engine_pid(client) == pid
     client.wait_idle(10)
@@ -253,7 +254,7 @@ def test_a_process_that_stands_still_is_replaced(
             stub = client.stub(model)
             begin = time.monotonic()
             os.kill(stub, signal.SIGSTOP)
-            wait_line(lines, "repair ")  # of the server, if the stub held what that waits for
+            wait_line(lines, r"repair \d+,")  # of the server, if the stub held what that waits for
             record_property(f"{model} stopped", time.monotonic() - begin)
             assert time.monotonic() - begin < REPAIRED_S
             wait_served(client, 10)

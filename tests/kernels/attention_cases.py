@@ -20,6 +20,7 @@ class Case:
     query_starts: Tensor
     lengths: Tensor
     chunks: list[int]
+    window: int = 0
 
     @property
     def scale(self) -> float:
@@ -35,8 +36,13 @@ def make_case(
     dtype: torch.dtype,
     device: str = "cuda",
     seed: int = 0,
+    window: int = 0,
 ) -> Case:
-    """Random blocks in random places; block 0 (where tables end) and unused rows are NaN."""
+    """Random blocks in random places; block 0 (where tables end) and unused rows are NaN.
+
+    Blocks that no query's window reaches are NaN too, and tables say of some that they lie far
+    outside of the cache.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-length // block_size) for length in lengths]
     total = sum(num_blocks) + 2
@@ -51,6 +57,9 @@ def make_case(
         ids = order[used : used + count]
         used += count
         tables[s, :count] = torch.tensor(ids, dtype=torch.int32)
+        skipped = max(0, length - chunks[s] - window + 1) // block_size if window else 0
+        cache[ids[:skipped]] = float("nan")
+        tables[s, : min(skipped, count) : 2] = 2**30
         if length % block_size:
             cache[ids[-1], :, :, length % block_size :] = float("nan")
     cache[order[used:]] = float("nan")
@@ -66,6 +75,7 @@ def make_case(
         starts.to(device),
         torch.tensor(lengths, dtype=torch.int32, device=device),
         chunks,
+        window,
     )
 
 
@@ -80,12 +90,18 @@ def attend(case: Case, dtype: torch.dtype) -> Tensor:
         start += chunk
         if length == 0 or chunk == 0:
             continue
-        blocks = case.block_tables[s, : -(-length // block_size)].long()
-        flat = case.cache[blocks].to(dtype).permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        first = max(0, length - chunk - case.window + 1) if case.window else 0
+        skipped = first // block_size
+        blocks = case.block_tables[s, skipped : -(-length // block_size)].long()
+        first, seen = skipped * block_size, length - skipped * block_size
+        flat = case.cache[blocks].to(dtype).permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :seen]
         k, v = (x.repeat_interleave(group, 0) for x in flat)
         scores = case.q[rows].to(dtype).transpose(0, 1) @ k.transpose(1, 2) * case.scale
-        positions = torch.arange(length - chunk, length, device=case.q.device)
-        hidden = torch.arange(length, device=case.q.device) > positions[:, None]
+        positions = torch.arange(length - chunk, length, device=case.q.device)[:, None]
+        tokens = torch.arange(first, length, device=case.q.device)
+        hidden = tokens > positions
+        if case.window:
+            hidden |= tokens <= positions - case.window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[rows] = (weights @ v).transpose(0, 1)
     return out

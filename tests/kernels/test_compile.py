@@ -5,6 +5,7 @@ import re
 import pytest
 from slipstream.kernels import (
     activation,
+    copy_blocks,
     decode_attention,
     fp8,
     gemv,
@@ -22,6 +23,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extr
 
 MODULES = (
     activation,
+    copy_blocks,
     decode_attention,
     fp8,
     gemv,
@@ -34,7 +36,8 @@ MODULES = (
 )
 VARIANTS = [v for module in MODULES for v in module.variants()]
 ENTRIES = {
-    "activation.cu": {"silu_mul"},
+    "activation.cu": {"silu_mul", "gelu_mul"},
+    "copy_blocks.cu": {"copy_blocks"},
     "count_tokens.cu": {"count_tokens"},
     "decode_attention.cu": {"decode_attention"},
     "decode_plan.cu": {"plan_decode"},

@@ -1,10 +1,12 @@
 """Every kernel, every legal configuration, on a GPU: against fp64, poisoned, repeated bitwise."""
 
+from functools import partial
+
 import pytest
 import torch
 from kernels.attention_cases import BLOCK_SIZES, HEAD_SIZES, HEADS
 from kernels.checking import DTYPES, Judge, poison, same_bits, short
-from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.activation import gelu_mul, silu_mul
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.rope import rope_and_cache
 
@@ -47,7 +49,7 @@ def test_norms(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_silu_mul(dtype: torch.dtype) -> None:
+def test_gated_activations(dtype: torch.dtype) -> None:
     judge = Judge(f"silu_mul {short(dtype)}")
     for width in (1, 8, 37, 100, 1000, 4096, 14336):
         for n in (1, 3, 300):
@@ -59,6 +61,10 @@ def test_silu_mul(dtype: torch.dtype) -> None:
                 poison((n, width), dtype=dtype)
                 judge.close(f"{n} x {width} {layout}", silu_mul(x), exact, naive)
                 judge.repeats(f"{n} x {width} {layout}", lambda x=x: silu_mul(x))
+                gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+                naive, exact = gelu(gate) * up, gelu(gate.double()) * up.double()
+                judge.close(f"gelu {n} x {width} {layout}", gelu_mul(x), exact, naive)
+                judge.repeats(f"gelu {n} x {width} {layout}", lambda x=x: gelu_mul(x))
     judge.verdict()
 
 

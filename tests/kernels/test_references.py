@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.attention_cases import attend, make_case
 from kernels.checking import DTYPES, Judge, same_bits, short
-from slipstream.kernels.activation import silu_mul
+from slipstream.kernels.activation import gelu_mul, silu_mul
 from slipstream.kernels.decode_attention import decode_attention, plan_decode
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.prefill_attention import prefill_attention
@@ -43,12 +43,14 @@ def test_norms(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(sizes, sizes, dtypes, seeds)
-def test_silu_mul(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
+def test_gated_activations(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
     x = rows(n, 2 * width, dtype, seed)
     gate, up = x.double().chunk(2, -1)
     exact = gate / (1 + torch.exp(-gate)) * up
-    judge = Judge("silu_mul")
+    judge = Judge("activations")
     judge.close("silu_mul", silu_mul(x), exact, exact.to(dtype))
+    exact = gate / (1 + torch.exp(-2 * (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    judge.close("gelu_mul", gelu_mul(x), exact, exact.to(dtype))
     judge.verdict()
 
 
@@ -111,7 +113,8 @@ def test_attention(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
     block = data.draw(st.sampled_from((8, 16, 32)))
     lengths = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=4))
     chunks = [data.draw(st.integers(0, min(20, length))) for length in lengths]
-    shape = ((h * group, h), 16, block, dtype, "cpu", seed)
+    window = data.draw(st.sampled_from((0, 0, 1, 7, 8, 33, 64, 100)))
+    shape = ((h * group, h), 16, block, dtype, "cpu", seed, window)
     judge = Judge("attention")
     case = make_case(chunks, lengths, *shape)
     out = prefill_attention(
@@ -122,13 +125,15 @@ def test_attention(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
         case.lengths,
         case.scale,
         max(chunks),
+        window=window,
     )
     judge.close(
         f"prefill {chunks} {lengths}", out, attend(case, torch.float64), attend(case, dtype)
     )
     case = make_case([1] * len(lengths), lengths, *shape)
-    plan = plan_decode(case.lengths, case.cache, h * group)
-    out = decode_attention(case.q, case.cache, case.block_tables, case.lengths, plan, case.scale)
+    plan = plan_decode(case.lengths, case.cache, h * group, window)
+    arguments = (case.cache, case.block_tables, case.lengths, plan, case.scale)
+    out = decode_attention(case.q, *arguments, window=window)
     name = f"decode {lengths}"
     judge.close(name, out, attend(case, torch.float64), attend(case, dtype))
     judge.verdict()

@@ -8,6 +8,12 @@ from collections.abc import Callable
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
+PERIOD_S = 1.0  # in which each process tells what it has counted
+_COUNTS = tuple(
+    f"slipstream_{what}_total"
+    for what in ("requests", "responses", "refusals", "finished_sequences", "cancels")
+)
+
 Key = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -53,3 +59,19 @@ def wait_for(url: str, is_so: Callable[[Page], bool], timeout_s: float = 20.0) -
             return page
         assert time.monotonic() < deadline, page.text
         time.sleep(0.2)
+
+
+def settled(url: str, is_so: Callable[[Page], bool] = lambda page: True) -> Page:
+    """The first page of which it is so and whose counts have stood still for a while.
+
+    Processes tell theirs at different moments: one page may hold half of what has happened.
+    """
+    deadline = time.monotonic() + 60.0
+    page, since = wait_for(url, is_so), time.monotonic()
+    while time.monotonic() < since + 3 * PERIOD_S:
+        assert time.monotonic() < deadline, page.text
+        time.sleep(0.2)
+        before, page = page, Page(url)
+        if not is_so(page) or any(page.get(name) != before.get(name) for name in _COUNTS):
+            since = time.monotonic()
+    return page

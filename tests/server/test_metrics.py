@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from server.metrics_page import Page, wait_for
+from server.metrics_page import Page, settled, wait_for
 from server.support import GPU_HOUR_PRICE, PROMPT, Client, RequestError
 
 pytestmark = pytest.mark.triton
@@ -49,14 +49,16 @@ VLLM_HISTOGRAMS = (
 def url(idle: Client) -> str:
     """Of a page that tells of the engine, and of everything before this test."""
     url = idle.server.endpoints.metrics
-    wait_for(url, lambda page: "slipstream_running_sequences" in page.names)
-    told = Page(url).get("slipstream_metrics_update_time_seconds")
-    wait_for(url, lambda page: page.get("slipstream_metrics_update_time_seconds") > told + 1)
+    settled(url, lambda page: "slipstream_running_sequences" in page.names)
     return url
 
 
 def ends(page: Page) -> float:
     return page.get("slipstream_finished_sequences_total")
+
+
+def begun(page: Page) -> float:
+    return page.get("slipstream_requests_total")
 
 
 @contextlib.contextmanager
@@ -97,6 +99,7 @@ def test_every_name_and_label_of_the_older_servers_is_there(idle, url):
 
 def test_what_was_done_is_what_all_of_them_say(idle, url):
     before = Page(url)
+    want = begun(before) + 6
     num_bls = len(idle.stream(BLS, text_input=PROMPT, max_tokens=9, stream=True))
     num_ensemble = len(idle.stream(ENSEMBLE, text_input=PROMPT, max_tokens=4, stream=True))
     idle.stream(BLS, text_input=PROMPT, max_tokens=5, num_return_sequences=2)
@@ -110,7 +113,7 @@ def test_what_was_done_is_what_all_of_them_say(idle, url):
         )
     with running(idle, BLS, max_tokens=900):
         pass
-    after = wait_for(url, lambda page: ends(page) >= ends(before) + 7)
+    after = settled(url, lambda page: ends(page) >= ends(before) + 7 and begun(page) >= want)
 
     def grown(name: str, **labels: str) -> float:
         return after.get(name, **labels) - before.get(name, **labels)

@@ -37,6 +37,7 @@ class Batch:
     rows: tuple[Row, ...]
     num_decodes: int
     continues: bool = False  # the sequences of the step launched before, each one token further
+    copies: tuple[tuple[int, int], ...] = ()  # of blocks, from and to, before all else
 
     @property
     def num_tokens(self) -> int:

@@ -211,8 +211,8 @@ class Engine:
             number=number,
             model=self._model,
             engine_pid=os.getpid(),
-            kv_blocks_free=scheduler.blocks.num_free + scheduler.blocks.num_fenced,
-            kv_blocks_total=scheduler.blocks.num_blocks,
+            kv_blocks_free=scheduler.cache.num_free + scheduler.cache.num_fenced,
+            kv_blocks_total=scheduler.cache.num_blocks,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             last_step_age_s=age,
@@ -247,11 +247,11 @@ class Engine:
         """Assert what must hold between steps; for tests and idle times. O(blocks)."""
         self._scheduler.check_integrity()
         num_sequences = self._scheduler.num_running + self._scheduler.num_waiting
-        blocks = self._scheduler.blocks
+        cache = self._scheduler.cache
         if not self._requests:
             assert num_sequences == 0, "sequences without a request"
-            assert blocks.num_free + blocks.num_fenced == blocks.num_blocks, "a leak"
-        assert blocks.num_fenced == 0 or self._flights, "a fence without a step in flight"
+            assert cache.num_free + cache.num_fenced == cache.num_blocks, "a leak"
+        assert cache.num_fenced == 0 or self._flights, "a fence without a step in flight"
         assert num_sequences <= sum(r.num_unfinished for r in self._requests.values())
 
     # --- one step ------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ class Engine:
                 f"the prompt is {length} tokens long: with one to generate it does not fit the "
                 f"context of {limit} tokens (max_model_len)"
             )
-        needed, total = self._scheduler.blocks_for(length + 1), self._runner.num_blocks
+        needed, total = self._scheduler.cache.blocks_for(length + 1), self._runner.num_blocks
         if needed > total:
             raise ContractError(
                 f"the prompt is {length} tokens long: with one to generate it needs {needed} "

@@ -204,6 +204,8 @@ class ModelRunner:
 
     def _run(self, batch: Batch, first: int, before: int) -> None:
         """Put a step into the stream; results from `first` on, those of the last from `before`."""
+        if batch.copies:
+            self._copy_blocks(batch)
         shape = self._builder.layout.shape_of(batch)
         found = None if self._graphs is None else self._graphs.find(shape)
         if found is not None:
@@ -222,6 +224,12 @@ class ModelRunner:
         else:
             tensors = self._staging.views(base, arrays)
             self._step(shape, tensors, base.view(torch.int32))
+
+    def _copy_blocks(self, batch: Batch) -> None:
+        """The copies of a batch, in all layers."""
+        pairs = torch.tensor(batch.copies, device=self._tables.device)
+        for cache in self._caches:
+            cache[pairs[:, 1]] = cache[pairs[:, 0]]
 
     def _prepare(self, shape: Shape) -> Callable[[], None]:
         """A step of nothing but padding, its inputs in place."""

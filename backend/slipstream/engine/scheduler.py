@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from time import monotonic_ns, time_ns
 
 from slipstream.engine.batch import Batch, Row, Sampled
-from slipstream.engine.blocks import BlockManager
+from slipstream.engine.cache import Copies, KVCache
 from slipstream.engine.pace import Pace
 from slipstream.engine.sequence import Request, Sequence, Status
 from slipstream.engine.stop import Ending
@@ -73,10 +73,9 @@ class Scheduler:
         clock: Callable[[], int] = monotonic_ns,
         telemetry: Telemetry | None = None,
     ) -> None:
-        self.blocks = BlockManager(num_blocks)
+        self.cache = KVCache(num_blocks, block_size)
         self._telemetry = telemetry or Telemetry()
         self.num_preemptions = 0
-        self._block_size = block_size
         self._max_tokens = limits.max_num_batched_tokens
         self._long_tokens = limits.long_prompt_tokens
         self._pace = Pace(clock)
@@ -105,10 +104,6 @@ class Scheduler:
         """Is there any sequence?"""
         return bool(self._running or self.waiting)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
-        return -(-num_tokens // self._block_size)
-
     def add(self, request: Request) -> None:
         """Queue all sequences of a new request."""
         first, *siblings = request.sequences
@@ -121,7 +116,7 @@ class Scheduler:
         if sequence.status is Status.FINISHED:
             return
         if sequence.status is Status.RUNNING:
-            self._release_blocks(sequence)
+            self._release(sequence)
         elif not self.waiting.discard(sequence):
             self._unpark(sequence)
         self._wake_siblings(sequence)
@@ -169,16 +164,16 @@ class Scheduler:
             self._admit_waiting(work)
         if not decodes and not work.chunks:
             return None
-        self.blocks.launch()
+        copies = self.cache.launch()
         self._pace.begin(len(decodes), sum(num_tokens for _, num_tokens in work.chunks))
-        return self._batch(decodes, work.chunks)
+        return self._batch(decodes, work.chunks, copies)
 
     def commit(self, batch: Batch, sampled: Sampled) -> list[Sequence]:
         """Take in what the oldest step computed: new tokens, endings, free blocks.
 
         Returns the owners of its rows.
         """
-        self.blocks.complete()
+        self.cache.complete()
         self._pace.end()
         now = time_ns()
         changed, running, finished = self._changed, Status.RUNNING, Status.FINISHED
@@ -219,7 +214,7 @@ class Scheduler:
         self._pace.forget()
         self._last_decodes = None
         for owners in rows:
-            self.blocks.complete()
+            self.cache.complete()
             for sequence in owners:
                 sequence.roll_back()
         return [sequence for sequence in rows[0] if sequence.status is Status.RUNNING]
@@ -241,7 +236,9 @@ class Scheduler:
             work.chunks.append((sequence, num_tokens))
         work.budget -= num_tokens
 
-    def _batch(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]]) -> Batch:
+    def _batch(
+        self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], copies: Copies
+    ) -> Batch:
         """Their rows; from here on these tokens count as scheduled."""
         is_same = not chunks and decodes == self._last_decodes
         continues = is_same and all(sequence.num_pending for sequence in decodes)
@@ -253,7 +250,7 @@ class Scheduler:
             num_samples += row.samples
             rows.append(row)
         self._launched.append([*decodes, *(sequence for sequence, _ in chunks)])
-        return Batch(tuple(rows), len(decodes), continues)
+        return Batch(tuple(rows), len(decodes), continues, copies)
 
     def _decode(self, sequence: Sequence, sample: int) -> Row:
         """The row of the last token, known or not; it is sample number `sample` of the step."""
@@ -333,27 +330,16 @@ class Scheduler:
         num_tokens = sequence.num_tokens
         if sequence.num_preemptions >= MAX_PREEMPTIONS:
             num_tokens = sequence.num_final - 1
-        shared = self._shareable(sequence)
-        num_new = min(self.blocks_for(num_tokens), self.blocks.num_blocks) - len(shared)
-        if num_new + len(self._running) > self.blocks.num_free:
+        if not self.cache.admit(sequence, num_tokens, len(self._running)):
             return False
         self.waiting.admit(sequence)
-        self._telemetry.looked_up(sequence.num_prompt, len(shared) * self._block_size)
-        self.blocks.share(shared)
-        sequence.admit(shared, self.blocks.allocate(num_new), self._block_size)
+        self._telemetry.looked_up(sequence.num_prompt, sequence.num_computed)
+        sequence.admit()
         sequence.slot = self._free_slots.pop()
         self._running[sequence.id] = sequence
         if not sequence.first_scheduled_ns:
             sequence.start(time_ns())
         return True
-
-    def _shareable(self, sequence: Sequence) -> list[int]:
-        """Full blocks of the prompt a sibling has computed, without the prompt's last token."""
-        num_blocks = (sequence.num_prompt - 1) // self._block_size
-        for sibling in sequence.request.sequences if num_blocks else ():
-            if sibling.num_computed >= num_blocks * self._block_size and sibling.block_ids:
-                return sibling.block_ids[:num_blocks]
-        return []
 
     def _grow(self, sequence: Sequence) -> None:
         """One more block for a decode, at the cost of the youngest if need be."""
@@ -361,8 +347,8 @@ class Scheduler:
             return  # preempted for an older one in this very step
         if sequence.num_tokens == sequence.num_final:
             return  # its last token is in flight and will not be computed
-        while not self.blocks.num_free:
-            if self.blocks.num_fenced:
+        while not self.cache.num_free:
+            if self.cache.num_fenced:
                 return  # a block comes back with the step in flight
             if len(self._running) == 1:
                 if sequence.num_pending:
@@ -374,23 +360,19 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return
-        sequence.block_ids += self.blocks.allocate(1)
-        sequence.capacity += self._block_size
-        sequence.num_allocated_blocks += 1
+        self.cache.grow(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._release_blocks(sequence)
+        self._release(sequence)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.put_first(sequence)
 
-    def _release_blocks(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         del self._running[sequence.id]
         self._free_slots.append(sequence.slot)
-        self.blocks.free(sequence.block_ids)
-        sequence.block_ids = []  # a new list: rows in flight keep the old one
-        sequence.capacity = sequence.num_computed = sequence.num_scheduled = 0
+        self.cache.release(sequence)
 
     def _wake_siblings(self, first: Sequence) -> None:
         """Queue those who waited for this one, ahead of later requests."""
@@ -406,7 +388,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Every block accounted for, every sequence in one place, no shared block written."""
         running = list(self._running.values())
-        self.blocks.check_integrity(s.block_ids for s in running)
+        self.cache.check_integrity(running)
         self.waiting.check_integrity()
         idle = [*self.waiting, *(s for group in self._parked.values() for s in group)]
         assert all(s.status is Status.RUNNING for s in running)
@@ -420,13 +402,5 @@ class Scheduler:
             assert sequence.num_tokens == len(sequence.token_ids) + sequence.num_pending
             in_flight = sum(sequence in owners for owners in self._launched)
             assert sequence.num_pending <= sequence.num_in_flight == in_flight
-        size = self._block_size
-        owners: dict[int, int] = {}
         for sequence in running:
             assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens
-            assert sequence.num_scheduled <= sequence.capacity == len(sequence.block_ids) * size
-            for block in sequence.block_ids[sequence.num_computed // size :]:
-                assert owners.setdefault(block, sequence.id) == sequence.id, "two writers"
-        for sequence in running:
-            for block in sequence.block_ids[: sequence.num_computed // size]:
-                assert owners.get(block, sequence.id) == sequence.id, "a shared block is written"

@@ -160,14 +160,9 @@ class Sequence:
             self.edits = Edits(self.sampling)
             self.needs_every_token = self.edits.needs_every_token
 
-    def admit(self, shared: list[int], own: list[int], block_size: int) -> None:
-        """It runs from now on, in these blocks, of which the shared ones are computed."""
+    def admit(self) -> None:
+        """It runs from now on; the cache has given it its blocks."""
         self.status = Status.RUNNING
-        self.block_ids = shared + own
-        self.capacity = len(self.block_ids) * block_size
-        self.num_computed = self.num_scheduled = len(shared) * block_size
-        self.num_shared_blocks += len(shared)
-        self.num_allocated_blocks += len(own)
         self.is_new = True
         self.needs_history = counts_tokens(self.sampling)
 

@@ -17,6 +17,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
+@op("gate_up[n,_]:T")
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up` as `silu_mul`; GELU (Hendrycks and Gimpel, 2016) in its tanh form."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
 def _variant(dtype: torch.dtype, vector: int) -> jit.Variant:
     return jit.variant("activation.cu", dtype, VECTOR=vector)
 
@@ -30,10 +37,19 @@ def variants() -> Iterator[jit.Variant]:
 
 @silu_mul.cuda
 def _silu_mul(gate_up: Tensor) -> Tensor:
+    return _launch("silu_mul", gate_up)
+
+
+@gelu_mul.cuda
+def _gelu_mul(gate_up: Tensor) -> Tensor:
+    return _launch("gelu_mul", gate_up)
+
+
+def _launch(name: str, gate_up: Tensor) -> Tensor:
     jit.type_name(gate_up.dtype)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    jit.require(gate_up.shape[1] % 2 == 0, f"silu_mul: width {gate_up.shape[1]} is odd")
-    jit.require(gate_up.stride(1) == 1, "silu_mul: elements of a row must be contiguous")
+    jit.require(gate_up.shape[1] % 2 == 0, f"{name}: width {gate_up.shape[1]} is odd")
+    jit.require(gate_up.stride(1) == 1, f"{name}: elements of a row must be contiguous")
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out
@@ -41,5 +57,5 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
     grid = (num_rows, min(64, -(-width // (256 * vector))))
     wanted = _variant(gate_up.dtype, vector)
     args = (gate_up, gate_up.stride(0), out, width)
-    jit.launch(wanted, "silu_mul", grid, 256, *args, overlaps=True)
+    jit.launch(wanted, name, grid, 256, *args, overlaps=True)
     return out

@@ -4,8 +4,8 @@
 // What sequences share is attended to first, for all of them together (decode_prefixes.cuh); what is left of it is where
 // the sums of their own tokens begin.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K come as
-// projected and are rotated here, the newest K and V are written to the cache here), SHARES (1: there may be what
-// sequences share)
+// projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SHARES (1: there may be
+// what sequences share)
 #include "decode_newest.cuh"
 #include "decode_prefixes.cuh"
 
@@ -52,10 +52,10 @@ class Worker {
 
  public:
   DEVICE Worker(const Heads& heads, const Inputs& inputs, const Cache& cache, const Output& out,
-                const State* states, float scale, Shared& shared, const Plan& plan, const Start& start)
+                const State* states, float scale, Shared& shared, const Cursor& first, int count)
       : heads(heads), inputs(inputs), cache(cache), out(out), states(states), scale(scale), shared(shared),
-        ring(cache, shared.rings[threadIdx.x / 32], heads.count, Cursor(plan, start), start.count),
-        cursor(plan, start), left(start.count) {}
+        ring(cache, shared.rings[threadIdx.x / 32], heads.count, first, count), cursor(first),
+        left(count) {}
 
   // Before the kernels in front have ended.
   DEVICE int begin() {
@@ -78,7 +78,7 @@ class Worker {
       Columns columns;
       columns.clear();
 #if SHARES
-      if (cursor.tile == cursor.now.first_tile()) resume(columns);
+      if (cursor.is_first()) resume(columns);
 #endif
       const int flags = attend(query, newest, columns);
       columns.sum_totals();
@@ -121,10 +121,10 @@ class Worker {
 
   // Tiles of one (sequence, head), as many as are the worker's. Returns what it had of it.
   DEVICE int attend(const Query& query, Newest& newest, Columns& columns) {
-    int flags = PRESENT | (cursor.tile == cursor.now.first_tile() ? BEGINS : 0);
+    int flags = PRESENT | (cursor.is_first() ? BEGINS : 0);
     const bool is_writer = cursor.head % heads.parts == 0;
     for (bool goes_on = true; goes_on;) {
-      const int count = cursor.num_tokens();
+      const int count = cursor.num_tokens(), hidden = cursor.num_hidden();
       if (count <= TILE) flags |= ENDS;
       goes_on = --left > 0 && count > TILE;
       cursor.advance(heads.count);
@@ -138,7 +138,7 @@ class Worker {
       columns.score(scores, query, shared_address(slot));
       ring.pop();
       u32 weights[4];
-      columns.exponentiate(scores, weights, count, scale);
+      columns.exponentiate(scores, weights, count, hidden, scale);
       slot = ring.front();
       if (ROTATES && count <= TILE) newest.put_value(slot, count - 1, is_writer, cache.from_k_to_v());
       columns.accumulate(weights, shared_address(slot));
@@ -300,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_attention(const T* q, i64 q_stride, const T* k, i64 k_stride, const T* v, i64 v_stride,
                      const float* cos_sin, T* memory, const int* block_tables, i64 table_stride,
                      const int* lengths, int* plan_memory, T* rows, Part* partials, float scale,
-                     i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift) {
+                     i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window) {
   start_next();
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -331,7 +331,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if SHARES
   if (num_items > 0) attend_items(prefixes, num_items, heads, inputs, cache, lengths, shared.rings[0], states, scale);
 #endif
-  Worker worker(heads, inputs, cache, out, states, scale, shared, plan, start);
+  const Cursor first(plan, start, int(window));
+  Worker worker(heads, inputs, cache, out, states, scale, shared, first, start.count);
   const int filled = worker.begin();
   wait_for_previous();
 #if SHARES

@@ -7,6 +7,7 @@ asks for.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from slipstream.kernels import jit
 from slipstream.kernels.op import op
 from slipstream.kernels.pages import (
     check,
+    first_seen,
     gather,
     stages_of,
     tiles_memory,
@@ -36,14 +38,16 @@ _MIN_RUN, _WHOLE_RUN, _WHOLE_MORE = 4, 16, 8
 _PLAN_CTAS, _PLAN_THREADS = 16, 512
 _MOST_SEQUENCES = 16384
 _MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
+_MOST_TOKENS = 2**31 - 1
 
 
 @op("lengths[s]:i32, cache[_,h,2,_,d]:T")
-def plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
-    """How the tiles of sequences of these lengths are shared out, for all layers of a step.
+def plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int, window: int = 0) -> Tensor:
+    """How the tiles of sequences of these lengths are shared out, for all layers of a step that
+    have this window.
 
-    `cache` is that of any layer. What `decode_attention` of the same lengths takes, one call after
-    the other; i32, opaque.
+    `cache` is that of any of them. What `decode_attention` of the same lengths and window takes,
+    one call after the other; i32, opaque.
     """
     return torch.empty(0, dtype=torch.int32, device=lengths.device)
 
@@ -66,12 +70,13 @@ def decode_attention(
     scale: float,
     out: Tensor | None = None,
     newest: Newest | None = None,
+    window: int = 0,
 ) -> Tensor:
     """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.
 
-    Length 0 gives zeros. The result goes to `out` if given. `plan` is `plan_decode` of the lengths,
-    made earlier in the stream; without one, of no elements, a sequence's bits do not depend on
-    others. All but the newest token of a sequence must be from earlier steps: the kernel reads it
+    With a `window`, over the last so many of them. Length 0 gives zeros. The result goes to `out`
+    if given. `plan` is `plan_decode` of the lengths and the window, made earlier in the stream;
+    without one, of no elements, a sequence's bits do not depend on others. All but the newest token of a sequence must be from earlier steps: the kernel reads it
     while the kernels in front of it still run.
 
     With `newest` (and a plan, and 16-bit elements) it begins with `rope_and_cache`: `q` is rotated
@@ -81,11 +86,11 @@ def decode_attention(
         q = _rotate_and_cache(q, newest, cache, block_tables, lengths)
     out = torch.empty_like(q) if out is None else out
     out.zero_()
-    num_kv_heads, block_size = cache.shape[1], cache.shape[3]
+    num_kv_heads = cache.shape[1]
     for s, length in enumerate(lengths.tolist()):
         if length == 0:
             continue
-        k, v = gather(cache, block_tables[s, : -(-length // block_size)], length)
+        k, v = gather(cache, block_tables[s], first_seen(length - 1, window), length)
         group = q[s].reshape(num_kv_heads, -1, q.shape[2])  # a kv head's, as its queries
         result = functional.scaled_dot_product_attention(group[None], k[None], v[None], scale=scale)
         out[s] = result[0].flatten(0, 1)
@@ -129,7 +134,9 @@ class _Shape(NamedTuple):
 _SHAPES = (_Shape(8, 3), _Shape(8, 2), _Shape(4, 2))  # the first that fits is best
 
 
-def _variant(dtype: torch.dtype, head_size: int, shape: _Shape, rotates: bool) -> jit.Variant:
+def _variant(
+    dtype: torch.dtype, head_size: int, shape: _Shape, rotates: bool, window: int
+) -> jit.Variant:
     jit.head_size_of(dtype, head_size)
     return jit.variant(
         "decode_attention.cu",
@@ -138,18 +145,21 @@ def _variant(dtype: torch.dtype, head_size: int, shape: _Shape, rotates: bool) -
         WARPS=shape.warps,
         SLOTS=shape.slots,
         ROTATES=int(rotates),
+        WINDOWED=int(window > 0),
     )
+
+
+def _plan_variant(window: int) -> jit.Variant:
+    return jit.variant("decode_plan.cu", WINDOWED=int(window > 0))
 
 
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
-    yield jit.variant("decode_plan.cu")
+    yield from (_plan_variant(window) for window in (0, 1))
     yield from tiles_variants("decode_split.cu", 3)
-    for head_size in jit.HEAD_SIZES:
-        for dtype in (torch.float16, torch.bfloat16):
-            for shape in _SHAPES:
-                for rotates in (False, True):
-                    yield _variant(dtype, head_size, shape, rotates)
+    dtypes = (torch.float16, torch.bfloat16)
+    for case in itertools.product(dtypes, jit.HEAD_SIZES, _SHAPES, (False, True), (0, 1)):
+        yield _variant(*case)
 
 
 @functools.cache
@@ -167,7 +177,7 @@ def _plan_size(num_sequences: int, num_ctas: int, num_warps: int) -> int:
 
 
 @plan_decode.cuda
-def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
+def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int, window: int = 0) -> Tensor:
     num_sequences, num_kv_heads, head_size = len(lengths), cache.shape[1], cache.shape[4]
     if cache.dtype == torch.float32 or num_sequences == 0:
         return torch.empty(0, dtype=torch.int32, device=lengths.device)
@@ -181,7 +191,7 @@ def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
     plan = torch.empty(size, dtype=torch.int32, device=lengths.device)
     parts = -(-(num_q_heads // num_kv_heads) // _COLUMNS)
     jit.launch(
-        jit.variant("decode_plan.cu"),
+        _plan_variant(window),
         "plan_decode",
         (_PLAN_CTAS,),
         _PLAN_THREADS,
@@ -194,6 +204,7 @@ def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int) -> Tensor:
         _MIN_RUN,
         _WHOLE_RUN,
         _WHOLE_MORE,
+        window,
         shared_memory=4 * (2 * num_sequences + num_ctas + 1),
     )
     return plan
@@ -209,6 +220,7 @@ def _decode_attention(
     scale: float,
     out: Tensor | None = None,
     newest: Newest | None = None,
+    window: int = 0,
 ) -> Tensor:
     check("decode_attention", q, cache, block_tables, lengths, plan)
     jit.block_shift(cache.shape[3])
@@ -220,10 +232,10 @@ def _decode_attention(
         "decode_attention: out must be contiguous, aligned to 16 bytes and otherwise like q",
     )
     if len(plan) > 0:
-        _launch_by_plan(q, cache, block_tables, lengths, plan, scale, out, newest)
+        _launch_by_plan(q, cache, block_tables, lengths, plan, scale, out, newest, window)
     elif len(q) > 0:
         jit.require(newest is None, "decode_attention: without a plan, q must be rotated")
-        _launch_by_split(q, cache, block_tables, lengths, scale, out)
+        _launch_by_split(q, cache, block_tables, lengths, scale, out, window)
     return out
 
 
@@ -250,6 +262,7 @@ def _launch_by_plan(
     scale: float,
     out: Tensor,
     newest: Newest | None,
+    window: int,
 ) -> None:
     if newest is not None:
         _check_newest(q, cache, newest)
@@ -262,7 +275,7 @@ def _launch_by_plan(
     num_words = num_ctas * 2 * _part_words(head_size)
     parts = torch.empty(num_words, dtype=torch.float32, device=q.device)
     jit.launch(
-        _variant(q.dtype, head_size, shape, newest is not None),
+        _variant(q.dtype, head_size, shape, newest is not None, window),
         "decode_attention",
         (num_ctas,),
         32 * shape.warps,
@@ -285,6 +298,7 @@ def _launch_by_plan(
         num_kv_heads,
         num_q_heads // num_kv_heads,
         jit.block_shift(block_size),
+        window,
         shared_memory=shape.shared_memory(head_size),
         overlaps=True,
     )
@@ -300,16 +314,17 @@ def _launch_by_split(
     lengths: Tensor,
     scale: float,
     out: Tensor,
+    window: int,
 ) -> None:
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
-    capacity = block_tables.shape[1] * block_size
+    capacity = min(block_tables.shape[1] * block_size, window or _MOST_TOKENS)
     splits = max(1, min(_MAX_SPLITS, -(-capacity // _MIN_SPLIT)))
     size = num_sequences * num_q_heads * splits * (head_size + 2) if splits > 1 else 1
     partial = torch.empty(size, dtype=torch.float32, device=q.device)
     group_size = num_q_heads // num_kv_heads
     stages = stages_of(q, 3 if q.element_size() == 2 else 2)
-    wanted = tiles_variant("decode_split.cu", q.dtype, head_size, stages)
+    wanted = tiles_variant("decode_split.cu", q.dtype, head_size, stages, window)
     jit.launch(
         wanted,
         "decode_split",
@@ -327,8 +342,9 @@ def _launch_by_split(
         num_kv_heads,
         group_size,
         jit.block_shift(block_size),
+        window,
         shared_memory=tiles_memory(q.dtype, head_size, stages),
     )
     if splits > 1:
         grid = (num_q_heads, num_sequences)
-        jit.launch(wanted, "combine_splits", grid, head_size, partial, lengths, out, splits)
+        jit.launch(wanted, "combine_splits", grid, head_size, partial, lengths, out, splits, window)

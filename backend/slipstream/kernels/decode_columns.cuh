@@ -1,7 +1,7 @@
 // The running softmax of up to 8 query heads over the tiles of one (sequence, kv head), kept by one warp
 // (FlashAttention-2; Dao, 2023). Products are transposed: tokens, then dimensions, are the 16 rows of a fragment,
 // query heads its 8 columns.
-// -D ELEMENT (T: 16 bits), HEAD_SIZE
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, WINDOWED
 #pragma once
 #include "decode_ring.cuh"
 #include "mma.cuh"
@@ -114,14 +114,16 @@ class Columns {
       }
   }
 
-  // Scores of `count` tokens become exponentials, as fragments B; what was summed so far is rescaled.
-  DEVICE void exponentiate(float (&scores)[2][4], u32 (&weights)[4], int count, float scale) {
+  // Scores of `count` tokens, of which the first `hidden` do not count, become exponentials, as fragments B; what was
+  // summed so far is rescaled.
+  DEVICE void exponentiate(float (&scores)[2][4], u32 (&weights)[4], int count, int hidden, float scale) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int token = i * 16 + lane / 4 + j / 2 * 8;
-        scores[i][j] = token < count ? scores[i][j] * scale : -INFINITE;
+        scores[i][j] =
+            token < count && !(WINDOWED && token < hidden) ? scores[i][j] * scale : -INFINITE;
       }
 #pragma unroll
     for (int c = 0; c < 2; ++c) {

@@ -1,5 +1,6 @@
 // Makes the plan of decode attention (decode_plan.cuh) from the lengths. Every CTA cuts all tiles, and writes a share
 // of the plan.
+// -D WINDOWED, SHARES
 #include "decode_plan.cuh"
 
 constexpr int THREADS = 512;
@@ -12,9 +13,11 @@ struct Tiles {
   int* rows;
   int count;  // of sequences
   int num_heads;
+  int window;
 
   struct Place {
-    int index, head, tile;
+    int index, head;
+    int tile;   // among those that are not left out
     int tiles;  // of the sequence
   };
 
@@ -59,11 +62,13 @@ DEVICE void scan(u64 value, u64& up_to_here, u64& all) {
   }
 }
 
+DEVICE int first_tile_of(const RowPrefix* prefixes, int row, int length, int window) {
 #if SHARES
-DEVICE RowPrefix prefix_of(const RowPrefix* prefixes, int row) { return prefixes[row]; }
+  return length > 0 ? prefixes[row].first_tile : 0;
 #else
-DEVICE RowPrefix prefix_of(const RowPrefix*, int) { return {0, 0}; }
+  return first_tile(length, window);
 #endif
+}
 
 // Fills `tiles` with the sequences that have tokens.
 DEVICE void collect(const int* lengths, const RowPrefix* prefixes, int num_rows, Tiles& tiles) {
@@ -72,8 +77,8 @@ DEVICE void collect(const int* lengths, const RowPrefix* prefixes, int num_rows,
     const int row = base + threadIdx.x;
     const int length = row < num_rows ? lengths[row] : 0;
     u64 here, all;
-    const int first_tile = length > 0 ? prefix_of(prefixes, row).first_tile : 0;
-    scan((u64(length > 0) << 32) + (length + TILE - 1) / TILE - first_tile, here, all);
+    const int own = (length + TILE - 1) / TILE - first_tile_of(prefixes, row, length, tiles.window);
+    scan((u64(length > 0) << 32) + own, here, all);
     if (length > 0) {
       const int index = int((done + here) >> 32) - 1;
       tiles.ends[index] = int(u32(done + here));
@@ -143,7 +148,7 @@ DEVICE Start start_of(const Tiles& tiles, const int* lengths, const RowPrefix* p
   const Sequence sequence = sequence_at(tiles, lengths, prefixes, place.index);
   return {place.index,
           place.head,
-          sequence.first_tile() + place.tile,
+          place.tile + first_tile(sequence, tiles.window),
           end - begin,
           sequence,
           sequence_at(tiles, lengths, prefixes, place.index + 1)};
@@ -173,9 +178,9 @@ DEVICE void write_shares(const Plan& plan, const Tiles& tiles, const int* cuts, 
 // Starts no kernel before it has ended: those that follow read the plan without waiting for it.
 extern "C" __global__ void __launch_bounds__(THREADS)
     plan_decode(const int* lengths, int* memory, i64 num_rows, i64 num_heads, i64 num_ctas,
-                i64 num_workers, i64 min_run, i64 whole_run, i64 whole_more) {
+                i64 num_workers, i64 min_run, i64 whole_run, i64 whole_more, i64 window) {
   const Plan plan(memory, int(num_ctas), int(num_workers));
-  Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads)};
+  Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads), int(window)};
   int* cuts = shared_ints + 2 * num_rows;
   const RowPrefix* prefixes = plan.prefixes(int(num_rows)).rows;
   collect(lengths, prefixes, int(num_rows), tiles);

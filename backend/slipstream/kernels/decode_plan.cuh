@@ -2,8 +2,9 @@
 //
 // A tile is TILE tokens of one (sequence, head); a head stands for the query heads that share a kv head, or for some
 // of them where they are many. Tiles lie in the order sequence, head, token: each CTA gets a run of them, each
-// worker a run of its CTA's.
-// -D SHARES (1: sequences begin behind what they share with others, prefixes.cuh)
+// worker a run of its CTA's. With a window, tiles in front of it are left out; the others keep their numbers. So it is
+// with what is attended to together with other sequences (prefixes.cuh).
+// -D WINDOWED (1: the newest token sees the last `window` tokens alone), SHARES (1: there may be what sequences share)
 #pragma once
 #include "common.cuh"
 #include "prefixes.cuh"
@@ -14,21 +15,24 @@
 
 constexpr int TILE = 32;
 
+// The first token that the newest of a sequence sees, and that token's tile.
+DEVICE int first_seen(int length, int window) { return WINDOWED ? max(0, length - window) : 0; }
+DEVICE int first_tile(int length, int window) { return first_seen(length, window) / TILE; }
+
 #if SHARES
+static_assert(!WINDOWED, "a window hides what sequences share");
 struct alignas(16) Sequence {
   int row;  // of the batch
   int length;
   RowPrefix prefix;
-
-  DEVICE int first_tile() const { return prefix.first_tile; }
 };
+DEVICE int first_tile(const Sequence& sequence, int) { return sequence.prefix.first_tile; }
 #else
 struct alignas(8) Sequence {
   int row;  // of the batch
   int length;
-
-  DEVICE int first_tile() const { return 0; }
 };
+DEVICE int first_tile(const Sequence& sequence, int window) { return first_tile(sequence.length, window); }
 #endif
 
 // The first tile of a worker, and what it must know to go on from there.

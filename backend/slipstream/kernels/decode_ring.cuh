@@ -1,5 +1,5 @@
 // A worker's private ring of slots in shared memory, through which its tiles pass: K, V, K, V, ...
-// -D ELEMENT (T: 16 bits), HEAD_SIZE, SLOTS, ROTATES (1: the newest tokens come past the cache)
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, SLOTS, ROTATES (1: the newest tokens come past the cache), WINDOWED
 #pragma once
 #include "copies.cuh"
 #include "decode_plan.cuh"
@@ -52,24 +52,27 @@ struct Cursor {
   int head;
   int tile;
   const Sequence* rest;  // behind `following`
+  int window;
 
-  DEVICE Cursor(const Plan& plan, const Start& start)
+  DEVICE Cursor(const Plan& plan, const Start& start, int window)
       : now(start.sequence), following(start.following), head(start.head), tile(start.tile),
-        rest(plan.sequences + start.index + 2) {}
+        rest(plan.sequences + start.index + 2), window(window) {}
 
   DEVICE int num_tokens() const { return now.length - tile * TILE; }  // of the tile, if no more follow
+  DEVICE int num_hidden() const { return first_seen(now.length, window) - tile * TILE; }  // if positive
+  DEVICE bool is_first() const { return tile == first_tile(now, window); }
   DEVICE bool is_last() const { return num_tokens() <= TILE; }
   DEVICE void advance(int num_heads) {
     if (!is_last()) {
       ++tile;
       return;
     }
-    tile = now.first_tile();
-    if (++head < num_heads) return;
-    head = 0;
-    now = following;
-    tile = now.first_tile();
-    following = read(rest++);
+    if (++head >= num_heads) {
+      head = 0;
+      now = following;
+      following = read(rest++);
+    }
+    tile = first_tile(now, window);
   }
 };
 
@@ -121,7 +124,8 @@ class Ring {
  private:
   DEVICE int own_token() const { return cursor.tile * TILE + lane * PIECE; }
   DEVICE void find_block() {
-    const bool exists = left > 0 && lane < PIECES && own_token() < cursor.now.length;
+    const bool is_hidden = WINDOWED && lane * PIECE + PIECE <= cursor.num_hidden();  // the table may hold anything
+    const bool exists = left > 0 && lane < PIECES && own_token() < cursor.now.length && !is_hidden;
     block = exists ? cache.block(cursor.now.row, own_token()) : 0;
   }
 
@@ -139,9 +143,9 @@ class Ring {
     slot = slot + 1 == SLOTS ? 0 : slot + 1;
   }
 
-  // Tokens past the sequence's end become zeros: what their memory holds (NaN even) meets no arithmetic.
+  // Tokens that are not seen become zeros: what their memory holds (NaN even) meets no arithmetic.
   DEVICE void start_copy() const {
-    const int count = cursor.num_tokens();
+    const int count = cursor.num_tokens(), hidden = cursor.num_hidden();
     const i64 offset =
         cache.offset(block, own_token(), cursor.head) + (is_value ? cache.from_k_to_v() : 0);
     const u32 target = shared_address(slots + slot * SLOT_BYTES);
@@ -153,7 +157,8 @@ class Ring {
         const int i = lane + 32 * step, token = i / CHUNKS;
         if (PIECE * CHUNKS % 32 != 0 && i >= PIECE * CHUNKS) continue;
         copy_async(target + piece * PIECE * ROW_BYTES + chunk_offset(token, i % CHUNKS),
-                   source + i * 8, piece * PIECE + token < count, policy);
+                   source + i * 8,
+                   piece * PIECE + token < count && !(WINDOWED && piece * PIECE + token < hidden), policy);
       }
     }
   }
@@ -165,7 +170,7 @@ class Ring {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       const T* source = cache.memory + __shfl_sync(ALL_LANES, offset, piece);
-      if (piece * PIECE >= count) continue;
+      if (piece * PIECE >= count || (WINDOWED && piece * PIECE + PIECE <= cursor.num_hidden())) continue;
       for (int i = lane * 64; i < PIECE * HEAD_SIZE; i += 32 * 64) {
         prefetch(source + i);
         prefetch(source + cache.from_k_to_v() + i);

@@ -1,14 +1,18 @@
 // Paged decode attention whose bits depend on a sequence alone (flash-decoding): its tokens are split over CTAs by its
 // own length, then over warps, and combined in a fixed order.
-// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores)
+// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED (1: the last `window`
+// tokens alone)
 #include "tiles.cuh"
 
 constexpr int MIN_SPLIT = 256;  // tokens
 constexpr int MAX_SPLITS = 32;
 
-// The tokens of one split: of the sequence's own length only, so that neighbours change no bit.
-DEVICE int split_length(int length) {
-  const int share = (length + MAX_SPLITS - 1) / MAX_SPLITS;
+// How many tokens are seen.
+DEVICE int num_seen(int length, int window) { return WINDOWED ? min(length, window) : length; }
+
+// The tokens of one split: of how many the sequence's own newest sees, so that neighbours change no bit.
+DEVICE int split_length(int count) {
+  const int share = (count + MAX_SPLITS - 1) / MAX_SPLITS;
   return max(MIN_SPLIT, (share + TILE - 1) / TILE * TILE);
 }
 
@@ -51,27 +55,28 @@ DEVICE void merge_warps(WarpRows& mine, const Visit& f) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_split(const T* q, i64 q_stride, const T* cache, const int* block_tables,
                      i64 table_stride, const int* lengths, T* out, float* partial, float scale,
-                     i64 num_kv_heads, i64 group_size, i64 block_shift) {
+                     i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window) {
   const i64 sequence = blockIdx.z;
   const int length = lengths[sequence];
-  const int share = split_length(length);
-  const int begin = blockIdx.x * share;
+  const int num_tokens = num_seen(length, int(window)), first = length - num_tokens;
+  const int share = split_length(num_tokens);
+  const int begin = first + blockIdx.x * share;
   if (begin >= length && blockIdx.x > 0) return;
   const int end = min(begin + share, length);
-  const bool is_whole = length <= share;
+  const bool is_whole = num_tokens <= share;
 
   const int parts = int(group_size + 15) / 16;
   const int kv_head = blockIdx.y / parts, first_head = blockIdx.y % parts * 16;
   const i64 head = kv_head * group_size + first_head;
   const i64 num_heads = num_kv_heads * group_size;
   const int count = min(16, int(group_size) - first_head);
-  const Rows rows = {q + sequence * q_stride + head * HEAD_SIZE, HEAD_SIZE, count, end - 1, 0, scale};
+  const Rows rows = {q + sequence * q_stride + head * HEAD_SIZE, HEAD_SIZE, count, end - 1, 0, scale, EVERYTHING};
   const i64 block_elements = i64(2 * HEAD_SIZE) << block_shift;
   const Pages pages = {cache + kv_head * block_elements, block_tables + sequence * table_stride,
                        num_kv_heads * block_elements, int(block_shift)};
 
   WarpRows mine(rows, scratch());
-  for_each_tile(pages, begin, end, [&](const T* keys, int first) {
+  for_each_tile(pages, begin, begin, end, [&](const T* keys, int first) {
     const int own = threadIdx.x / 32 * 16;  // this warp's tokens of the tile
     mine.attend<16>(keys + own * PITCH, keys + TILE_ELEMENTS + own * PITCH, first + own, rows);
   });
@@ -93,11 +98,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Grid: x = q head, y = sequence; thread = column. The splits of a sequence, in order.
 extern "C" __global__ void __launch_bounds__(HEAD_SIZE)
-    combine_splits(const float* partial, const int* lengths, T* out, i64 max_splits) {
-  const int length = lengths[blockIdx.y];
-  const int share = split_length(length);
-  if (length <= share) return;  // decode_split wrote the result
-  const int num_splits = (length + share - 1) / share;
+    combine_splits(const float* partial, const int* lengths, T* out, i64 max_splits, i64 window) {
+  const int count = num_seen(lengths[blockIdx.y], int(window));
+  const int share = split_length(count);
+  if (count <= share) return;  // decode_split wrote the result
+  const int num_splits = (count + share - 1) / share;
   const i64 at = i64(blockIdx.y) * gridDim.x + blockIdx.x;
   const float* splits = partial + at * max_splits * (HEAD_SIZE + 2);
   float maximum = -INFINITE, total = 0.0f, sum = 0.0f;

@@ -1,6 +1,6 @@
 // Tiles of a paged cache: asynchronous 16-byte copies from pages into shared memory, rows padded by 16 bytes
 // so that neither ldmatrix nor a lane-a-row read meets a bank conflict.
-// -D ELEMENT (T), HEAD_SIZE, WARPS
+// -D ELEMENT (T), HEAD_SIZE, WARPS, WINDOWED (1: a row sees its last `window` tokens alone)
 #pragma once
 #include "copies.cuh"
 
@@ -19,16 +19,16 @@ struct Pages {
   i64 block_stride;   // elements
   int block_shift;
 
-  // Starts the copy of tokens [first, first + TILE): K to `tile`, V behind it; zeros from `end` on,
-  // so that what an unused row holds (NaN even) meets no arithmetic.
-  DEVICE void start_copy(T* tile, int first, int end) const {
+  // Starts the copy of tokens [first, first + TILE): K to `tile`, V behind it; zeros outside of [begin, end), so that
+  // what an unused row holds (NaN even) meets no arithmetic, and no table's entry is read that may be anything.
+  DEVICE void start_copy(T* tile, int first, int begin, int end) const {
     const int mask = (1 << block_shift) - 1;
 #pragma unroll
     for (int step = 0; step < TILE * CHUNKS / THREADS; ++step) {
       const int i = threadIdx.x + step * THREADS;
       const int row = i / CHUNKS, column = i % CHUNKS * VECTOR;
       const int token = first + row;
-      const bool inside = token < end;
+      const bool inside = token < end && !(WINDOWED && token < begin);
       const T* source = head;
       if (inside)
         source += blocks[token >> block_shift] * block_stride + (token & mask) * HEAD_SIZE + column;
@@ -40,7 +40,10 @@ struct Pages {
   }
 };
 
-// 16 query rows of one warp, `count` of them real; row r sees tokens 0 .. first_position + r * step.
+#define EVERYTHING 0x40000000  // a window that hides nothing
+
+// 16 query rows of one warp, `count` of them real; row r sees tokens up to first_position + r * step, the last
+// `window` of them.
 struct Rows {
   const T* queries;
   i64 stride;  // elements between rows
@@ -48,6 +51,8 @@ struct Rows {
   int first_position;
   int step;
   float scale;  // of the scores, times log2(e): the softmax is in base 2
+  int window;
 
   DEVICE int last_visible(int row) const { return first_position + row * step; }
+  DEVICE int first_visible(int row) const { return last_visible(row) - window + 1; }  // if WINDOWED
 };

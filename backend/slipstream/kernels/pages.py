@@ -1,7 +1,9 @@
 """The paged cache as the attention kernels see it: `[block, kv head, K or V, token in block, d]`.
 
-`block_tables[s]` lists the blocks of sequence s in order (entries past its length are not read);
-query head h reads kv head `h // (hq / h_kv)`.
+`block_tables[s]` lists the blocks of sequence s in order; query head h reads kv head
+`h // (hq / h_kv)`. With a `window` the token at position p sees positions
+`max(0, p - window + 1) .. p`, without one (0) all up to p. Entries of blocks that nobody sees are
+not read: those past a sequence's length, and those in front of the window.
 """
 
 from collections.abc import Iterator
@@ -12,10 +14,18 @@ from torch import Tensor
 from slipstream.kernels import jit
 
 
-def gather(cache: Tensor, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """K and V of one sequence as `[kv head, length, d]`."""
+def first_seen(position: int, window: int) -> int:
+    """The first position that the token at `position` sees."""
+    return max(0, position - window + 1) if window else 0
+
+
+def gather(cache: Tensor, table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """K and V of positions `begin .. end - 1` of one sequence as `[kv head, position, d]`."""
+    size = cache.shape[3]
+    skipped = begin // size
+    blocks = table[skipped : -(-end // size)]
     pages = cache.permute(2, 1, 0, 3, 4).index_select(2, blocks)  # one copy, already in order
-    flat = pages.flatten(2, 3)[:, :, :length]
+    flat = pages.flatten(2, 3)[:, :, begin - skipped * size : end - skipped * size]
     return flat[0], flat[1]
 
 
@@ -65,12 +75,20 @@ def stages_of(q: Tensor, wish: int) -> int:
     return wish if wished <= jit.shared_memory_limit(q.device.index) else 2
 
 
-def tiles_variant(source: str, dtype: torch.dtype, head_size: int, stages: int) -> jit.Variant:
+def tiles_variant(
+    source: str, dtype: torch.dtype, head_size: int, stages: int, window: int
+) -> jit.Variant:
     """The instantiation of a kernel that includes tiles.cuh."""
-    uses_mma = int(dtype != torch.float32)
-    warps = warps_of(dtype)
     jit.head_size_of(dtype, head_size)
-    return jit.variant(source, dtype, HEAD_SIZE=head_size, WARPS=warps, STAGES=stages, MMA=uses_mma)
+    return jit.variant(
+        source,
+        dtype,
+        HEAD_SIZE=head_size,
+        WARPS=warps_of(dtype),
+        STAGES=stages,
+        MMA=int(dtype != torch.float32),
+        WINDOWED=int(window > 0),
+    )
 
 
 def tiles_variants(source: str, stages: int) -> Iterator[jit.Variant]:
@@ -78,4 +96,5 @@ def tiles_variants(source: str, stages: int) -> Iterator[jit.Variant]:
     for dtype in jit.DTYPES:
         for head_size in jit.HEAD_SIZES:
             for count in range(2, stages + 1 if dtype != torch.float32 else 3):
-                yield tiles_variant(source, dtype, head_size, count)
+                for window in (0, 1):
+                    yield tiles_variant(source, dtype, head_size, count, window)

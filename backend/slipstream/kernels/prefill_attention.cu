@@ -1,12 +1,13 @@
 // Paged prefill attention: 16 query rows a warp, every warp reads every tile.
-// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores)
+// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED (1: a token sees the
+// last `window` alone)
 #include "tiles.cuh"
 
 // Grid: x = q head, y = tile of TILE queries (the longest rows first), z = sequence.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_attention(const T* q, i64 q_stride, const T* cache, const int* block_tables,
                       i64 table_stride, const int* query_starts, const int* lengths, T* out, i64 out_stride,
-                      float scale, i64 num_kv_heads, i64 group_size, i64 block_shift) {
+                      float scale, i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window) {
   const i64 sequence = blockIdx.z, head = blockIdx.x;
   const int start = query_starts[sequence];
   const int num_queries = query_starts[sequence + 1] - start;
@@ -17,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int count = max(0, min(16, num_queries - own));
   const int position = length - num_queries + own;
   const Rows rows = {q + (start + own) * q_stride + head * HEAD_SIZE, q_stride, count, position, 1,
-                     scale};
+                     scale, int(window)};
   const i64 block_elements = i64(2 * HEAD_SIZE) << block_shift;
   const Pages pages = {cache + head / group_size * block_elements,
                        block_tables + sequence * table_stride, num_kv_heads * block_elements,
@@ -25,7 +26,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   WarpRows mine(rows, scratch());
   const int end = min(length, length - num_queries + first_query + TILE);
-  for_each_tile(pages, 0, end, [&](const T* keys, int first) {
+  const int begin = WINDOWED ? max(0, length - num_queries + first_query - int(window) + 1) : 0;
+  // Tiles begin at multiples, wherever the chunk does: a row's bits are its position's.
+  for_each_tile(pages, begin / TILE * TILE, begin, end, [&](const T* keys, int first) {
     if (count > 0) mine.attend<TILE>(keys, keys + TILE_ELEMENTS, first, rows);
   });
   T* target = out + (start + own) * out_stride + head * HEAD_SIZE;

@@ -13,6 +13,7 @@ from slipstream.kernels import jit, tensor_map
 from slipstream.kernels.op import op
 from slipstream.kernels.pages import (
     check,
+    first_seen,
     gather,
     stages_of,
     tiles_memory,
@@ -35,11 +36,12 @@ def prefill_attention(
     scale: float,
     max_queries: int,
     out: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention of chunks: rows `query_starts[s] : query_starts[s+1]` of `q` are the last
     positions of the `lengths[s]` tokens cached for sequence s; `[n, hq, d]`.
 
-    `max_queries` is the longest chunk (it sizes the grid). The result goes to `out` if given; rows
+    With a `window`, a token sees the last so many up to itself (pages.py). `max_queries` is the longest chunk (it sizes the grid). The result goes to `out` if given; rows
     of no chunk are left as they are, or undefined. A row's bits depend on its position and the
     tokens up to it alone: not on where chunks begin and end, nor on other sequences.
     """
@@ -50,10 +52,13 @@ def prefill_attention(
         begin, end = bounds[s], bounds[s + 1]
         if begin == end or length == 0:
             continue
-        blocks = block_tables[s, : -(-length // cache.shape[3])]
-        k, v = gather(cache, blocks, length)
-        positions = torch.arange(length - (end - begin), length, device=q.device)
-        mask = torch.arange(length, device=q.device) <= positions[:, None]
+        seen = first_seen(length - (end - begin), window)  # by any
+        k, v = gather(cache, block_tables[s], seen, length)
+        positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
+        keys = torch.arange(seen, length, device=q.device)
+        mask = keys <= positions
+        if window:
+            mask &= keys > positions - window
         result = functional.scaled_dot_product_attention(
             q[begin:end].transpose(0, 1)[None], k[None], v[None], mask, scale=scale, enable_gqa=True
         )
@@ -100,6 +105,7 @@ def _prefill_attention(
     scale: float,
     max_queries: int,
     out: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
     check("prefill_attention", q, cache, block_tables, query_starts, lengths)
     jit.require(
@@ -117,8 +123,11 @@ def _prefill_attention(
     if out.numel() == 0 or len(lengths) == 0 or max_queries == 0:
         return out
     has_wgmma = q.dtype != torch.float32 and q.shape[2] in _WGMMA_HEAD_SIZES and scale > 0
-    launch = _launch_wgmma if has_wgmma and jit.is_hopper(q.device) else _launch_tiles
-    launch(q, cache, block_tables, query_starts, lengths, out, scale, max_queries)
+    arguments = (q, cache, block_tables, query_starts, lengths, out, scale, max_queries)
+    if has_wgmma and jit.is_hopper(q.device) and window == 0:
+        _launch_wgmma(*arguments)
+    else:
+        _launch_tiles(*arguments, window)
     return out
 
 
@@ -173,11 +182,12 @@ def _launch_tiles(
     out: Tensor,
     scale: float,
     max_queries: int,
+    window: int,
 ) -> None:
     num_q_heads, head_size = q.shape[1:]
     num_kv_heads, warps, stages = cache.shape[1], warps_of(q.dtype), stages_of(q, 2)
     jit.launch(
-        tiles_variant("prefill_attention.cu", q.dtype, head_size, stages),
+        tiles_variant("prefill_attention.cu", q.dtype, head_size, stages, window),
         "prefill_attention",
         (num_q_heads, -(-max_queries // (16 * warps)), len(lengths)),
         32 * warps,
@@ -194,5 +204,6 @@ def _launch_tiles(
         num_kv_heads,
         num_q_heads // num_kv_heads,
         jit.block_shift(cache.shape[3]),
+        window,
         shared_memory=tiles_memory(q.dtype, head_size, stages),
     )

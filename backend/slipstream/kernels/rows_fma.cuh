@@ -31,7 +31,7 @@ class WarpRows {
   template <int TOKENS>
   DEVICE void attend(const T* keys, const T* values, int first, const Rows& rows) {
     for (int i = 0; i < TOKENS; i += 16)
-      if (first + i <= rows.last_visible(15))
+      if (first + i <= rows.last_visible(15) && !(WINDOWED && first + i + 16 <= rows.first_visible(0)))
         attend_16(keys + i * PITCH, values + i * PITCH, first + i, rows);
   }
 
@@ -54,7 +54,8 @@ class WarpRows {
     for (int row = 0; row < 16; ++row) {
       if (row >= count) break;
       float value = scores[row] + __shfl_xor_sync(ALL_LANES, scores[row], 16);
-      value = token > rows.last_visible(row) ? -INFINITE : value * rows.scale;
+      const bool is_hidden = token > rows.last_visible(row) || (WINDOWED && token < rows.first_visible(row));
+      value = is_hidden ? -INFINITE : value * rows.scale;
       float highest = value, sum;
 #pragma unroll
       for (int mask = 8; mask > 0; mask /= 2)

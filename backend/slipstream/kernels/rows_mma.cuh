@@ -41,9 +41,11 @@ class WarpRows {
   template <int TOKENS>
   DEVICE void attend(const T* keys, const T* values, int first, const Rows& rows) {
     if (first > rows.last_visible(15)) return;
+    if (WINDOWED && first + TOKENS <= rows.first_visible(0)) return;
     float scores[TOKENS / 8][4];
     score<TOKENS>(scores, keys);
-    const bool masked = first + TOKENS - 1 > rows.first_position;
+    const bool masked = first + TOKENS - 1 > rows.first_position ||
+                        (WINDOWED && first < rows.first_visible(15));
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
@@ -51,7 +53,8 @@ class WarpRows {
         const int token = first + i * 8 + lane % 4 * 2 + j % 2;
         const int row = lane / 4 + j / 2 * 8;
         scores[i][j] *= rows.scale;
-        if (masked && token > rows.last_visible(row)) scores[i][j] = -INFINITE;
+        if (masked && (token > rows.last_visible(row) || (WINDOWED && token < rows.first_visible(row))))
+          scores[i][j] = -INFINITE;
       }
     exponentiate<TOKENS>(scores);
     accumulate<TOKENS>(scores, values);

@@ -1,5 +1,5 @@
 // The tiles of a sequence, one after the other through a CTA's shared memory, several copies ahead.
-// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores)
+// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED
 #pragma once
 #if MMA
 #include "rows_mma.cuh"
@@ -17,13 +17,14 @@ DEVICE T* scratch() {  // of this warp, behind the stages
   return reinterpret_cast<T*>(shared_bytes + at);
 }
 
-// Run f(tile's K, first token) for every tile of [begin, end), STAGES - 1 tiles ahead of the copies.
+// Run f(tile's K, first token) for every tile of [first, end), STAGES - 1 tiles ahead of the copies; tokens in front
+// of `begin` are zeros.
 template <class Consume>
-DEVICE void for_each_tile(const Pages& pages, int begin, int end, const Consume& consume) {
-  const int num_tiles = (end - begin + TILE - 1) / TILE;
+DEVICE void for_each_tile(const Pages& pages, int first, int begin, int end, const Consume& consume) {
+  const int num_tiles = (end - first + TILE - 1) / TILE;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
-    if (i < num_tiles) pages.start_copy(stages() + i * STAGE_ELEMENTS, begin + i * TILE, end);
+    if (i < num_tiles) pages.start_copy(stages() + i * STAGE_ELEMENTS, first + i * TILE, begin, end);
     copy_commit();
   }
   for (int i = 0; i < num_tiles; ++i) {
@@ -31,8 +32,8 @@ DEVICE void for_each_tile(const Pages& pages, int begin, int end, const Consume&
     __syncthreads();  // tile i is there, and tile i - 1 is consumed: its stage takes the next copy
     const int next = i + STAGES - 1;
     if (next < num_tiles)
-      pages.start_copy(stages() + next % STAGES * STAGE_ELEMENTS, begin + next * TILE, end);
+      pages.start_copy(stages() + next % STAGES * STAGE_ELEMENTS, first + next * TILE, begin, end);
     copy_commit();
-    consume(stages() + i % STAGES * STAGE_ELEMENTS, begin + i * TILE);
+    consume(stages() + i % STAGES * STAGE_ELEMENTS, first + i * TILE);
   }
 }

@@ -10,7 +10,7 @@ from slipstream.kernels.decode_attention import Newest, decode_attention, plan_d
 from slipstream.kernels.prefill_attention import prefill_attention
 from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm
-from slipstream.layers.projection import project
+from slipstream.layers.projection import normed, project
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
@@ -64,7 +64,14 @@ class AttentionInputs:
 class Attention:
     """Grouped-query attention (Ainslie et al., 2023); MHA and MQA are its ends.
 
-    `qk_norm` normalises every head's query and key before rotation (Qwen3).
+    Args:
+        w: where the matrices are.
+        dims: of the model.
+        cos_sin: of every position, `[positions, head_size]`.
+        qkv_bias, out_bias: whether these matrices have biases.
+        qk_norms: of every head's query and of its key, before rotation (Qwen3).
+        out_norm: of what is added to the residual sum (Gemma).
+        scale: of the products of queries and keys; None: `head_size ** -0.5`.
     """
 
     def __init__(
@@ -74,23 +81,27 @@ class Attention:
         cos_sin: Tensor,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norms: tuple[Norm, Norm] | None = None,
+        out_norm: Norm | None = None,
+        scale: float | None = None,
     ) -> None:
         size = dims.head_size
         heads = (dims.num_heads, dims.num_kv_heads, dims.num_kv_heads)
         self.sizes = [count * size for count in heads]
         self.head_size = size
         self.cos_sin = cos_sin
-        self.scale = size**-0.5
+        self.scale = size**-0.5 if scale is None else scale
         names = ("q_proj", "k_proj", "v_proj")
         self.qkv = project(w, names, self.sizes, dims.hidden_size, qkv_bias)
-        self.out = project(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
-        self.q_norm = w.at("q_norm").tensor("weight", size) if qk_norm else None
-        self.k_norm = w.at("k_norm").tensor("weight", size) if qk_norm else None
+        out = project(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
+        self.out = normed(out, out_norm)
+        q_norm, k_norm = qk_norms or (None, None)
+        self.q_norm = None if q_norm is None else q_norm.weight
+        self.k_norm = None if k_norm is None else k_norm.weight
         self.eps = dims.eps
         self._is_invariant = w.deterministic
         # Of decodes, where nothing but rotation comes between projection and attention.
-        self._rotates_decodes = not (qk_norm or w.deterministic)
+        self._rotates_decodes = not (qk_norms or w.deterministic)
 
     def __call__(
         self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor

@@ -29,14 +29,23 @@ class Block:
 
 
 class Decoder:
-    """Embedding, blocks, final norm and head."""
+    """Embedding (times `embedding_scale`), blocks, final norm (with `norm_offset`) and head."""
 
     def __init__(
-        self, w: WeightSource, dims: Dims, blocks: Sequence[Block], ties_embeddings: bool
+        self,
+        w: WeightSource,
+        dims: Dims,
+        blocks: Sequence[Block],
+        ties_embeddings: bool,
+        embedding_scale: float = 1.0,
+        norm_offset: float = 0.0,
     ) -> None:
-        self.embedding = Embedding(w.at("model.embed_tokens"), dims.vocab_size, dims.hidden_size)
+        size = dims.hidden_size
+        self.embedding = Embedding(
+            w.at("model.embed_tokens"), dims.vocab_size, size, embedding_scale
+        )
         self.blocks = blocks
-        self.norm = Norm(w.at("model.norm"), dims.hidden_size, dims.eps)
+        self.norm = Norm(w.at("model.norm"), size, dims.eps, norm_offset)
         self.head = Head(w.at("lm_head"), self.embedding, ties_embeddings)
 
     def __call__(

@@ -12,14 +12,18 @@ from slipstream.layers.source import WeightSource
 
 
 class Embedding:
-    """A row for each token id."""
+    """A row for each token id, times `scale`, which is rounded as the weights are."""
 
-    def __init__(self, w: WeightSource, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self, w: WeightSource, vocab_size: int, hidden_size: int, scale: float = 1.0
+    ) -> None:
         self.weight = w.tensor("weight", vocab_size, hidden_size)
+        self._scale = float(torch.tensor(scale, dtype=self.weight.dtype))
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """`[n] i64 -> [n, hidden]`."""
-        return functional.embedding(token_ids, self.weight)
+        rows = functional.embedding(token_ids, self.weight)
+        return rows if self._scale == 1.0 else rows * self._scale
 
 
 class Head:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.fp8 import Quantized, Scales
@@ -28,6 +29,28 @@ class Projection(Protocol):
 
     def add_to(self, residual: Residual, x: Tensor | Quantized) -> None:
         """`residual [n, out] += ` the product with `x [n, in]`."""
+
+
+class Normed:
+    """A projection whose product is normalised before it is added to the residual sum."""
+
+    def __init__(self, projection: Projection, norm: Norm) -> None:
+        self._projection = projection
+        self._norm = norm
+        self.of_norm = projection.of_norm
+        self.gate_of_norm = projection.gate_of_norm
+
+    def add_to(self, residual: Residual, x: Tensor | Quantized) -> None:
+        """`residual [n, out] += ` the norm of the product with `x [n, in]`."""
+        values = residual.values
+        product = Residual(torch.zeros_like(values))
+        self._projection.add_to(product, x)
+        values += self._norm(product.values)
+
+
+def normed(projection: Projection, norm: Norm | None) -> Projection:
+    """The projection, with a norm behind it if there is one."""
+    return projection if norm is None else Normed(projection, norm)
 
 
 def project(

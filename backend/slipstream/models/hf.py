@@ -4,32 +4,27 @@ Every key is one of four: read into `ModelConfig`, demanded to be neutral, harml
 unknown; an unknown key may say nothing (null, false, empty) or the checkpoint is refused. No torch.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from slipstream_contract.errors import clip
 
 from slipstream.errors import CheckpointError
 from slipstream.layers.dims import Dims, RopeConfig
 from slipstream.models.files import read_json, tensor_entries
+from slipstream.models.reader import Reader, words
 from slipstream.models.registry import supported
+from slipstream.models.ropes import read_rope, read_ropes
+from slipstream.models.windows import read_windows
 
-
-def _keys(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_READ = _keys(
+_READ = words(
     "architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings "
-    "attention_bias mlp_bias hidden_act dtype torch_dtype eos_token_id rope_theta rope_scaling "
+    "attention_bias mlp_bias dtype torch_dtype eos_token_id rope_theta rope_scaling "
     "rope_parameters original_max_position_embeddings partial_rotary_factor sliding_window "
     "use_sliding_window max_window_layers layer_types"
 )
 # Training, generation defaults, labels, bookkeeping: inference is the same whatever they say.
-_HARMLESS = _keys(
+_HARMLESS = words(
     "model_type transformers_version use_cache initializer_range bos_token_id pad_token_id "
     "sep_token_id pretraining_tp attention_dropout hidden_dropout resid_pdrop embd_pdrop "
     "attn_pdrop id2label label2id problem_type task_specific_params finetuning_task return_dict "
@@ -40,19 +35,47 @@ _HARMLESS = _keys(
     "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
     "decoder_start_token_id keys_to_ignore_at_inference max_new_tokens attn_implementation "
-    "neftune_noise_alpha gradient_checkpointing tie_encoder_decoder use_bfloat16 is_llama_config"
+    "neftune_noise_alpha gradient_checkpointing tie_encoder_decoder use_bfloat16 is_llama_config "
+    "cache_implementation"
 )
 _HARMLESS_PREFIXES = ("_", "unsloth", "transformers.js")
-_ROPE_KEYS = {
-    "default": _keys(""),
-    "linear": _keys("factor"),
-    "llama3": _keys("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
-    "yarn": _keys(
-        "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale "
-        "mscale_all_dim truncate finetuned"
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Where the configuration of an architecture differs from Llama's."""
+
+    keys: frozenset[str] = frozenset()  # read beside those of all families
+    # What transformers takes where the file is silent; else as much as Llama's.
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    activation: str = "hidden_act"  # the key,
+    activations: tuple[str, ...] = ("silu", "swish")  # and what it may say
+    has_windows: bool = False
+    has_local_rope: bool = False
+
+
+_QWEN = _Family(defaults={"use_sliding_window": False, "max_window_layers": 28})
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(),
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": _QWEN,
+    "MistralForCausalLM": _Family(defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "Gemma3ForCausalLM": _Family(
+        words("query_pre_attn_scalar rope_local_base_freq sliding_window_pattern"),
+        {
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+        },
+        "hidden_activation",
+        ("gelu_pytorch_tanh",),
+        has_local_rope=True,
     ),
 }
-_ROPE_COMMON = _keys("type rope_type rope_theta partial_rotary_factor")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -63,6 +86,9 @@ class ModelConfig:
     architecture: str
     dims: Dims
     rope: RopeConfig
+    local_rope: RopeConfig  # of layers with a window
+    windows: tuple[int, ...]  # of layers: how many tokens a query sees, itself included; 0: all
+    attention_scale: float | None  # of the products of queries and keys, if not head_size ** -0.5
     max_positions: int
     attention_bias: bool
     mlp_bias: bool
@@ -83,61 +109,7 @@ class CheckpointInfo:
     has_tokenizer: bool
 
 
-class _Reader:
-    """Typed look-ups in one JSON object that name file, key and value when they refuse."""
-
-    def __init__(self, data: Mapping[str, object], where: str, prefix: str = "") -> None:
-        self.data = data
-        self._where = where
-        self._prefix = prefix
-
-    def refusal(self, key: str, why: str) -> CheckpointError:
-        value = clip(self.data.get(key))
-        return CheckpointError(f"{self._where}: {self._prefix}{key} = {value} {why}")
-
-    def has(self, key: str) -> bool:
-        return self.data.get(key) is not None
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
-        value = self.data.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise CheckpointError(f"{self._where}: {self._prefix}{key} is missing")
-        if type(value) is not int or value < 1:
-            raise self.refusal(key, "is not a whole number >= 1")
-        return value
-
-    def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
-        value = self.data.get(key)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise CheckpointError(f"{self._where}: {self._prefix}{key} is missing")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(float(str(value))) or float(str(value)) <= 0:
-            raise self.refusal(key, "is not a number > 0")
-        return float(str(value))
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.data.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.refusal(key, "is neither true nor false")
-        return value
-
-    def child(self, key: str) -> "_Reader":
-        """The object under a key; none or null reads as empty."""
-        value = self.data.get(key)
-        if value is not None and not isinstance(value, dict):
-            raise self.refusal(key, "is not an object")
-        return _Reader(value or {}, self._where, f"{self._prefix}{key}.")
-
-
-def _architecture(config: _Reader) -> str:
+def _architecture(config: Reader) -> str:
     names = config.data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in supported():
         raise config.refusal(
@@ -146,9 +118,10 @@ def _architecture(config: _Reader) -> str:
     return str(names[0])
 
 
-def _refuse_unknown(config: _Reader) -> None:
+def _refuse_unknown(config: Reader, family: _Family) -> None:
+    known = _READ | _HARMLESS | family.keys | {family.activation}
     for key, value in config.data.items():
-        if key in _READ or key in _HARMLESS or key.startswith(_HARMLESS_PREFIXES):
+        if key in known or key.startswith(_HARMLESS_PREFIXES):
             continue
         if value is None or value is False or value in ({}, [], ""):
             continue
@@ -157,18 +130,7 @@ def _refuse_unknown(config: _Reader) -> None:
         )
 
 
-def _refuse_windows(config: _Reader, num_layers: int) -> None:
-    """Sliding windows: refused if any layer would use one."""
-    if config.has("sliding_window") and config.flag("use_sliding_window", default=True):
-        starts = config.data.get("max_window_layers")  # layers below it see everything
-        if not isinstance(starts, int) or starts < num_layers:
-            raise config.refusal("sliding_window", "is in use, which is not implemented")
-    kinds = config.data.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * num_layers:
-        raise config.refusal("layer_types", f"is not {num_layers} times full_attention")
-
-
-def _dims(config: _Reader) -> Dims:
+def _dims(config: Reader) -> Dims:
     heads = config.whole("num_attention_heads")
     kv_heads = config.whole("num_key_value_heads", heads)
     hidden = config.whole("hidden_size")
@@ -191,75 +153,10 @@ def _dims(config: _Reader) -> Dims:
     )
 
 
-def _rope_source(config: _Reader) -> _Reader:
-    """The rotary parameters: `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
-    new, old = config.child("rope_parameters"), config.child("rope_scaling")
-    if new.data and old.data and new.data != old.data:
-        raise config.refusal("rope_scaling", "contradicts rope_parameters")
-    rope = new if new.data else old
-    theta = rope.data.get("rope_theta")
-    if theta is not None and config.has("rope_theta") and theta != config.data["rope_theta"]:
-        raise rope.refusal("rope_theta", f"contradicts rope_theta = {config.data['rope_theta']}")
-    return rope
-
-
-def _rope(config: _Reader, max_positions: int) -> RopeConfig:
-    rope = _rope_source(config)
-    kinds = {rope.data[key] for key in ("rope_type", "type") if isinstance(rope.data.get(key), str)}
-    kind = kinds.pop() if kinds else "default"
-    if kinds or kind not in _ROPE_KEYS:
-        key = "rope_type" if rope.has("rope_type") else "type"
-        raise rope.refusal(key, f"is not implemented; one of {', '.join(_ROPE_KEYS)} is")
-    for reader in (config, rope):
-        if reader.positive("partial_rotary_factor", 1.0) != 1.0:
-            raise reader.refusal("partial_rotary_factor", "is not implemented; only 1.0 is")
-    for key in rope.data.keys() - _ROPE_COMMON - _ROPE_KEYS[kind]:
-        if rope.data[key] is not None:
-            raise rope.refusal(key, f"is not implemented for {kind} rotary embedding")
-    theta = rope.positive("rope_theta", config.positive("rope_theta", 10_000.0))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    factor = rope.positive("factor")
-    if kind == "linear":
-        return RopeConfig(kind, theta, factor)
-    inner = rope.whole("original_max_position_embeddings", max_positions)
-    original = config.whole("original_max_position_embeddings", inner)
-    if kind == "llama3":
-        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
-        if low >= high:
-            raise rope.refusal("low_freq_factor", f"is not below high_freq_factor = {high}")
-        return RopeConfig(kind, theta, factor, original, low, high)
-    if theta <= 1:
-        raise config.refusal("rope_theta", f"gives theta = {theta}: yarn needs more than 1")
-    return RopeConfig(
-        kind,
-        theta,
-        factor,
-        original,
-        beta_fast=rope.positive("beta_fast", 32.0),
-        beta_slow=rope.positive("beta_slow", 1.0),
-        attention_factor=_yarn_attention_factor(rope, factor),
-        truncate=rope.flag("truncate", default=True),
-    )
-
-
-def _yarn_attention_factor(rope: _Reader, factor: float) -> float:
-    """How much yarn sharpens attention: as given, or its paper's `0.1 ln(factor) + 1`."""
-
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if rope.has("attention_factor"):
-        return rope.positive("attention_factor")
-    if rope.data.get("mscale") and rope.data.get("mscale_all_dim"):
-        return magnitude(rope.positive("mscale")) / magnitude(rope.positive("mscale_all_dim"))
-    return magnitude(1.0)
-
-
-def _eos_ids(config: _Reader, directory: Path, vocab_size: int) -> tuple[int, ...]:
+def _eos_ids(config: Reader, directory: Path, vocab_size: int) -> tuple[int, ...]:
     """Ids that end a text: generation_config.json's, else config.json's."""
     path = directory / "generation_config.json"
-    generation = _Reader(read_json(path) if path.is_file() else {}, str(path))
+    generation = Reader(read_json(path) if path.is_file() else {}, str(path))
     source = generation if generation.has("eos_token_id") else config
     value = source.data.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -268,7 +165,7 @@ def _eos_ids(config: _Reader, directory: Path, vocab_size: int) -> tuple[int, ..
     return tuple(dict.fromkeys(ids))
 
 
-def _dtype(config: _Reader) -> str | None:
+def _dtype(config: Reader) -> str | None:
     key = "dtype" if config.has("dtype") else "torch_dtype"
     if not config.has(key):
         return None
@@ -284,23 +181,37 @@ def read_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{directory}: no such directory")
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: no config.json: not a Hugging Face checkpoint")
-    config = _Reader(read_json(directory / "config.json"), str(directory / "config.json"))
+    config = Reader(read_json(directory / "config.json"), str(directory / "config.json"))
     if config.has("auto_map"):
         raise config.refusal("auto_map", "asks to run the checkpoint's own code, which is refused")
     architecture = _architecture(config)
-    _refuse_unknown(config)
-    if config.data.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise config.refusal("hidden_act", "is not implemented; silu is")
+    family = _FAMILIES[architecture]
+    _refuse_unknown(config, family)
+    config.data = {**family.defaults, **config.data}
+    if config.data.get(family.activation, "silu") not in family.activations:
+        raise config.refusal(family.activation, f"is not implemented; {family.activations[0]} is")
     dims = _dims(config)
-    _refuse_windows(config, dims.num_layers)
+    windows = read_windows(config, dims.num_layers)
+    if any(windows) and not family.has_windows:
+        key = "sliding_window" if config.has("sliding_window") else "layer_types"
+        raise config.refusal(key, f"is in use, which {architecture} does not know")
     max_positions = config.whole("max_position_embeddings")
-    rope = _rope(config, max_positions)
+    if family.has_local_rope:
+        rope, local_rope = read_ropes(config, max_positions)
+    else:
+        rope = local_rope = read_rope(config, max_positions)
     if rope.kind == "yarn":  # a checkpoint may state the context before stretching
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
+    scale = None
+    if config.has("query_pre_attn_scalar"):
+        scale = config.positive("query_pre_attn_scalar") ** -0.5
     return ModelConfig(
         architecture=architecture,
         dims=dims,
         rope=rope,
+        local_rope=local_rope,
+        windows=windows,
+        attention_scale=scale,
         max_positions=max_positions,
         attention_bias=config.flag("attention_bias", default=False),
         mlp_bias=config.flag("mlp_bias", default=False),

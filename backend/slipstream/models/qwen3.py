@@ -16,9 +16,14 @@ def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
 
     def block(i: int) -> Block:
         w = weights.at(f"model.layers.{i}")
+        own = w.at("self_attn")
+        norms = (
+            Norm(own.at("q_norm"), d.head_size, d.eps),
+            Norm(own.at("k_norm"), d.head_size, d.eps),
+        )
         return Block(
             Norm(w.at("input_layernorm"), d.hidden_size, d.eps),
-            Attention(w.at("self_attn"), d, cos_sin, bias, bias, qk_norm=True),
+            Attention(own, d, cos_sin, bias, bias, norms),
             Norm(w.at("post_attention_layernorm"), d.hidden_size, d.eps),
             GatedMLP(w.at("mlp"), d),
         )

@@ -1,0 +1,35 @@
+"""Which layers of a `config.json` see a window, and how wide it is. No torch."""
+
+from slipstream.models.reader import Reader
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def read_windows(config: Reader, num_layers: int) -> tuple[int, ...]:
+    """Tokens that a query of each layer sees, its own included; 0: all before it.
+
+    By `layer_types`; without it by `sliding_window_pattern` (Gemma: every so many layers one sees
+    everything) or `max_window_layers` (Qwen: those below see everything); else all have the window.
+    """
+    window = 0
+    if config.has("sliding_window") and config.flag("use_sliding_window", default=True):
+        window = config.whole("sliding_window")
+    kinds = config.data.get("layer_types")
+    if kinds is None:
+        return tuple(window if _slides(config, i) else 0 for i in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.refusal("layer_types", f"is not a list of {num_layers} kinds")
+    if not set(kinds) <= {_FULL, _SLIDING}:
+        raise config.refusal("layer_types", f"has others than {_FULL} and {_SLIDING}")
+    if _SLIDING in kinds and not window:
+        raise config.refusal("layer_types", f"has {_SLIDING}, but no sliding_window is in use")
+    return tuple(window if kind == _SLIDING else 0 for kind in kinds)
+
+
+def _slides(config: Reader, layer: int) -> bool:
+    if config.has("sliding_window_pattern"):
+        return (layer + 1) % config.whole("sliding_window_pattern") > 0
+    first = config.data.get("max_window_layers", 0)
+    if type(first) is not int or first < 0:
+        raise config.refusal("max_window_layers", "is not a whole number >= 0")
+    return layer >= first
