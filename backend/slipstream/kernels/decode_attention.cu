@@ -6,8 +6,11 @@
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K come as
 // projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SHARES (1: there may be
 // what sequences share)
+#include "decode_heads.cuh"
 #include "decode_newest.cuh"
+#if SHARES
 #include "decode_prefixes.cuh"
+#endif
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int AT_ONCE = 18;  // parts whose loads are in flight together: of 8 heads on 132 SMs, all
@@ -60,7 +63,7 @@ class Worker {
   // Before the kernels in front have ended.
   DEVICE int begin() {
     const int filled = ring.fill_early();
-    if (ROTATES && left > 0) next.load_angles(inputs.angles(cursor.now.length));
+    if (ROTATES && left > 0) next.load_angles(inputs.angles(cursor.now));
     return filled;
   }
 
@@ -103,7 +106,7 @@ class Worker {
     const int token = cursor.now.length - 1, row = cursor.now.row;
     const i64 offset = cursor.head / heads.parts * HEAD_SIZE;
     newest.load(inputs.k + row * inputs.k_stride + offset, inputs.v + row * inputs.v_stride + offset,
-                inputs.angles(cursor.now.length),
+                inputs.angles(cursor.now),
                 cache.memory + cache.offset(cache.block(row, token), token, cursor.head));
   }
 
@@ -129,7 +132,7 @@ class Worker {
       goes_on = --left > 0 && count > TILE;
       cursor.advance(heads.count);
       if (!goes_on && left > 0) {
-        if (ROTATES) next.load_angles(inputs.angles(cursor.now.length));
+        if (ROTATES) next.load_angles(inputs.angles(cursor.now));
         load_heads();
       }
       u8* slot = ring.front();

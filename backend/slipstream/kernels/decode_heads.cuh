@@ -39,5 +39,7 @@ struct Inputs {
   const float* cos_sin;  // [position, HEAD_SIZE]: cosines, then sines
 
   // Of the newest token of a sequence.
-  DEVICE const float* angles(int length) const { return cos_sin + i64(length - 1) * HEAD_SIZE; }
+  DEVICE const float* angles(const Sequence& sequence) const {
+    return cos_sin + i64(sequence.length - 1) * HEAD_SIZE;
+  }
 };

@@ -145,12 +145,11 @@ DEVICE Start start_of(const Tiles& tiles, const int* lengths, const RowPrefix* p
   const int end = cuts[cta] + int(run * (worker + 1) / num_workers);
   if (begin == end) return {0, 0, 0, 0, {0, 0}, {0, 0}};
   const auto place = tiles.find(begin);
-  const Sequence sequence = sequence_at(tiles, lengths, prefixes, place.index);
   return {place.index,
           place.head,
-          place.tile + first_tile(sequence, tiles.window),
+          place.tile + first_tile(sequence_at(tiles, lengths, prefixes, place.index), tiles.window),
           end - begin,
-          sequence,
+          sequence_at(tiles, lengths, prefixes, place.index),
           sequence_at(tiles, lengths, prefixes, place.index + 1)};
 }
 

@@ -4,8 +4,7 @@
 #pragma once
 #include "decode_heads.cuh"
 
-constexpr int ITEM_ROWS = 16 * WARPS;                    // query rows
-constexpr int SHARED_BYTES = SHARED_TILE * ROW_BYTES;    // of a tile's K, or V
+constexpr int SHARED_BYTES = SHARED_TILE * ROW_BYTES;  // of a tile's K, or V
 constexpr int STAGES_THERE = WARPS * RING_BYTES / (2 * SHARED_BYTES);
 constexpr int STAGES = STAGES_THERE < 4 ? STAGES_THERE : 4;
 static_assert(STAGES >= 2, "one tile is read, the next is on its way");
@@ -146,21 +145,22 @@ class PrefixRows {
   }
 };
 
-// Tiles of an item on their way to shared memory, by all threads; each remembers where its pieces of the next one lie.
+// Tiles of an item on their way to shared memory, by all threads.
 class SharedTiles {
-  static constexpr int THREADS_THERE = 32 * WARPS;
-  static constexpr int CHUNKS_THERE = SHARED_TILE * CHUNKS;
-  static constexpr int COPIES = (CHUNKS_THERE + THREADS_THERE - 1) / THREADS_THERE;
+  static constexpr int COPIES = SHARED_TILE * CHUNKS;
+  static constexpr int AT_ONCE = 32 * WARPS;
+  static_assert(SHARED_TILE / PIECE <= 32, "a lane for each piece");
   const Cache& cache;
   u8* const memory;
   const Item& item;
-  int first;           // token of the next tile
-  int blocks[COPIES];  // of the next tile
+  const int lane = threadIdx.x % 32;
+  int first;  // token of the next tile
+  int block;  // in lane i: where piece i of the next tile lies
 
  public:
   DEVICE SharedTiles(const Cache& cache, u8* memory, const Item& item)
       : cache(cache), memory(memory), item(item), first(item.begin) {
-    find_blocks();
+    find_block();
   }
 
   DEVICE u32 keys(int stage) const { return shared_address(memory) + stage * 2 * SHARED_BYTES; }
@@ -169,31 +169,29 @@ class SharedTiles {
   // The next tile, if there is one. Tokens past the end become zeros: what their memory holds meets no arithmetic.
   DEVICE void start_copy(int stage) {
     if (first < item.end) {
-#pragma unroll
-      for (int step = 0; step < COPIES; ++step) {
-        const int i = threadIdx.x + step * THREADS_THERE;
-        if (CHUNKS_THERE % THREADS_THERE != 0 && i >= CHUNKS_THERE) continue;
-        const int token = i / CHUNKS, chunk = i % CHUNKS;
-        const i64 offset = cache.offset(blocks[step], first + token, item.head * cache.parts);
-        const T* source = cache.memory + offset + chunk * 8;
-        const bool inside = first + token < item.end;
-        T* target = reinterpret_cast<T*>(memory + stage * 2 * SHARED_BYTES + chunk_offset(token, chunk));
-        copy_async(target, source, inside);
-        copy_async(target + SHARED_BYTES / 2, source + cache.from_k_to_v(), inside);
+      const i64 piece = cache.offset(block, own_token(), item.head * cache.parts);
+      u8* slot = memory + stage * 2 * SHARED_BYTES;
+#pragma unroll 2
+      for (int step = 0; step < (COPIES + AT_ONCE - 1) / AT_ONCE; ++step) {
+        const int i = threadIdx.x + step * AT_ONCE, token = i / CHUNKS;
+        const T* source = cache.memory + __shfl_sync(ALL_LANES, piece, token / PIECE) +
+                          token % PIECE * HEAD_SIZE + i % CHUNKS * 8;
+        if (COPIES % AT_ONCE != 0 && i >= COPIES) continue;
+        T* target = reinterpret_cast<T*>(slot + chunk_offset(token, i % CHUNKS));
+        copy_async(target, source, first + token < item.end);
+        copy_async(target + SHARED_BYTES / 2, source + cache.from_k_to_v(), first + token < item.end);
       }
       first += SHARED_TILE;
-      find_blocks();
+      find_block();
     }
     copy_commit();
   }
 
  private:
-  DEVICE void find_blocks() {
-#pragma unroll
-    for (int step = 0; step < COPIES; ++step) {
-      const int token = first + (threadIdx.x + step * THREADS_THERE) / CHUNKS;
-      blocks[step] = token < item.end ? cache.block(item.leader, token) : 0;
-    }
+  DEVICE int own_token() const { return first + lane * PIECE; }
+  DEVICE void find_block() {
+    const bool exists = lane * PIECE < SHARED_TILE && own_token() < item.end;
+    block = exists ? cache.block(item.leader, own_token()) : 0;
   }
 };
 
@@ -225,7 +223,7 @@ DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& h
         const int state = (load_fresh<1>(&prefixes.rows[row].states).at[0] >> STATES_BITS) + item.state;
         targets[half] = states + i64(state) * heads.all_queries() + query;
         head = inputs.q + row * inputs.q_stride + query * HEAD_SIZE;
-        angles = inputs.angles(load_fresh<1>(lengths + row).at[0]);
+        angles = inputs.angles({row, load_fresh<1>(lengths + row).at[0]});
       }
       rows.load(half, head, angles);
     }

@@ -1,7 +1,7 @@
 """What sequences of a decode batch share: runs of tokens that lie in the same blocks.
 
-Found on the device from the block tables, once a step, so that one CUDA graph serves any mix. Attention
-then reads such a run once for all of them (decode_prefixes.cuh).
+Found on the device from the block tables, once a step, so that one CUDA graph serves any mix.
+Attention then reads such a run once for all of them (decode_prefixes.cuh).
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ TILE = 64  # tokens
 _OWN_TILE = 32  # of decode_plan.cuh: where a sequence's own part may begin
 _MIN_RUN = 2  # tiles that an item has at least, if the run has them
 _HEADER, _ITEM = 4, 8  # words
-# A run that is read once for all must be so long, and save reading so many tokens; all of a step's together so many
-# bytes of a layer, at about 11 TB/s, or it does not pay.
+# A run that is read once for all must be so long, and save reading so many tokens; all of a step's
+# together so many bytes of a layer, which come at about 11 TB/s, or it does not pay.
 _MIN_TOKENS, _MIN_SAVED_TOKENS, _MIN_SAVED_BYTES = 64, 1024, 32 << 20
 
 

@@ -4,9 +4,11 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int SHARED_TILE = 64;  // tokens
-constexpr int LEVELS = 3;        // runs of a row, one after the other
-constexpr int STATES_BITS = 5;   // of the number of a row's states
+enum {
+  SHARED_TILE = 64,  // tokens
+  LEVELS = 3,        // runs of a row, one after the other
+  STATES_BITS = 5    // of the number of a row's states
+};
 
 // Tokens begin .. end of the row `leader` and of all members, ITEM_ROWS of their query rows.
 struct alignas(16) Item {
