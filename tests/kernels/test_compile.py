@@ -42,6 +42,7 @@ ENTRIES = {
     "decode_attention.cu": {"decode_attention"},
     "decode_plan.cu": {"plan_decode"},
     "decode_split.cu": {"decode_split", "combine_splits"},
+    "find_prefixes.cu": {"find_prefixes"},
     "fp8.cu": {
         "quantize",
         "norm_quantize",
@@ -79,12 +80,6 @@ def compile_and_check(wanted: Variant, arch: str) -> None:
         assert spilled == 0, f"{wanted} {arch} {report['entry']} spills {spilled} bytes"
 
 
-@pytest.mark.parametrize("wanted", VARIANTS, ids=str)
-def test_hopper(wanted: Variant) -> None:
-    assert wanted.only in ("", "sm_90a")
-    compile_and_check(wanted, "sm_90a")
-
-
 def is_widest(wanted: Variant) -> bool:
     """The variants that need most: the largest head, the widest accesses."""
     defines = dict(wanted.defines)
@@ -93,8 +88,29 @@ def is_widest(wanted: Variant) -> bool:
     return defines.get("HEAD_SIZE", "128") == "128" and defines.get("VECTOR") != "1"
 
 
+def is_bounded(wanted: Variant) -> bool:
+    """Kernels for what sequences share are the same code again, and so many that a few must do."""
+    defines = dict(wanted.defines)
+    few = {"ELEMENT": "BFloat16", "HEAD_SIZE": "128", "WARPS": "8", "ROTATES": "1"}
+    return "SHARES" not in defines or few.items() <= defines.items() or "ELEMENT" not in defines
+
+
+QUICK = [v if is_bounded(v) else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
+WIDE = [
+    v if is_bounded(v) else pytest.param(v, marks=pytest.mark.slow)
+    for v in VARIANTS
+    if is_widest(v)
+]
+
+
+@pytest.mark.parametrize("wanted", QUICK, ids=str)
+def test_hopper(wanted: Variant) -> None:
+    assert wanted.only in ("", "sm_90a")
+    compile_and_check(wanted, "sm_90a")
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
-@pytest.mark.parametrize("wanted", list(filter(is_widest, VARIANTS)), ids=str)
+@pytest.mark.parametrize("wanted", WIDE, ids=str)
 def test_other_architectures(wanted: Variant, arch: str) -> None:
     compile_and_check(wanted, arch)
 

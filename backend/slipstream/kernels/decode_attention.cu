@@ -331,10 +331,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        num_kv_heads, int(block_shift), heads.parts};
   const Inputs inputs = {q, q_stride, k, k_stride, v, v_stride, cos_sin};
   State* const states = reinterpret_cast<State*>(partials + gridDim.x * 2);
-#if SHARES
-  if (num_items > 0) attend_items(prefixes, num_items, heads, inputs, cache, lengths, shared.rings[0], states, scale);
-#endif
   const Cursor first(plan, start, int(window));
+#if SHARES
+  if (num_items > 0) {
+    warm(cache, first, start.count, heads.count);
+    attend_items(prefixes, num_items, heads, inputs, cache, lengths, shared.rings[0], states, scale);
+  }
+#endif
   Worker worker(heads, inputs, cache, out, states, scale, shared, first, start.count);
   const int filled = worker.begin();
   wait_for_previous();
