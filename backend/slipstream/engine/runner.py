@@ -90,6 +90,8 @@ class ModelRunner:
         self.max_model_len = plan.max_model_len
         self.max_in_flight = 2 if plan.device.type == "cuda" else 1
         self._num_heads = plan.model.dims.num_heads
+        # A layer of each window.
+        self._windows = {window: i for i, window in enumerate(plan.model.windows)}
         self._model = build(plan.model, _load(plan), plan.max_model_len)
         laps.lap("weights")
         self._make_buffers(plan)
@@ -265,15 +267,19 @@ class ModelRunner:
         header, token_ids, sources, sample_rows, positions, slots, starts, lengths = tensors[:8]
         tables = self._tables[: shape.num_rows]
         begin_step(header, staged, token_ids, sources, self._results.token_ids, tables)
-        inputs = AttentionInputs.of(
-            self._caches[0],
-            self._num_heads,
-            positions,
-            slots,
-            tables,
-            starts,
-            lengths,
-            shape.num_decodes,
-            shape.max_queries,
-        )
+        inputs = {
+            window: AttentionInputs.of(
+                self._caches[layer],
+                self._num_heads,
+                positions,
+                slots,
+                tables,
+                starts,
+                lengths,
+                shape.num_decodes,
+                shape.max_queries,
+                window,
+            )
+            for window, layer in self._windows.items()
+        }
         return self._model(token_ids, inputs, self._caches, sample_rows)

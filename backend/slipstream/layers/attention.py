@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels import rope
 from slipstream.kernels.decode_attention import Newest, decode_attention, plan_decode
+from slipstream.kernels.fp8 import Scales
 from slipstream.kernels.prefill_attention import prefill_attention
 from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm
@@ -17,7 +18,8 @@ from slipstream.layers.source import WeightSource
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Where a step's tokens lie, made once a step: decode rows (one token each) first, then chunks.
+    """Where a step's tokens lie, for all layers of a window: decode rows (one token each) first,
+    then chunks. Made once a step.
 
     `s` rows, of which `num_decodes` are decodes; `n` tokens.
     """
@@ -29,7 +31,8 @@ class AttentionInputs:
     lengths: Tensor  # [s] i32, cached tokens after this step's write
     num_decodes: int
     max_queries: int  # longest chunk, 0 without chunks
-    plan: Tensor  # of the decodes, for all layers
+    plan: Tensor  # of the decodes
+    window: int  # tokens that a query sees, its own included; 0: all
 
     @classmethod
     def of(
@@ -43,12 +46,13 @@ class AttentionInputs:
         lengths: Tensor,
         num_decodes: int,
         max_queries: int,
+        window: int,
     ) -> "AttentionInputs":
-        """The inputs and the plan made of them; `cache` is that of any layer.
+        """The inputs and the plan made of them; `cache` is that of any of the layers.
 
         Everything that a step's attention reads must have been written, or be in the stream.
         """
-        plan = plan_decode(lengths[:num_decodes], cache, num_q_heads)
+        plan = plan_decode(lengths[:num_decodes], cache, num_q_heads, window)
         return cls(
             positions,
             slots,
@@ -58,6 +62,7 @@ class AttentionInputs:
             num_decodes,
             max_queries,
             plan,
+            window,
         )
 
 
@@ -110,9 +115,7 @@ class Attention:
 
         Writes this step's K and V into the layer's `cache`.
         """
-        qkv, scales = self.qkv.of_norm(norm, residual)
-        parts = torch.split(qkv, self.sizes, dim=-1)
-        q, k, v = (part.view(len(residual), -1, self.head_size) for part in parts)
+        (q, k, v), scales = self.project(norm, residual)
         n = inputs.num_decodes
         newest, first = None, 0
         if self._rotates_decodes and scales is None and q.dtype != torch.float32:
@@ -123,6 +126,12 @@ class Attention:
             rope.rope_and_cache(*rows, *where, self.q_norm, self.k_norm, self.eps, scales)
         self.out.add_to(residual, self._attend(q, newest, inputs, cache).flatten(1))
 
+    def project(self, norm: Norm, residual: Residual) -> tuple[list[Tensor], Scales | None]:
+        """Queries, keys and values of `norm(residual)`, `[n, heads, d]` each, and their scales."""
+        qkv, scales = self.qkv.of_norm(norm, residual)
+        parts = torch.split(qkv, self.sizes, dim=-1)
+        return [part.view(len(residual), -1, self.head_size) for part in parts], scales
+
     def _attend(
         self, q: Tensor, newest: Newest | None, inputs: AttentionInputs, cache: Tensor
     ) -> Tensor:
@@ -132,7 +141,7 @@ class Attention:
         if n > 0:
             plan = inputs.plan[:0] if self._is_invariant else inputs.plan
             where = (cache, tables[:n], lengths[:n], plan, self.scale, out[:n])
-            decode_attention(q[:n], *where, newest)
+            decode_attention(q[:n], *where, newest, inputs.window)
         if inputs.max_queries > 0:
             prefill_attention(
                 q[n:],
@@ -143,5 +152,6 @@ class Attention:
                 self.scale,
                 inputs.max_queries,
                 out[n:],
+                inputs.window,
             )
         return out
