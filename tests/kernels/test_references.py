@@ -38,6 +38,13 @@ def test_norms(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
 
     out = rms_norm(x, weight[0], 1e-6)
     judge.close("rms_norm", out, norm_in(torch.float64, x), norm_in(dtype, x))
+    small = weight[0] / 256  # one more than that has no room for it in 16 bits
+    out = rms_norm(x, small, 1e-6, plus_one=True)
+    weight[0] = 1
+    exact, naive = (
+        norm_in(kind, x) * (1 + small.to(kind)) for kind in (torch.float64, torch.float32)
+    )
+    judge.close("rms_norm plus one", out, exact, naive.to(dtype))
     judge.verdict()
 
 
@@ -49,8 +56,11 @@ def test_gated_activations(n: int, width: int, dtype: torch.dtype, seed: int) ->
     exact = gate / (1 + torch.exp(-gate)) * up
     judge = Judge("activations")
     judge.close("silu_mul", silu_mul(x), exact, exact.to(dtype))
-    exact = gate / (1 + torch.exp(-2 * (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
-    judge.close("gelu_mul", gelu_mul(x), exact, exact.to(dtype))
+    turns = 2 * (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    exact = gate / (1 + torch.exp(-turns)) * up
+    gate, up = x.float().chunk(2, -1)
+    naive = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    judge.close("gelu_mul", gelu_mul(x), exact, naive.to(dtype))
     judge.verdict()
 
 

@@ -158,3 +158,19 @@ def test_long_context_of_the_whole_table(tmp_path: Path) -> None:
     generation = Generation(random_prompts([1020])[0], 4)  # the last input is position 1,022
     driver.finish([generation], 300)
     check_against(model, generation, 1e-4)
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("gemma3", GEMMA), GRID["mistral"]])
+def test_bfloat16(family: str, overrides: dict[str, object], tmp_path: Path) -> None:
+    """As far from fp32 as transformers' own bfloat16, within a factor."""
+    model = make_model(family, **overrides).bfloat16()
+    (prompt,) = random_prompts([60])
+    runner = make_runner(save(model, tmp_path), dtype="bfloat16")
+    driver, generation = Driver(runner, keep_logits=True), Generation(prompt, 1)
+    driver.finish([generation], 17)
+    tokens = torch.tensor([prompt])
+    with torch.no_grad():
+        theirs = model(tokens).logits[0, -1].float()
+        exact = model.float()(tokens).logits[0, -1]
+    error, allowed = ((x - exact).pow(2).mean().sqrt() for x in (generation.logits[0], theirs))
+    assert error <= 2 * allowed

@@ -100,7 +100,9 @@ class Attention:
         self.qkv = project(w, names, self.sizes, dims.hidden_size, qkv_bias)
         out = project(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
         self.out = normed(out, out_norm)
-        q_norm, k_norm = qk_norms or (None, None)
+        # Norms plus one come before the kernel of the rotation, all others are in it.
+        self._early_norms = qk_norms if qk_norms and qk_norms[0].plus_one else None
+        q_norm, k_norm = (None, None) if self._early_norms else qk_norms or (None, None)
         self.q_norm = None if q_norm is None else q_norm.weight
         self.k_norm = None if k_norm is None else k_norm.weight
         self.eps = dims.eps
@@ -130,7 +132,13 @@ class Attention:
         """Queries, keys and values of `norm(residual)`, `[n, heads, d]` each, and their scales."""
         qkv, scales = self.qkv.of_norm(norm, residual)
         parts = torch.split(qkv, self.sizes, dim=-1)
-        return [part.view(len(residual), -1, self.head_size) for part in parts], scales
+        q, k, v = [part.view(len(residual), -1, self.head_size) for part in parts]
+        if self._early_norms is not None:
+            q, k = (
+                n(x.reshape(-1, self.head_size)).view(x.shape)
+                for n, x in zip(self._early_norms, (q, k), strict=True)
+            )
+        return [q, k, v], scales
 
     def _attend(
         self, q: Tensor, newest: Newest | None, inputs: AttentionInputs, cache: Tensor

@@ -43,7 +43,7 @@ class Block:
 
 
 class Decoder:
-    """Embedding (times `embedding_scale`), blocks, final norm (with `norm_offset`) and head."""
+    """Embedding (times `embedding_scale`), blocks, final norm and head."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class Decoder:
         blocks: Sequence[Block],
         ties_embeddings: bool,
         embedding_scale: float = 1.0,
-        norm_offset: float = 0.0,
+        norms_plus_one: bool = False,
     ) -> None:
         size = dims.hidden_size
         self.embedding = Embedding(
             w.at("model.embed_tokens"), dims.vocab_size, size, embedding_scale
         )
         self.blocks = blocks
-        self.norm = Norm(w.at("model.norm"), size, dims.eps, norm_offset)
+        self.norm = Norm(w.at("model.norm"), size, dims.eps, norms_plus_one)
         self.head = Head(w.at("lm_head"), self.embedding, ties_embeddings)
 
     def __call__(

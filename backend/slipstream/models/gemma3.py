@@ -21,7 +21,7 @@ def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
     )
 
     def norm(w: Weights, size: int) -> Norm:
-        return Norm(w, size, d.eps, offset=1.0)
+        return Norm(w, size, d.eps, plus_one=True)
 
     def block(i: int) -> Block:
         w = weights.at(f"model.layers.{i}")
@@ -47,4 +47,4 @@ def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
 
     blocks = [block(i) for i in range(d.num_layers)]
     scale = float(d.hidden_size**0.5)
-    return Decoder(weights, d, blocks, config.ties_embeddings, scale, norm_offset=1.0)
+    return Decoder(weights, d, blocks, config.ties_embeddings, scale, norms_plus_one=True)
