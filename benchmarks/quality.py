@@ -39,6 +39,7 @@ class Model:
         source = FileSource(checkpoint, plan.device)
         weights = Weights(source, plan.device, plan.dtype, quantization)
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
+        self.windows = set(plan.model.windows)
         self.num_blocks = -(-self.max_tokens // BLOCK)
         shape = (self.num_blocks, dims.num_kv_heads, 2, BLOCK, dims.head_size)
         self.caches = [
@@ -51,9 +52,7 @@ class Model:
         count = len(tokens)
         every = torch.arange(count, device=self.device)
         numbers = {"dtype": torch.int32, "device": self.device}
-        inputs = AttentionInputs.of(
-            self.caches[0],
-            self.num_heads,
+        where = (
             every,
             every,
             torch.arange(self.num_blocks, **numbers)[None],
@@ -62,6 +61,10 @@ class Model:
             0,
             count,
         )
+        inputs = {
+            window: AttentionInputs.of(self.caches[0], self.num_heads, *where, window)
+            for window in self.windows
+        }
         logits = self.decoder(token_ids, inputs, self.caches, every).float()
         log_probs = logits[:-1].log_softmax(-1).gather(1, token_ids[1:, None])
         return -float(log_probs.sum()) / math.log(2)

@@ -13,6 +13,7 @@ import numpy as np
 from fuzz_fields import FIELDS, PARAMETERS, REQUIRED, VLLM, flags, later, later_values
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 from slipstream_contract.inputs import NUMPY
 from slipstream_contract.tensors import ALIASES, MODELS, DType
 
@@ -24,6 +25,16 @@ _STREAM = {"tensorrt_llm": "streaming"}
 _WEIGHTS = "embedding_bias_weights"
 _WIRE_FAULTS = ("dtype", "rank", "batch", "unknown", "missing", "short", "output", "twice")
 _LONG_ID = "i" * 513
+
+
+class _NoConstants(HypothesisProvider):
+    """As ever, but draws no constants of whatever modules happen to be imported."""
+
+    def _maybe_draw_constant(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+AVAILABLE_PROVIDERS["no-constants"] = _NoConstants
 
 
 @dataclass
@@ -317,12 +328,13 @@ def _cases(draw: Any) -> Case:
 
 
 def cases(count: int, number: int) -> Iterator[Case]:
-    """So many requests; the same for the same number."""
+    """So many requests; the same for the same number, in any process."""
     found: list[Case] = []
 
     @seed(number)
     @settings(
         max_examples=count,
+        backend="no-constants",
         database=None,
         deadline=None,
         phases=[Phase.generate],

@@ -117,7 +117,7 @@ def test_a_request_that_takes_too_long_has_failed(bench_run, prompts, served):
     options = ("--prompts", prompts("silent"), "--requests", "2", "--warm-up", "0")
     code, [load] = bench_run(*options, "--concurrency", "2", "--timeout", "0.5")
     assert (code, load["errors"]) == (1, {"DEADLINE_EXCEEDED": 2})
-    assert all(event.wait(10) for event in served[0].cancelled.values())
+    assert all(event.wait(30) for event in served[0].cancelled.values())
 
 
 def test_a_warm_up_that_fails_says_why(bench_run, prompts, capsys):
@@ -175,7 +175,7 @@ def test_the_clients_end_with_the_command(served, prompts):
         wait_until(lambda: triton.requests)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(30)
     assert triton.cancelled[triton.requests[0].id].wait(20)
 
 

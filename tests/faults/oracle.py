@@ -24,6 +24,7 @@ from typing import Any
 from faults.planter import VICTIM, plant
 from server.support import PROMPT, Client, RequestError
 from slipstream_compose.server import repository_root
+from slipstream_contract import inflight
 
 _TYPED = re.compile(
     r"\b(INVALID_ARGUMENT|NOT_FOUND|ALREADY_EXISTS|UNSUPPORTED|UNAVAILABLE|CANCELLED"
@@ -31,8 +32,8 @@ _TYPED = re.compile(
 )
 _LEAKS = re.compile(r'Traceback|File "|\.py\b|0x[0-9a-f]{6}|/tmp/')  # of what is inside
 MODELS = ("ensemble", "tensorrt_llm_bls")
-END_S = 40.0  # a request that has not ended by then is lost
-SETTLE_S = 12.0
+END_S = 90.0  # a request that has not ended by then is lost
+SETTLE_S = 40.0
 
 
 def _watch() -> Any:
@@ -119,7 +120,7 @@ class Oracle:
             assert outcome.error is None, outcome
             self.references[outcome.ask] = outcome.text
         if self._before is None:
-            self.client.wait_idle(10)
+            self.client.wait_idle(30)
             counts = None
             while counts != (counts := self._counts()):  # connections of the clients are closed
                 time.sleep(0.3)
@@ -165,6 +166,11 @@ class Oracle:
         self.outcomes.clear()
         self.problems += problems
         return problems
+
+    def num_in_flight(self) -> int:
+        """How many requests the models have in their hands, the engine asked or not."""
+        files = self.client.server.runtime.directory.glob("in-flight-*")
+        return sum(inflight.count(file) for file in files)
 
     def wait_back(self, pid: int, timeout_s: float) -> None:
         """Until another engine than `pid` serves every model."""

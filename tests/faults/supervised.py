@@ -71,7 +71,7 @@ def serve(folder: Path, *options: str) -> TritonServer:
     return start(repository, folder / "log", is_supervised=True)
 
 
-def wait_line(lines: list[str], pattern: str, timeout_s: float = 30.0) -> str:
+def wait_line(lines: list[str], pattern: str, timeout_s: float = 90.0) -> str:
     """The first of the lines in which the pattern is found, now or later."""
     begin = time.monotonic()
     while True:

@@ -7,18 +7,21 @@ from collections.abc import Callable
 
 import pytest
 from faults.oracle import Ask, Oracle, asks
+from faults.rude_clients import wait_until
 from server.support import RequestError
 
 pytestmark = pytest.mark.triton
 
-ERRORS_S = 2.0
-BACK_S = 20.0  # 5 s on a machine with nothing else to do
+# On a machine with nothing else to do 0.2 and 2 s.
+ERRORS_S = 15.0  # after 20 s they would be told for want of another engine
+BACK_S = 90.0
+PACE_S = 0.1  # so slow that all of a storm are there at once on any machine
 
 
 def lose_engine(oracle: Oracle, questions: list[Ask], end: Callable[[int], None]) -> int:
     """End the engine while all questions run, and see all told in time; its process id."""
     oracle.learn(questions)
-    oracle.plant("pace", seconds=0.02)
+    oracle.plant("pace", seconds=PACE_S)
     with oracle.storm(questions, running=len(questions)):
         pid = oracle.client.health()["engine_pid"]
         begin = time.monotonic()
@@ -43,19 +46,17 @@ def test_a_killed_engine(oracle: Oracle) -> None:
 def test_an_engine_that_stands_still_and_goes_on(oracle: Oracle, seconds: float) -> None:
     questions = asks(10)
     oracle.learn(questions)
-    oracle.plant("pace", seconds=0.02)
+    oracle.plant("pace", seconds=PACE_S)
     with oracle.storm(questions, running=10):
         pid = oracle.client.health()["engine_pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
-            begin = time.monotonic()
             with pytest.raises(RequestError, match="UNAVAILABLE: the engine did not answer"):
                 oracle.client.health()
-            assert time.monotonic() - begin < 5
             time.sleep(seconds - 1)
         finally:
             os.kill(pid, signal.SIGCONT)
-    oracle.plant("heal")
+        oracle.plant("heal")
     assert oracle.client.health()["engine_pid"] == pid
     assert oracle.judge("nobody") == []
 
@@ -66,7 +67,8 @@ def test_requests_of_which_nothing_was_told_outlive_their_engine(oracle: Oracle)
     oracle.plant("stall", seconds=60.0)
     pid = oracle.client.health()["engine_pid"]
     with oracle.storm(questions):
-        time.sleep(1.0)  # the first is in a step, the others wait in the engine's socket
+        wait_until(lambda: oracle.num_in_flight() == len(questions), 60)
+        time.sleep(0.5)  # the first is in a step, the others wait in the engine's socket
         os.kill(pid, signal.SIGKILL)
     oracle.wait_back(pid, BACK_S)
     assert oracle.judge("nobody") == []
@@ -84,9 +86,9 @@ def test_exceptions_and_short_memory_in_a_step(oracle: Oracle) -> None:
     with oracle.storm(questions):
         pass
     assert oracle.judge("victims", ["INTERNAL"]) == []
-    oracle.plant("heal")
+    oracle.plant("pace", seconds=PACE_S)
     with oracle.storm(questions, running=11):
-        oracle.plant("fail_once")
+        oracle.plant("fail_once")  # and then no pace any more
     assert oracle.judge("nobody") == []
     assert oracle.client.health()["engine_pid"] == pid
 
@@ -125,11 +127,11 @@ def test_a_cuda_error_that_stays_ends_the_engine_and_the_next_one_serves(oracle:
 def test_the_clock_jumps(oracle: Oracle) -> None:
     questions = asks(10)
     oracle.learn(questions)
-    oracle.plant("pace", seconds=0.01)
+    oracle.plant("pace", seconds=PACE_S)
     with oracle.storm(questions, running=10):
         oracle.plant("turn_clock", hours=1)
         oracle.plant("turn_clock", hours=-2)
-    oracle.plant("heal")
+        oracle.plant("heal")
     assert oracle.judge("nobody") == []
 
 

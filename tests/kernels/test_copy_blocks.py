@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def test_every_part_of_every_pair_and_nothing_else(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 1 << 30)))
     shapes = [(2, 2, 8, 16), (2, 2, 8), (1,)]
-    dtypes = [torch.float32, torch.float16, torch.int8]
+    dtypes = [torch.float32, torch.float8_e4m3fn, torch.int8]
     num_sources, num_destinations = (data.draw(st.integers(1, 9)) for _ in range(2))
     sources, destinations = (
         [
@@ -40,10 +40,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     part = torch.zeros(3, 8)
     with pytest.raises(KernelError, match="differ in number"):
         route([part], [], CPU)
-    with pytest.raises(KernelError, match="Size"):
+    with pytest.raises(KernelError, match="32 and 36 bytes"):
         route([part], [torch.zeros(3, 9)], CPU)
-    with pytest.raises(KernelError, match="float32 to"):
-        route([part], [part.half()], CPU)
     with pytest.raises(KernelError, match="contiguous"):
         route([torch.zeros(3, 8, 2).mT], [torch.zeros(3, 2, 8)], CPU)
     route([part[:, :3]], [torch.zeros(3, 3)], CPU)

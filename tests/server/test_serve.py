@@ -97,7 +97,7 @@ def test_a_signal_ends_it_without_a_trace(
         assert reply.status == 200
     assert len(serve.processes()) >= 2  # the server and a stub
     assert serve.shared_memory()
-    assert serve.end(number) < 10
+    assert serve.end(number) < 30
     assert serve.process.returncode == 0
     serve.assert_gone()
 
@@ -106,7 +106,7 @@ def test_a_process_that_will_not_end_is_ended(tmp_path: Path, scratch: Path) -> 
     serve = Serve(write_model(tmp_path, STUBBORN), scratch)
     serve.wait_ready()
     assert any("SIG_IGN" in line for line in serve.processes())
-    assert serve.end(signal.SIGTERM) < 10
+    assert serve.end(signal.SIGTERM) < 30
     assert serve.process.returncode == 0
     serve.assert_gone()
 
@@ -117,7 +117,7 @@ def test_a_signal_while_starting_ends_it_too(tmp_path: Path, scratch: Path, dela
     assert serve.process.stdout is not None
     serve.process.stdout.readline()  # "starting ..."
     time.sleep(delay_s)
-    assert serve.end(signal.SIGTERM) < 10
+    assert serve.end(signal.SIGTERM) < 30
     assert serve.process.returncode == 0
     serve.assert_gone()
 
@@ -142,7 +142,7 @@ def test_what_dies_is_started_again(tmp_path: Path, scratch: Path) -> None:
     assert re.search(r"the process of model echo( \(pid \d+\))? ended; loaded echo again$", line)
     assert b"to" in echo(serve)
     assert serve.pid("--http-port=") == server
-    assert serve.end(signal.SIGTERM) < 10
+    assert serve.end(signal.SIGTERM) < 30
     assert serve.process.returncode == 0
     serve.assert_gone()
 
@@ -177,7 +177,7 @@ def test_a_killed_watcher_takes_the_server_with_it(tmp_path: Path, scratch: Path
     serve = Serve(write_model(tmp_path), scratch)
     serve.wait_ready()
     serve.end(signal.SIGKILL)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while serve.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert serve.processes() == []
@@ -195,7 +195,7 @@ def test_a_path_with_spaces_and_quotes(tmp_path: Path, scratch: Path) -> None:
 
 def test_a_model_that_cannot_load_is_named(tmp_path: Path, scratch: Path) -> None:
     serve = Serve(write_model(tmp_path, BROKEN), scratch)
-    _, errors = serve.process.communicate(timeout=30)
+    _, errors = serve.process.communicate(timeout=90)
     assert serve.process.returncode == 1
     assert errors == "slipstream: echo: checkpoint/config.json: no such file\n"
     serve.assert_gone()

@@ -16,6 +16,7 @@ from slipstream.models.hf import ModelConfig, read_config, weights_dtype
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _MIN_THREADED_HIDDEN_SIZE = 768
+_NORMS_PLUS_ONE = {"Gemma3ForCausalLM"}  # no e4m3 kernel has such norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,9 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
 
 
 def _check_fp8(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """What the e4m3 kernels need of a GPU and a model; the CPU takes any."""
+    """What the e4m3 kernels need of a GPU and a model; the CPU takes any size."""
+    if model.architecture in _NORMS_PLUS_ONE:
+        raise ConfigError(f"quantization = 'fp8' is not implemented for {model.architecture}")
     if device.type == "cpu":
         return
     asked, d = "quantization = 'fp8' on a GPU", model.dims

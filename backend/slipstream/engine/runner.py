@@ -15,6 +15,7 @@ from slipstream.engine.memory import left_on_gpu, num_blocks
 from slipstream.engine.plan import Plan, available_on_host
 from slipstream.engine.staging import Staging, num_bytes
 from slipstream.kernels import jit
+from slipstream.kernels.copy_blocks import copy_blocks, route
 from slipstream.kernels.stage import begin_step
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.sliced import ROWS
@@ -90,6 +91,8 @@ class ModelRunner:
         self.max_model_len = plan.max_model_len
         self.max_in_flight = 2 if plan.device.type == "cuda" else 1
         self._num_heads = plan.model.dims.num_heads
+        # A layer of each window.
+        self._windows = {window: i for i, window in enumerate(plan.model.windows)}
         self._model = build(plan.model, _load(plan), plan.max_model_len)
         laps.lap("weights")
         self._make_buffers(plan)
@@ -97,7 +100,7 @@ class ModelRunner:
         buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, layout)
         self._graphs = None
         self.num_blocks = num_blocks(plan, self._measure(plan, buckets, laps))
-        self._caches = self._make_caches(plan, self.num_blocks)
+        self._make_caches(plan, self.num_blocks)
         laps.lap("cache")
         if plan.device.type == "cuda" and plan.config.cuda_graphs:
             self._graphs = Graphs(buckets)
@@ -109,7 +112,7 @@ class ModelRunner:
         """Bytes that are left for the cache. On a GPU all kernels are compiled then, and loaded."""
         if plan.device.type == "cpu":
             return available_on_host()
-        self._caches = self._make_caches(plan, 1)
+        self._make_caches(plan, 1)
         layout, budget = self._builder.layout, plan.max_num_batched_tokens
         size = min(plan.max_num_seqs, budget)
         count, num_decodes = layout.up(size), size if layout.has_decodes else 0
@@ -118,6 +121,7 @@ class ModelRunner:
         with jit.compile_ahead():
             for shape in [*buckets.shapes, alone, mixed]:
                 self._prepare(shape)()
+            self._copy_blocks(Batch((), 0, copies=((0, 0),)))
         laps.lap("compiling")
         left = left_on_gpu(
             plan.device, lambda: self._prepare(mixed)(), lambda: self._prepare(alone)()
@@ -125,14 +129,14 @@ class ModelRunner:
         laps.lap("largest step")
         return left
 
-    @staticmethod
-    def _make_caches(plan: Plan, num_blocks: int) -> list[Tensor]:
+    def _make_caches(self, plan: Plan, num_blocks: int) -> None:
         """One a layer, zeroed: padding may be multiplied by 0 and must be finite for that."""
         d = plan.model.dims
         shape = (num_blocks, d.num_kv_heads, 2, plan.block_size, d.head_size)
-        return [
+        self._caches = [
             torch.zeros(shape, dtype=plan.dtype, device=plan.device) for _ in range(d.num_layers)
         ]
+        self._within = route(self._caches, self._caches, plan.device)
 
     def _make_buffers(self, plan: Plan) -> None:
         """What a step reads and writes besides weights and cache, for the largest step there is."""
@@ -153,6 +157,7 @@ class ModelRunner:
         size = num_bytes(arrays) + self._tables.nbytes + _EDIT_BYTES
         self._staging = Staging(device, size)
         self._histories = Staging(device)
+        self._copies = Staging(device, 1 << 16)
         if device.type == "cuda":
             self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
@@ -174,8 +179,8 @@ class ModelRunner:
         device = self._tables.device
         if device.type == "cpu":
             return 0, 0
-        pinned = self._staging.num_pinned_bytes + self._histories.num_pinned_bytes
-        return torch.cuda.memory_reserved(device), pinned
+        stagings = (self._staging, self._histories, self._copies)
+        return torch.cuda.memory_reserved(device), sum(s.num_pinned_bytes for s in stagings)
 
     def run(self, batch: Batch) -> Sampled:
         """One step from beginning to end."""
@@ -227,9 +232,8 @@ class ModelRunner:
 
     def _copy_blocks(self, batch: Batch) -> None:
         """The copies of a batch, in all layers."""
-        pairs = torch.tensor(batch.copies, device=self._tables.device)
-        for cache in self._caches:
-            cache[pairs[:, 1]] = cache[pairs[:, 0]]
+        (pairs,) = self._copies.upload([np.array(batch.copies, np.int32)])
+        copy_blocks(pairs, self._within)
 
     def _prepare(self, shape: Shape) -> Callable[[], None]:
         """A step of nothing but padding, its inputs in place."""
@@ -265,15 +269,19 @@ class ModelRunner:
         header, token_ids, sources, sample_rows, positions, slots, starts, lengths = tensors[:8]
         tables = self._tables[: shape.num_rows]
         begin_step(header, staged, token_ids, sources, self._results.token_ids, tables)
-        inputs = AttentionInputs.of(
-            self._caches[0],
-            self._num_heads,
-            positions,
-            slots,
-            tables,
-            starts,
-            lengths,
-            shape.num_decodes,
-            shape.max_queries,
-        )
+        inputs = {
+            window: AttentionInputs.of(
+                self._caches[layer],
+                self._num_heads,
+                positions,
+                slots,
+                tables,
+                starts,
+                lengths,
+                shape.num_decodes,
+                shape.max_queries,
+                window,
+            )
+            for window, layer in self._windows.items()
+        }
         return self._model(token_ids, inputs, self._caches, sample_rows)

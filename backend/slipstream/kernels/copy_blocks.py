@@ -16,7 +16,7 @@ _WAVES = 8  # CTAs a multiprocessor, unless told
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """From where to where: tensors whose first dimension is the block, one for each part of it."""
+    """From where to where: bytes `[block, size]`, one tensor for each part of a block."""
 
     sources: tuple[Tensor, ...]
     destinations: tuple[Tensor, ...]
@@ -25,28 +25,32 @@ class Route:
 
 
 def route(sources: Sequence[Tensor], destinations: Sequence[Tensor], device: torch.device) -> Route:
-    """The way from block to block, each contiguous in every part; on `device` the copies run.
+    """The way from block, the first dimension of every part, to block; on `device` copies run.
 
     Pinned host memory counts as the device's own: it must be registered with it, at one address for
     both. Raises `KernelError` where parts differ, or the device's vectors do not fit them.
     """
     jit.require(len(sources) == len(destinations), "copy_blocks: parts differ in number")
     rows = []
-    for a, b in zip(sources, destinations, strict=True):
-        jit.require(a.shape[1:] == b.shape[1:], f"copy_blocks: {a.shape} to {b.shape}")
-        jit.require(a.dtype == b.dtype, f"copy_blocks: {a.dtype} to {b.dtype}")
-        is_whole = all(t.shape[0] == 0 or t[0].is_contiguous() for t in (a, b))
-        jit.require(is_whole, "copy_blocks: a block must be contiguous")
-        size = a[0].nbytes
-        strides = [t.stride(0) * t.element_size() for t in (a, b)]
-        is_aligned = not any(n % 16 for n in (size, *strides, a.data_ptr(), b.data_ptr()))
+    from_, to = ([_bytes(part) for part in side] for side in (sources, destinations))
+    for a, b in zip(from_, to, strict=True):
+        size = a.shape[1]
+        jit.require(size == b.shape[1], f"copy_blocks: parts of {size} and {b.shape[1]} bytes")
+        row = (a.data_ptr(), a.stride(0), b.data_ptr(), b.stride(0), size)
+        is_aligned = not any(number % 16 for number in row)
         jit.require(
             is_aligned or device.type == "cpu", "copy_blocks: blocks must be aligned to 16 bytes"
         )
-        rows.append((a.data_ptr(), strides[0], b.data_ptr(), strides[1], size // 16))
+        rows.append((*row[:4], size // 16))
     table = torch.tensor(rows, dtype=torch.int64, device=device)
     num_chunks = max(-(-row[4] // _CHUNK) for row in rows)
-    return Route(tuple(sources), tuple(destinations), table, num_chunks)
+    return Route(tuple(from_), tuple(to), table, num_chunks)
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """Its blocks as bytes, `[block, size]`, in place."""
+    jit.require(part[0].is_contiguous(), "copy_blocks: a block must be contiguous")
+    return part.flatten(1).view(torch.uint8)
 
 
 @op("pairs[n,2]:i32")

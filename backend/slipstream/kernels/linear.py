@@ -30,10 +30,15 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None 
 
 @op("x[n,k]:T, norm[k]:T, weight[m,k]:T")
 def norm_linear(
-    x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+    x: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+    plus_one: bool = False,
 ) -> Tensor:
     """`linear(rms_norm(x))`."""
-    return functional.linear(rms_norm.reference(x, norm, eps), weight, bias)
+    return functional.linear(rms_norm.reference(x, norm, eps, plus_one), weight, bias)
 
 
 @op("x[n,k]:T, norm[k]:T, weight[_,k]:T")
@@ -74,11 +79,16 @@ def _linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None
 
 @norm_linear.cuda
 def _norm_linear(
-    x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
+    x: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+    plus_one: bool = False,
 ) -> Tensor:
-    if gemv.takes(x, weight, norm):
+    if not plus_one and gemv.takes(x, weight, norm):
         return gemv.gemv(x, weight, norm=norm, eps=eps, bias=bias)
-    return _linear(rms_norm(x, norm, eps), weight, bias)
+    return _linear(rms_norm(x, norm, eps, plus_one), weight, bias)
 
 
 @norm_gate_up.cuda

@@ -1,6 +1,6 @@
 // RMS normalisation: a warp or a CTA for each row, fp32 sums in a fixed order.
 // -D ELEMENT (T), VECTOR (elements an access), THREADS (for a row: 32 or 256), ROWS (of a CTA; 1 unless THREADS is 32),
-// PACKS (accesses of a thread that registers hold; the rest of a row is read twice)
+// PACKS (accesses of a thread that registers hold; the rest of a row is read twice), PLUS_ONE (1: weights are less 1)
 #include "common.cuh"
 
 static_assert(THREADS == 32 || ROWS == 1, "rows share a CTA only when each has one warp");
@@ -26,7 +26,8 @@ DEVICE float add_squares(float sum, const Pack<T, VECTOR>& pack) {
 DEVICE void store_scaled(T* out, Pack<T, VECTOR> pack, float scale, const Pack<T, VECTOR>& factor) {
 #pragma unroll
   for (int j = 0; j < VECTOR; ++j)
-    pack.at[j] = from_float<T>(to_float(pack.at[j]) * scale * to_float(factor.at[j]));
+    pack.at[j] = from_float<T>(to_float(pack.at[j]) * scale *
+                               (PLUS_ONE ? 1.0f + to_float(factor.at[j]) : to_float(factor.at[j])));
   store<VECTOR>(out, pack);
 }
 

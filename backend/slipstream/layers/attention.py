@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels import rope
 from slipstream.kernels.decode_attention import Newest, decode_attention, plan_decode
+from slipstream.kernels.fp8 import Scales
 from slipstream.kernels.prefill_attention import prefill_attention
 from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm
@@ -17,7 +18,8 @@ from slipstream.layers.source import WeightSource
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Where a step's tokens lie, made once a step: decode rows (one token each) first, then chunks.
+    """Where a step's tokens lie, for all layers of a window: decode rows (one token each) first,
+    then chunks. Made once a step.
 
     `s` rows, of which `num_decodes` are decodes; `n` tokens.
     """
@@ -29,7 +31,8 @@ class AttentionInputs:
     lengths: Tensor  # [s] i32, cached tokens after this step's write
     num_decodes: int
     max_queries: int  # longest chunk, 0 without chunks
-    plan: Tensor  # of the decodes, for all layers
+    plan: Tensor  # of the decodes
+    window: int  # tokens that a query sees, its own included; 0: all
 
     @classmethod
     def of(
@@ -43,13 +46,14 @@ class AttentionInputs:
         lengths: Tensor,
         num_decodes: int,
         max_queries: int,
+        window: int,
     ) -> "AttentionInputs":
-        """The inputs and the plan made of them; `cache` is that of any layer.
+        """The inputs and the plan made of them; `cache` is that of any of the layers.
 
         Everything that a step's attention reads must have been written, or be in the stream.
         """
         tables = block_tables[:num_decodes]
-        plan = plan_decode(lengths[:num_decodes], cache, num_q_heads, block_tables=tables)
+        plan = plan_decode(lengths[:num_decodes], cache, num_q_heads, window, tables)
         return cls(
             positions,
             slots,
@@ -59,6 +63,7 @@ class AttentionInputs:
             num_decodes,
             max_queries,
             plan,
+            window,
         )
 
 
@@ -96,7 +101,9 @@ class Attention:
         self.qkv = project(w, names, self.sizes, dims.hidden_size, qkv_bias)
         out = project(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
         self.out = normed(out, out_norm)
-        q_norm, k_norm = qk_norms or (None, None)
+        # Norms plus one come before the kernel of the rotation, all others are in it.
+        self._early_norms = qk_norms if qk_norms and qk_norms[0].plus_one else None
+        q_norm, k_norm = (None, None) if self._early_norms else qk_norms or (None, None)
         self.q_norm = None if q_norm is None else q_norm.weight
         self.k_norm = None if k_norm is None else k_norm.weight
         self.eps = dims.eps
@@ -111,9 +118,7 @@ class Attention:
 
         Writes this step's K and V into the layer's `cache`.
         """
-        qkv, scales = self.qkv.of_norm(norm, residual)
-        parts = torch.split(qkv, self.sizes, dim=-1)
-        q, k, v = (part.view(len(residual), -1, self.head_size) for part in parts)
+        (q, k, v), scales = self.project(norm, residual)
         n = inputs.num_decodes
         newest, first = None, 0
         if self._rotates_decodes and scales is None and q.dtype != torch.float32:
@@ -124,6 +129,18 @@ class Attention:
             rope.rope_and_cache(*rows, *where, self.q_norm, self.k_norm, self.eps, scales)
         self.out.add_to(residual, self._attend(q, newest, inputs, cache).flatten(1))
 
+    def project(self, norm: Norm, residual: Residual) -> tuple[list[Tensor], Scales | None]:
+        """Queries, keys and values of `norm(residual)`, `[n, heads, d]` each, and their scales."""
+        qkv, scales = self.qkv.of_norm(norm, residual)
+        parts = torch.split(qkv, self.sizes, dim=-1)
+        q, k, v = [part.view(len(residual), -1, self.head_size) for part in parts]
+        if self._early_norms is not None:
+            q, k = (
+                n(x.reshape(-1, self.head_size)).view(x.shape)
+                for n, x in zip(self._early_norms, (q, k), strict=True)
+            )
+        return [q, k, v], scales
+
     def _attend(
         self, q: Tensor, newest: Newest | None, inputs: AttentionInputs, cache: Tensor
     ) -> Tensor:
@@ -133,7 +150,7 @@ class Attention:
         if n > 0:
             plan = inputs.plan[:0] if self._is_invariant else inputs.plan
             where = (cache, tables[:n], lengths[:n], plan, self.scale, out[:n])
-            decode_attention(q[:n], *where, newest)
+            decode_attention(q[:n], *where, newest, inputs.window)
         if inputs.max_queries > 0:
             prefill_attention(
                 q[n:],
@@ -144,5 +161,6 @@ class Attention:
                 self.scale,
                 inputs.max_queries,
                 out[n:],
+                inputs.window,
             )
         return out

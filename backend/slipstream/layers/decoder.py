@@ -1,11 +1,12 @@
 """A stack of pre-norm blocks, from token ids to logits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.layers.attention import Attention, AttentionInputs
+from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.dims import Dims
 from slipstream.layers.embedding import Embedding, Head
 from slipstream.layers.norm import Norm
@@ -13,14 +14,27 @@ from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
 
+class AttentionLayer(Protocol):
+    """Attention over what is cached and a step's own tokens."""
+
+    def __call__(
+        self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor
+    ) -> None:
+        """`residual [n, hidden] += ` the attention of `norm(residual)`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Attention and MLP, each added to the residual sum of whose norm it is."""
+    """Attention and MLP, each added to the residual sum of whose norm it is.
+
+    `window` is how many tokens a query sees, its own included; 0: all.
+    """
 
     input_norm: Norm
-    attention: Attention
+    attention: AttentionLayer
     mlp_norm: Norm
     mlp: Callable[[Norm, Residual], None]
+    window: int = 0
 
     def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
         """One block further: `residual [n, hidden]` is changed in place."""
@@ -29,7 +43,7 @@ class Block:
 
 
 class Decoder:
-    """Embedding (times `embedding_scale`), blocks, final norm (with `norm_offset`) and head."""
+    """Embedding (times `embedding_scale`), blocks, final norm and head."""
 
     def __init__(
         self,
@@ -38,28 +52,29 @@ class Decoder:
         blocks: Sequence[Block],
         ties_embeddings: bool,
         embedding_scale: float = 1.0,
-        norm_offset: float = 0.0,
+        norms_plus_one: bool = False,
     ) -> None:
         size = dims.hidden_size
         self.embedding = Embedding(
             w.at("model.embed_tokens"), dims.vocab_size, size, embedding_scale
         )
         self.blocks = blocks
-        self.norm = Norm(w.at("model.norm"), size, dims.eps, norm_offset)
+        self.norm = Norm(w.at("model.norm"), size, dims.eps, norms_plus_one)
         self.head = Head(w.at("lm_head"), self.embedding, ties_embeddings)
 
     def __call__(
         self,
         token_ids: Tensor,
-        inputs: AttentionInputs,
+        inputs: Mapping[int, AttentionInputs],
         caches: Sequence[Tensor],
         sample_rows: Tensor,
     ) -> Tensor:
         """`token_ids [n] i64` in; logits of some of them out, `[len(sample_rows), vocab]`.
 
-        `caches[i]` is layer i's, `[num_blocks, num_kv_heads, 2, block_size, head_size]`.
+        `inputs` are by the windows of layers; `caches[i]` is layer i's,
+        `[num_blocks, num_kv_heads, 2, block_size, head_size]`.
         """
         residual = Residual(self.embedding(token_ids))
         for block, cache in zip(self.blocks, caches, strict=True):
-            block(residual, inputs, cache)
+            block(residual, inputs[block.window], cache)
         return self.head.of_norm(self.norm, residual.values[sample_rows])

@@ -48,6 +48,7 @@ class Head:
         """Of `norm(x)`, `[n, hidden] -> [n, vocab]`."""
 
         def product(rows: Tensor) -> Tensor:
-            return norm_linear(rows, norm.weight, self.weight, norm.eps)
+            settings = (norm.eps, None, norm.plus_one)
+            return norm_linear(rows, norm.weight, self.weight, *settings)
 
         return in_slices(product, x) if self._is_sliced else product(x)

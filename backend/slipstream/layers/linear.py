@@ -28,10 +28,12 @@ class Linear:
     def of_norm(self, norm: Norm, residual: Residual) -> tuple[Tensor, None]:
         """The product with `norm(residual)`, `[n, out]`; there are no scales."""
         x = residual.values
-        return linear.norm_linear(x, norm.weight, self.weight, norm.eps, self.bias), None
+        settings = (norm.eps, self.bias, norm.plus_one)
+        return linear.norm_linear(x, norm.weight, self.weight, *settings), None
 
     def gate_of_norm(self, norm: Norm, residual: Residual) -> Tensor:
         """`silu(gate) * up` of `[gate | up]`, the product with `norm(residual)`; `[n, out / 2]`."""
+        assert not norm.plus_one, "of_norm is for such norms"
         return linear.norm_gate_up(residual.values, norm.weight, self.weight, norm.eps, self.bias)
 
     def add_to(self, residual: Residual, x: Tensor | Quantized) -> None:

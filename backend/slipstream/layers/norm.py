@@ -7,13 +7,13 @@ from slipstream.layers.source import WeightSource
 
 
 class Norm:
-    """RMS norm over the last dimension, with a learned weight; `offset` is added to it (Gemma)."""
+    """RMS norm over the last dimension, with a learned weight, or one more than that (Gemma)."""
 
-    def __init__(self, w: WeightSource, size: int, eps: float, offset: float = 0.0) -> None:
-        weight = w.tensor("weight", size)
-        self.weight = weight + offset if offset else weight
+    def __init__(self, w: WeightSource, size: int, eps: float, plus_one: bool = False) -> None:
+        self.weight = w.tensor("weight", size)
         self.eps = eps
+        self.plus_one = plus_one
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise the rows of `[n, size]`."""
-        return norm.rms_norm(x, self.weight, self.eps)
+        return norm.rms_norm(x, self.weight, self.eps, self.plus_one)

@@ -50,13 +50,13 @@ class _Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     activation: str = "hidden_act"  # the key,
     activations: tuple[str, ...] = ("silu", "swish")  # and what it may say
-    has_windows: bool = False
+    has_windows: bool = True
     has_local_rope: bool = False
 
 
 _QWEN = _Family(defaults={"use_sliding_window": False, "max_window_layers": 28})
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(),
+    "LlamaForCausalLM": _Family(has_windows=False),
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": _QWEN,
     "MistralForCausalLM": _Family(defaults={"sliding_window": 4096, "num_key_value_heads": 8}),

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 # `architectures` of config.json -> module of this package with a `build`.
 _FAMILIES = {
+    "Gemma3ForCausalLM": "gemma3",
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }

@@ -1,0 +1,51 @@
+"""What all tests share: one during which a tritonserver crashed by itself is run once more."""
+
+import contextlib
+import warnings
+
+import pytest
+from _pytest.runner import runtestprotocol
+from slipstream_compose.triton import TritonServer
+
+# tritonserver 24.10 itself, in its gRPC streams under cancels; rarely.
+CRASH = "Signal (11) received"
+_started: list[TritonServer] = []
+_start = TritonServer.start
+
+
+def _start_noted(server: TritonServer) -> None:
+    if server not in _started:
+        _started.append(server)
+    _start(server)
+
+
+def pytest_configure() -> None:
+    TritonServer.start = _start_noted
+
+
+def crashed() -> list[TritonServer]:
+    """Those that have crashed by themselves, told once."""
+    found = []
+    for server in list(_started):
+        with contextlib.suppress(OSError):
+            if CRASH in server.log.read_text(errors="replace"):
+                found.append(server)
+                _started.remove(server)
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem) -> bool:
+    """Whatever fixtures there are is made anew then, the servers with them."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if any(report.failed for report in reports) and crashed():
+        warnings.warn("tritonserver crashed; the test is run once more", stacklevel=1)
+        with contextlib.suppress(Exception):  # of a server that is gone
+            item.session._setupstate.teardown_exact(None)
+        item._initrequest()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
