@@ -117,8 +117,7 @@ class Worker {
     const int count = cursor.now.prefix.states & ((1 << STATES_BITS) - 1);
     const int stride = heads.all_queries();
     const State* own = states + i64(first) * stride + heads.first_query(cursor.head);
-    for (int i = 0; i < count; ++i)
-      columns.merge(own + i64(i) * stride, heads.num_queries(cursor.head));
+    columns.merge(own, count, stride, heads.num_queries(cursor.head));
   }
 #endif
 
@@ -334,8 +333,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Cursor first(plan, start, int(window));
 #if SHARES
   if (num_items > 0) {
-    warm(cache, first, start.count, heads.count);
-    attend_items(prefixes, num_items, heads, inputs, cache, lengths, shared.rings[0], states, scale);
+    const Ahead ahead(cache, first, start.count, heads.count);
+    attend_items(prefixes, num_items, heads, inputs, cache, lengths, ahead, shared.rings[0], states, scale);
   }
 #endif
   Worker worker(heads, inputs, cache, out, states, scale, shared, first, start.count);

@@ -8,6 +8,7 @@
 #include "rotation.cuh"
 
 constexpr int COLUMNS = 8;
+enum { STATES_AT_ONCE = 2 };
 
 // What a worker, or a CTA, has of a (sequence, head): sums of V by exponentials, their base-2 maximum, their total.
 struct alignas(16) Part {
@@ -69,31 +70,50 @@ class Columns {
     total[0] = total[1] = 0.0f;
   }
 
-  // Add the states of `count` columns, one after the other.
-  DEVICE void merge(const State* states, int count) {
+  // Add what `num_states` times `count` columns have, `stride` apart; loads of several are in flight together.
+  DEVICE void merge(const State* states, int num_states, int stride, int count) {
+    for (int begin = 0; begin < num_states; begin += STATES_AT_ONCE) {
+      Pack<float, 2> sums[STATES_AT_ONCE][2];  // maximum, total
+      float values[STATES_AT_ONCE][2][STEPS][2];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int column = lane % 4 * 2 + c;
-      if (column >= count) continue;
-      const State& state = states[column];
-      const Pack<float, 2> sums = load_fresh<2>(&state.maximum);
-      float values[STEPS][2];
+      for (int i = 0; i < STATES_AT_ONCE; ++i)
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step)
+        for (int c = 0; c < 2; ++c) {
+          const int column = min(lane % 4 * 2 + c, count - 1);
+          const State& state = states[i64(min(begin + i, num_states - 1)) * stride + column];
+          sums[i][c] = load_fresh<2>(&state.maximum);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          values[step][half] = load_fresh<1>(state.output + step * 16 + half * 8 + lane / 4).at[0];
-      const float highest = fmaxf(maximum[c], sums.at[0]);
-      const float factor = exp2_fast(maximum[c] - highest), weight = exp2_fast(sums.at[0] - highest);
-      maximum[c] = highest;
-      total[c] = total[c] * factor + (lane / 4 == 0 ? sums.at[1] * weight : 0.0f);
+          for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float& sum = output[step][c + half * 2];
-          sum = fmaf(values[step][half], weight, sum * factor);
+            for (int half = 0; half < 2; ++half)
+              values[i][c][step][half] =
+                  load_fresh<1>(state.output + step * 16 + half * 8 + lane / 4).at[0];
         }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float highest = maximum[c];
+#pragma unroll
+        for (int i = 0; i < STATES_AT_ONCE; ++i) highest = fmaxf(highest, sums[i][c].at[0]);
+        const float factor = exp2_fast(maximum[c] - highest);
+        maximum[c] = highest;
+        total[c] *= factor;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) output[step][c + half * 2] *= factor;
+#pragma unroll
+        for (int i = 0; i < STATES_AT_ONCE; ++i) {
+          const float weight = begin + i < num_states ? exp2_fast(sums[i][c].at[0] - highest) : 0.0f;
+          if (lane / 4 == 0) total[c] = fmaf(sums[i][c].at[1], weight, total[c]);
+#pragma unroll
+          for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              float& sum = output[step][c + half * 2];
+              sum = fmaf(values[i][c][step][half], weight, sum);
+            }
+        }
+      }
     }
   }
 

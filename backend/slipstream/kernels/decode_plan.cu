@@ -147,7 +147,8 @@ DEVICE Start start_of(const Tiles& tiles, const int* lengths, const RowPrefix* p
   const auto place = tiles.find(begin);
   return {place.index,
           place.head,
-          place.tile + first_tile(sequence_at(tiles, lengths, prefixes, place.index), tiles.window),
+          place.tile + first_tile_of(prefixes, tiles.rows[place.index],
+                                     lengths[tiles.rows[place.index]], tiles.window),
           end - begin,
           sequence_at(tiles, lengths, prefixes, place.index),
           sequence_at(tiles, lengths, prefixes, place.index + 1)};

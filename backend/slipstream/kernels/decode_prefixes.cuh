@@ -7,7 +7,7 @@
 constexpr int SHARED_BYTES = SHARED_TILE * ROW_BYTES;  // of a tile's K, or V
 constexpr int STAGES_THERE = WARPS * RING_BYTES / (2 * SHARED_BYTES);
 constexpr int STAGES = STAGES_THERE < 4 ? STAGES_THERE : 4;
-constexpr int WARM = 2;  // tiles: of 8 workers on 132 SMs, with 128 dimensions, 34 MB
+constexpr int AHEAD = 2;  // tiles of a worker: of 8 on 132 SMs, with 128 dimensions, 34 MB
 static_assert(STAGES >= 2, "one tile is read, the next is on its way");
 
 // 16 query rows of a warp.
@@ -196,29 +196,40 @@ class SharedTiles {
   }
 };
 
-// While products are computed memory would be idle: a worker's first tiles of its own come to the L2 cache meanwhile.
-DEVICE void warm(const Cache& cache, Cursor cursor, int count, int num_heads) {
+// While products are computed memory would be idle: a worker's first pieces of its own come to the L2 cache meanwhile,
+// a few at a time, so that nothing else has to wait behind them.
+class Ahead {
+  static_assert(AHEAD * PIECES <= 32, "a lane for each piece");
+  static constexpr int LINE = 64;  // elements
   const int lane = threadIdx.x % 32;
-  for (int i = min(count, WARM); i > 0; --i) {
-    const int token = cursor.tile * TILE + lane * PIECE;
-    const bool exists = lane < PIECES && token < cursor.now.length;
-    const i64 offset = cache.offset(exists ? cache.block(cursor.now.row, token) : 0, token, cursor.head);
-#pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-      const T* source = cache.memory + __shfl_sync(ALL_LANES, offset, piece);
-      if (piece * PIECE >= cursor.num_tokens()) continue;
-      for (int at = lane * 64; at < PIECE * HEAD_SIZE; at += 32 * 64) {
-        prefetch(source + at);
-        prefetch(source + cache.from_k_to_v() + at);
-      }
+  const T* place = nullptr;  // K of piece number `lane`, if there is one
+  int next = 0;
+
+ public:
+  DEVICE Ahead(const Cache& cache, Cursor cursor, int count, int num_heads) {
+    for (int i = 0; i < min(count, AHEAD); ++i) {
+      const int token = cursor.tile * TILE + lane % PIECES * PIECE;
+      if (lane / PIECES == i && token < cursor.now.length)
+        place = cache.memory + cache.offset(cache.block(cursor.now.row, token), token, cursor.head);
+      cursor.advance(num_heads);
     }
-    cursor.advance(num_heads);
   }
-}
+
+  // One piece of K and of V.
+  DEVICE void fetch(i64 from_k_to_v) {
+    if (next == AHEAD * PIECES) return;
+    const u64 source = __shfl_sync(ALL_LANES, reinterpret_cast<u64>(place), next);
+    ++next;
+    const int at = lane % 16 * LINE;
+    if (source == 0 || at >= PIECE * HEAD_SIZE) return;
+    prefetch(reinterpret_cast<const T*>(source) + at + (lane < 16 ? 0 : from_k_to_v));
+  }
+};
 
 // This CTA's items. What rows of q hold is of the kernel in front; what sequences share is from earlier steps.
 DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& heads, const Inputs& inputs,
-                         const Cache& cache, const int* lengths, u8* memory, State* states, float scale) {
+                         const Cache& cache, const int* lengths, Ahead ahead, u8* memory, State* states,
+                         float scale) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int num_done = 0;
   for (int i = blockIdx.x; i < num_items; i += gridDim.x, ++num_done) {
@@ -254,6 +265,7 @@ DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& h
       copy_wait<STAGES - 2>();
       __syncthreads();  // this tile is there, and the one before is read: its stage takes the next copy
       tiles.start_copy(next);
+      ahead.fetch(cache.from_k_to_v());
       if (first < item.num_rows)
         rows.attend(tiles.keys(stage), tiles.values(stage), num_tokens - begin, scale);
       next = stage;
