@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import jit
+from slipstream.kernels import jit, kv_format
 from slipstream.kernels.op import op
 from slipstream.kernels.pages import (
     check,
@@ -41,7 +41,7 @@ _MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
 _MOST_TOKENS = 2**31 - 1
 
 
-@op("lengths[s]:i32, cache[_,h,2,_,d]:T")
+@op("lengths[s]:i32, cache[_,h,2,_,_]:any")
 def plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int, window: int = 0) -> Tensor:
     """How the tiles of sequences of these lengths are shared out, for all layers of a step that
     have this window.
@@ -60,7 +60,7 @@ class Newest(NamedTuple):
     cos_sin: Tensor  # [positions, d] f32
 
 
-@op("q[s,hq,d]:T, cache[_,h,2,_,d]:T, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
+@op("q[s,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
 def decode_attention(
     q: Tensor,
     cache: Tensor,
@@ -76,12 +76,14 @@ def decode_attention(
 
     With a `window`, over the last so many of them. Length 0 gives zeros. The result goes to `out`
     if given. `plan` is `plan_decode` of the lengths and the window, made earlier in the stream;
-    without one, of no elements, a sequence's bits do not depend on others. All but the newest token of a sequence must be from earlier steps: the kernel reads it
-    while the kernels in front of it still run.
+    without one, of no elements, a sequence's bits do not depend on others. All but the newest token
+    of a sequence must be from earlier steps: the kernel reads it while the kernels in front of it
+    still run.
 
     With `newest` (and a plan, and 16-bit elements) it begins with `rope_and_cache`: `q` is rotated
     as it is read, K and V of the newest tokens are written to `cache`.
     """
+    kv_format.check("decode_attention", cache, q)
     if newest is not None:
         q = _rotate_and_cache(q, newest, cache, block_tables, lengths)
     out = torch.empty_like(q) if out is None else out
@@ -90,7 +92,8 @@ def decode_attention(
     for s, length in enumerate(lengths.tolist()):
         if length == 0:
             continue
-        k, v = gather(cache, block_tables[s], first_seen(length - 1, window), length)
+        first = first_seen(length - 1, window)
+        k, v = (x.to(q.dtype) for x in gather(cache, block_tables[s], first, length))
         group = q[s].reshape(num_kv_heads, -1, q.shape[2])  # a kv head's, as its queries
         result = functional.scaled_dot_product_attention(group[None], k[None], v[None], scale=scale)
         out[s] = result[0].flatten(0, 1)
