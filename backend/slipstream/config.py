@@ -12,6 +12,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str = "auto"  # auto | float32 | float16 | bfloat16
     quantization: str = "none"  # fp8: matrices of the blocks and what they multiply in e4m3
     load_format: str = "safetensors"  # or "random": weights drawn at start, for benchmarks
+    kv_cache_dtype: str = "auto"  # auto: dtype | fp8 | int8 | int4
     kv_cache_tokens: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048

@@ -11,6 +11,7 @@ from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_compose.compose import (
     BLOCK_SIZES,
     DTYPES,
+    KV_CACHE_DTYPES,
     QUANTIZATIONS,
     WIRINGS,
     ComposeError,
@@ -57,6 +58,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "of compute capability 8.9 or newer to be fast; default: none)",
     )
     parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        help="of the KV cache: in 8 bits 1.97 times as many tokens fit as in 16, in 4 bits 3.76 "
+        "times (default: auto, that of the activations)",
+    )
+    parser.add_argument(
         "--deterministic",
         action="store_const",
         const=True,
@@ -99,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
-    names = ("dtype", "quantization", "deterministic", "gpu_hour_price", "request_log", *_OPTIONS)
-    options = {name: getattr(args, name) for name in names}
+    names = ("dtype", "quantization", "kv_cache_dtype", "deterministic", "gpu_hour_price")
+    options = {name: getattr(args, name) for name in (*names, "request_log", *_OPTIONS)}
     repository = compose(
         args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring
     )

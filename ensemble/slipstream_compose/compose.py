@@ -23,6 +23,7 @@ from slipstream_compose.pbtxt import MARK, model_config
 ENGINE_MODEL = "tensorrt_llm"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("none", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 _COUNTS = (
     "kv_cache_tokens",
     "max_num_seqs",

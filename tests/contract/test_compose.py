@@ -90,7 +90,7 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
     more = (
         "--max-model-len 128 --block-size 16 --model-name shown --quantization fp8 --deterministic "
         "--max-waiting 7 --max-waiting-tokens 99 --gpu-hour-price 2.5 --request-log /var/log/r "
-        "--stuck-after-s 300"
+        "--stuck-after-s 300 --kv-cache-dtype int8"
     )
     run(checkpoint, tmp_path, *options.split(), *more.split())
     engine = settings(tmp_path)["engine"]
@@ -99,6 +99,7 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
         model="shown",
         dtype="bfloat16",
         quantization="fp8",
+        kv_cache_dtype="int8",
         deterministic=True,
         kv_cache_tokens=512,
         max_num_seqs=8,

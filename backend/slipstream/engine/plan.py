@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from slipstream.config import EngineConfig
+from slipstream.engine.cache_dtype import cache_dtype
 from slipstream.errors import ConfigError
 from slipstream.kernels import fp8, jit
+from slipstream.kernels.kv_format import row_size
 from slipstream.models.hf import ModelConfig, read_config, weights_dtype
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -29,6 +31,7 @@ class Plan:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     max_model_len: int
     block_size: int
     max_num_seqs: int
@@ -39,16 +42,19 @@ class Plan:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block of the cache, over all layers."""
-        return self.block_size * self.model.dims.kv_elements_per_token * self.dtype.itemsize
+        d = self.model.dims
+        num_rows = self.block_size * 2 * d.num_layers * d.num_kv_heads
+        return num_rows * row_size(self.cache_dtype, d.head_size) * self.cache_dtype.itemsize
 
     def banner(self, num_blocks: int) -> str:
         """One line for the log at start, with the cache that came of it."""
         fit = num_blocks / -(-self.max_model_len // self.block_size)
         dtype = str(self.dtype).removeprefix("torch.")
         dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
+        cache = "" if self.cache_dtype == self.dtype else f"{self.config.kv_cache_dtype}, "
         return (
             f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
-            f"KV cache of {num_blocks * self.block_size:,} tokens "
+            f"KV cache of {cache}{num_blocks * self.block_size:,} tokens "
             f"({num_blocks * self.block_bytes / 1e9:.2f} GB, {num_blocks:,} blocks of "
             f"{self.block_size}), room for {fit:.1f} sequences of {self.max_model_len:,} tokens, "
             f"at most {self.max_num_seqs} at once; at most {self.config.max_waiting:,} requests "
@@ -241,6 +247,7 @@ def resolve(config: EngineConfig) -> Plan:
         model=model,
         device=device,
         dtype=dtype,
+        cache_dtype=cache_dtype(config, model, device, dtype),
         max_model_len=max_model_len,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,

@@ -16,6 +16,7 @@ from slipstream.engine.plan import Plan, available_on_host
 from slipstream.engine.staging import Staging, num_bytes
 from slipstream.kernels import jit
 from slipstream.kernels.copy_blocks import copy_blocks, route
+from slipstream.kernels.kv_format import row_size
 from slipstream.kernels.stage import begin_step
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.sliced import ROWS
@@ -132,10 +133,10 @@ class ModelRunner:
     def _make_caches(self, plan: Plan, num_blocks: int) -> None:
         """One a layer, zeroed: padding may be multiplied by 0 and must be finite for that."""
         d = plan.model.dims
-        shape = (num_blocks, d.num_kv_heads, 2, plan.block_size, d.head_size)
-        self._caches = [
-            torch.zeros(shape, dtype=plan.dtype, device=plan.device) for _ in range(d.num_layers)
-        ]
+        row = row_size(plan.cache_dtype, d.head_size)
+        shape = (num_blocks, d.num_kv_heads, 2, plan.block_size, row)
+        dtype, device = plan.cache_dtype, plan.device
+        self._caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(d.num_layers)]
         self._within = route(self._caches, self._caches, plan.device)
 
     def _make_buffers(self, plan: Plan) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import decode_prefixes, jit
+from slipstream.kernels import decode_prefixes, jit, kv_format
 from slipstream.kernels.decode_prefixes import Work, find_prefixes
 from slipstream.kernels.op import op
 from slipstream.kernels.pages import (
@@ -42,7 +42,7 @@ _MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
 _MOST_TOKENS = 2**31 - 1
 
 
-@op("lengths[s]:i32, cache[_,h,2,_,d]:T")
+@op("lengths[s]:i32, cache[_,h,2,_,_]:any")
 def plan_decode(
     lengths: Tensor,
     cache: Tensor,
@@ -68,7 +68,7 @@ class Newest(NamedTuple):
     cos_sin: Tensor  # [positions, d] f32
 
 
-@op("q[s,hq,d]:T, cache[_,h,2,_,d]:T, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
+@op("q[s,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
 def decode_attention(
     q: Tensor,
     cache: Tensor,
@@ -91,6 +91,7 @@ def decode_attention(
     With `newest` (and a plan, and 16-bit elements) it begins with `rope_and_cache`: `q` is rotated
     as it is read, K and V of the newest tokens are written to `cache`.
     """
+    kv_format.check("decode_attention", cache, q)
     if newest is not None:
         q = _rotate_and_cache(q, newest, cache, block_tables, lengths)
     out = torch.empty_like(q) if out is None else out
@@ -99,7 +100,8 @@ def decode_attention(
     for s, length in enumerate(lengths.tolist()):
         if length == 0:
             continue
-        k, v = gather(cache, block_tables[s], first_seen(length - 1, window), length)
+        first = first_seen(length - 1, window)
+        k, v = (x.to(q.dtype) for x in gather(cache, block_tables[s], first, length))
         group = q[s].reshape(num_kv_heads, -1, q.shape[2])  # a kv head's, as its queries
         result = functional.scaled_dot_product_attention(group[None], k[None], v[None], scale=scale)
         out[s] = result[0].flatten(0, 1)
@@ -204,6 +206,11 @@ def _plan_size(num_sequences: int, num_ctas: int, num_warps: int, shares: bool =
     return arrivals + num_ctas * (8 + start * num_warps) + sequence * (num_sequences + 2)
 
 
+def _can_share(cache: Tensor, num_sequences: int, window: int) -> bool:
+    is_plain = cache.dtype in (torch.float16, torch.bfloat16) and not window
+    return is_plain and 1 < num_sequences <= decode_prefixes.MAX_ROWS
+
+
 def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: _Shape) -> Work:
     """Of sequences that share."""
     return Work.of(cache, num_q_heads, 16 * shape.warps, num_ctas)
@@ -226,9 +233,7 @@ def _plan_decode(
         num_sequences <= _MOST_SEQUENCES, f"plan_decode: more than {_MOST_SEQUENCES} sequences"
     )
     num_ctas, shape = _device(lengths.get_device(), head_size)
-    shares = (
-        block_tables is not None and not window and 1 < num_sequences <= decode_prefixes.MAX_ROWS
-    )
+    shares = block_tables is not None and _can_share(cache, num_sequences, window)
     size = own_size = _plan_size(num_sequences, num_ctas, shape.warps, shares)
     if shares:
         work = _work(cache, num_q_heads, num_ctas, shape)

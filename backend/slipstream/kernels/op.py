@@ -2,7 +2,7 @@
 
 The signature string is checked for both twins, so a mistake shows on a laptop:
 `"x[n,d]:T, weight[d]:T"` binds n, d and T at first sight and demands the same ever after.
-A dtype is a variable (capitals) or one of `f32 bf16 e4m3 bool i16 i32 i64`; `_` is any size.
+A dtype is a variable (capitals) or one of `f32 bf16 e4m3 bool i16 i32 i64 any`; `_` is any size.
 """
 
 import functools
@@ -73,7 +73,8 @@ class Op(Generic[P, R]):
                 assert dim == "_" or want == size, (
                     f"{op}: {name} disagrees on {dim}: {size} vs {want}"
                 )
-            want_dtype = _DTYPES.get(dtype) or dtypes.setdefault(dtype, tensor.dtype)
+            bound = tensor.dtype if dtype == "any" else dtypes.setdefault(dtype, tensor.dtype)
+            want_dtype = _DTYPES.get(dtype, bound)
             assert tensor.dtype == want_dtype, f"{op}: {name} is {tensor.dtype}, not {want_dtype}"
             devices.add(tensor.device)
         assert len(devices) == 1, f"{op}: tensors on several devices: {devices}"

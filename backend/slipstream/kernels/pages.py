@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slipstream.kernels import jit
+from slipstream.kernels import jit, kv_format
 
 
 def first_seen(position: int, window: int) -> int:
@@ -20,12 +20,16 @@ def first_seen(position: int, window: int) -> int:
 
 
 def gather(cache: Tensor, table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """K and V of positions `begin .. end - 1` of one sequence as `[kv head, position, d]`."""
+    """K and V of positions `begin .. end - 1` of one sequence as `[kv head, position, d]`.
+
+    In the dtype of the cache, fp32 if that is of fewer bits (kv_format.py).
+    """
     size = cache.shape[3]
     skipped = begin // size
     blocks = table[skipped : -(-end // size)]
     pages = cache.permute(2, 1, 0, 3, 4).index_select(2, blocks)  # one copy, already in order
-    flat = pages.flatten(2, 3)[:, :, begin - skipped * size : end - skipped * size]
+    flat = kv_format.read(pages).flatten(2, 3)
+    flat = flat[:, :, begin - skipped * size : end - skipped * size]
     return flat[0], flat[1]
 
 
@@ -40,6 +44,8 @@ def check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors
     is_row = q.stride(2) == 1 and (q.stride(1) == head_size or num_q_heads == 1)
     jit.require(is_row, f"{op_name}: heads of a row of q must be contiguous")
     jit.require(cache.is_contiguous(), f"{op_name}: cache must be contiguous")
+    kv_format.check(op_name, cache, q)
+    jit.require(not kv_format.is_quantized(cache), f"{op_name}: no kernel for {cache.dtype}")
     jit.require(
         all(x.is_contiguous() for x in vectors),
         f"{op_name}: query_starts and lengths must be contiguous",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import jit, tensor_map
+from slipstream.kernels import jit, kv_format, tensor_map
 from slipstream.kernels.op import op
 from slipstream.kernels.pages import (
     check,
@@ -26,7 +26,9 @@ _WGMMA_HEAD_SIZES = (64, 128)
 _WGMMA_ROWS, _WGMMA_TILE, _WGMMA_STAGES = 128, 128, 2  # as in prefill_wgmma.cu
 
 
-@op("q[n,hq,d]:T, cache[_,h,2,_,d]:T, block_tables[s,_]:i32, query_starts[s1]:i32, lengths[s]:i32")
+@op(
+    "q[n,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, query_starts[s1]:i32, lengths[s]:i32"
+)
 def prefill_attention(
     q: Tensor,
     cache: Tensor,
@@ -41,10 +43,12 @@ def prefill_attention(
     """Causal attention of chunks: rows `query_starts[s] : query_starts[s+1]` of `q` are the last
     positions of the `lengths[s]` tokens cached for sequence s; `[n, hq, d]`.
 
-    With a `window`, a token sees the last so many up to itself (pages.py). `max_queries` is the longest chunk (it sizes the grid). The result goes to `out` if given; rows
-    of no chunk are left as they are, or undefined. A row's bits depend on its position and the
-    tokens up to it alone: not on where chunks begin and end, nor on other sequences.
+    With a `window`, a token sees the last so many up to itself (pages.py). `max_queries` is the
+    longest chunk (it sizes the grid). The result goes to `out` if given; rows of no chunk are left
+    as they are, or undefined. A row's bits depend on its position and the tokens up to it alone:
+    not on where chunks begin and end, nor on other sequences.
     """
+    kv_format.check("prefill_attention", cache, q)
     if out is None:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     bounds, sizes = query_starts.tolist(), lengths.tolist()
@@ -53,7 +57,7 @@ def prefill_attention(
         if begin == end or length == 0:
             continue
         seen = first_seen(length - (end - begin), window)  # by any
-        k, v = gather(cache, block_tables[s], seen, length)
+        k, v = (x.to(q.dtype) for x in gather(cache, block_tables[s], seen, length))
         positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
         keys = torch.arange(seen, length, device=q.device)
         mask = keys <= positions

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slipstream.kernels import fp8, jit
+from slipstream.kernels import fp8, jit, kv_format
 from slipstream.kernels.op import op
 
 THREADS = 128
@@ -27,14 +27,15 @@ def _scaled(qkv: tuple[Tensor, ...], scales: fp8.Scales) -> list[Tensor]:
     return [part.view(x.shape) for part, x in zip(parts, qkv, strict=True)]
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x [n, heads, d]`, each pair (i, i + d / 2) by the angle of these, `[n, 1, d / 2]`."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 @op(
     "q[n,hq,d]:T, k[n,h,d]:T, v[n,h,d]:T, cos_sin[_,d]:f32, positions[n]:i64, slots[n]:i64, "
-    "cache[_,h,2,_,d]:T"
+    "cache[_,h,2,_,_]:any"
 )
 def rope_and_cache(
     q: Tensor,
@@ -55,19 +56,19 @@ def rope_and_cache(
     `scales`, of an e4m3 product `[q | k | v]` (fp8.py; all is bf16 then), come before that.
 
     `cos_sin[p]` holds d/2 cosines, then d/2 sines, of position p. `cache` is
-    `[block, kv head, K or V, token in block, d]`; slot s is token `s % block_size` of block
-    `s // block_size`; a negative slot writes nothing. Rows of q, k, v may be strided (views of one
-    qkv matrix); heads and elements within a row are contiguous.
+    `[block, kv head, K or V, token in block, row]` (kv_format.py); slot s is token `s % block_size`
+    of block `s // block_size`; a negative slot writes nothing. Rows of q, k, v may be strided
+    (views of one qkv matrix); heads and elements within a row are contiguous.
     """
+    kv_format.check("rope_and_cache", cache, k)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     out = q
     if scales is not None and len(q) > 0:
         q, k, v = _scaled((q, k, v), scales)
-    out.copy_(_rotate(_normalised(q, q_norm, eps), cos, sin))
+    out.copy_(rotate(_normalised(q, q_norm, eps), cos, sin))
     keep = slots >= 0
-    block, offset = slots[keep] // cache.shape[3], slots[keep] % cache.shape[3]
-    cache[block, :, 0, offset] = _rotate(_normalised(k, k_norm, eps), cos, sin).to(k.dtype)[keep]
-    cache[block, :, 1, offset] = v[keep]
+    rotated = rotate(_normalised(k, k_norm, eps), cos, sin).to(k.dtype)
+    kv_format.write(cache, slots[keep], rotated[keep], v[keep])
 
 
 def _variant(dtype: torch.dtype, head_size: int, vector: int) -> jit.Variant:
@@ -99,6 +100,8 @@ def _rope_and_cache(
     num_tokens, num_q_heads, head_size = q.shape
     jit.head_size_of(q.dtype, head_size)
     shift = jit.block_shift(cache.shape[3])
+    kv_format.check("rope_and_cache", cache, k)
+    jit.require(not kv_format.is_quantized(cache), f"rope_and_cache: no kernel for {cache.dtype}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
         jit.require(is_row, f"rope_and_cache: heads of a row of {name} must be contiguous")

@@ -121,7 +121,7 @@ class Attention:
         (q, k, v), scales = self.project(norm, residual)
         n = inputs.num_decodes
         newest, first = None, 0
-        if self._rotates_decodes and scales is None and q.dtype != torch.float32:
+        if self._rotates_decodes and scales is None and q.dtype == cache.dtype != torch.float32:
             newest, first = Newest(k[:n], v[:n], self.cos_sin), n
         if first < len(q):
             where = (self.cos_sin, inputs.positions[first:], inputs.slots[first:], cache)

@@ -1,0 +1,35 @@
+"""The dtype of the KV cache, as `kv_cache_dtype` asks for it."""
+
+import torch
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.kernels import kv_format
+from slipstream.models.hf import ModelConfig
+
+_MIN_BLOCK_SIZE = 16  # of quantised blocks: smaller ones would not be whole vectors of 16 bytes
+
+
+def cache_dtype(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> torch.dtype:
+    """Of a layer's cache (kernels/kv_format.py); auto: that of the activations.
+
+    Raises `ConfigError` for a format that this model, block size or device cannot have.
+    """
+    name, head_size = config.kv_cache_dtype, model.dims.head_size
+    if name == "auto":
+        return dtype
+    asked = f"kv_cache_dtype = {name[:64]!r}"
+    if name not in kv_format.FORMATS:
+        raise ConfigError(f"{asked} is not one of auto, {', '.join(kv_format.FORMATS)}")
+    if config.block_size < _MIN_BLOCK_SIZE:
+        raise ConfigError(f"{asked} needs block_size >= {_MIN_BLOCK_SIZE}, not {config.block_size}")
+    if not kv_format.is_legal(kv_format.FORMATS[name], head_size):
+        raise ConfigError(
+            f"{asked} needs heads that are equal groups of at most {kv_format.GROUP} numbers, "
+            f"and even: config.json has head_dim = {head_size}"
+        )
+    if device.type == "cuda":
+        raise ConfigError(f"{asked} has no CUDA kernels yet; device = 'cpu' has it")
+    return kv_format.FORMATS[name]
