@@ -88,6 +88,17 @@ def test_attention_by_runs_is_attention(
         assert words.first_own(row) < max(1, length), "the newest token is a sequence's own"
 
 
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention_by_levels_is_attention(group: int) -> None:
+    """Runs within runs; a last item of one query row."""
+    rows = [([("a", 320), (name, 256), (name + "c", 512)], 40) for name in "bbddddddddd"]
+    rows += [([("a", 320)], 9)] * 2 + [([], 9)]
+    case = shared_case(rows, (2 * group, 2), 16, BLOCK, torch.float32, "cpu")
+    words = find(case, num_ctas=200)
+    assert max(words.num_states(row) for row in range(len(rows))) >= 3
+    assert torch.allclose(attend_by(case, words), attend(case, torch.float64), atol=1e-9)
+
+
 def test_levels() -> None:
     rows = [([("a", 320), (name, 256)], 40) for name in "aabbbbbb"] + [([("a", 320)], 9)]
     words = find(shared_case(rows, (4, 2), 16, BLOCK, torch.float32, "cpu"))
