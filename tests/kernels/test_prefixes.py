@@ -91,7 +91,7 @@ def test_attention_by_runs_is_attention(
 @pytest.mark.parametrize("group", [1, 3])
 def test_attention_by_levels_is_attention(group: int) -> None:
     """Runs within runs; a last item of one query row."""
-    rows = [([("a", 320), (name, 256), (name + "c", 512)], 40) for name in "bbddddddddd"]
+    rows = [([("a", 320), (name, 256), (name + "c", 512)], 40) for name in "bb" + 11 * "d"]
     rows += [([("a", 320)], 9)] * 2 + [([], 9)]
     case = shared_case(rows, (2 * group, 2), 16, BLOCK, torch.float32, "cpu")
     words = find(case, num_ctas=200)
