@@ -140,6 +140,19 @@ def test_mixes(mix: str, dtype: torch.dtype) -> None:
     judge.verdict()
 
 
+def test_what_lies_behind_a_run_weighs_nothing() -> None:
+    """All scores are far below those of the zeros that fill a tile."""
+    judge = Judge("behind a run")
+    for size in (96, 80, 336):
+        rows: Rows = [([("a", size)], own) for own in (1, 33, 64, 90) * 5]
+        case = shared_case(rows, (8, 2), 80, 16, torch.bfloat16, "cuda")
+        case.q.fill_(1)
+        keys = case.cache[:, :, 0]
+        keys.copy_(torch.where(keys.isnan(), keys, -1 - keys.abs()))
+        check(judge, f"{size} tokens", case)
+    judge.verdict()
+
+
 def test_configurations() -> None:
     judge = Judge("configurations")
     for heads, d, block in configurations():
