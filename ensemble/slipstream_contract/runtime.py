@@ -43,6 +43,10 @@ class Runtime:
         """`slipstream_contract.inflight` of one process of a model."""
         return self.directory / f"in-flight-{model}-{pid}"
 
+    def vitals(self, model: str, pid: int) -> Path:
+        """`slipstream_contract.vitals` of one process of a model."""
+        return self.directory / f"vitals-{model}-{pid}"
+
     @property
     def log(self) -> Path:
         """What engine and supervisor write to stdout and stderr."""
