@@ -17,6 +17,7 @@ from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import PROBE, hide_shared_memory, open_runtime
 from slipstream_contract.urgency import split_urgency
+from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
 
 from slipstream import wire
@@ -85,6 +86,7 @@ class TritonPythonModel:
         except BaseException:
             self._bridge.close()
             raise
+        self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
         self._metrics = self._make_metrics(parameters.model)
         self._end_watch = EndWatch(runtime, server_pid) if self._wiring is None else None
 
@@ -95,7 +97,9 @@ class TritonPythonModel:
         for request in requests:
             reply = TritonReply(request, self._in_flight)
             begin = partial(self._begin, request, reply)
+            self._vitals.begin()
             self._bridge.answer(reply, begin)
+            self._vitals.end()
         return None
 
     def finalize(self) -> None:
@@ -107,6 +111,7 @@ class TritonPythonModel:
         self._bridge.close()
         if self._wiring is not None:
             self._wiring.close()
+        self._vitals.close()
 
     def _begin(self, request: Any, reply: TritonReply) -> None:
         assert self._wiring is not None
