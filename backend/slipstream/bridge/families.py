@@ -54,6 +54,7 @@ _GAUGES = {
     "engine_start_time_seconds": ("When the engine began, since the epoch", "start_time_s"),
     "metrics_update_time_seconds": ("When these metrics were told, since the epoch", "now_s"),
     "engine_resident_bytes": ("Memory of the engine's process", "host_bytes"),
+    "cached_blocks": ("Free blocks that hold what may be asked for again", "cached_blocks"),
     "gpu_hour_price": ("What the operator says that an hour of one GPU costs", "gpu_hour_price"),
 }
 _SINGLE_COUNTERS = {
@@ -62,12 +63,19 @@ _SINGLE_COUNTERS = {
     "preemptions": ("Sequences put back to waiting for lack of blocks", "preemptions"),
     "prompt_tokens": ("Tokens of prompts that were computed", "prompt_tokens"),
     "output_tokens": ("Tokens generated", "output_tokens"),
+    "prefix_queries": ("Tokens of prompts that were looked for in the cache", "prefix_queries"),
+    "prefix_hits": ("Tokens of prompts that were found there", "prefix_hits"),
     "dropped_messages": ("Frames from bridges that were no message", "dropped_messages"),
 }
 _SPLIT_COUNTERS = {
     "step_seconds": ("Time of steps, by who was waited for", "part", "step_s"),
     "finished_sequences": ("Sequences that ended, by why", "reason", "finished"),
     "cancels": ("Requests ended before their end, by why", "cause", "cancels"),
+    "evicted_blocks": (
+        "Blocks of the cache that were taken for something else, by priority",
+        "priority",
+        "evicted_blocks",
+    ),
     "cost": ("Cost of what was computed for sequences that ended, by why", "reason", "cost"),
 }
 

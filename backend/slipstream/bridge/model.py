@@ -15,6 +15,7 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.inflight import InFlight
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
+from slipstream_contract.retention import split_salt
 from slipstream_contract.runtime import PROBE, hide_shared_memory, open_runtime
 from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vitals import Vitals
@@ -121,7 +122,8 @@ class TritonPythonModel:
             reply.end()
             return
         check_request_id(request.request_id())
-        urgency, parameters = split_urgency(given, request.timeout())
+        urgency, others = split_urgency(given, request.timeout())
+        cache_salt, parameters = split_salt(others)
         self._wiring.begin(
             Question(
                 read_inputs(request),
@@ -132,6 +134,7 @@ class TritonPythonModel:
                 time.time_ns(),
                 urgency,
                 now_ns + urgency.timeout_ns if urgency.timeout_ns else 0,
+                cache_salt,
             )
         )
 
