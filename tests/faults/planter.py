@@ -181,8 +181,10 @@ def lose_block(loop: Any) -> None:
     free = type(blocks).free.__get__(blocks)
 
     def planted(block_ids: Iterable[int]) -> None:
-        del blocks.free
-        free(list(block_ids)[1:])
+        found = list(block_ids)
+        if found:
+            del blocks.free
+            free(found[1:])
 
     blocks.free = planted
 
