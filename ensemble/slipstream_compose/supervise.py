@@ -219,13 +219,18 @@ class Repairer:
         return f"loaded {loaded} again, {lost} requests hang until the server is started again"
 
     def _take_lost(self, model: str) -> int:
-        """How many requests its processes that are gone had in their hands; told once."""
+        """How many requests its processes that are gone had in their hands; told once.
+
+        Leaves none of their files.
+        """
         lost = 0
         for file in self._server.runtime.directory.glob(f"in-flight-{model}-*"):
             pid = file.name.rpartition("-")[2]
             if pid.isdigit() and not is_running(int(pid)):
                 lost += inflight.count(file)
                 file.unlink(missing_ok=True)
+        for file in self._server.runtime.directory.glob(f"vitals-{model}-*"):
+            file.unlink(missing_ok=True)  # whoever takes its place needs the room on a full disk
         return lost
 
     def _reload(self, model: str) -> str:

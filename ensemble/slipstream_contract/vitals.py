@@ -4,6 +4,7 @@ A process can be alive, not stopped, and yet never answer again. One thread beat
 the process is given are counted when they are done, and one that is being worked at has its begin.
 """
 
+import logging
 import mmap
 import os
 import struct
@@ -11,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+_log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 _WORDS = struct.Struct("<qqq")
@@ -28,13 +31,12 @@ class Vitals:
     """The process's side; one thread works. No call blocks."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file and begin to beat. Raises OSError where there is no room for it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Begin to beat. Where the file cannot be made, nobody will see whether we hang."""
         try:
-            os.posix_fallocate(descriptor, 0, _WORDS.size)  # a page without room would kill us
-            self._map = mmap.mmap(descriptor, _WORDS.size)
-        finally:
-            os.close(descriptor)
+            self._map = _mapped(path)
+        except OSError as error:
+            _log.warning("%s: a process that hangs will be noticed late", error)
+            self._map = mmap.mmap(-1, _WORDS.size)
         self._words = memoryview(self._map).cast("q")
         self._words[0], self._words[1], self._words[2] = time.monotonic_ns(), 0, 0
         self._closed = threading.Event()
@@ -58,6 +60,15 @@ class Vitals:
     def _run(self) -> None:
         while not self._closed.wait(BEAT_S):
             self._words[0] = time.monotonic_ns()
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _WORDS.size)  # a page without room would kill us
+        return mmap.mmap(descriptor, _WORDS.size)
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> Signs | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from slipstream_compose import stillness
 from slipstream_compose.stillness import Stillness
+from slipstream_contract import vitals
 
 CODE = """
 import ctypes, sys, time
@@ -107,6 +108,15 @@ def test_those_that_are_idle_or_busy(processes, tmp_path: Path) -> None:
         for still, kind in zip(found, kinds, strict=True):
             assert not still.look(0.5), (kind, still.what)
         time.sleep(0.1)
+
+
+def test_signs_that_have_no_room_are_nobodys(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "vitals"
+    signs = vitals.Vitals(path)
+    signs.begin()
+    signs.end()
+    signs.close()
+    assert vitals.read(path) is None
 
 
 def test_one_without_signs(tmp_path: Path) -> None:
