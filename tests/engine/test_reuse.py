@@ -189,6 +189,8 @@ def test_who_waits_goes_on_when_the_leader_is_gone(way: str) -> None:
         scheduler._preempt(leader)
     elif way == "nan":
         runner.poisoned.add(leader.id)
+    if way in ("cancel", "preempt"):
+        assert scheduler.waiting.num_held == 0
     client.drain()
     for i, number in enumerate(others):
         check(client, number, [*shared, 51, i], greedy(4))
@@ -233,6 +235,18 @@ def test_nothing_is_found_of_a_sequence_that_gave_nan(max_in_flight: int) -> Non
     number = client.submit(PROMPT, greedy(5))
     client.drain()
     assert client.streams[number, 0].reason is FinishReason.ERROR
+    assert ask(client, PROMPT) == (0, 18)
+
+
+def test_nothing_is_found_of_a_prompt_that_was_not_computed_to_its_end() -> None:
+    """There may be a NaN in it that no sample has shown."""
+    client, runner = make(max_in_flight=1, num_tokens=8)
+    runner.poisoned.add(0)
+    number = client.submit(PROMPT, greedy(5))
+    client.step()
+    client.step()
+    client.engine.cancel(client.name, number)
+    client.drain()
     assert ask(client, PROMPT) == (0, 18)
 
 
