@@ -12,12 +12,17 @@ from typing import Any, Protocol
 import msgspec
 
 from slipstream_contract.errors import ContractError, clip
-from slipstream_contract.limits import INT32_MAX, check_count, check_whole
+from slipstream_contract.limits import (
+    INT32_MAX,
+    MAX_RANGES,
+    MAX_RETENTION,
+    MAX_SALT_BYTES,
+    check_count,
+    check_whole,
+)
 
-MAX_PRIORITY = 100
+MAX_PRIORITY = MAX_RETENTION
 DEFAULT_PRIORITY = 35
-MAX_RANGES = 256
-MAX_SALT_BYTES = 256
 
 _SALT = "cache_salt"
 _RANGE = "retention_token_range_"

@@ -8,9 +8,9 @@ from contract.asking import inputs_of
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream_contract.errors import ContractError
+from slipstream_contract.limits import MAX_RANGES
 from slipstream_contract.request import LlmRequest, llm_request
 from slipstream_contract.retention import (
-    MAX_RANGES,
     Retention,
     TokenRange,
     check_retention,
