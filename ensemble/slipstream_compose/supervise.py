@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from slipstream_contract import inflight
+from slipstream_contract.repairs import Repairs
 
 from slipstream_compose.pulse import Pulse
 from slipstream_compose.stillness import STILL_S, Stillness
@@ -80,6 +81,7 @@ class Repairer:
     ) -> None:
         """`wait_ready` returns once tokens can be had; raises ServeError if that cannot be."""
         self.num_repairs = 0
+        self._repairs = Repairs(server.runtime.repairs)
         self._server = server
         self._wait_ready = wait_ready
         self._say = say
@@ -186,6 +188,7 @@ class Repairer:
         try:
             done = self._restart(fault) if fault.model is None else self._mend(fault)
             self.num_repairs += 1
+            self._repairs.note("server" if fault.model is None else "model")
             seconds = time.monotonic() - found_s
             line = f"repair {self.num_repairs}, {seconds:.1f} s: {fault.what}; {done}"
         except (ServeError, OSError) as error:

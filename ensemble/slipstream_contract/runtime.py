@@ -48,6 +48,11 @@ class Runtime:
         return self.directory / f"vitals-{model}-{pid}"
 
     @property
+    def repairs(self) -> Path:
+        """`slipstream_contract.repairs`."""
+        return self.directory / "repairs"
+
+    @property
     def log(self) -> Path:
         """What engine and supervisor write to stdout and stderr."""
         return self.directory / "engine.log"

@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 from faults.oracle import Oracle, asks
 from faults.supervised import Supervision, hanging_server, serve, wait_line
+from server.metrics_page import Page, wait_for
 from server.support import PROMPT, Client, RequestError
 from slipstream_compose.server import server_directory
 from slipstream_compose.supervise import OTHERS_S
@@ -166,6 +167,13 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
             assert client.stub(model) != old
         wait_served(client, 60)
     assert (engine_pid(client), client.server.pid) == (pid, server)
+
+    def is_told(page: Page) -> bool:
+        name = "slipstream_repairs"
+        return name in page.names and page.get(name) == supervision.num_repairs
+
+    page = wait_for(client.server.endpoints.metrics, is_told)
+    assert page.get("slipstream_repairs", what="model") >= len(STUBS) + 1
 
 
 def test_who_is_asked_of_another_model_is_not_harmed(

@@ -76,6 +76,7 @@ class Bridge:
         cancel = partial(self.calls.cancel, cause=wire.CancelCause.UNACKNOWLEDGED)
         self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, cancel)
         self.calls.settle = self.flow.settle
+        self.repairs = runtime.repairs  # the file, see `slipstream_contract.repairs`
         self._is_stopping = runtime.stopping.exists
         self._watch = Watch(self.calls, self._is_stopping)
 

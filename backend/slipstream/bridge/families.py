@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from slipstream_contract.repairs import KINDS
+
 from slipstream.figures import COUNTERS
 from slipstream.wire import FinishReason
 
@@ -86,6 +88,9 @@ def _ours() -> Iterator[Metric]:
     for state in ("free", "used"):
         text, labels = "Blocks of the KV cache", {"state": state}
         yield Metric("slipstream_kv_blocks", Kind.GAUGE, text, (f"kv_blocks_{state}",), labels)
+    for kind in KINDS:
+        text, labels = "Repairs by `slipstream serve` since it began, by of what", {"what": kind}
+        yield Metric("slipstream_repairs", Kind.GAUGE, text, (f"repairs:{kind}",), labels)
     for name, (text, figure) in _SINGLE_COUNTERS.items():
         yield Metric(f"slipstream_{name}_total", Kind.COUNTER, text, (figure,))
     for name, (text, label, figure) in _SPLIT_COUNTERS.items():
