@@ -79,7 +79,11 @@ def measure(engine: Engine, workload: Workload, repeat: int) -> dict[str, object
 
 
 def build(shape: str, dtype: str, max_num_batched_tokens: int, **options: object) -> Engine:
-    """An engine over random weights of the given shape; `options` are of `EngineConfig`."""
+    """An engine over random weights of the given shape; `options` are of `EngineConfig`.
+
+    Workloads are repeated: unless asked for, what is computed once is not found again.
+    """
+    options.setdefault("kv_cache_reuse", False)
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as directory:
         write_config(shape, Path(directory))
         config = EngineConfig(
@@ -90,7 +94,12 @@ def build(shape: str, dtype: str, max_num_batched_tokens: int, **options: object
             **options,
         )
         runner = ModelRunner(resolve(config))
-    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting)
+    limits = Limits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_waiting,
+        kv_cache_reuse=config.kv_cache_reuse,
+    )
     return Engine(limits, runner, None, shape)
 
 
