@@ -83,13 +83,14 @@ def build(
     dtype: str,
     max_num_batched_tokens: int,
     checkpoint: str | None = None,
-    reuses: bool = True,
     **options: object,
 ) -> Engine:
-    """An engine over random weights of the given shape, or over a checkpoint.
+    """An engine over random weights of the given shape, or over a checkpoint; `options` are of
+    `EngineConfig`.
 
-    `reuses`: what is in the cache is found again; `options` are of `EngineConfig`.
+    Workloads are repeated: unless asked for, what is computed once is not found again.
     """
+    options.setdefault("kv_cache_reuse", False)
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as directory:
         if checkpoint is None:
             write_config(shape, Path(directory))
@@ -105,7 +106,7 @@ def build(
         config.max_num_seqs,
         config.max_num_batched_tokens,
         config.max_waiting,
-        kv_cache_reuse=reuses,
+        kv_cache_reuse=config.kv_cache_reuse,
     )
     return Engine(limits, runner, None, shape)
 

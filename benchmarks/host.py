@@ -1,7 +1,9 @@
 """What a step costs the host: `python benchmarks/host.py`, no GPU needed.
 
 Steady decode on a device that takes no time and draws constants: schedule, staging arrays, commit
-and what is told. Prints the least and the median of microseconds a step.
+and what is told. Prints the least and the median of microseconds a step. Then the same where every
+request that ends is followed by one of whose prompt nine tenths are cached, or would be; and what
+the cache itself takes for a prompt of 100,000 tokens, in milliseconds.
 """
 
 import statistics
@@ -11,8 +13,10 @@ import time
 import numpy as np
 from slipstream.engine.arrays import Slots, StepBuilder
 from slipstream.engine.batch import Batch, Sampled
+from slipstream.engine.cache import KVCache
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
+from slipstream.engine.sequence import Request, Sequence
 from slipstream.wire import Submit
 from slipstream_contract.sampling import SamplingParams
 
@@ -72,12 +76,78 @@ def step_times(num_seqs: int, num_steps: int = 300) -> list[float]:
     return times
 
 
+def turnover_times(is_reused: bool, num_seqs: int = 256, num_steps: int = 400) -> list[float]:
+    """Seconds of each step of short requests that share 288 of 320 tokens."""
+    engine = Engine(Limits(MAX_SEQS, 2048, 1000, kv_cache_reuse=is_reused), Nothing(), None)
+    sampling = SamplingParams(max_tokens=64, temperature=0.0)
+    number = 0
+
+    def submit() -> None:
+        nonlocal number
+        own = [1000 + number % 100_000] * 32
+        engine.submit(b"bench", Submit(number, [*range(288), *own], sampling, 1))
+        number += 1
+
+    for _ in range(num_seqs):
+        submit()
+    times = []
+    for _ in range(num_steps + 100):
+        begin = time.perf_counter()
+        outputs = engine.step()
+        times.append(time.perf_counter() - begin)
+        for tokens in outputs.get(b"bench", ()):
+            if tokens.finished is not None:
+                submit()
+    return times[100:]
+
+
+def cache_times(num_tokens: int = 100_000) -> dict[str, float]:
+    """Seconds that the cache takes for one prompt: unknown, and known but for its end."""
+    size = -(-num_tokens // BLOCK_SIZE)
+    cache = KVCache(2 * size, BLOCK_SIZE)
+    least: dict[str, float] = {}
+
+    def lap(name: str, begin: float) -> None:
+        least[name] = min(least.get(name, 1.0), time.perf_counter() - begin)
+
+    for number in range(20):
+        for name in ("unknown", "known"):
+            prompt = [number, *range(num_tokens - 2), 7 if name == "known" else 6]
+            request = Request(b"", 0, SamplingParams(max_tokens=1), 0)
+            sequence = Sequence(number, request, 0, prompt, 0, num_tokens + 1, None)
+            request.sequences.append(sequence)
+            begin = time.perf_counter()
+            match = cache.match(sequence)
+            assert cache.admit(sequence, match, num_tokens, 0)
+            lap(f"{name}: lookup and admission", begin)
+            cache.launch()
+            cache.complete()
+            begin = time.perf_counter()
+            sequence.num_computed = num_tokens
+            cache.computed(sequence)
+            lap(f"{name}: taken in once computed", begin)
+            begin = time.perf_counter()
+            cache.release(sequence)
+            lap(f"{name}: release", begin)
+    return least
+
+
 def main() -> None:
     """Command line."""
     for num_seqs in (1, 64, 256):
         times = sorted(t * 1e6 for t in step_times(num_seqs))
         median = statistics.median(times)
         print(f"{num_seqs:4} sequences: {times[0]:6.0f} us, median {median:6.0f}")
+    for is_reused in (False, True):
+        times = sorted(t * 1e6 for t in turnover_times(is_reused))
+        which = "with reuse" if is_reused else "without reuse"
+        mean = statistics.fmean(times)
+        print(
+            f"requests that end and follow, {which}: mean {mean:.0f} us, median "
+            f"{statistics.median(times):.0f}"
+        )
+    for name, took in cache_times().items():
+        print(f"100,000 tokens, {name}: {took * 1e3:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def run_ours(args: argparse.Namespace) -> None:
         sizes, lengths = SMALL, {"max_tokens": 6, "shortest": 8, "longest": 60}
     options = {"kv_cache_tokens": args.kv_cache_tokens, "checkpoint": args.checkpoint}
     make: Callable[[bool], Any] = lambda reuses: build(  # noqa: E731 - called twice
-        args.shape, "auto", args.max_num_batched_tokens, reuses=reuses, **options
+        args.shape, "auto", args.max_num_batched_tokens, kv_cache_reuse=reuses, **options
     )
     side = Side(args.files[0], "slipstream")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

@@ -78,6 +78,7 @@ def compose(args: argparse.Namespace, checkpoint: Path, repository: Path) -> Pat
     command += ["--checkpoint", str(checkpoint), "--output", str(repository)]
     command += ["--max-num-seqs", str(args.running)]
     command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
+    command += ["--no-kv-cache-reuse"]  # the same prompts come again
     subprocess.run(command, check=True)
     path = repository / "tensorrt_llm" / "1" / "model.json"
     settings = json.loads(path.read_text())
@@ -109,7 +110,12 @@ def run_alone(settings: Path, workload: Path, repeat: int) -> None:
     )
     load = msgspec.json.decode(workload.read_bytes(), type=Workload)
     plan = resolve(config)
-    limits = Limits(plan.max_num_seqs, plan.max_num_batched_tokens, config.max_waiting)
+    limits = Limits(
+        plan.max_num_seqs,
+        plan.max_num_batched_tokens,
+        config.max_waiting,
+        kv_cache_reuse=config.kv_cache_reuse,
+    )
     target = EngineTarget(Engine(limits, ModelRunner(plan), None, plan.model_name))
     rates = [driving.run(target, load).output_tok_s for _ in range(repeat + 1)]
     print(json.dumps(rates[1:]))

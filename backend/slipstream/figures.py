@@ -28,6 +28,7 @@ _LATENCIES: _Bounds = (
 _LENGTHS: _Bounds = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
 _TRT_LLM_LENGTHS: _Bounds = (10, 50, 100, 500, 1000)
 
+EVICTIONS = ("below", "usual", "above")  # by what requests said of their priority, if they did
 GAUGES = (
     "active_requests",
     "scheduled_sequences",  # this and the next three are of the last step
@@ -39,6 +40,7 @@ GAUGES = (
     "preempted_sequences",  # that wait to run again
     "max_num_seqs",
     "block_size",
+    "cached_blocks",  # free ones that hold what may be asked for again
     "host_bytes",
     "device_bytes",
     "pinned_bytes",
@@ -51,8 +53,9 @@ COUNTERS: dict[str, Iterable[str]] = {
     "prompt_tokens": (),
     "output_tokens": (),
     "preemptions": (),
-    "prefix_queries": (),  # tokens whose keys and values a sequence could have shared
-    "prefix_hits": (),  # tokens whose keys and values it did
+    "prefix_queries": (),  # tokens of prompts, when they are admitted for the first time
+    "prefix_hits": (),  # of those, the ones that were computed already
+    "evicted_blocks": EVICTIONS,
     "finished": tuple(FinishReason),  # sequences
     "cancels": tuple(CancelCause),  # requests
     "cost": tuple(FinishReason),

@@ -10,10 +10,11 @@ asserted on.
 from enum import StrEnum
 
 import msgspec
+from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class FinishReason(StrEnum):
@@ -66,6 +67,8 @@ class Submit(ToEngine, frozen=True):
     timeout_ns: int = 0  # how long before that it came
     request_id: str = ""  # the client's, for the request log
     model: str = ""  # the Triton model it was sent to, likewise
+    cache_salt: str = ""  # keys and values are shared where it is the same
+    retention: Retention | None = None
 
 
 class Cancel(ToEngine, frozen=True):
@@ -190,6 +193,8 @@ class Status(ToBridge, frozen=True):
     bridges: list[str]
     num_prompt_tokens: int = 0  # of prompts that are computed, since the engine began
     num_output_tokens: int = 0  # generated, likewise
+    num_prefix_queries: int = 0  # tokens of prompts that were admitted, likewise
+    num_prefix_hits: int = 0  # of those, the ones that were in the cache
     figures: Figures | None = None  # if the `Ping` asked for them
     requests: list[int] | None = None  # of the bridge that asked, all that have not ended
 

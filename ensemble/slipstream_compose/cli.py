@@ -64,6 +64,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "times (default: auto, that of the activations)",
     )
     parser.add_argument(
+        "--no-kv-cache-reuse",
+        action="store_const",
+        const=False,
+        dest="kv_cache_reuse",
+        help="compute every prompt anew, even what the KV cache still has of it",
+    )
+    parser.add_argument(
         "--deterministic",
         action="store_const",
         const=True,
@@ -106,8 +113,9 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
-    names = ("dtype", "quantization", "kv_cache_dtype", "deterministic", "gpu_hour_price")
-    options = {name: getattr(args, name) for name in (*names, "request_log", *_OPTIONS)}
+    names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
+    others = ("gpu_hour_price", "request_log", *_OPTIONS)
+    options = {name: getattr(args, name) for name in (*names, *others)}
     repository = compose(
         args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring
     )

@@ -47,6 +47,7 @@ class Pulse:
         self._path, self._body = "/v2/health/live", b""
         self._period_s = _SERVER_PERIOD_S
         self._heard_s = time.monotonic()
+        self._asked_s = 0.0  # 0: no question waits for its answer
         self._is_asked = model is None or model in QUESTIONS
         if model is not None and self._is_asked:
             verb, body = QUESTIONS[model]
@@ -59,9 +60,14 @@ class Pulse:
         """Since the last answer, the time between two questions included."""
         return time.monotonic() - self._heard_s if self._is_asked else 0.0
 
+    def unanswered_s(self) -> float:
+        """How long a question has been waiting; 0: none is."""
+        return time.monotonic() - self._asked_s if self._asked_s else 0.0
+
     def reset(self) -> None:
         """Measure from now on."""
         self._heard_s = time.monotonic()
+        self._asked_s = 0.0
 
     def renew(self) -> None:
         """Likewise, and ask anew: whoever was asked is gone."""
@@ -82,10 +88,12 @@ class Pulse:
                 self._ask()
                 self.reset()
             except (OSError, http.client.HTTPException):
+                self._asked_s = 0.0
                 self._connection.close()
             self._closed.wait(self._period_s)
         self._connection.close()
 
     def _ask(self) -> None:
+        self._asked_s = time.monotonic()
         self._connection.request("POST" if self._body else "GET", self._path, self._body or None)
         self._connection.getresponse().read()

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from slipstream_contract import inflight
+from slipstream_contract.repairs import Repairs
 
 from slipstream_compose.pulse import Pulse
+from slipstream_compose.stillness import STILL_S, Stillness
 from slipstream_compose.triton import (
     ENDING_S,
     ServeError,
@@ -33,7 +35,8 @@ INTERVAL_S = 0.2
 MAX_GAP_S = 2.0  # a longer one between two looks: this process itself stood still
 STOPPED_S = 0.7  # a process that was stopped (SIGSTOP) for so long is not waited for
 SERVER_SILENCE_S = 3.5  # without an answer: the server hangs
-MODEL_SILENCE_S = 10.0  # likewise; a model may be busy for a while
+DOUBT_S = 2.0  # likewise: it may hang, and then its models look as if they did
+MODEL_SILENCE_S = 30.0  # of a model that runs all the while, so that it may only be busy
 OTHERS_S = 10.0  # how long others may go on while streams hang that only a restart ends
 QUIET_S = 2.0  # what a model has answered may still be on its way through an ensemble
 LOAD_S = 60.0
@@ -78,6 +81,7 @@ class Repairer:
     ) -> None:
         """`wait_ready` returns once tokens can be had; raises ServeError if that cannot be."""
         self.num_repairs = 0
+        self._repairs = Repairs(server.runtime.repairs)
         self._server = server
         self._wait_ready = wait_ready
         self._say = say
@@ -87,6 +91,7 @@ class Repairer:
         self._num_lost = 0
         self._busy_s = 0.0  # when somebody was last seen to be served
         self._models: dict[int, str] = {}  # pid -> model
+        self._still: dict[int, Stillness] = {}  # pid -> whether it hangs
         self._server_pulse = Pulse(server.endpoints, None)
         self._pulses: dict[str, Pulse] = {}
         self._look_again()
@@ -155,6 +160,11 @@ class Repairer:
         pulse = self._pulses.get(model)
         if pulse is not None and pulse.silence_s() > MODEL_SILENCE_S:
             return f"did not answer for {MODEL_SILENCE_S:g} s"
+        still = self._still[pid]
+        if self._server_pulse.silence_s() > DOUBT_S:
+            still.reset()
+        elif still.look(pulse.unanswered_s() if pulse is not None else 0.0):
+            return f"{still.what} for {STILL_S:g} s"
         return ""
 
     def _is_stuck(self, pid: int, now_s: float) -> bool:
@@ -178,6 +188,7 @@ class Repairer:
         try:
             done = self._restart(fault) if fault.model is None else self._mend(fault)
             self.num_repairs += 1
+            self._repairs.note("server" if fault.model is None else "model")
             seconds = time.monotonic() - found_s
             line = f"repair {self.num_repairs}, {seconds:.1f} s: {fault.what}; {done}"
         except (ServeError, OSError) as error:
@@ -211,13 +222,18 @@ class Repairer:
         return f"loaded {loaded} again, {lost} requests hang until the server is started again"
 
     def _take_lost(self, model: str) -> int:
-        """How many requests its processes that are gone had in their hands; told once."""
+        """How many requests its processes that are gone had in their hands; told once.
+
+        Leaves none of their files.
+        """
         lost = 0
         for file in self._server.runtime.directory.glob(f"in-flight-{model}-*"):
             pid = file.name.rpartition("-")[2]
             if pid.isdigit() and not is_running(int(pid)):
                 lost += inflight.count(file)
                 file.unlink(missing_ok=True)
+        for file in self._server.runtime.directory.glob(f"vitals-{model}-*"):
+            file.unlink(missing_ok=True)  # whoever takes its place needs the room on a full disk
         return lost
 
     def _reload(self, model: str) -> str:
@@ -247,8 +263,9 @@ class Repairer:
         server.kill()
         server.runtime.stopping.unlink(missing_ok=True)
         self._restart_s, self._num_lost = 0.0, 0
-        for file in server.runtime.directory.glob("in-flight-*"):
-            file.unlink(missing_ok=True)
+        for pattern in ("in-flight-*", "vitals-*"):
+            for file in server.runtime.directory.glob(pattern):
+                file.unlink(missing_ok=True)
         server.start()
         self._wait_ready()
         return "started tritonserver again"
@@ -259,11 +276,17 @@ class Repairer:
         self._models = {pid: _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs.items()}
         missing = self._pulses.keys() - set(self._models.values())  # they died since the last look
         self._models |= {-index: model for index, model in enumerate(sorted(missing), 1)}
+        runtime = self._server.runtime
+        self._still = {
+            pid: Stillness(pid, runtime.vitals(model, pid)) for pid, model in self._models.items()
+        }
         self._stopped_s.clear()
         for pulse in (self._server_pulse, *self._pulses.values()):
             pulse.renew()
 
     def _forget_times(self) -> None:
         self._stopped_s.clear()
+        for still in self._still.values():
+            still.reset()
         for pulse in (self._server_pulse, *self._pulses.values()):
             pulse.reset()

@@ -33,6 +33,9 @@ MAX_JSON_BYTES = 1 << 20  # of sampling_parameters
 
 LOWEST_PRIORITY = 9
 MAX_TIMEOUT_MS = 86_400_000  # a day
+MAX_SALT_BYTES = 256
+MAX_RANGES = 256  # of retention
+MAX_RETENTION = 100
 
 GREEDY_BELOW = 1e-5
 """Smaller temperatures are 0: dividing by them leaves one token anyway, and overflows."""
@@ -77,6 +80,10 @@ TABLE: Mapping[str, tuple[float | str, float | str, str]] = {
     "`priority`, `request_priority`": (0, LOWEST_PRIORITY, _BOTH),
     "`timeout_ms`": (1, MAX_TIMEOUT_MS, "model"),
     "`timeout`, microseconds": (0, 1000 * MAX_TIMEOUT_MS, "model"),
+    "`cache_salt`, bytes": (0, MAX_SALT_BYTES, _BOTH),
+    "`retention_token_range_starts`: ranges": (0, MAX_RANGES, _BOTH),
+    "`retention_token_range_priorities`, `retention_decode_priority`": (0, MAX_RETENTION, _BOTH),
+    "`..._durations_ms`, `retention_decode_duration_ms`": ("1, or -1", INT32_MAX, _BOTH),
     "`TOKENS_BATCH`, token ids": (0, MAX_DETOKENIZED, "model"),
     "requests that wait": (0, "`max_waiting` (4,096 unless configured)", "engine"),
     "tokens that wait": (0, "`max_waiting_tokens` (2,097,152 unless configured)", "engine"),

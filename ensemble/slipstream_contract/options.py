@@ -19,7 +19,7 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
     "max_beam_width": ("1",),
     "decoding_mode": ("auto", "top_k", "top_p", "top_k_top_p"),
     "enable_chunked_context": ("true",),
-    "enable_kv_cache_reuse": ("false",),
+    "enable_kv_cache_reuse": ("true",),
     "enable_trt_overlap": _EITHER,
     "enable_context_fmha_fp32_acc": _EITHER,
     "multi_block_mode": _EITHER,
@@ -37,6 +37,7 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
 
 # Key -> where the same is said here.
 _INSTEAD = {
+    "enable_kv_cache_reuse": "kv_cache_reuse in tensorrt_llm/1/model.json",
     "max_tokens_in_paged_kv_cache": "kv_cache_tokens in tensorrt_llm/1/model.json",
     "kv_cache_free_gpu_mem_fraction": "kv_cache_tokens in tensorrt_llm/1/model.json",
     "gpt_model_path": "checkpoint in tensorrt_llm/1/model.json",
@@ -65,9 +66,9 @@ def refuse_unserved(model: str, parameters: Mapping[str, str]) -> None:
 
 
 def _advice(name: str, known: tuple[str, ...] | None) -> str:
-    if known is not None:
-        return f"only {' or '.join(known)} is served"
     if name in _INSTEAD:
         return f"set {_INSTEAD[name]}"
+    if known is not None:
+        return f"only {' or '.join(known)} is served"
     near = difflib.get_close_matches(name, [*SERVED, *NEUTRAL], n=1)
     return f"not served; do you mean {near[0]}?" if near else "not served, leave it out"

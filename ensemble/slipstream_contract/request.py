@@ -28,6 +28,7 @@ from slipstream_contract.inputs import (
     to_number,
     token_ids,
 )
+from slipstream_contract.retention import Retention, read_retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.tensors import ALIASES, MODELS, TO_LLM
 from slipstream_contract.words import unpack_word_list
@@ -55,6 +56,7 @@ class LlmRequest(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     sampling: SamplingParams
+    retention: Retention | None = None
     stop: bool = False  # cancel the request of the same id; nothing else of this one counts
     streaming: bool = False
     exclude_input_in_output: bool = False
@@ -191,6 +193,7 @@ def llm_request(
     return LlmRequest(
         prompt,
         sampling,
+        read_retention(read),
         streaming=read.flag("streaming"),
         exclude_input_in_output=read.flag("exclude_input_in_output", exclude_input_in_output),
         **_returns(read),

@@ -43,6 +43,15 @@ class Runtime:
         """`slipstream_contract.inflight` of one process of a model."""
         return self.directory / f"in-flight-{model}-{pid}"
 
+    def vitals(self, model: str, pid: int) -> Path:
+        """`slipstream_contract.vitals` of one process of a model."""
+        return self.directory / f"vitals-{model}-{pid}"
+
+    @property
+    def repairs(self) -> Path:
+        """`slipstream_contract.repairs`."""
+        return self.directory / "repairs"
+
     @property
     def log(self) -> Path:
         """What engine and supervisor write to stdout and stderr."""

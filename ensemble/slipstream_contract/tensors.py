@@ -306,12 +306,12 @@ _LLM_INPUTS = """
     lora_config INT32[-1,3]?~ =
     context_phase_params UINT8[-1]?~ =
     skip_cross_attn_blocks BOOL[1]?~ =0
-    retention_token_range_starts INT32[-1]?~ =
-    retention_token_range_ends INT32[-1]?~ =
-    retention_token_range_priorities INT32[-1]?~ =
-    retention_token_range_durations_ms INT32[-1]?~ =
-    retention_decode_priority INT32[1]?~ =
-    retention_decode_duration_ms INT32[1]?~ =
+    retention_token_range_starts INT32[-1]?~
+    retention_token_range_ends INT32[-1]?~
+    retention_token_range_priorities INT32[-1]?~
+    retention_token_range_durations_ms INT32[-1]?~
+    retention_decode_priority INT32[1]?~
+    retention_decode_duration_ms INT32[1]?~
     guided_decoding_guide_type STRING[1]?~ =
     guided_decoding_guide STRING[1]?~ =
     lookahead_window_size INT32[1]?~ =

@@ -12,6 +12,7 @@ from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
 from slipstream_contract.stream_state import StreamState
+from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
 
 from slipstream_postprocessing.detokenize import detokenize_batch
@@ -30,8 +31,10 @@ class TritonPythonModel:
         self._skip_special = parameters.flag("skip_special_tokens", True)
         # With dynamic batching the server itself drops requests whose client is gone.
         self._sees_cancelled = not parameters.has_dynamic_batching
-        self._credits = CreditFile(open_runtime(os.getppid()).credits)
+        runtime = open_runtime(os.getppid())
+        self._credits = CreditFile(runtime.credits)
         self._heartbeat = Heartbeat(self._credits)
+        self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response a request, in their order."""
@@ -39,13 +42,15 @@ class TritonPythonModel:
             return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
-        """Stop the heartbeat and unmap the credit file."""
+        """Stop the heartbeats and unmap the credit file."""
+        self._vitals.close()
         self._heartbeat.close()
         self._credits.close()
 
     def _respond(self, request: Any) -> Any:
         """The text of one request, or its error. Its stream gets its credit back either way."""
         state = None
+        self._vitals.begin()
         try:
             state = self._stream_state(request)
             if state and state.slot >= 0 and self._sees_cancelled and request.is_cancelled():
@@ -67,6 +72,7 @@ class TritonPythonModel:
         finally:
             if state and state.slot >= 0:
                 self._credits.acknowledge(state.slot, state.number)
+            self._vitals.end()
 
     def _stream_state(self, request: Any) -> StreamState | None:
         """The state, of a response that was sent. Raises ContractError."""

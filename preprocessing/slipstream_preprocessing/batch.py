@@ -49,7 +49,7 @@ def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Arr
             refuse_later(tensor, inputs[name], tensor.name)
     queries = _column(inputs, "QUERY", "text_input", None)
     size = len(queries)
-    prompts = [encoder.encode(decode("text_input", query)) for query in queries]
+    prompts = [_encode(encoder, query) for query in queries]
     end_id = encoder.end_ids[0] if encoder.end_ids else -1
     end_ids = _column(inputs, "END_ID", "end_id", size, end_id)
     pad_ids = _column(inputs, "PAD_ID", "pad_id", size, encoder.pad_id)
@@ -74,6 +74,13 @@ def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Arr
     if bias is not None:
         outputs["EMBEDDING_BIAS"] = bias
     return outputs
+
+
+def _encode(encoder: Encoder, query: object) -> list[int]:
+    """A prompt's ids; one that is far too long is refused by its length alone."""
+    if isinstance(query, bytes):
+        encoder.check_size(len(query))
+    return encoder.encode(decode("text_input", query))
 
 
 def _pack(batch: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:

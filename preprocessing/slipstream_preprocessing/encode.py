@@ -64,7 +64,7 @@ class Encoder:
         """Token ids of a prompt. Raises ContractError if it is empty or cannot fit."""
         if not text:
             raise ContractError("text_input is empty")
-        self._check_size(text)
+        self.check_size(len(text.encode()))
         self._check_beginning(text)
         add = self._add_special_tokens if add_special_tokens is None else add_special_tokens
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add).ids
@@ -72,18 +72,14 @@ class Encoder:
             raise ContractError("text_input holds no token of this model")
         return ids
 
-    def _check_size(self, text: str) -> None:
+    def check_size(self, num_bytes: int) -> None:
+        """Raise ContractError if no text of so many bytes fits, before anything is made of it."""
         if self._max_model_len is None or self._bytes_per_token is None:
             return
-        # A character has at least one byte: the cheap test first.
-        limit = self._max_model_len * self._bytes_per_token
-        if len(text) * 4 <= limit:
-            return
-        size = len(text.encode())
-        if size > limit:
-            least = -(-size // self._bytes_per_token)
+        if num_bytes > self._max_model_len * self._bytes_per_token:
+            least = -(-num_bytes // self._bytes_per_token)
             raise ContractError(
-                f"text_input has {size} bytes, at least {least} tokens; "
+                f"text_input has {num_bytes} bytes, at least {least} tokens; "
                 f"the context has {self._max_model_len}"
             )
 

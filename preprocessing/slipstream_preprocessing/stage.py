@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.parameters import StageParameters
-from slipstream_contract.runtime import hide_shared_memory
+from slipstream_contract.runtime import hide_shared_memory, open_runtime
+from slipstream_contract.vitals import Vitals
 
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
@@ -31,12 +33,19 @@ class TritonPythonModel:
             add_special_tokens=parameters.flag("add_special_tokens", True),
             max_model_len=context_limit(parameters, directory),
         )
+        runtime = open_runtime(os.getppid())
+        self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response a request, in their order."""
         return [self._respond(request) for request in requests]
 
+    def finalize(self) -> None:
+        """End the thread that tells of life."""
+        self._vitals.close()
+
     def _respond(self, request: Any) -> Any:
+        self._vitals.begin()
         try:
             inputs = {}
             for name in self._names:
@@ -50,6 +59,8 @@ class TritonPythonModel:
         except Exception:
             log.exception("preprocessing failed")
             return _failed(ContractError("preprocessing failed", Code.INTERNAL))
+        finally:
+            self._vitals.end()
 
 
 def context_limit(parameters: StageParameters, checkpoint: Path) -> int | None:

@@ -256,6 +256,17 @@ def test_an_error_of_one_sequence_ends_its_call_alone(desk):
     assert str(other.error) == "INVALID_ARGUMENT: too long"
 
 
+def test_what_the_engine_refuses_is_not_cancelled_there_but_the_rest_of_its_call_is(desk):
+    replies = [Recorder() for _ in range(2)]
+    (alone,) = desk.open(replies[0]).routes
+    first, second = desk.open(replies[1], num_requests=2).routes
+    for number in (alone, second):
+        desk.calls.reject(wire.Rejected(number, "UNAVAILABLE", "full", "max_waiting"))
+    assert [str(reply.error) for reply in replies] == ["UNAVAILABLE: full"] * 2
+    assert desk.cancelled() == [(first, wire.CancelCause.FAILED)]
+    assert desk.calls.refused["max_waiting"] == 2
+
+
 def test_a_response_that_cannot_be_made_ends_the_call_with_an_error_that_tells_nothing(desk):
     reply = Recorder()
     (number,) = desk.open(reply).routes

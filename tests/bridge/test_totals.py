@@ -41,7 +41,7 @@ def test_every_figure_is_told_and_every_metric_has_a_figure():
     derived = {
         *("running", "waiting", "kv_blocks_free", "kv_blocks_used", "kv_blocks_total", "kv_usage"),
         *("reused_blocks", "last_step_age_s", "answer_age_s", "now_s", "zero", "one"),
-        "engine_restarts",
+        *("engine_restarts", "repairs:model", "repairs:server"),
     }
     places = {
         Kind.GAUGE: {*GAUGES, *counter_names(), *derived},

@@ -30,8 +30,9 @@ class Begun:
         self.texts += submits
 
 
-def question(text: str, model: type) -> Question:
-    inputs = {"text_input": np.array([text.encode()], dtype=object)}
+def question(text: str | bytes, model: type) -> Question:
+    data = text if isinstance(text, bytes) else text.encode()
+    inputs = {"text_input": np.array([data], dtype=object)}
     if model is Fused:
         inputs = {name: value[None] for name, value in (text_inputs() | inputs).items()}
     reply = SimpleNamespace()
@@ -58,5 +59,15 @@ def test_what_is_wrong_with_a_short_prompt_is_raised(model):
     wiring = Fused(begun, TEXT, False) if model is Fused else Vllm(begun, TEXT)
     with pytest.raises(ContractError, match="text_input"):
         wiring.begin(question("", model))
+    wiring.close()
+    assert begun.texts == []
+
+
+@pytest.mark.parametrize("model", [Fused, Vllm])
+def test_a_prompt_that_is_far_too_long_is_not_even_decoded(model):
+    begun = Begun()
+    wiring = Fused(begun, TEXT, False) if model is Fused else Vllm(begun, TEXT)
+    with pytest.raises(ContractError, match=r"text_input has 1000000 bytes, at least"):
+        wiring.begin(question(b"\xff" * 1_000_000, model))
     wiring.close()
     assert begun.texts == []

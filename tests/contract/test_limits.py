@@ -14,6 +14,7 @@ from slipstream_contract import limits
 from slipstream_contract.errors import ContractError
 from slipstream_contract.limits import INT32_MAX, TABLE
 from slipstream_contract.request import llm_request, text_request
+from slipstream_contract.retention import Retention, TokenRange, check_retention, split_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.tensors import MODELS
 from slipstream_contract.urgency import split_urgency
@@ -58,6 +59,12 @@ def engine(**values: Any) -> Any:
 def both(field: str, own: str = "") -> list[Callable[[Any], Any]]:
     """Asked with the tensors of a text, and of the engine."""
     return [lambda v: text(**{field: v}), lambda v: engine(**{own or field: v})]
+
+
+def retained(*columns: Any) -> Any:
+    names = ("starts", "ends", "priorities", "durations_ms")
+    given = zip(names, columns, strict=False)
+    return tokens(**{f"retention_token_range_{name}": list(column) for name, column in given})
 
 
 def words(count: int, size: int = 1) -> list[str]:
@@ -163,6 +170,21 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
     "`priority`, `request_priority`": [parameter("priority"), parameter("request_priority")],
     "`timeout_ms`": [parameter("timeout_ms")],
     "`timeout`, microseconds": [parameter("timeout")],
+    "`cache_salt`, bytes": [lambda v: split_salt({"cache_salt": "s" * v})],
+    "`retention_token_range_starts`: ranges": [
+        lambda v: retained(range(v), range(1, v + 1), [1] * v),
+        lambda v: check_retention(Retention(tuple(TokenRange(i, i + 1, 1) for i in range(v)))),
+    ],
+    "`retention_token_range_priorities`, `retention_decode_priority`": [
+        lambda v: retained([0], [1], [v]),
+        lambda v: tokens(retention_decode_priority=v),
+        lambda v: check_retention(Retention((TokenRange(0, 1, v),), v)),
+    ],
+    "`..._durations_ms`, `retention_decode_duration_ms`": [
+        lambda v: retained([0], [1], [1], [v]),
+        lambda v: tokens(retention_decode_duration_ms=v),
+        lambda v: check_retention(Retention((TokenRange(0, 1, 1, v),), 1, v)),
+    ],
     "`TOKENS_BATCH`, token ids": [
         lambda v: detokenize_batch(
             TokenBytes.load(CHECKPOINT), np.zeros((1, 1, v), np.int32), np.zeros((1, 1), np.int32)

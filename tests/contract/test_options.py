@@ -38,7 +38,7 @@ def test_what_asks_for_nothing_loads():
     [
         ("max_beam_width", "4", "only 1 is served"),
         ("gpt_model_type", "V1", "only inflight_fused_batching or inflight_batching"),
-        ("enable_kv_cache_reuse", "true", "only false is served"),
+        ("enable_kv_cache_reuse", "false", "set kv_cache_reuse in tensorrt_llm/1/model.json"),
         ("REPORT_CUSTOM_METRICS", "yes", "only no or false"),
         (
             "max_tokens_in_paged_kv_cache",

@@ -2,11 +2,13 @@
 
 `CountingRunner` reads that history back through the block ids of its row from a paged cache that
 it fills as a model does (all rows write, then all read). A wrong block, position or chunk, a block
-freed or shared too early: each changes the tokens. `expected` says what they must be, without
-engine or cache.
+freed or shared too early: each changes the tokens. What is written depends on all before it, as
+keys and values do, so that a block of another prefix is seen, and NaN goes on to all that read it.
+`expected` says what the tokens must be, without engine or cache.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from math import inf
 from zlib import crc32
 
@@ -16,10 +18,13 @@ from slipstream.engine.edits import EDIT
 from slipstream.engine.engine import Engine
 from slipstream.engine.sequence import mix_seed
 from slipstream.wire import FinishReason, Submit, Tokens
+from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 
 VOCAB_SIZE = 61
 ALPHABET = b"abc"
+NAN = -1  # instead of a digest of all before
+Slot = tuple[int, int]  # a token, and the digest of it and of all before it
 MAX_LEN = 40
 
 
@@ -96,7 +101,7 @@ class CountingRunner:
         self.error: Exception | None = None  # raised by the next launch
         self.late_error: Exception | None = None  # raised by the wait for the next launch
         self.samples: list[int] = []  # of the last step that was waited for
-        self._cache: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._cache: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._owners: dict[int, int] = {}  # slot -> sequence
 
     def launch(self, batch: Batch) -> Counted:
@@ -109,7 +114,7 @@ class CountingRunner:
             )
             for row in batch.rows
         ]
-        batch = Batch(tuple(rows), batch.num_decodes, batch.continues)
+        batch = Batch(tuple(rows), batch.num_decodes, batch.continues, batch.copies)
         self.batches.append(batch)
         if self.error is not None:
             error, self.error = self.error, None
@@ -125,16 +130,26 @@ class CountingRunner:
         return self.in_flight[-1]
 
     def compute(self, batch: Batch) -> Sampled:
+        for source, target in batch.copies:
+            self._cache[target] = list(self._cache[source])
         for row in batch.rows:
             token_ids = row.token_ids if row.source < 0 else [self.samples[row.source]]
+            digest = self._read(row, row.start - 1)[1] if row.start else 0
             for i, token_id in enumerate(token_ids, start=row.start):
+                is_nan = digest == NAN or row.sequence_id in self.poisoned
+                digest = NAN if is_nan else next_digest(digest, token_id)
                 block = row.block_ids[i // self.block_size]
-                self._cache[block][i % self.block_size] = token_id
+                self._cache[block][i % self.block_size] = (token_id, digest)
         rows = [row for row in batch.rows if row.samples]
-        is_finite = [row.sequence_id not in self.poisoned for row in rows]
         drawn = [self._sample(row) for row in rows]
-        self.samples = [t if ok else 0 for t, ok in zip(drawn, is_finite, strict=True)]
+        self.samples = [0 if token_id is None else token_id for token_id in drawn]
+        is_finite = [token_id is not None for token_id in drawn]
         return Sampled(self.samples, [-float(row.num_outputs) for row in rows], is_finite)
+
+    def poison(self, blocks: Iterable[int]) -> None:
+        """Nobody may read what they hold."""
+        for block in blocks:
+            self._cache[block] = [None] * self.block_size
 
     def _check_fences(self, batch: Batch) -> None:
         """What a step in flight may write to is not handed to another sequence."""
@@ -187,14 +202,28 @@ class CountingRunner:
         end = row.start + len(row.token_ids)
         return row.block_ids[start // self.block_size : -(-end // self.block_size)]
 
-    def _sample(self, row: Row) -> int:
+    def _read(self, row: Row, position: int) -> Slot:
+        slot = self._cache[row.block_ids[position // self.block_size]][position % self.block_size]
+        assert slot is not None, "read before written"
+        return slot
+
+    def _sample(self, row: Row) -> int | None:
+        """None: NaN."""
         history: list[int] = []
+        expected_digest = 0
         for i in range(row.start + len(row.token_ids)):
-            token_id = self._cache[row.block_ids[i // self.block_size]][i % self.block_size]
-            assert token_id is not None, "read before written"
+            token_id, digest = self._read(row, i)
+            if digest == NAN:
+                return None
+            expected_digest = next_digest(expected_digest, token_id)
+            assert digest == expected_digest, "read what was written after another prefix"
             history.append(token_id)
         seed = row.seed if row.sampling.temperature else 0
         return next_token(history, seed, row.num_outputs, banned_ids(row.edits))
+
+
+def next_digest(digest: int, token_id: int) -> int:
+    return crc32(b"%d" % token_id, digest)
 
 
 def expected(
@@ -268,13 +297,20 @@ class Client:
         self._next = 0
 
     def submit(
-        self, prompt: list[int], sampling: SamplingParams, priority: int = 5, deadline_ns: int = 0
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        priority: int = 5,
+        deadline_ns: int = 0,
+        salt: str = "",
+        retention: Retention | None = None,
     ) -> int:
         number = self._next
         self._next += 1
         timeout_ns = 5_000_000 if deadline_ns else 0
         urgency = (priority, deadline_ns, timeout_ns)
-        self.engine.submit(self.name, Submit(number, prompt, sampling, 1, *urgency))
+        cache = {"cache_salt": salt, "retention": retention}
+        self.engine.submit(self.name, Submit(number, prompt, sampling, 1, *urgency, **cache))
         for index in range(sampling.n):
             self.streams[number, index] = Stream()
         return number
@@ -283,6 +319,9 @@ class Client:
         for tokens in self.engine.step().get(self.name, ()):
             self.streams[tokens.request, tokens.index].take(tokens)
         self.engine.check_integrity()
+        runner = self.engine._runner
+        if isinstance(runner, CountingRunner):
+            runner.poison(self.engine._scheduler.cache._blocks._empty)
 
     def drain(self, max_steps: int = 20_000) -> None:
         for _ in range(max_steps):

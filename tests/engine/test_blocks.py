@@ -94,6 +94,6 @@ def test_integrity_sees_a_lost_block_and_a_forgotten_reference() -> None:
     taken = blocks.allocate(2)
     with pytest.raises(AssertionError, match="references differ"):
         blocks.check_integrity([taken[:1]])
-    blocks._free.pop()
+    blocks._empty.pop()
     with pytest.raises(AssertionError, match="lost"):
         blocks.check_integrity([taken])

@@ -46,7 +46,11 @@ def seen(max_in_flight: int, victim: int, num_steps: int) -> str:
     assert engine.cancel(client.name, victim)
     blocks = engine._scheduler.cache._blocks
     fenced = {block for _, block in blocks._fenced}
-    assert held <= fenced | set(blocks._free)
+    idle = {block for block in range(NUM_BLOCKS) if blocks.is_idle(block)}
+    copied = {
+        copy.source for copies in engine._scheduler.cache._launched for copy in copies
+    }  # for a sibling, by the step in flight
+    assert held <= fenced | idle | copied
     fence = max((fence for fence, _ in blocks._fenced), default=0)
     for _ in range(2):
         client.step()

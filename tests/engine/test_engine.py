@@ -187,7 +187,8 @@ def test_nobody_shares_the_blocks_of_a_prompt_that_gave_nan() -> None:
         assert (stream.text, stream.reason) == expected(prompt, greedy(5, n=3), index)
         assert stream.last is not None
         assert stream.last.finished is not None
-        assert stream.last.finished.perf.kv_reused_blocks == 0
+        # The second sibling computes the prompt, and the third one finds it.
+        assert stream.last.finished.perf.kv_reused_blocks == (0 if index == 1 else 3)
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])

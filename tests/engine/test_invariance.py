@@ -101,7 +101,7 @@ def test_alone_in_a_batch_in_chunks_and_preempted(tmp_path: Path, name: str) -> 
 
 
 def test_a_step_in_flight_changes_nothing(tmp_path: Path) -> None:
-    model = runner(tmp_path, 400)  # preemptions too
+    model = runner(tmp_path, 256)  # preemptions too
     asked = [
         *ASKED.values(),
         SamplingParams(max_tokens=30, seed=5, n=3, log_probs=True),

@@ -19,9 +19,30 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import MAX_PREEMPTIONS, Limits
 from slipstream.wire import FinishReason
 from slipstream_contract.errors import ContractError
+from slipstream_contract.retention import Retention, TokenRange
 from slipstream_contract.sampling import SamplingParams
 
 MAX_MODEL_LEN = 24
+
+
+# Beginnings that many have in common.
+prompts = st.one_of(
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
+    st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
+    st.integers(1, MAX_MODEL_LEN - 1).map(lambda size: list(range(size))),
+)
+retentions = st.one_of(
+    st.none(),
+    st.builds(
+        lambda start, size, priorities, duration_ms: Retention(
+            (TokenRange(start, start + size, priorities[0], duration_ms),), priorities[1], 3
+        ),
+        st.integers(0, 9),
+        st.integers(1, 9),
+        st.tuples(st.integers(0, 100), st.integers(0, 100)),
+        st.sampled_from([-1, 1, 5]),
+    ),
+)
 
 
 class Machine(RuleBasedStateMachine):
@@ -36,6 +57,7 @@ class Machine(RuleBasedStateMachine):
         max_waiting_tokens=st.integers(1, 120),
         max_in_flight=st.integers(1, 2),
         long_prompt_tokens=st.sampled_from([1024, 12, 2]),
+        is_reused=st.sampled_from([True, True, True, False]),
     )
     def begin(
         self,
@@ -47,12 +69,14 @@ class Machine(RuleBasedStateMachine):
         max_waiting_tokens: int,
         max_in_flight: int,
         long_prompt_tokens: int,
+        is_reused: bool,
     ) -> None:
         num_blocks += -(-MAX_MODEL_LEN // block_size)
         self.runner = CountingRunner(num_blocks, block_size, MAX_MODEL_LEN, max_in_flight)
         self.runner.max_tokens = num_tokens
         self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
-        limits = Limits(num_seqs, num_tokens, max_waiting, max_waiting_tokens, long_prompt_tokens)
+        bounds = (max_waiting, max_waiting_tokens, long_prompt_tokens, is_reused)
+        limits = Limits(num_seqs, num_tokens, *bounds)
         self.now_ns = 1_000_000_000
         self.engine = Engine(limits, self.runner, Words(), clock=lambda: self.now_ns)
         self.client = Client(self.engine)
@@ -65,13 +89,21 @@ class Machine(RuleBasedStateMachine):
         return {number for _, number in self.engine._requests}
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
+        prompt=prompts,
         sampling=samplings(),
         priority=st.integers(0, 9),
         timeout_ms=st.sampled_from([0, 0, 1, 2, 4, 8, 16]),
+        salt=st.sampled_from(["", "", "", "tenant"]),
+        retention=retentions,
     )
     def submit(
-        self, prompt: list[int], sampling: SamplingParams, priority: int, timeout_ms: int
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        priority: int,
+        timeout_ms: int,
+        salt: str,
+        retention: Retention | None,
     ) -> None:
         waiting = self.engine._scheduler.waiting
         has_room = waiting.num_tokens + len(prompt) <= self.max_waiting_tokens
@@ -79,11 +111,25 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(ContractError, match="UNAVAILABLE"):
                 self.client.submit(prompt, sampling)
             return
+        cache = {"salt": salt, "retention": retention}
         deadline_ns = self.now_ns + timeout_ms * 1_000_000 if timeout_ms else 0
-        number = self.client.submit(prompt, sampling, priority, deadline_ns)
+        number = self.client.submit(prompt, sampling, priority, deadline_ns, **cache)
         self.asked[number] = (prompt, sampling)
         if deadline_ns:
             self.deadlines[number] = deadline_ns
+
+    @precondition(lambda self: self.asked)
+    @rule(
+        choice=st.integers(0, 99),
+        question=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3),
+        sampling=samplings(),
+    )
+    def next_turn(self, choice: int, question: list[int], sampling: SamplingParams) -> None:
+        """Ask on, after what one of them has been told so far."""
+        number = sorted(self.asked)[choice % len(self.asked)]
+        told = self.client.streams[number, 0].token_ids
+        prompt = [*self.asked[number][0], *told, *question][: MAX_MODEL_LEN - 1]
+        self.submit(prompt, sampling, 5, 0, "", None)
 
     @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:

@@ -322,8 +322,8 @@ def test_a_void_step_is_not_measured():
     pace.end()
     assert pace.take(1) == 0  # the first one looks what decodes take
     assert pace.take(1) == 148  # three quarters of 2 ms
-    pace.begin(4, 0)
-    pace.begin(4, 0)
+    for _ in range(2):
+        pace.begin(4, 64)
     now_ns += 1000 * MS
     pace.forget()
     for _ in range(3):
@@ -331,3 +331,24 @@ def test_a_void_step_is_not_measured():
         now_ns += 2 * MS
         pace.end()
     assert pace.take(1) == 148
+
+
+def test_only_large_steps_and_cut_ones_tell_what_a_token_costs():
+    now_ns = 0
+    pace = Pace(lambda: now_ns)
+
+    def run(num_decodes: int, num_tokens: int, took: float) -> None:
+        nonlocal now_ns
+        pace.begin(num_decodes, num_tokens)
+        now_ns += int(took * MS)
+        pace.end()
+
+    run(4, 0, 2)
+    run(0, 16, 10)
+    run(0, 1000, 10)
+    assert pace.take(1) == 0
+    run(4, 0, 2)
+    run(4, 16, 7)  # a short prompt, which `take` has not cut
+    assert pace.take(1) == 148
+    run(4, 148, 2 + 2.22)
+    assert pace.take(1) == 100

@@ -102,6 +102,14 @@ def test_the_books_agree_with_what_clients_got(seed):
     assert status.num_prompt_tokens == counters["prompt_tokens"]
     assert counters["preemptions"] == status.num_preemptions
     assert counters["prefix_hits"] <= counters["prefix_queries"]
+    assert (status.num_prefix_queries, status.num_prefix_hits) == (
+        counters["prefix_queries"],
+        counters["prefix_hits"],
+    )
+    cache = client.engine._scheduler.cache
+    assert told.gauges["cached_blocks"] == cache.num_kept == len(cache._index)
+    evicted = sum(counters[f"evicted_blocks:{word}"] for word in figures.EVICTIONS)
+    assert evicted == sum(cache.num_evicted.values())
     assert client.engine.figures().samples == {name: [] for name in figures.SAMPLES}
 
 
@@ -255,10 +263,11 @@ def test_the_status_line_comes_every_ten_seconds_while_there_is_or_was_work(capl
     assert tick(110.0) == []  # idle
     busy = {"running": 3, "waiting": 2, "kv_blocks_free": 9, "kv_blocks_total": 12}
     so_far = {"num_output_tokens": 400, "num_prompt_tokens": 90, "num_preemptions": 1}
+    so_far |= {"num_prefix_queries": 80, "num_prefix_hits": 60}
     assert tick(119.9, **busy, **so_far) == []
     assert tick(120.0, **busy, **so_far) == [
         "3 running, 2 waiting, KV cache 25.0 % used, 40.0 tok/s generated, 9.0 tok/s of prompts, "
-        "1 preemptions"
+        "75.0 % of prompts found in the cache, 1 preemptions"
     ]
     [was] = tick(130.0, **so_far | {"num_output_tokens": 500})
     assert was.startswith("0 running, 0 waiting, KV cache 0.0 % used, 10.0 tok/s generated, 0.0")

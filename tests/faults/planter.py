@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +180,11 @@ def lose_block(loop: Any) -> None:
     blocks = loop._engine._scheduler.cache._blocks
     free = type(blocks).free.__get__(blocks)
 
-    def planted(block_ids: list[int]) -> None:
-        del blocks.free
-        free(block_ids[1:])
+    def planted(block_ids: Iterable[int]) -> None:
+        found = list(block_ids)
+        if found:
+            del blocks.free
+            free(found[1:])
 
     blocks.free = planted
 
@@ -194,7 +196,7 @@ def free_early(loop: Any) -> None:
         for row in batch.rows:
             if row.seed == VICTIM:
                 heal(loop)
-                loop._engine._scheduler.cache._blocks._free.append(row.block_ids[0])
+                loop._engine._scheduler.cache._blocks._empty.append(row.block_ids[0])
                 return
 
     _launching(loop, check)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from server.support import CHECKPOINT, compose, start
+from slipstream_compose.server import server_directory
 from slipstream_compose.supervise import Fault, Repairer
 from slipstream_compose.triton import TritonServer
 
@@ -69,6 +70,19 @@ def serve(folder: Path, *options: str) -> TritonServer:
     """A server on the default checkpoint that is ready and has no supervisor yet."""
     repository = compose(CHECKPOINT, folder / "models", "--dtype", "float32", *options)
     return start(repository, folder / "log", is_supervised=True)
+
+
+def hanging_server(directory: Path) -> Path:
+    """The installed server, by links, with a preprocessing that can be made to hang."""
+    installed, backends = server_directory(), directory / "backends"
+    backends.mkdir(parents=True)
+    for entry in [*installed.iterdir(), *(installed / "backends").iterdir()]:
+        if entry.name not in ("backends", "slipstream_preprocessing"):
+            (directory / entry.relative_to(installed)).symlink_to(entry.resolve())
+    (backends / "slipstream_preprocessing").mkdir()
+    script = Path(__file__).with_name("hanging_preprocessing.py")
+    (backends / "slipstream_preprocessing" / "model.py").symlink_to(script)
+    return directory
 
 
 def wait_line(lines: list[str], pattern: str, timeout_s: float = 90.0) -> str:

@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from faults.oracle import Oracle, asks
-from faults.supervised import Supervision, serve, wait_line
+from faults.supervised import Supervision, hanging_server, serve, wait_line
+from server.metrics_page import Page, wait_for
 from server.support import PROMPT, Client, RequestError
 from slipstream_compose.server import server_directory
 from slipstream_compose.supervise import OTHERS_S
@@ -29,13 +31,16 @@ NOTICED_S, REPAIRED_S = 20.0, 60.0
 def supervision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervision]:
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
-    server = serve(tmp_path_factory.mktemp("supervised"), "--kv-cache-tokens", "8192")
-    supervision = Supervision(server)
-    try:
-        yield supervision
-    finally:
-        supervision.close()
-        server.stop()
+    folder = tmp_path_factory.mktemp("supervised")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_SERVER", str(hanging_server(folder / "server")))
+        server = serve(folder, "--kv-cache-tokens", "8192")
+        supervision = Supervision(server)
+        try:
+            yield supervision
+        finally:
+            supervision.close()
+            server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +168,13 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
         wait_served(client, 60)
     assert (engine_pid(client), client.server.pid) == (pid, server)
 
+    def is_told(page: Page) -> bool:
+        name = "slipstream_repairs"
+        return name in page.names and page.get(name) == supervision.num_repairs
+
+    page = wait_for(client.server.endpoints.metrics, is_told)
+    assert page.get("slipstream_repairs", what="model") >= len(STUBS) + 1
+
 
 def test_who_is_asked_of_another_model_is_not_harmed(
     client: Client, supervision: Supervision, tmp_path
@@ -259,3 +271,40 @@ def test_a_process_that_stands_still_is_replaced(
             record_property(f"{model} stopped", time.monotonic() - begin)
             assert time.monotonic() - begin < REPAIRED_S
             wait_served(client, 10)
+
+
+def ask_in_background(client: Client, text: str) -> threading.Thread:
+    def ask() -> None:
+        with suppress(RequestError, OSError, ValueError):
+            client.generate("ensemble", text_input=text, max_tokens=2)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("HANG", "stood still at a request"),
+        pytest.param("FREEZE", "did not move", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_hangs_is_replaced_and_one_that_is_busy_is_not(
+    client: Client, supervision: Supervision, record_property, text: str, what: str
+) -> None:
+    with supervision.on() as lines:
+        stub = client.stub("preprocessing")
+        busy = ask_in_background(client, "SPIN")
+        busy.join(60)
+        assert lines == []
+        assert client.stub("preprocessing") == stub
+        hung = ask_in_background(client, text)
+        begin = time.monotonic()
+        line = wait_line(lines, r"repair \d+,")
+        record_property("noticed and repaired", time.monotonic() - begin)
+        said = f"the process of model preprocessing (pid {stub}) {what} for 3 s"
+        assert said in line, line
+        assert time.monotonic() - begin < NOTICED_S
+        hung.join(60)
+        wait_served(client, 60)

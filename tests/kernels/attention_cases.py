@@ -1,8 +1,10 @@
 """Paged caches with NaN wherever nothing may be read; attention over them in any precision."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
+from slipstream.kernels import kv_format
 from torch import Tensor
 
 HEAD_SIZES = (64, 80, 96, 128)
@@ -77,6 +79,18 @@ def make_case(
         chunks,
         window,
     )
+
+
+def in_format(case: Case, dtype: torch.dtype) -> tuple[Case, Case]:
+    """The case with its cache in fewer bits, and with the numbers that are left of it."""
+    cache = case.cache
+    row = kv_format.row_size(dtype, cache.shape[4])
+    quantized = torch.zeros((*cache.shape[:4], row), dtype=dtype, device=cache.device)
+    tokens = cache.permute(0, 3, 2, 1, 4).flatten(0, 1)  # [slot, K or V, kv head, d]
+    slots = torch.arange(len(tokens), device=cache.device)
+    kv_format.write(quantized, slots, tokens[:, 0], tokens[:, 1])
+    left = dataclasses.replace(case, cache=kv_format.read(quantized))
+    return dataclasses.replace(case, cache=quantized), left
 
 
 def attend(case: Case, dtype: torch.dtype) -> Tensor:

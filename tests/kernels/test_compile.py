@@ -80,10 +80,39 @@ def compile_and_check(wanted: Variant, arch: str) -> None:
         assert spilled == 0, f"{wanted} {arch} {report['entry']} spills {spilled} bytes"
 
 
+<<<<<<< HEAD
+=======
+def is_windowed(wanted: Variant) -> bool:
+    return dict(wanted.defines).get("WINDOWED") == "1"
+
+
+def is_everyday(wanted: Variant) -> bool:
+    """All without a window, which is a few lines more, and one of each source with."""
+    defines = dict(wanted.defines)
+    wide = (defines.get("HEAD_SIZE", "128"), defines.get("ELEMENT", "BFloat16"))
+    largest = defines.get("WARPS") != "4" or "SLOTS" not in defines
+    is_one = wide == ("128", "BFloat16") and largest and defines.get("ROTATES") != "0"
+    return not is_windowed(wanted) or (is_one and defines.get("SLOTS") != "2")
+
+
+def marked(variants: list[Variant]) -> list[object]:
+    return [
+        pytest.param(v, id=str(v), marks=() if is_everyday(v) else pytest.mark.slow)
+        for v in variants
+    ]
+
+
+@pytest.mark.parametrize("wanted", marked(VARIANTS))
+def test_hopper(wanted: Variant) -> None:
+    assert wanted.only in ("", "sm_90a")
+    compile_and_check(wanted, "sm_90a")
+
+
+>>>>>>> main
 def is_widest(wanted: Variant) -> bool:
     """The variants that need most: the largest head, the widest accesses."""
     defines = dict(wanted.defines)
-    if wanted.only:
+    if wanted.only or (is_windowed(wanted) and not is_everyday(wanted)):
         return False
     return defines.get("HEAD_SIZE", "128") == "128" and defines.get("VECTOR") != "1"
 
@@ -110,7 +139,11 @@ def test_hopper(wanted: Variant) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
+<<<<<<< HEAD
 @pytest.mark.parametrize("wanted", WIDE, ids=str)
+=======
+@pytest.mark.parametrize("wanted", marked(list(filter(is_widest, VARIANTS))))
+>>>>>>> main
 def test_other_architectures(wanted: Variant, arch: str) -> None:
     compile_and_check(wanted, arch)
 

@@ -3,6 +3,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from slipstream_contract.decoder import UnsupportedTokenizerError
 from slipstream_contract.errors import ContractError
 from slipstream_contract.vocab import TokenBytes
 from slipstream_postprocessing.detokenize import detokenize
+from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
 from slipstream_preprocessing.tokenizer import load_tokenizer, max_text_bytes_per_token
 from stages.zoo import CORPUS, ZOO, byte_level_bpe, llama_bpe, save
@@ -146,6 +148,9 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     encoder = Encoder.load(directory("byte-level BPE"), max_model_len=64)
     with pytest.raises(ContractError, match=r"30000000 bytes, at least \d+ tokens; .* has 64"):
         encoder.encode("x" * 30_000_000)
+    no_text = np.array([[b"\xff" * 30_000_000]], dtype=object)
+    with pytest.raises(ContractError, match=r"30000000 bytes"):  # nor decoded
+        encode_batch(encoder, {"QUERY": no_text, "REQUEST_OUTPUT_LEN": np.ones((1, 1), np.int32)})
     assert len(encoder.encode("x" * 64)) > 1
 
 

@@ -190,7 +190,7 @@ def test_a_bug_in_a_stage_shows_no_traceback_and_keeps_the_credit(
     model.finalize()
 
 
-@pytest.mark.usefixtures("utils")
+@pytest.mark.usefixtures("utils", "runtime")
 def test_preprocessing_takes_the_checkpoint_and_the_context_of_the_engine(repository: Path) -> None:
     model = importlib.import_module("slipstream_preprocessing.stage").TritonPythonModel()
     args = arguments(repository, "preprocessing", tokenizer_dir="${tokenizer_dir}")
@@ -204,6 +204,7 @@ def test_preprocessing_takes_the_checkpoint_and_the_context_of_the_engine(reposi
     assert good.outputs["INPUT_ID"].tolist() == [byte_level_bpe().encode("fox").ids]
     assert empty.error.message == "INVALID_ARGUMENT: text_input is empty"
     assert "the context has 9" in long.error.message
+    model.finalize()
 
 
 def test_parameters_that_are_not_given(repository: Path) -> None:

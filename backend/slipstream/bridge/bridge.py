@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from slipstream_contract.credit import CreditFile
 from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.retention import Retention
 from slipstream_contract.runtime import Runtime
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import Urgency
@@ -42,6 +43,7 @@ class Question:
     arrival_ns: int  # time.time_ns()
     urgency: Urgency
     deadline_ns: int  # time.monotonic_ns(); 0: none
+    cache_salt: str = ""
 
 
 def batch_size(inputs: Mapping[str, np.ndarray]) -> int:
@@ -74,6 +76,7 @@ class Bridge:
         cancel = partial(self.calls.cancel, cause=wire.CancelCause.UNACKNOWLEDGED)
         self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, cancel)
         self.calls.settle = self.flow.settle
+        self.repairs = runtime.repairs  # the file, see `slipstream_contract.repairs`
         self._is_stopping = runtime.stopping.exists
         self._watch = Watch(self.calls, self._is_stopping)
 
@@ -96,6 +99,7 @@ class Bridge:
         sampling: SamplingParams,
         streams: Sequence[Stream],
         question: Question,
+        retention: Retention | None = None,
     ) -> wire.Submit:
         """Add an engine request to a call that is not begun yet; one stream for each sequence."""
         if sampling.seed is None:  # drawn here: another engine may have to begin anew
@@ -114,6 +118,8 @@ class Bridge:
             question.urgency.timeout_ns,
             question.request_id[:MAX_ID],
             self._name,
+            question.cache_salt,
+            retention,
         )
 
     def begin(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:

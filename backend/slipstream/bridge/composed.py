@@ -76,7 +76,7 @@ class Composed:
             batch_index = index if size > 1 else None
             streams = self._streams(request, batch_index)
             arguments = (call, request.token_ids, request.sampling, streams)
-            submits.append(self._bridge.submit(*arguments, question))
+            submits.append(self._bridge.submit(*arguments, question, request.retention))
         self._bridge.begin(call, submits, has_flow=is_ensemble)
 
     def close(self) -> None:

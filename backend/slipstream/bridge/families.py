@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from slipstream_contract.repairs import KINDS
+
 from slipstream.figures import COUNTERS
 from slipstream.wire import FinishReason
 
@@ -54,6 +56,7 @@ _GAUGES = {
     "engine_start_time_seconds": ("When the engine began, since the epoch", "start_time_s"),
     "metrics_update_time_seconds": ("When these metrics were told, since the epoch", "now_s"),
     "engine_resident_bytes": ("Memory of the engine's process", "host_bytes"),
+    "cached_blocks": ("Free blocks that hold what may be asked for again", "cached_blocks"),
     "gpu_hour_price": ("What the operator says that an hour of one GPU costs", "gpu_hour_price"),
 }
 _SINGLE_COUNTERS = {
@@ -62,12 +65,19 @@ _SINGLE_COUNTERS = {
     "preemptions": ("Sequences put back to waiting for lack of blocks", "preemptions"),
     "prompt_tokens": ("Tokens of prompts that were computed", "prompt_tokens"),
     "output_tokens": ("Tokens generated", "output_tokens"),
+    "prefix_queries": ("Tokens of prompts that were looked for in the cache", "prefix_queries"),
+    "prefix_hits": ("Tokens of prompts that were found there", "prefix_hits"),
     "dropped_messages": ("Frames from bridges that were no message", "dropped_messages"),
 }
 _SPLIT_COUNTERS = {
     "step_seconds": ("Time of steps, by who was waited for", "part", "step_s"),
     "finished_sequences": ("Sequences that ended, by why", "reason", "finished"),
     "cancels": ("Requests ended before their end, by why", "cause", "cancels"),
+    "evicted_blocks": (
+        "Blocks of the cache that were taken for something else, by priority",
+        "priority",
+        "evicted_blocks",
+    ),
     "cost": ("Cost of what was computed for sequences that ended, by why", "reason", "cost"),
 }
 
@@ -78,6 +88,9 @@ def _ours() -> Iterator[Metric]:
     for state in ("free", "used"):
         text, labels = "Blocks of the KV cache", {"state": state}
         yield Metric("slipstream_kv_blocks", Kind.GAUGE, text, (f"kv_blocks_{state}",), labels)
+    for kind in KINDS:
+        text, labels = "Repairs by `slipstream serve` since it began, by of what", {"what": kind}
+        yield Metric("slipstream_repairs", Kind.GAUGE, text, (f"repairs:{kind}",), labels)
     for name, (text, figure) in _SINGLE_COUNTERS.items():
         yield Metric(f"slipstream_{name}_total", Kind.COUNTER, text, (figure,))
     for name, (text, label, figure) in _SPLIT_COUNTERS.items():

@@ -21,6 +21,7 @@ class Fused:
 
     def begin(self, question: Question) -> None:
         """Start a request, in another thread if it is long. Raises ContractError."""
+        self._text.check_sizes(question.inputs.get("text_input"))
         requests = [
             text_request(
                 row(question.inputs, index),

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import triton_python_backend_utils as pb
+from slipstream_contract import repairs
 from slipstream_contract.errors import Code, ContractError
 
 from slipstream import wire
@@ -161,6 +162,7 @@ class EngineMetrics:
 
     def __init__(self, bridge: Bridge) -> None:
         self._connection = bridge.connection
+        self._repairs = bridge.repairs
         self._families = _Families()
         self._tellers: list[Callable[[Values], None]] = []
         self._observers: list[tuple[str, Callable[[float], None]]] = []
@@ -241,6 +243,7 @@ class EngineMetrics:
         return (
             self._totals.values
             | figures.gauges
+            | {f"repairs:{kind}": count for kind, count in repairs.read(self._repairs).items()}
             | {
                 "running": status.running,
                 "waiting": status.waiting,

@@ -15,8 +15,10 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.inflight import InFlight
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
+from slipstream_contract.retention import split_salt
 from slipstream_contract.runtime import PROBE, hide_shared_memory, open_runtime
 from slipstream_contract.urgency import split_urgency
+from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
 
 from slipstream import wire
@@ -85,6 +87,7 @@ class TritonPythonModel:
         except BaseException:
             self._bridge.close()
             raise
+        self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
         self._metrics = self._make_metrics(parameters.model)
         self._end_watch = EndWatch(runtime, server_pid) if self._wiring is None else None
 
@@ -95,7 +98,9 @@ class TritonPythonModel:
         for request in requests:
             reply = TritonReply(request, self._in_flight)
             begin = partial(self._begin, request, reply)
+            self._vitals.begin()
             self._bridge.answer(reply, begin)
+            self._vitals.end()
         return None
 
     def finalize(self) -> None:
@@ -107,6 +112,7 @@ class TritonPythonModel:
         self._bridge.close()
         if self._wiring is not None:
             self._wiring.close()
+        self._vitals.close()
 
     def _begin(self, request: Any, reply: TritonReply) -> None:
         assert self._wiring is not None
@@ -116,7 +122,8 @@ class TritonPythonModel:
             reply.end()
             return
         check_request_id(request.request_id())
-        urgency, parameters = split_urgency(given, request.timeout())
+        urgency, others = split_urgency(given, request.timeout())
+        cache_salt, parameters = split_salt(others)
         self._wiring.begin(
             Question(
                 read_inputs(request),
@@ -127,6 +134,7 @@ class TritonPythonModel:
                 time.time_ns(),
                 urgency,
                 now_ns + urgency.timeout_ns if urgency.timeout_ns else 0,
+                cache_salt,
             )
         )
 

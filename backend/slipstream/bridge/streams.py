@@ -148,14 +148,12 @@ class Call:
         self.timeout_ns = 0  # how long before that it came
         self.lock = threading.Lock()  # held while sending: responses of a call are in order
         self.routes: dict[int, tuple[Stream, ...]] = {}  # request -> stream of each sequence
+        self.rejected: set[int] = set()  # of them: the engine has nothing of these
         self.streams: list[Stream] = []
         self.num_open = 0  # streams without their last response
 
     def add(self, request: int, streams: Iterable[Stream]) -> None:
-        """An engine request of this call, and the stream of each of its sequences.
-
-        Before the call is opened. Several sequences may share a stream.
-        """
+        """A request, before the call is opened; several of its sequences may share a stream."""
         self.routes[request] = tuple(streams)
         for stream in dict.fromkeys(self.routes[request]):
             stream.call = self
@@ -257,6 +255,7 @@ class Calls:
         call = self._routes.get(rejected.request)
         if call is not None:
             error = ContractError(rejected.message, Code(rejected.code), rejected.reason)
+            call.rejected.add(rejected.request)
             self.count_refusal(error)
             self.fail(call, error)
 
@@ -348,9 +347,10 @@ class Calls:
         self._cancel_in_engine(call, cause)
 
     def _cancel_in_engine(self, call: Call, cause: wire.CancelCause) -> None:
-        now_ns = time.monotonic_ns()
-        with contextlib.suppress(ContractError):  # no engine: nothing to cancel
-            self._send(*(wire.Cancel(request, cause, now_ns) for request in call.routes))
+        now_ns, requests = time.monotonic_ns(), call.routes.keys() - call.rejected
+        if requests:
+            with contextlib.suppress(ContractError):  # no engine: nothing to cancel
+                self._send(*(wire.Cancel(request, cause, now_ns) for request in sorted(requests)))
 
 
 class Senders:

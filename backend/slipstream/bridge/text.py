@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 from slipstream_contract.request import TextRequest
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.stream_state import StreamState
@@ -56,6 +57,12 @@ class Text:
     def end_ids(self) -> tuple[int, ...]:
         """Ids that end a text."""
         return self._encoder.end_ids
+
+    def check_sizes(self, texts: np.ndarray | None) -> None:
+        """Raise ContractError if one is far too long, by its length, before it is decoded."""
+        for text in () if texts is None else texts.flat:
+            if isinstance(text, bytes):
+                self._encoder.check_size(len(text))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt. Raises ContractError."""

@@ -13,6 +13,7 @@ from slipstream.bridge.streams import Outputs
 
 _log = logging.getLogger(__name__)
 
+_MAX_COPIED = 1 << 20  # bytes
 _TRITON_NAMES = {Code.INVALID_ARGUMENT: "INVALID_ARG", Code.DEADLINE_EXCEEDED: "CANCELLED"}
 
 
@@ -23,8 +24,16 @@ def triton_error(error: ContractError) -> Any:
 
 
 def read_inputs(request: Any) -> dict[str, np.ndarray]:
-    """All input tensors by name, as copies: the server takes its memory back."""
-    return {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
+    """All input tensors by name, to be read before `execute` returns.
+
+    The server takes its memory back then. Small ones are copies, for who should keep one; a large
+    one, which is refused by its size or taken apart at once, is not worth another of it.
+    """
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    return {
+        name: array.copy() if array.nbytes <= _MAX_COPIED else array
+        for name, array in arrays.items()
+    }
 
 
 def read_parameters(request: Any) -> dict[str, object]:

@@ -30,6 +30,15 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     history: list[int] | None = None  # prompt and output, when what was counted of it is not kept
 
 
+@dataclass(slots=True, eq=False)
+class Copy:
+    """Of a block that is shared until it is done, to one of a sequence; void if that let go."""
+
+    source: int
+    target: int
+    is_void: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows of one token that sample come first: `rows[:num_decodes]`; then chunks of any length."""

@@ -1,75 +1,148 @@
 """The pool of KV blocks: who may write where. It knows numbers only, never the memory behind them.
 
-    free      on the stack, may be handed out now
+    empty     on the stack, may be handed out now
+    kept      idle too, but what it holds may be asked for again; handed out when none is empty
     fenced    nobody's, but a launched step may still touch it
     in use    one reference a sequence that lists it
 
-Every block is in exactly one of the three. A block is freed with the fence of the last launched
-step and comes back when that step has completed; while steps run one after another, at once.
+Every block is in exactly one of the four. A block is freed with the fence of the last launched
+step and is idle when that step has completed; while steps run one after another, at once. Whoever
+shares a block only reads it, so a fence keeps nobody from sharing it again.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from time import monotonic_ns
+
+from slipstream.engine.retention import IdleBlocks
 
 
 class BlockManager:
     """A fixed pool of reference-counted blocks. Every operation is O(1) a block."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        clock: Callable[[], int] = monotonic_ns,
+        evict: Callable[[int, int], None] = lambda block, priority: None,
+    ) -> None:
+        """`evict` is told of a kept block that is handed out, with its priority; `clock` in ns."""
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self.num_fenced = 0  # blocks that nobody owns and a launched step may still touch
+        self._evict = evict
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._idle = IdleBlocks(clock)
+        self._is_kept = [False] * num_blocks  # in whatever state
         self._references = [0] * num_blocks
-        self._fenced: deque[tuple[int, int]] = deque()  # (last step that may touch it, block)
+        self._fence = [0] * num_blocks  # the last step that may touch a fenced block, else 0
+        self._fenced: deque[tuple[int, int]] = deque()  # (step, block), some shared since
         self._num_launched = 0
         self._num_completed = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free)
+        return len(self._empty) + len(self._idle)
 
     @property
-    def num_fenced(self) -> int:
-        """Blocks that nobody owns and a launched step may still touch."""
-        return len(self._fenced)
+    def kept(self) -> set[int]:
+        """All blocks of which something is kept, in use and fenced ones too."""
+        return {block for block in range(self.num_blocks) if self._is_kept[block]}
+
+    @property
+    def num_kept(self) -> int:
+        """Idle blocks of which something is kept."""
+        return len(self._idle)
+
+    def is_idle(self, block: int) -> bool:
+        """Would sharing it leave one free block less?"""
+        return not (self._references[block] or self._fence[block])
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of them are idle."""
+        references, fence = self._references, self._fence
+        return sum([not (references[block] or fence[block]) for block in blocks])
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out `num_blocks <= num_free` blocks, each with one reference."""
-        assert num_blocks <= len(self._free), "allocation beyond the free blocks"
-        taken = [self._free.pop() for _ in range(num_blocks)]
+        assert num_blocks <= self.num_free, "allocation beyond the free blocks"
+        empty = self._empty
+        taken = [empty.pop() for _ in range(min(num_blocks, len(empty)))]
+        for _ in range(num_blocks - len(taken)):
+            block, priority = self._idle.pop()
+            self._is_kept[block] = False
+            self._evict(block, priority)
+            taken.append(block)
         for block in taken:
             self._references[block] = 1
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each; the sharer must never write to them."""
+        """One more reference to each, kept or in use; the sharer must never write to them."""
+        references, fence = self._references, self._fence
         for block in blocks:
-            assert self._references[block] > 0, "sharing a block that nobody owns"
-            self._references[block] += 1
+            if not references[block]:
+                assert self._is_kept[block], "sharing a block that nobody owns"
+                if fence[block]:
+                    fence[block] = 0
+                    self.num_fenced -= 1
+                else:
+                    self._idle.remove(block)
+            references[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each; without references it waits for its fence, then is free."""
-        is_idle = self._num_completed == self._num_launched
+        """Drop one reference of each; without references it waits for its fence, then is idle."""
+        references, step = self._references, self._num_launched
+        is_idle = self._num_completed == step
         for block in blocks:
-            assert self._references[block] > 0, "double free"
-            self._references[block] -= 1
-            if self._references[block] > 0:
+            assert references[block] > 0, "double free"
+            references[block] -= 1
+            if references[block]:
                 continue
             if is_idle:
-                self._free.append(block)
+                self._settle(block)
             else:
-                self._fenced.append((self._num_launched, block))
+                self._fence[block] = step
+                self.num_fenced += 1
+                self._fenced.append((step, block))
+
+    def keep(self, block: int) -> None:
+        """What a block in use holds may be asked for again."""
+        assert self._references[block], "keeping a block that nobody owns"
+        self._is_kept[block] = True
+
+    def retain(self, block: int, priority: int, duration_ns: int) -> None:
+        """How much a block in use is worth once it is idle; a duration of 0 has no end."""
+        self._idle.retain(block, priority, duration_ns)
+
+    def drop(self, block: int) -> None:
+        """What it holds will not be asked for again."""
+        assert self._is_kept[block]
+        self._is_kept[block] = False
+        if self.is_idle(block):
+            self._empty.append(block)
+        self._idle.forget(block)
 
     def launch(self) -> None:
         """A step begins that may touch all blocks in use now."""
         self._num_launched += 1
 
     def complete(self) -> None:
-        """The oldest launched step has ended: what only it could touch is free."""
+        """The oldest launched step has ended: what only it could touch is idle."""
         assert self._num_completed < self._num_launched, "a step completed that never began"
         self._num_completed += 1
         while self._fenced and self._fenced[0][0] <= self._num_completed:
-            self._free.append(self._fenced.popleft()[1])
+            step, block = self._fenced.popleft()
+            if self._fence[block] == step:  # else it was shared again
+                self._fence[block] = 0
+                self.num_fenced -= 1
+                self._settle(block)
+
+    def _settle(self, block: int) -> None:
+        if self._is_kept[block]:
+            self._idle.add(block)
+        else:
+            self._empty.append(block)
 
     def check_integrity(self, owned: Iterable[Iterable[int]]) -> None:
         """Compare with what the owners say they hold: one list of blocks an owner. O(blocks)."""
@@ -78,8 +151,17 @@ class BlockManager:
             for block in blocks:
                 expected[block] += 1
         assert expected == self._references, "references differ from the owners' lists"
-        idle = self._free + [block for _, block in self._fenced]
-        assert len(idle) == len(set(idle)), "a block is free twice"
-        assert all(self._references[block] == 0 for block in idle), "a block in use is free"
+        self._idle.check_integrity()
+        numbers = range(self.num_blocks)
+        fenced = [block for block in numbers if self._fence[block]]
+        assert len(fenced) == self.num_fenced
+        assert {(self._fence[block], block) for block in fenced} <= set(self._fenced)
+        kept = [block for block in numbers if block in self._idle]
+        assert len(kept) == len(self._idle)
+        assert all(self._is_kept[block] for block in kept), "a block is idle for nothing"
+        assert not any(self._is_kept[block] for block in self._empty), "a block is kept and empty"
+        free = self._empty + kept + fenced
+        assert len(free) == len(set(free)), "a block is free twice"
+        assert all(self._references[block] == 0 for block in free), "a block in use is free"
         num_used = sum(count > 0 for count in self._references)
-        assert num_used + len(idle) == self.num_blocks, "a block is lost"
+        assert num_used + len(free) == self.num_blocks, "a block is lost"

@@ -2,32 +2,73 @@
 
 A running sequence holds the blocks of its table (`Sequence.block_ids`), others hold none.
 
-    admit     a table with room for so many tokens; what the cache has of them counts as computed
+    match     which blocks hold the beginning of a sequence's tokens
+    admit     a table with room for so many tokens: those blocks, and new ones
     grow      one more block
+    computed  a step computed more of it, and what it sampled is a number: others may find it
     release   the table is gone; launched steps may still touch it, so it is fenced
     launch    a step begins, with the copies of blocks that must come before it
-    complete  the oldest step has ended
+    complete  the oldest step has ended; `roll_back`: all launched ones are void
+
+Whole blocks are shared; of the next one, what still matches is copied. Shared blocks are never
+written: who shares them computes at later positions, in blocks of its own. A finite sample proves
+that all keys and values before it are finite (a NaN in any of them would be in it), and only then
+they can be found. An idle block is found until it is handed out to somebody.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from sys import maxsize
+from time import monotonic_ns
 
+from slipstream_contract.retention import DEFAULT_PRIORITY
+
+from slipstream.engine.batch import Copy
 from slipstream.engine.blocks import BlockManager
+from slipstream.engine.prefix import Chain, PrefixIndex, pack
 from slipstream.engine.sequence import Sequence
+from slipstream.figures import EVICTIONS
 
 Copies = tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True)
+class Match:
+    """What the cache has of a sequence."""
+
+    blocks: list[int]
+    source: int = -1  # a block that begins with the `num_copied` tokens after those
+    num_copied: int = 0
+    leader: Sequence | None = None  # is about to compute `num_coming` more tokens of it
+    num_coming: int = 0
 
 
 class KVCache:
     """The tables of all sequences, over one pool of blocks."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        is_reused: bool = True,
+        clock: Callable[[], int] = monotonic_ns,
+    ) -> None:
+        """Without reuse nothing is found; `clock` is in ns."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._blocks = BlockManager(num_blocks)
+        self.num_evicted = dict.fromkeys(EVICTIONS, 0)  # blocks handed out that held something
+        self._is_reused = is_reused
+        self._blocks = BlockManager(num_blocks, clock, self._evict)
+        self._index = PrefixIndex(block_size)
+        self._leaders: dict[bytes, Sequence] = {}  # digest of the first block that it computes
+        self._copies: list[Copy] = []  # that no step has done yet
+        self._launched: deque[list[Copy]] = deque()  # by the steps in flight
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had now."""
+        """Blocks that can be had now, those that are kept among them."""
         return self._blocks.num_free
 
     @property
@@ -35,34 +76,70 @@ class KVCache:
         """Blocks that nobody owns and a launched step may still touch."""
         return self._blocks.num_fenced
 
+    @property
+    def num_kept(self) -> int:
+        """Free blocks that hold what may be asked for again."""
+        return self._blocks.num_kept
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def admit(self, sequence: Sequence, num_tokens: int, num_spare: int) -> bool:
+    # --- tables --------------------------------------------------------------------------------
+
+    def match(self, sequence: Sequence) -> Match:
+        """The longest beginning of its tokens, without the last one, that is computed."""
+        match = Match([])
+        if not self._is_reused:
+            return match
+        token_ids, size = sequence.token_ids, self.block_size
+        digests = self._chain(sequence).digests
+        find, most = self._index.find, (len(token_ids) - 1) // size
+        blocks = match.blocks
+        for digest in digests[1 : most + 1]:
+            block = find(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        number = len(blocks)
+        rest = token_ids[number * size : min((number + 1) * size, len(token_ids) - 1)]
+        match.source, match.num_copied = self._index.closest(digests[number], pack(rest))
+        if number < most and (leader := self._leaders.get(digests[number + 1])) is not None:
+            match.leader = leader
+            theirs = self._chain(leader).digests
+            both = range(number, min(most, len(theirs) - 1) + 1)
+            end = bisect_left(both, True, key=lambda i: digests[i] != theirs[i])
+            match.num_coming = (end - 1) * size
+        return match
+
+    def admit(self, sequence: Sequence, match: Match, num_tokens: int, num_spare: int) -> bool:
         """Give a sequence room for so many tokens, or for as many as the cache has.
 
         False, and nothing has changed, if that does not leave `num_spare` blocks free.
         """
-        shared = self._shareable(sequence)
-        num_new = min(self.blocks_for(num_tokens), self.num_blocks) - len(shared)
-        if num_new + num_spare > self.num_free:
+        blocks, size = self._blocks, self.block_size
+        num_new = min(self.blocks_for(num_tokens), self.num_blocks) - len(match.blocks)
+        num_left = blocks.num_free - num_spare - num_new - blocks.num_idle(match.blocks)
+        if num_left < 0:
             return False
-        self._blocks.share(shared)
-        sequence.block_ids = shared + self._blocks.allocate(num_new)
-        sequence.capacity = len(sequence.block_ids) * self.block_size
-        sequence.num_computed = sequence.num_scheduled = len(shared) * self.block_size
-        sequence.num_shared_blocks += len(shared)
+        sequence.num_computed = len(match.blocks) * size
+        blocks.share(match.blocks)
+        is_copied = match.num_copied and (num_left or not blocks.is_idle(match.source))
+        if is_copied:
+            blocks.share([match.source])  # or it might be handed out here
+        own = blocks.allocate(num_new)
+        if is_copied:
+            sequence.copy = Copy(match.source, own[0])
+            self._copies.append(sequence.copy)
+            sequence.num_computed += match.num_copied
+        sequence.num_scheduled = sequence.num_computed
+        sequence.block_ids = match.blocks + own
+        sequence.capacity = len(sequence.block_ids) * size
+        sequence.num_shared_blocks += len(match.blocks)
         sequence.num_allocated_blocks += num_new
+        if self._is_reused:
+            self._begin(sequence, len(match.blocks))
         return True
-
-    def _shareable(self, sequence: Sequence) -> list[int]:
-        """Full blocks of the prompt a sibling has computed, without the prompt's last token."""
-        num_blocks = (sequence.num_prompt - 1) // self.block_size
-        for sibling in sequence.request.sequences if num_blocks else ():
-            if sibling.num_computed >= num_blocks * self.block_size and sibling.block_ids:
-                return sibling.block_ids[:num_blocks]
-        return []
 
     def grow(self, sequence: Sequence) -> None:
         """One block more; there must be a free one."""
@@ -70,25 +147,150 @@ class KVCache:
         sequence.capacity += self.block_size
         sequence.num_allocated_blocks += 1
 
-    def release(self, sequence: Sequence) -> None:
-        """Take all blocks from a sequence; what it has computed counts no more."""
-        self._blocks.free(sequence.block_ids)
+    def release(self, sequence: Sequence, is_sound: bool = True) -> None:
+        """Take all blocks from a sequence; what it has computed counts no more.
+
+        If not sound, nothing can be found that was not before.
+        """
+        if is_sound and sequence.is_proven:
+            self._register(sequence)
+            self._register_rest(sequence)
+        self._forget_leader(sequence)
+        copy, sequence.copy = sequence.copy, None
+        if copy is not None:
+            copy.is_void = True
+            if copy in self._copies:
+                self._copies.remove(copy)
+                self._blocks.free([copy.source])
+        # The last ones first: they are handed out first, and are worth nothing without the others.
+        self._blocks.free(reversed(sequence.block_ids))
         sequence.block_ids = []  # a new list: rows in flight keep the old one
         sequence.capacity = sequence.num_computed = sequence.num_scheduled = 0
+        sequence.is_proven = False
+        sequence.next_note = maxsize
+
+    # --- steps ---------------------------------------------------------------------------------
 
     def launch(self) -> Copies:
         """A step begins that may touch all tables; what must be copied before, from and to."""
         self._blocks.launch()
-        return ()
+        copies, self._copies = self._copies, []
+        self._launched.append(copies)
+        return tuple((copy.source, copy.target) for copy in copies)
 
     def complete(self) -> None:
-        """The oldest launched step has ended, whether it failed or not."""
+        """The oldest launched step has ended."""
         self._blocks.complete()
+        if copies := self._launched.popleft():
+            self._blocks.free(copy.source for copy in copies)
+
+    def roll_back(self) -> None:
+        """All launched steps are void: what they should have copied must be copied again."""
+        for copies in self._launched:
+            self._blocks.complete()
+            self._blocks.free(copy.source for copy in copies if copy.is_void)
+            self._copies += [copy for copy in copies if not copy.is_void]
+        self._launched.clear()
+
+    def computed(self, sequence: Sequence) -> None:
+        """Its first `num_computed` tokens are, and its sample is finite.
+
+        Needed for the first sample since it was admitted, and once `num_computed` has come to
+        `next_note`.
+        """
+        self._register(sequence)
+        if not sequence.is_proven:
+            sequence.is_proven = True
+            self._register_rest(sequence)
+            self._forget_leader(sequence)
+
+    # --- what is found -------------------------------------------------------------------------
+
+    def _chain(self, sequence: Sequence) -> Chain:
+        """The digests of a sequence's whole blocks; those of a prompt are made once a request."""
+        request, chain = sequence.request, sequence.chain
+        if chain is None:
+            if request.chain is None:
+                request.chain = self._index.chain(request.cache_salt)
+                request.chain.extend(sequence.token_ids[: sequence.num_prompt])
+            is_alone = len(request.sequences) == 1
+            chain = sequence.chain = request.chain if is_alone else request.chain.copy()
+        chain.extend(sequence.token_ids)
+        return chain
+
+    def _begin(self, sequence: Sequence, num_found: int) -> None:
+        """It holds these blocks of others, and will compute what follows."""
+        self._retain(sequence, 0, num_found)
+        sequence.num_registered = num_found
+        sequence.next_note = 0
+        digests = self._chain(sequence).digests
+        if num_found + 1 < len(digests):
+            sequence.leads = digests[num_found + 1]
+            self._leaders.setdefault(sequence.leads, sequence)
+
+    def _forget_leader(self, sequence: Sequence) -> None:
+        if self._leaders.get(sequence.leads) is sequence:
+            del self._leaders[sequence.leads]
+
+    def _register(self, sequence: Sequence) -> None:
+        """The whole blocks that it has computed can be found from now on."""
+        begin, end = sequence.num_registered, sequence.num_computed // self.block_size
+        sequence.next_note = (end + 1) * self.block_size
+        if begin == end:
+            return
+        chain, index, blocks = self._chain(sequence), self._index, self._blocks
+        digests, token_ids = chain.digests, sequence.token_ids
+        for i in range(begin, end):
+            block, other = sequence.block_ids[i], index.find(digests[i + 1])
+            if other is not None:
+                if not blocks.is_idle(other):
+                    continue  # found there, while it is in use
+                index.forget(other)
+                blocks.drop(other)
+            index.put(block, digests[i], digests[i + 1], chain.tokens(i, token_ids))
+            blocks.keep(block)
+        self._retain(sequence, begin, end)
+        sequence.num_registered = end
+
+    def _register_rest(self, sequence: Sequence) -> None:
+        """So can what it has computed of one more block, unless others begin with all of it."""
+        begin, end = sequence.num_registered * self.block_size, sequence.num_computed
+        if begin == end:
+            return
+        tokens = pack(sequence.token_ids[begin:end])
+        parent = self._chain(sequence).digests[sequence.num_registered]
+        block, num_known = self._index.closest(parent, tokens)
+        if num_known == end - begin:
+            return
+        block = sequence.block_ids[sequence.num_registered]
+        self._index.put(block, parent, None, tokens)
+        self._blocks.keep(block)
+        self._retain(sequence, sequence.num_registered, sequence.num_registered + 1)
+
+    def _retain(self, sequence: Sequence, begin: int, end: int) -> None:
+        """What its request says of these blocks of its table."""
+        retention = sequence.request.retention
+        if retention is None:
+            return
+        for i in range(begin, end):
+            found = retention.of(i * self.block_size, sequence.num_prompt)
+            block = sequence.block_ids[i]
+            if found is not None and block in self._index:
+                priority, duration_ms = found
+                self._blocks.retain(block, priority, max(0, duration_ms) * 1_000_000)
+
+    def _evict(self, block: int, priority: int) -> None:
+        self._index.forget(block)
+        above = (priority > DEFAULT_PRIORITY) - (priority < DEFAULT_PRIORITY)
+        self.num_evicted[EVICTIONS[1 + above]] += 1
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Every block accounted for, no shared one written. O(blocks)."""
         running = list(running)
-        self._blocks.check_integrity(s.block_ids for s in running)
+        sources = [copy.source for copies in (self._copies, *self._launched) for copy in copies]
+        self._blocks.check_integrity([*(s.block_ids for s in running), sources])
+        self._index.check_integrity(self._blocks.kept)
+        assert all(leader in running for leader in self._leaders.values())
         size = self.block_size
         owners: dict[int, int] = {}
         for sequence in running:

@@ -11,10 +11,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream_contract.errors import Code, ContractError, clip
+from slipstream_contract.retention import check_retention, check_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.urgency import LOWEST_PRIORITY
 
@@ -116,6 +118,9 @@ class Engine:
         self._check_sampling(message.sampling)
         if not 0 <= message.priority <= LOWEST_PRIORITY:
             raise ContractError(f"priority is {message.priority}, not from 0 to {LOWEST_PRIORITY}")
+        check_salt(message.cache_salt)
+        if message.retention is not None:
+            check_retention(message.retention)
         self._scheduler.waiting.check(len(message.token_ids), self._scheduler.num_running)
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
@@ -129,6 +134,8 @@ class Engine:
             message.timeout_ns,
             message.request_id,
             message.model,
+            message.cache_salt,
+            message.retention,
         )
         for index in range(sampling.n):
             request.sequences.append(
@@ -221,6 +228,8 @@ class Engine:
             bridges=list(bridges),
             num_prompt_tokens=round(self._telemetry.counters["prompt_tokens"]),
             num_output_tokens=round(self._telemetry.counters["output_tokens"]),
+            num_prefix_queries=round(self._telemetry.counters["prefix_queries"]),
+            num_prefix_hits=round(self._telemetry.counters["prefix_hits"]),
         )
 
     def figures(self, num_dropped: int = 0) -> Figures:
@@ -228,6 +237,8 @@ class Engine:
         waiting, counters = self._scheduler.waiting, self._telemetry.counters
         counters["preemptions"] = self._scheduler.num_preemptions
         counters["dropped_messages"] = num_dropped
+        for word, number in self._scheduler.cache.num_evicted.items():
+            counters[f"evicted_blocks:{word}"] = number
         return self._telemetry.figures(
             {
                 "active_requests": len(self._requests),
@@ -236,6 +247,7 @@ class Engine:
                 "preempted_sequences": waiting.num_preempted,
                 "max_num_seqs": self._limits.max_num_seqs,
                 "block_size": self._runner.block_size,
+                "cached_blocks": self._scheduler.cache.num_kept,
             }
         )
 
@@ -394,8 +406,10 @@ class Engine:
         if sampling.stop_words and self._vocab is None:
             raise ContractError("stop_words need a tokenizer, and the checkpoint has none")
 
-    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
+    def _check_ids(self, field: str, token_ids: Many[int]) -> None:
         size = self._runner.vocab_size
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
+            return
         for token_id in token_ids:
             if not 0 <= token_id < size:
                 raise ContractError(

@@ -27,7 +27,7 @@ class StatusLine:
     def __init__(self, now_s: float) -> None:
         """`now_s` is a `time.monotonic()`."""
         self._last_s = now_s
-        self._before = (0, 0, 0)
+        self._before = (0, 0, 0, 0, 0)
 
     def tick(self, status: Status, now_s: float) -> None:
         """Called about once a second."""
@@ -35,20 +35,28 @@ class StatusLine:
             return
         elapsed_s, self._last_s = now_s - self._last_s, now_s
         before = self._before
-        now = (status.num_output_tokens, status.num_prompt_tokens, status.num_preemptions)
+        now = (
+            status.num_output_tokens,
+            status.num_prompt_tokens,
+            status.num_preemptions,
+            status.num_prefix_queries,
+            status.num_prefix_hits,
+        )
         self._before = now
         if not (status.running or status.waiting or now != before):
             return
-        outputs, prompts, preemptions = (new - old for new, old in zip(now, before, strict=True))
+        counts = (new - old for new, old in zip(now, before, strict=True))
+        outputs, prompts, preemptions, queries, hits = counts
         used = 1 - status.kv_blocks_free / status.kv_blocks_total
         _log.info(
             "%d running, %d waiting, KV cache %.1f %% used, %.1f tok/s generated, "
-            "%.1f tok/s of prompts, %d preemptions",
+            "%.1f tok/s of prompts, %.1f %% of prompts found in the cache, %d preemptions",
             status.running,
             status.waiting,
             100 * used,
             outputs / elapsed_s,
             prompts / elapsed_s,
+            100 * hits / max(1, queries),
             preemptions,
         )
 

@@ -10,7 +10,11 @@ youngest sequence is preempted: it gives up its blocks, waits at the front of th
 computes prompt and output again. After `MAX_PREEMPTIONS` it is admitted only with all the blocks it
 can ever need, and is then no victim: that bounds the waste.
 
-Siblings (n > 1) are parked until the first one has computed the prompt, then share its full blocks.
+What is computed already is found by the cache, and not computed again. Who is next to be admitted
+while another one is computing what it would compute too is held until that is done, and others go
+before it; siblings (n > 1) are held until the first of them has computed the prompt. A leader that
+leaves wakes those it holds, so nobody waits for one that does not run, and nobody is held more than
+`MAX_HELD` times.
 
 A step may be scheduled while the one before it runs. The tokens that one samples are then known by
 number only (`Sequence.num_pending`): a row computes them all the same, and says whose sample it is.
@@ -24,7 +28,7 @@ from dataclasses import dataclass, field
 from time import monotonic_ns, time_ns
 
 from slipstream.engine.batch import Batch, Row, Sampled
-from slipstream.engine.cache import Copies, KVCache
+from slipstream.engine.cache import Copies, KVCache, Match
 from slipstream.engine.pace import Pace
 from slipstream.engine.sequence import Request, Sequence, Status
 from slipstream.engine.stop import Ending
@@ -33,6 +37,8 @@ from slipstream.engine.waiting import WaitingQueue
 from slipstream.wire import FinishReason
 
 MAX_PREEMPTIONS = 3
+MAX_HELD = 3
+_MAX_HELD_A_STEP = 64  # each costs a look at its prompt
 _IN_FLIGHT = [0]  # in place of a token that is not known yet; any valid id
 
 
@@ -45,6 +51,7 @@ class Limits:
     max_waiting: int = 4096
     max_waiting_tokens: int = 2_097_152
     long_prompt_tokens: int = 1024
+    kv_cache_reuse: bool = True
 
 
 @dataclass(slots=True)
@@ -73,7 +80,7 @@ class Scheduler:
         clock: Callable[[], int] = monotonic_ns,
         telemetry: Telemetry | None = None,
     ) -> None:
-        self.cache = KVCache(num_blocks, block_size)
+        self.cache = KVCache(num_blocks, block_size, limits.kv_cache_reuse, clock)
         self._telemetry = telemetry or Telemetry()
         self.num_preemptions = 0
         self._max_tokens = limits.max_num_batched_tokens
@@ -82,7 +89,6 @@ class Scheduler:
         # No more sequences run than the budget has tokens: every decode fits into every step.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
-        self._parked: dict[int, list[Sequence]] = {}  # first sibling's id -> those who wait for it
         self._running: dict[int, Sequence] = {}
         self._free_slots = list(range(self._max_running - 1, -1, -1))
         self._last_decodes: list[Sequence] | None = None  # of the last step, if all it has
@@ -97,7 +103,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that do not: new, preempted, and siblings of a prompt still being computed."""
-        return len(self.waiting) + sum(map(len, self._parked.values()))
+        return len(self.waiting)
 
     @property
     def has_work(self) -> bool:
@@ -108,18 +114,18 @@ class Scheduler:
         """Queue all sequences of a new request."""
         first, *siblings = request.sequences
         self.waiting.add(first)
-        if siblings:
-            self._parked[first.id] = siblings
+        for sibling in siblings:
+            self.waiting.hold(sibling, first.id)
 
     def finish(self, sequence: Sequence, ending: Ending) -> None:
         """End a sequence in whatever state it is; its blocks are free from now on."""
         if sequence.status is Status.FINISHED:
             return
         if sequence.status is Status.RUNNING:
-            self._release(sequence)
-        elif not self.waiting.discard(sequence):
-            self._unpark(sequence)
-        self._wake_siblings(sequence)
+            self._release(sequence, ending.reason is not FinishReason.ERROR)
+        else:
+            self.waiting.discard(sequence)
+        self.waiting.wake(sequence.id)
         sequence.finish(ending)
         self._changed[sequence.id] = sequence
 
@@ -178,6 +184,7 @@ class Scheduler:
         now = time_ns()
         changed, running, finished = self._changed, Status.RUNNING, Status.FINISHED
         owners, samplers = self._launched.popleft(), []
+        has_held = self.waiting.num_held > 0
         for row, sequence in zip(batch.rows, owners, strict=True):
             sequence.num_in_flight -= 1
             if sequence.status is running:
@@ -192,13 +199,16 @@ class Scheduler:
             sequence.num_pending -= 1
             if sequence.status is finished:
                 continue  # while the step ran
-            if self._parked:
-                self._wake_siblings(sequence)
             changed[sequence.id] = sequence
             if not is_finite:  # nobody may share its blocks: who gets them writes before it reads
                 self._telemetry.not_a_token()
                 self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
-            elif (ending := sequence.append(token_id, log_prob, now)) is not None:
+                continue
+            if sequence.num_computed >= sequence.next_note:
+                self.cache.computed(sequence)
+            if has_held:
+                self.waiting.wake(sequence.id)
+            if (ending := sequence.append(token_id, log_prob, now)) is not None:
                 if ending.reason is FinishReason.END:
                     self._telemetry.not_a_token()
                 self.finish(sequence, ending)
@@ -213,8 +223,8 @@ class Scheduler:
         self._launched.clear()
         self._pace.forget()
         self._last_decodes = None
+        self.cache.roll_back()
         for owners in rows:
-            self.cache.complete()
             for sequence in owners:
                 sequence.roll_back()
         return [sequence for sequence in rows[0] if sequence.status is Status.RUNNING]
@@ -317,27 +327,48 @@ class Scheduler:
     # --- admission and preemption --------------------------------------------------------------
 
     def _admit_waiting(self, work: _Work) -> None:
+        num_held = 0
         while work.budget and len(self._running) < self._max_running:
             sequence = self.waiting.head()
-            if sequence is None or not self._admit(sequence):
+            if sequence is None or sequence.num_in_flight:
+                return  # what it computed before it was preempted is not told yet
+            num_running = len(self._running)
+            if self.cache.num_free <= num_running:
                 return
-            self._cut(sequence, work)
+            match = self.cache.match(sequence)
+            if match.leader is not None and self._is_worth_waiting(sequence, match.leader, match):
+                sequence.num_held += 1
+                self.waiting.hold(sequence, match.leader.id)
+                num_held += 1
+                if num_held == _MAX_HELD_A_STEP:
+                    return
+            elif self._admit(sequence, match):
+                self._cut(sequence, work)
+            else:
+                return
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _is_worth_waiting(self, sequence: Sequence, leader: Sequence, match: Match) -> bool:
+        """Is what it would compute beside the leader most of what that has yet to compute?
+
+        And will the leader be as fast as it would be by itself?
+        """
+        is_slow = leader.num_tokens > self._long_tokens >= sequence.num_tokens
+        num_left = leader.num_tokens - leader.num_computed
+        return sequence.num_held < MAX_HELD and not is_slow and 2 * match.num_coming >= num_left
+
+    def _admit(self, sequence: Sequence, match: Match) -> bool:
         """Give a waiting sequence its blocks, if that leaves one for each running sequence."""
-        if sequence.num_in_flight:
-            return False  # what it computed before it was preempted is not told yet
         num_tokens = sequence.num_tokens
         if sequence.num_preemptions >= MAX_PREEMPTIONS:
             num_tokens = sequence.num_final - 1
-        if not self.cache.admit(sequence, num_tokens, len(self._running)):
+        if not self.cache.admit(sequence, match, num_tokens, len(self._running)):
             return False
         self.waiting.admit(sequence)
-        self._telemetry.looked_up(sequence.num_prompt, sequence.num_computed)
         sequence.admit()
         sequence.slot = self._free_slots.pop()
         self._running[sequence.id] = sequence
         if not sequence.first_scheduled_ns:
+            self._telemetry.looked_up(sequence.num_prompt, sequence.num_computed)
             sequence.start(time_ns())
         return True
 
@@ -364,33 +395,23 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
+        self.waiting.wake(sequence.id)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.put_first(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, is_sound: bool = True) -> None:
         del self._running[sequence.id]
         self._free_slots.append(sequence.slot)
-        self.cache.release(sequence)
-
-    def _wake_siblings(self, first: Sequence) -> None:
-        """Queue those who waited for this one, ahead of later requests."""
-        for sibling in reversed(self._parked.pop(first.id, ())):
-            self.waiting.put_first(sibling)
-
-    def _unpark(self, sequence: Sequence) -> None:
-        first = sequence.request.sequences[0].id
-        self._parked[first].remove(sequence)
-        if not self._parked[first]:
-            del self._parked[first]
+        self.cache.release(sequence, is_sound)
 
     def check_integrity(self) -> None:
         """Every block accounted for, every sequence in one place, no shared block written."""
         running = list(self._running.values())
         self.cache.check_integrity(running)
         self.waiting.check_integrity()
-        idle = [*self.waiting, *(s for group in self._parked.values() for s in group)]
+        idle = list(self.waiting)
         assert all(s.status is Status.RUNNING for s in running)
         assert all(s.status is Status.WAITING for s in idle)
         assert all(not s.block_ids and s.num_scheduled == 0 for s in idle), "waiting with blocks"

@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from sys import maxsize
 
+from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
+from slipstream.engine.batch import Copy
 from slipstream.engine.edits import Edits, counts_tokens, needs_edits
+from slipstream.engine.prefix import Chain
 from slipstream.engine.stop import Ending, RawBytes, StopChecker
 from slipstream.wire import CancelCause, Finished, FinishReason, Perf, Tokens
 
@@ -45,9 +49,12 @@ class Request:
     timeout_ns: int = 0
     request_id: str = ""
     model: str = ""
+    cache_salt: str = ""
+    retention: Retention | None = None
     cause: CancelCause | None = None  # why it was ended before its end
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
+    chain: Chain | None = None  # of the prompt
 
 
 class Sequence:
@@ -64,6 +71,8 @@ class Sequence:
     __slots__ = (
         "block_ids",
         "capacity",
+        "chain",
+        "copy",
         "device_s",
         "edits",
         "ending",
@@ -72,19 +81,24 @@ class Sequence:
         "id",
         "index",
         "is_new",
+        "is_proven",
         "is_told",
         "last_token_ns",
+        "leads",
         "length",
         "log_probs",
         "needs_every_token",
         "needs_history",
+        "next_note",
         "num_allocated_blocks",
         "num_computed",
         "num_final",
+        "num_held",
         "num_in_flight",
         "num_pending",
         "num_preemptions",
         "num_prompt",
+        "num_registered",
         "num_scheduled",
         "num_sent",
         "num_shared_blocks",
@@ -127,6 +141,14 @@ class Sequence:
         self.sample = 0  # which sample of the last step it was in
         self.block_ids: list[int] = []
         self.capacity = 0
+        # The cache's own, while it runs:
+        self.chain: Chain | None = None  # kept for when it runs again
+        self.copy: Copy | None = None  # into its blocks
+        self.is_proven = False  # sampled since it was admitted, and all samples were finite
+        self.next_note = maxsize  # `num_computed` of which the cache must know
+        self.num_registered = 0  # blocks that the cache has taken in
+        self.leads = b""  # digest of the first block that it computes
+        self.num_held = 0  # how often it waited for what another one computed
         self.slot = -1
         self.is_new = True  # nothing scheduled since it was admitted
         self.needs_history = False  # nothing sampled since then, and what it sampled counts

@@ -1,5 +1,9 @@
 """Who waits, in which order they are admitted, and how many may wait.
 
+Some are held until another sequence, their leader, has computed what they have in common: siblings
+until the first of them has the prompt, others where a prompt is being computed that begins alike.
+They still count, and stand where they stood once the leader wakes them.
+
 In front stand those who have run, or whose sibling has: the last to come is the first to go. Behind
 them stand new requests, by priority and then by arrival; but every `OLDEST_EVERY`th of them to be
 admitted is the one that has waited longest. So a new request with k older ones before it is
@@ -32,28 +36,36 @@ class WaitingQueue:
         self._levels: list[OrderedDict[int, Sequence]] = [
             OrderedDict() for _ in range(LOWEST_PRIORITY + 1)
         ]
+        self._held: dict[int, dict[int, Sequence]] = {}  # leader's id -> those that wait for it
+        self._leader_ids: dict[int, int] = {}  # of those
+        self._num_held_requests = 0
         self._num_admitted = 0  # new requests
         # The last ones since requests wait, all after `_since_ns`: (time, prompt tokens).
         self._recent: deque[tuple[int, int]] = deque(maxlen=_NUM_RECENT)
         self._since_ns = clock()
 
     def __len__(self) -> int:
-        return len(self._front) + self.num_requests
+        return len(self._front) + len(self._leader_ids) + sum(map(len, self._levels))
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._front.values()
-        for level in self._levels:
-            yield from level.values()
+        for group in (self._front, *self._levels, *self._held.values()):
+            yield from group.values()
 
     @property
     def num_requests(self) -> int:
         """Requests never scheduled yet."""
-        return sum(map(len, self._levels))
+        return sum(map(len, self._levels)) + self._num_held_requests
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that wait for another one."""
+        return len(self._leader_ids)
 
     @property
     def num_preempted(self) -> int:
         """Sequences that ran, and wait to go on."""
-        return sum(sequence.num_preemptions > 0 for sequence in self._front.values())
+        ran = (self._front, *self._held.values())
+        return sum(sequence.num_preemptions > 0 for group in ran for sequence in group.values())
 
     def check(self, num_tokens: int, num_running: int) -> None:
         """Raise `ContractError` if one more request, with so long a prompt, may not wait.
@@ -99,6 +111,27 @@ class WaitingQueue:
         self._front[sequence.id] = sequence
         self._front.move_to_end(sequence.id, last=False)
 
+    def hold(self, sequence: Sequence, leader_id: int) -> None:
+        """It is not admitted before its leader has woken it, or is gone."""
+        tokens = self.num_tokens
+        self.discard(sequence)
+        self.num_tokens = tokens
+        self._held.setdefault(leader_id, {})[sequence.id] = sequence
+        self._leader_ids[sequence.id] = leader_id
+        self._num_held_requests += _is_new(sequence)
+
+    def wake(self, leader_id: int) -> None:
+        """Those that wait for this one stand where they stood, before all that came later."""
+        for sequence in reversed(self._held.pop(leader_id, {}).values()):
+            del self._leader_ids[sequence.id]
+            if _is_new(sequence):
+                self._num_held_requests -= 1
+                level = self._levels[sequence.request.priority]
+                level[sequence.id] = sequence
+                level.move_to_end(sequence.id, last=False)
+            else:
+                self.put_first(sequence)
+
     def head(self) -> Sequence | None:
         """The next to be admitted."""
         if self._front:
@@ -124,6 +157,16 @@ class WaitingQueue:
         """It leaves; False if it was not here."""
         if self._front.pop(sequence.id, None) is not None:
             return True
+        leader_id = self._leader_ids.pop(sequence.id, None)
+        if leader_id is not None:
+            group = self._held[leader_id]
+            del group[sequence.id]
+            if not group:
+                del self._held[leader_id]
+            if _is_new(sequence):
+                self._num_held_requests -= 1
+                self.num_tokens -= sequence.num_prompt
+            return True
         if self._levels[sequence.request.priority].pop(sequence.id, None) is None:
             return False
         self.num_tokens -= sequence.num_prompt
@@ -131,6 +174,16 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         """What is counted is what is there."""
-        new = [sequence for level in self._levels for sequence in level.values()]
+        held = {s.id: leader for leader, group in self._held.items() for s in group.values()}
+        assert held == self._leader_ids
+        assert all(self._held.values())
+        new = [sequence for sequence in self if _is_new(sequence)]
+        assert self.num_requests == len(new)
         assert self.num_tokens == sum(sequence.num_prompt for sequence in new)
-        assert all(s.index == 0 and not s.first_scheduled_ns for s in new)
+        assert all(_is_new(s) for level in self._levels for s in level.values())
+        assert not any(map(_is_new, self._front.values()))
+
+
+def _is_new(sequence: Sequence) -> bool:
+    """Does it stand for a request that never ran?"""
+    return sequence.index == 0 and not sequence.first_scheduled_ns

@@ -12,8 +12,8 @@ format. In float32, float16 and bfloat16 a row is the numbers of a token's head.
 The bytes of a (block, head, K or V) are first the numbers of all its tokens, then their scales: so
 loads of 16 bytes are aligned. A scale is a byte too, the upper bits of a float32, rounded up, with
 five bits of exponent and three of mantissa: `2 ** -22 .. 832`. K is cached after its rotation, as
-in 16 bits. Numbers of one scale among which is NaN or infinity are NaN as a whole; beyond about
-1e5 they are cut off.
+in 16 bits. Numbers of one scale among which is NaN or infinity are NaN as a whole; beyond 1e5, in
+int4 1e4, they are cut off.
 """
 
 import functools

@@ -1,0 +1,42 @@
+"""How often `slipstream serve` has repaired its server: a file that its metrics tell of."""
+
+import contextlib
+import os
+import struct
+from pathlib import Path
+
+KINDS = ("model", "server")
+_COUNTS = struct.Struct("<qq")
+
+
+class Repairs:
+    """The counts, from 0 on, of who repairs."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file; without room for it the counts are nobody else's."""
+        self._path = path
+        self._counts = dict.fromkeys(KINDS, 0)
+        self._write(os.O_CREAT)
+
+    def note(self, kind: str) -> None:
+        """One more of `KINDS`."""
+        self._counts[kind] += 1
+        self._write(0)
+
+    def _write(self, flags: int) -> None:
+        with contextlib.suppress(OSError):  # written over in place: a full disk has room for that
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+            try:
+                os.pwrite(descriptor, _COUNTS.pack(*self._counts.values()), 0)
+            finally:
+                os.close(descriptor)
+
+
+def read(path: Path) -> dict[str, int]:
+    """The counts by kind; all are 0 where nobody repairs."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        data = b""
+    counts = _COUNTS.unpack(data) if len(data) == _COUNTS.size else (0, 0)
+    return dict(zip(KINDS, counts, strict=True))

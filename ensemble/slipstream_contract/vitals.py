@@ -1,0 +1,80 @@
+"""Signs of life of a model's process, for whoever watches it: three words of a small mapped file.
+
+A process can be alive, not stopped, and yet never answer again. One thread beats; the requests that
+the process is given are counted when they are done, and one that is being worked at has its begin.
+"""
+
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_log = logging.getLogger(__name__)
+
+BEAT_S = 0.25
+_WORDS = struct.Struct("<qqq")
+
+
+class Signs(NamedTuple):
+    """What the file says; times are of `time.monotonic_ns()`."""
+
+    beat_ns: int
+    begun_ns: int  # of the request that is being worked at; 0: none
+    num_done: int  # requests
+
+
+class Vitals:
+    """The process's side; one thread works. No call blocks."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin to beat. Where the file cannot be made, nobody will see whether we hang."""
+        try:
+            self._map = _mapped(path)
+        except OSError as error:
+            _log.warning("%s: a process that hangs will be noticed late", error)
+            self._map = mmap.mmap(-1, _WORDS.size)
+        self._words = memoryview(self._map).cast("q")
+        self._words[0], self._words[1], self._words[2] = time.monotonic_ns(), 0, 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vitals", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """A request is about to be worked at."""
+        self._words[1] = time.monotonic_ns()
+
+    def end(self) -> None:
+        """It is done."""
+        self._words[1] = 0
+        self._words[2] += 1
+
+    def close(self) -> None:
+        """Beat no more."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            self._words[0] = time.monotonic_ns()
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _WORDS.size)  # a page without room would kill us
+        return mmap.mmap(descriptor, _WORDS.size)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> Signs | None:
+    """The signs of a process; None where it has no such file."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    return Signs(*_WORDS.unpack(data)) if len(data) == _WORDS.size else None

@@ -1,0 +1,211 @@
+"""What the cache knows: digests, the closest block, priorities; each against a plain one."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from slipstream.engine.prefix import PrefixIndex, pack
+from slipstream.engine.retention import IdleBlocks
+from slipstream_contract.retention import DEFAULT_PRIORITY
+
+SIZE = 3
+tokens = st.lists(st.integers(0, 2), max_size=12)
+
+
+@given(tokens, tokens, st.integers(0, 12))
+def test_a_digest_is_of_all_tokens_before_it(one: list[int], other: list[int], begun: int) -> None:
+    index = PrefixIndex(SIZE)
+    first, second = index.chain(""), index.chain("")
+    first.extend(one[:begun])  # by steps or at once
+    first.extend(one)
+    second.extend(other)
+    assert len(first.digests) == len(one) // SIZE + 1
+    for i, (a, b) in enumerate(zip(first.digests, second.digests, strict=False)):
+        assert (a == b) == (one[: i * SIZE] == other[: i * SIZE])
+    copied = first.copy()
+    copied.extend([*one, 2, 2, 2])
+    assert copied.digests[: len(first.digests)] == first.digests
+    assert len(copied.digests) == len(first.digests) + 1
+    for i in range(len(one) // SIZE):
+        assert first.tokens(i, one) == pack(one[i * SIZE : (i + 1) * SIZE])
+
+
+def test_salts_and_engines_share_no_digest() -> None:
+    chains = [PrefixIndex(SIZE).chain(""), PrefixIndex(SIZE).chain("")]
+    index = PrefixIndex(SIZE)
+    chains += [index.chain(salt) for salt in ("", "a", "b", "a\0\0\0\1\0\0\0")]
+    for chain in chains:
+        chain.extend([1, 0, 1, 1, 1, 1])
+    digests = [digest for chain in chains for digest in chain.digests]
+    assert len(set(digests)) == len(digests) == 18
+    assert {len(digest) for digest in digests} == {16}
+
+
+class Known(RuleBasedStateMachine):
+    """Blocks that hold the tokens after a prefix, against a dictionary of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(SIZE)
+        self.held: dict[int, tuple[list[int], int]] = {}  # block -> tokens, of them before it
+
+    @rule(block=st.integers(0, 9), token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=9))
+    def put(self, block: int, token_ids: list[int]) -> None:
+        begin = (len(token_ids) - 1) // SIZE * SIZE
+        chain = self.index.chain("")
+        chain.extend(token_ids)
+        parent, rest = chain.digests[begin // SIZE], token_ids[begin:]
+        digest = chain.digests[-1] if len(rest) == SIZE else None
+        if digest is not None and self.index.find(digest) is not None:
+            return
+        self.index.put(block, parent, digest, pack(rest))
+        self.held[block] = (token_ids, begin)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.held)))
+        self.index.forget(block)
+        del self.held[block]
+
+    @rule(token_ids=st.lists(st.integers(0, 2), max_size=11))
+    def look(self, token_ids: list[int]) -> None:
+        begin = len(token_ids) // SIZE * SIZE
+        chain = self.index.chain("")
+        chain.extend(token_ids)
+        rest = token_ids[begin:]
+        block, count = self.index.closest(chain.digests[-1], pack(rest))
+        counts = {
+            other: num_common(held[held_begin:], rest)
+            for other, (held, held_begin) in self.held.items()
+            if held[:held_begin] == token_ids[:begin]
+        }
+        assert count == max(counts.values(), default=0)
+        assert block == -1 if not count else counts[block] == count
+        whole = [b for b, (held, _) in self.held.items() if held == token_ids[:begin] and held]
+        assert [self.index.find(chain.digests[-1])] == (whole or [None])
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.index.check_integrity(self.held)
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    size = 0
+    while size < min(len(one), len(other)) and one[size] == other[size]:
+        size += 1
+    return size
+
+
+TestKnown = Known.TestCase
+TestKnown.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class Idle(RuleBasedStateMachine):
+    """Idle blocks against a list of (priority, since when, block)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_ns = 1
+        self.idle = IdleBlocks(lambda: self.now_ns)
+        self.worth: dict[int, tuple[int, int]] = {}  # priority, ns
+        self.since: dict[int, tuple[int, int]] = {}  # when it became idle: time, order
+        self.order = 0
+
+    def rank(self, block: int) -> tuple[int, tuple[int, int]]:
+        priority, duration_ns = self.worth.get(block, (DEFAULT_PRIORITY, 0))
+        since = self.since[block]
+        end_ns = since[0] + duration_ns
+        if duration_ns and end_ns <= self.now_ns:
+            return DEFAULT_PRIORITY, (end_ns, since[1])
+        return priority, since
+
+    @rule(
+        block=st.integers(0, 7),
+        priority=st.sampled_from([0, 34, 35, 36, 100]),
+        ns=st.integers(0, 9),
+    )
+    def retain(self, block: int, priority: int, ns: int) -> None:
+        if block not in self.since:
+            self.idle.retain(block, priority, ns)
+            self.worth[block] = (priority, ns if priority != DEFAULT_PRIORITY else 0)
+
+    @rule(block=st.integers(0, 7))
+    def add(self, block: int) -> None:
+        if block not in self.since:
+            self.idle.add(block)
+            self.now_ns += 1  # no two at the same time: who is first then is not said
+            self.order += 1
+            self.since[block] = (self.now_ns - 1, self.order)
+
+    @rule(block=st.integers(0, 7))
+    def use(self, block: int) -> None:
+        if block in self.since:
+            self.idle.remove(block)
+            del self.since[block]
+
+    @rule(block=st.integers(0, 7))
+    def forget(self, block: int) -> None:
+        self.idle.forget(block)
+        self.since.pop(block, None)
+        self.worth.pop(block, None)
+
+    @precondition(lambda self: self.since)
+    @rule()
+    def pop(self) -> None:
+        ranks = {block: self.rank(block) for block in self.since}
+        block, priority = self.idle.pop()
+        lowest = min(rank[0] for rank in ranks.values())
+        assert (priority, ranks[block][0]) == (lowest, lowest)
+        never_ended = [b for b in ranks if ranks[b][0] == lowest and ranks[b][1] == self.since[b]]
+        if block in never_ended:  # of those that ended, the order is that of a look
+            assert ranks[block] == min(ranks[b] for b in never_ended)
+        del self.since[block]
+        self.worth.pop(block, None)
+
+    @rule(ns=st.integers(1, 5))
+    def wait(self, ns: int) -> None:
+        self.now_ns += ns
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.idle.check_integrity()
+        assert len(self.idle) == len(self.since)
+        assert all((block in self.idle) == (block in self.since) for block in range(8))
+
+
+TestIdle = Idle.TestCase
+TestIdle.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_heap_of_ends_does_not_grow_with_use() -> None:
+    idle = IdleBlocks(lambda: 1)
+    idle.retain(5, 90, 10**12)
+    for _ in range(10_000):
+        idle.add(5)
+        idle.remove(5)
+    assert len(idle._ends) < 200
+
+
+@pytest.mark.parametrize("ns", [10, 0])
+def test_a_priority_ends_after_its_time_and_counts_anew_with_every_use(ns: int) -> None:
+    now_ns = 0
+    idle = IdleBlocks(lambda: now_ns)
+    for block in (1, 2, 3):
+        idle.retain(block, 100 if block == 2 else DEFAULT_PRIORITY, ns)
+        idle.add(block)
+    now_ns = 9
+    idle.remove(2)
+    idle.add(2)
+    now_ns = 18
+    assert idle.pop() == (1, DEFAULT_PRIORITY)
+    now_ns = 19
+    idle.add(1)
+    order = [idle.pop() for _ in range(3)]
+    if ns:  # its time was over at 19, when somebody looked: after block 1 had come
+        assert order == [(3, 35), (1, 35), (2, 35)]
+    else:
+        assert order == [(3, 35), (1, 35), (2, 100)]
+    assert all(a[1] <= b[1] for a, b in pairwise(order))

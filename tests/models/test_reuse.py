@@ -1,0 +1,49 @@
+"""Reuse on the default model: the same bits with it and without it."""
+
+import random
+from pathlib import Path
+
+import torch
+from models.checkpoints import Asker, make_runner
+from slipstream.engine.scheduler import Limits
+from slipstream_contract.sampling import SamplingParams
+
+CHECKPOINT = Path(__file__).parents[2] / "model_repository/tensorrt_llm/1/checkpoint"
+NUM_TURNS = 2
+
+
+def test_conversations_have_the_same_bits_with_reuse_and_without() -> None:
+    """Turns of conversations that share a beginning, with a cache too small for all of them."""
+    runner = make_runner(CHECKPOINT, deterministic=True, kv_cache_tokens=96, max_num_seqs=8)
+    system = list(range(300, 321))
+
+    def run(limits: Limits) -> tuple[list[tuple[list[int], list[float]]], Asker]:
+        rng, asker = random.Random(2), Asker(runner, limits)
+        with torch.inference_mode():
+            for cache in runner._caches:
+                cache.fill_(torch.nan)  # whoever reads what was not written for it gives NaN
+        histories = [[*system, *(rng.randrange(1000) for _ in range(i))] for i in range(4)]
+        for turn in range(NUM_TURNS):
+            numbers = []
+            for i, history in enumerate(histories):
+                sampling = SamplingParams(
+                    max_tokens=3 + i,
+                    seed=10 * turn + i,
+                    temperature=float(i % 2),
+                    log_probs=True,
+                    n=1 + (i == 3),
+                )
+                numbers.append(asker.submit(history, sampling))
+            asker.drain()
+            for i, number in enumerate(numbers):
+                question = [rng.randrange(1000) for _ in range(rng.randint(1, 5))]
+                histories[i] = [*histories[i], *asker.answers[number, 0].token_ids, *question]
+        return [(a.token_ids, a.log_probs) for a in asker.answers.values()], asker
+
+    wanted, plain = run(Limits(8, 2048, kv_cache_reuse=False))
+    assert plain.engine.figures().counters["prefix_hits"] == 0
+    answers, asker = run(Limits(8, 19))
+    assert answers == wanted
+    counters = asker.engine.figures().counters
+    assert counters["prefix_hits"] > 0.5 * counters["prefix_queries"]
+    assert counters["evicted_blocks:usual"] > 0
