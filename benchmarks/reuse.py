@@ -60,6 +60,7 @@ class OurTarget:
         self.vocabulary = vocabulary
         self._engine = engine
         self._submit = EngineTarget(engine).submit
+        self.num_reused = 0  # blocks
 
     def submit(self, number: int, prompt: list[int], max_tokens: int) -> None:
         """Offer a greedy request."""
@@ -68,6 +69,7 @@ class OurTarget:
     def step(self) -> list[Output]:
         """One step of the engine."""
         told = self._engine.step().get(b"bench", [])
+        self.num_reused += sum(x.finished.perf.kv_reused_blocks for x in told if x.finished)
         return [Output(x.request, x.token_ids, x.finished is not None) for x in told]
 
 
@@ -140,9 +142,11 @@ def run_ours(args: argparse.Namespace) -> None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     side.about(versions=f"torch {torch.__version__}", gpu=name, sizes=asdict(sizes))
     side.about(max_num_batched_tokens=args.max_num_batched_tokens, repetitions=args.repeat)
-    loads = measure(side, OurTarget(make(True), args.vocabulary), sizes, args.repeat)
-    without = Workloads(OurTarget(make(False), args.vocabulary), sizes)
-    measure_cost(side, [loads, without], args.repeat, **lengths)
+    targets = [OurTarget(make(reuses), args.vocabulary) for reuses in (True, False)]
+    loads = measure(side, targets[0], sizes, args.repeat)
+    side.about(reused_blocks=targets[0].num_reused)
+    measure_cost(side, [loads, Workloads(targets[1], sizes)], args.repeat, **lengths)
+    side.about(reused_blocks_without=targets[1].num_reused)
 
 
 def run_peer(args: argparse.Namespace) -> None:

@@ -121,3 +121,4 @@ def test_a_small_run_of_the_default_model(tmp_path: Path) -> None:
     assert json.loads(told.stdout.splitlines()[-1]) == table
     assert all(row["ours"] > 0 for row in table["rows"])
     assert table["peer"] is None
+    assert table["ours"]["reused_blocks"] > 0 == table["ours"]["reused_blocks_without"]

@@ -80,19 +80,18 @@ def compile_and_check(wanted: Variant, arch: str) -> None:
         assert spilled == 0, f"{wanted} {arch} {report['entry']} spills {spilled} bytes"
 
 
-<<<<<<< HEAD
-=======
-def is_windowed(wanted: Variant) -> bool:
-    return dict(wanted.defines).get("WINDOWED") == "1"
+def is_addition(wanted: Variant) -> bool:
+    """To a kernel that is there without."""
+    return not {("WINDOWED", "1"), ("SHARES", "1")}.isdisjoint(wanted.defines)
 
 
 def is_everyday(wanted: Variant) -> bool:
-    """All without a window, which is a few lines more, and one of each source with."""
+    """All without windows and what sequences share, and one of each source with."""
     defines = dict(wanted.defines)
     wide = (defines.get("HEAD_SIZE", "128"), defines.get("ELEMENT", "BFloat16"))
     largest = defines.get("WARPS") != "4" or "SLOTS" not in defines
     is_one = wide == ("128", "BFloat16") and largest and defines.get("ROTATES") != "0"
-    return not is_windowed(wanted) or (is_one and defines.get("SLOTS") != "2")
+    return not is_addition(wanted) or (is_one and defines.get("SLOTS") != "2")
 
 
 def marked(variants: list[Variant]) -> list[object]:
@@ -108,7 +107,6 @@ def test_hopper(wanted: Variant) -> None:
     compile_and_check(wanted, "sm_90a")
 
 
->>>>>>> main
 def is_widest(wanted: Variant) -> bool:
     """The variants that need most: the largest head, the widest accesses."""
     defines = dict(wanted.defines)
@@ -117,33 +115,8 @@ def is_widest(wanted: Variant) -> bool:
     return defines.get("HEAD_SIZE", "128") == "128" and defines.get("VECTOR") != "1"
 
 
-def is_bounded(wanted: Variant) -> bool:
-    """Kernels for what sequences share are the same code again, and so many that a few must do."""
-    defines = dict(wanted.defines)
-    few = {"ELEMENT": "BFloat16", "HEAD_SIZE": "128", "WARPS": "8", "ROTATES": "1"}
-    return "SHARES" not in defines or few.items() <= defines.items() or "ELEMENT" not in defines
-
-
-QUICK = [v if is_bounded(v) else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
-WIDE = [
-    v if is_bounded(v) else pytest.param(v, marks=pytest.mark.slow)
-    for v in VARIANTS
-    if is_widest(v)
-]
-
-
-@pytest.mark.parametrize("wanted", QUICK, ids=str)
-def test_hopper(wanted: Variant) -> None:
-    assert wanted.only in ("", "sm_90a")
-    compile_and_check(wanted, "sm_90a")
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
-<<<<<<< HEAD
-@pytest.mark.parametrize("wanted", WIDE, ids=str)
-=======
 @pytest.mark.parametrize("wanted", marked(list(filter(is_widest, VARIANTS))))
->>>>>>> main
 def test_other_architectures(wanted: Variant, arch: str) -> None:
     compile_and_check(wanted, arch)
 
