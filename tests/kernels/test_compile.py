@@ -110,7 +110,7 @@ def test_hopper(wanted: Variant) -> None:
 def is_widest(wanted: Variant) -> bool:
     """The variants that need most: the largest head, the widest accesses."""
     defines = dict(wanted.defines)
-    if wanted.only or (is_windowed(wanted) and not is_everyday(wanted)):
+    if wanted.only or (is_addition(wanted) and not is_everyday(wanted)):
         return False
     return defines.get("HEAD_SIZE", "128") == "128" and defines.get("VECTOR") != "1"
 
