@@ -78,18 +78,26 @@ def measure(engine: Engine, workload: Workload, repeat: int) -> dict[str, object
     return {"workload": workload.name, "requests": len(workload.prompts), **figures}
 
 
-def build(shape: str, dtype: str, max_num_batched_tokens: int, **options: object) -> Engine:
-    """An engine over random weights of the given shape; `options` are of `EngineConfig`.
+def build(
+    shape: str,
+    dtype: str,
+    max_num_batched_tokens: int,
+    checkpoint: str | None = None,
+    **options: object,
+) -> Engine:
+    """An engine over random weights of the given shape, or over a checkpoint; `options` are of
+    `EngineConfig`.
 
     Workloads are repeated: unless asked for, what is computed once is not found again.
     """
     options.setdefault("kv_cache_reuse", False)
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as directory:
-        write_config(shape, Path(directory))
+        if checkpoint is None:
+            write_config(shape, Path(directory))
         config = EngineConfig(
-            checkpoint=directory,
+            checkpoint=checkpoint or directory,
             dtype=dtype,
-            load_format="random",
+            load_format="safetensors" if checkpoint else "random",
             max_num_batched_tokens=max_num_batched_tokens,
             **options,
         )

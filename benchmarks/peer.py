@@ -1,7 +1,7 @@
 """vLLM on the rows of the GPU table, one precision a process; called by `step.py`.
 
-It runs the same prompts to the same lengths, greedily, without detokenising or a prefix cache. All
-other settings are its own choices.
+It runs the same prompts to the same lengths, greedily, without detokenising or (but for `reuse.py`)
+a prefix cache. All other settings are its own choices.
 """
 
 import os
@@ -42,7 +42,7 @@ class PeerTarget:
 
         self._engine = llm.llm_engine
         self._num_requests = 0
-        self._sampling = lambda max_tokens: SamplingParams(
+        self.sampling = lambda max_tokens: SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
             ignore_eos=True,
@@ -54,7 +54,7 @@ class PeerTarget:
         """Offer a greedy request, under a name that was never used."""
         self._num_requests += 1
         name = f"{number}-{self._num_requests}"
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._sampling(max_tokens))
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, self.sampling(max_tokens))
 
     def step(self) -> tuple[int, int]:
         """What the engine's process tells next."""
@@ -63,8 +63,8 @@ class PeerTarget:
         return num_tokens, sum(output.finished for output in outputs)
 
 
-def start(checkpoint: Path | None, is_fp8: bool) -> Any:
-    """vLLM on the checkpoint, or on made-up weights of the shape."""
+def start(checkpoint: Path | None, is_fp8: bool, reuses: bool = False) -> Any:
+    """vLLM on the checkpoint, or on made-up weights of the shape; `reuses`: with prefix caching."""
     from vllm import LLM
 
     options: dict[str, Any] = {"quantization": "fp8"} if is_fp8 else {}
@@ -77,7 +77,7 @@ def start(checkpoint: Path | None, is_fp8: bool) -> Any:
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_num_seqs=MAX_SEQUENCES,
-        enable_prefix_caching=False,
+        enable_prefix_caching=reuses,
         generation_config="vllm",
         **options,
     )
