@@ -17,6 +17,7 @@ from slipstream.engine.cache import KVCache
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.sequence import Request, Sequence
+from slipstream.engine.window import Window
 from slipstream.wire import Submit
 from slipstream_contract.sampling import SamplingParams
 
@@ -43,6 +44,7 @@ class Nothing:
     vocab_size = 128_256
     max_model_len = MAX_LEN
     max_in_flight = 2
+    window = Window()
 
     def __init__(self) -> None:
         self._builder = StepBuilder(Slots(MAX_SEQS, MAX_LEN // BLOCK_SIZE), BLOCK_SIZE)

@@ -18,6 +18,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    # Tokens of a sequence that stay in the cache, the first `sink_tokens` of them for good; with it
+    # sequences have no end, and positions are those in the cache. None: all that max_model_len has.
+    attention_window: int | None = None
+    sink_tokens: int = 0
     block_size: int = 32
     cuda_graphs: bool = True  # replay steps of decodes alone; False: launch every kernel every time
     deterministic: bool = False  # tokens do not depend on other requests, bit for bit; slower

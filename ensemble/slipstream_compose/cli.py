@@ -27,6 +27,9 @@ _OPTIONS = {
     "max_num_seqs": "sequences that generate at the same time",
     "max_num_batched_tokens": "tokens of one step, prompts and generated ones together",
     "max_model_len": "tokens of prompt and output together (default: the checkpoint's context)",
+    "attention_window": "tokens of a sequence that stay in the cache: it may then go on for ever "
+    "(on a CPU only; default: all that it has)",
+    "sink_tokens": "how many of these are the first of the sequence (default: 0; 4 is usual)",
     "max_waiting": "requests that may wait in the engine; more are refused (default: 4096)",
     "max_waiting_tokens": "tokens of their prompts, likewise (default: 2097152)",
     "long_prompt_tokens": "chunks of longer prompts about double a step of running streams "

@@ -29,6 +29,7 @@ _COUNTS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_model_len",
+    "attention_window",
     "max_waiting",
     "max_waiting_tokens",
     "long_prompt_tokens",
@@ -106,6 +107,15 @@ def _check(options: Mapping[str, Any], info: CheckpointInfo) -> None:
     if length is not None and length > info.max_positions:
         raise ComposeError(
             f"--max-model-len is {length}, above the checkpoint's context of {info.max_positions}"
+        )
+    sinks, window = options.get("sink_tokens", 0), options.get("attention_window", 0)
+    if sinks < 0 or sinks >= max(window, 1):
+        raise ComposeError(
+            f"--sink-tokens is {sinks}, not below --attention-window, which is {window or 'unset'}"
+        )
+    if window > (length or info.max_positions):
+        raise ComposeError(
+            f"--attention-window is {window}, above the context of {length or info.max_positions}"
         )
     price = options.get("gpu_hour_price", 0.0)
     if not 0 <= price < inf:

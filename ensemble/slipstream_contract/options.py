@@ -40,6 +40,8 @@ _INSTEAD = {
     "enable_kv_cache_reuse": "kv_cache_reuse in tensorrt_llm/1/model.json",
     "max_tokens_in_paged_kv_cache": "kv_cache_tokens in tensorrt_llm/1/model.json",
     "kv_cache_free_gpu_mem_fraction": "kv_cache_tokens in tensorrt_llm/1/model.json",
+    "max_attention_window_size": "attention_window in tensorrt_llm/1/model.json",
+    "sink_token_length": "sink_tokens in tensorrt_llm/1/model.json",
     "gpt_model_path": "checkpoint in tensorrt_llm/1/model.json",
     "hf_model_path": "checkpoint in tensorrt_llm/1/model.json",
 }

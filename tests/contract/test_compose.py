@@ -119,6 +119,8 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
     [
         ("--gpu-hour-price", "-1", "--gpu-hour-price is -1.0, not a price"),
         ("--gpu-hour-price", "nan", "--gpu-hour-price is nan, not a price"),
+        ("--attention-window", "999", "--attention-window is 999, above the context of 256"),
+        ("--sink-tokens", "4", "--sink-tokens is 4, not below --attention-window, which is unset"),
         ("--request-log", "here.json", "--request-log is 'here.json', not an absolute path"),
     ],
 )

@@ -45,6 +45,8 @@ def test_what_asks_for_nothing_loads():
             "4096",
             "set kv_cache_tokens in tensorrt_llm/1/model.json",
         ),
+        ("sink_token_length", "4", "set sink_tokens in tensorrt_llm/1/model.json"),
+        ("max_attention_window_size", "64", "set attention_window in tensorrt_llm/1/model.json"),
         ("skip_special_token", "true", "do you mean skip_special_tokens"),
         ("medusa_choices", "[[0]]", "not served, leave it out"),
     ],

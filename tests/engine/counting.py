@@ -1,9 +1,10 @@
 """A real, tiny model without arithmetic: a token is a hash of all tokens before it.
 
 `CountingRunner` reads that history back through the block ids of its row from a paged cache that
-it fills as a model does (all rows write, then all read). A wrong block, position or chunk, a block
-freed or shared too early: each changes the tokens. What is written depends on all before it, as
-keys and values do, so that a block of another prefix is seen, and NaN goes on to all that read it.
+it fills as a model does (all rows write, then all read), as much of it as a window shows. A wrong
+block, position or chunk, a block freed or shared too early: each changes the tokens. What is
+written depends on all before it, as keys and values do, so that a block of another prefix is seen,
+and NaN goes on to all that read it.
 `expected` says what the tokens must be, without engine or cache.
 """
 
@@ -17,6 +18,7 @@ from slipstream.engine.batch import Batch, Row, Sampled
 from slipstream.engine.edits import EDIT
 from slipstream.engine.engine import Engine
 from slipstream.engine.sequence import mix_seed
+from slipstream.engine.window import Window
 from slipstream.wire import FinishReason, Submit, Tokens
 from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
@@ -85,7 +87,9 @@ class CountingRunner:
         block_size: int,
         max_model_len: int = MAX_LEN,
         max_in_flight: int = 2,
+        window: Window | None = None,
     ) -> None:
+        self.window = window or Window()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = VOCAB_SIZE
@@ -138,8 +142,8 @@ class CountingRunner:
             for i, token_id in enumerate(token_ids, start=row.start):
                 is_nan = digest == NAN or row.sequence_id in self.poisoned
                 digest = NAN if is_nan else next_digest(digest, token_id)
-                block = row.block_ids[i // self.block_size]
-                self._cache[block][i % self.block_size] = (token_id, digest)
+                block, offset = self._place(row, i)
+                self._cache[block][offset] = (token_id, digest)
         rows = [row for row in batch.rows if row.samples]
         drawn = [self._sample(row) for row in rows]
         self.samples = [0 if token_id is None else token_id for token_id in drawn]
@@ -155,10 +159,10 @@ class CountingRunner:
         """What a step in flight may write to is not handed to another sequence."""
         for step in self.in_flight:
             for old in step.batch.rows:
-                written = set(self._blocks(old, old.start))
+                written = set(self._written(old))
                 for row in batch.rows:
                     if row.sequence_id != old.sequence_id:
-                        assert not written & set(self._blocks(row, 0)), "the fence is broken"
+                        assert not written & set(self._seen(row)), "the fence is broken"
 
     def _check(self, batch: Batch) -> None:
         assert batch.rows
@@ -179,17 +183,18 @@ class CountingRunner:
             end = row.start + len(row.token_ids)
             assert row.token_ids
             assert end < self.max_model_len
-            assert end <= len(row.block_ids) * self.block_size
-            assert len(set(row.block_ids)) == len(row.block_ids)
+            assert end <= len(row.block_ids) * self.block_size + row.gap
+            assert len(set(self._seen(row))) == len(self._seen(row))
+            assert row.gap == 0 or self.window.has_gaps
         ids = [row.sequence_id for row in batch.rows]
         assert len(ids) == len(set(ids))
         # No row reads or writes what another row of the same step writes.
         writers: dict[int, int] = {}
         for row in batch.rows:
-            for block in self._blocks(row, row.start):
+            for block in self._written(row):
                 assert writers.setdefault(block, row.sequence_id) == row.sequence_id
         for row in batch.rows:
-            for block in self._blocks(row, 0):
+            for block in self._seen(row):
                 assert writers.get(block, row.sequence_id) == row.sequence_id
 
     def _is_sample(self, row: Row) -> bool:
@@ -198,25 +203,41 @@ class CountingRunner:
         is_next = before.start + len(before.token_ids) == row.start
         return before.sequence_id == row.sequence_id and is_next and len(row.token_ids) == 1
 
-    def _blocks(self, row: Row, start: int) -> list[int]:
-        end = row.start + len(row.token_ids)
-        return row.block_ids[start // self.block_size : -(-end // self.block_size)]
+    def _place(self, row: Row, position: int) -> tuple[int, int]:
+        """Block, and offset in it."""
+        num_pinned = -(-self.window.num_sinks // self.block_size) * self.block_size
+        place = position - row.gap if position >= num_pinned else position
+        return row.block_ids[place // self.block_size], place % self.block_size
+
+    def _written(self, row: Row) -> list[int]:
+        """Blocks, in order."""
+        size, end = self.block_size, row.start + len(row.token_ids)
+        return [self._place(row, i * size)[0] for i in range(row.start // size, -(-end // size))]
+
+    def _seen(self, row: Row) -> list[int]:
+        """Blocks of what any of its tokens sees, in order of position; those written too."""
+        first = first_near(row.start, self.window) // self.block_size
+        sinks = range(min(first, -(-self.window.num_sinks // self.block_size)))
+        end = -(-(row.start + len(row.token_ids)) // self.block_size)
+        return [self._place(row, i * self.block_size)[0] for i in [*sinks, *range(first, end)]]
 
     def _read(self, row: Row, position: int) -> Slot:
-        slot = self._cache[row.block_ids[position // self.block_size]][position % self.block_size]
+        block, offset = self._place(row, position)
+        slot = self._cache[block][offset]
         assert slot is not None, "read before written"
         return slot
 
     def _sample(self, row: Row) -> int | None:
         """None: NaN."""
         history: list[int] = []
-        expected_digest = 0
-        for i in range(row.start + len(row.token_ids)):
+        last, before = -1, 0  # a position, and its digest
+        for i in seen_by(row.start + len(row.token_ids) - 1, self.window):
             token_id, digest = self._read(row, i)
             if digest == NAN:
                 return None
-            expected_digest = next_digest(expected_digest, token_id)
-            assert digest == expected_digest, "read what was written after another prefix"
+            is_next = digest == next_digest(before, token_id)
+            assert is_next or last < i - 1, "read what was written after another prefix"
+            last, before = i, digest
             history.append(token_id)
         seed = row.seed if row.sampling.temperature else 0
         return next_token(history, seed, row.num_outputs, banned_ids(row.edits))
@@ -226,8 +247,23 @@ def next_digest(digest: int, token_id: int) -> int:
     return crc32(b"%d" % token_id, digest)
 
 
+def first_near(position: int, window: Window) -> int:
+    """The first position that a token sees beside the sinks."""
+    return max(0, position - (window.size - window.num_sinks) + 1) if window.size else 0
+
+
+def seen_by(position: int, window: Window) -> list[int]:
+    """Positions that a token sees, its own included."""
+    near = range(first_near(position, window), position + 1)
+    return [*range(min(window.num_sinks, near.start)), *near]
+
+
 def expected(
-    prompt: list[int], sampling: SamplingParams, index: int = 0, max_model_len: int = MAX_LEN
+    prompt: list[int],
+    sampling: SamplingParams,
+    index: int = 0,
+    max_model_len: int = MAX_LEN,
+    window: Window | None = None,
 ) -> tuple[bytes, FinishReason]:
     """Text and ending by the definition: one token after the other, then search the whole text."""
     words, history, text = Words(), list(prompt), b""
@@ -237,7 +273,8 @@ def expected(
         banned |= {w[-1] for w in sampling.bad_words if ends_with(history, w[:-1])}
         if number < sampling.min_tokens:
             banned |= {*sampling.end_ids, *sampling.stop_token_ids}
-        token_id = next_token(history, seed, number, banned)
+        seen = [history[i] for i in seen_by(len(history) - 1, window or Window())]
+        token_id = next_token(seen, seed, number, banned)
         if token_id in sampling.end_ids:
             return text, FinishReason.END
         history.append(token_id)
@@ -245,11 +282,11 @@ def expected(
         if token_id in sampling.stop_token_ids:
             return text + raw * sampling.include_stop, FinishReason.STOP
         for size in range(1, len(raw) + 1):
-            seen = text + raw[:size]
-            found = [w for w in sampling.stop_words if seen.endswith(w)]
+            told = text + raw[:size]
+            found = [w for w in sampling.stop_words if told.endswith(w)]
             if found and number + 1 > sampling.min_tokens:
                 cut = 0 if sampling.include_stop else max(map(len, found))
-                return seen[: len(seen) - cut], FinishReason.STOP
+                return told[: len(told) - cut], FinishReason.STOP
         text += raw
     return text, FinishReason.LENGTH
 

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import MAX_PREEMPTIONS, Limits
+from slipstream.engine.window import Window
 from slipstream.wire import FinishReason
 from slipstream_contract.errors import ContractError
 from slipstream_contract.retention import Retention, TokenRange
 from slipstream_contract.sampling import SamplingParams
 
 MAX_MODEL_LEN = 24
+NO_WINDOW = Window()
 
 
 # Beginnings that many have in common.
@@ -70,9 +72,11 @@ class Machine(RuleBasedStateMachine):
         max_in_flight: int,
         long_prompt_tokens: int,
         is_reused: bool,
+        window: Window = NO_WINDOW,
     ) -> None:
-        num_blocks += -(-MAX_MODEL_LEN // block_size)
-        self.runner = CountingRunner(num_blocks, block_size, MAX_MODEL_LEN, max_in_flight)
+        least = -(-MAX_MODEL_LEN // block_size)
+        num_blocks += min(least, window.most_blocks(block_size, 1) or least)
+        self.runner = CountingRunner(num_blocks, block_size, MAX_MODEL_LEN, max_in_flight, window)
         self.runner.max_tokens = num_tokens
         self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
         bounds = (max_waiting, max_waiting_tokens, long_prompt_tokens, is_reused)
@@ -214,7 +218,7 @@ class Machine(RuleBasedStateMachine):
         self.client.drain()
         for (number, index), stream in self.client.streams.items():
             prompt, sampling = self.asked[number]
-            text, reason = expected(prompt, sampling, index, MAX_MODEL_LEN)
+            text, reason = expected(prompt, sampling, index, MAX_MODEL_LEN, self.runner.window)
             if stream.reason is FinishReason.CANCELLED:
                 assert number in self.cancelled
             elif stream.reason is FinishReason.DEADLINE:

@@ -8,6 +8,7 @@ from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.sequence import Sequence
+from slipstream.engine.window import Window
 from slipstream.wire import FinishReason
 from slipstream_contract.sampling import SamplingParams
 
@@ -187,6 +188,7 @@ class Late:
 
 class Sleeping:
     num_blocks, block_size, vocab_size, max_model_len, max_in_flight = 1000, 4, 61, 400, 2
+    window = Window()
     seconds = 0.04
     ready = 0.0
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from models.checkpoints import edit_config, make_model, save
 from slipstream.config import EngineConfig
-from slipstream.engine.plan import resolve
+from slipstream.engine.plan import ENDLESS, resolve
+from slipstream.engine.window import Window
 from slipstream.errors import ConfigError
 
 
@@ -36,12 +37,41 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"device": "tpu"}, "device = 'tpu'"),
         ({"dtype": "int8"}, "dtype = 'int8'"),
         ({"load_format": "gguf"}, "load_format = 'gguf'"),
+        ({"sink_tokens": 4}, "sink_tokens = 4 needs an attention_window"),
+        ({"attention_window": 0}, "attention_window = 0 is below 1"),
+        ({"attention_window": 8, "sink_tokens": -1}, "sink_tokens = -1 is below 0"),
+        ({"attention_window": 8, "sink_tokens": 8}, "sink_tokens = 8 leaves nothing of"),
+        ({"attention_window": 257}, "attention_window = 257 is above max_model_len = 256"),
+        (
+            {"attention_window": 64, "max_model_len": 63},
+            "attention_window = 64 is above max_model_len = 63",
+        ),
     ],
 )
 def test_impossible(changes: dict[str, object], words: str, checkpoint: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(EngineConfig(checkpoint=str(checkpoint), **changes))
     assert words in str(caught.value)
+
+
+def test_a_window_of_the_model_excludes_another(tmp_path: Path) -> None:
+    save(make_model("mistral", sliding_window=8), tmp_path)
+    plan = resolve(EngineConfig(checkpoint=str(tmp_path), device="cpu", max_num_batched_tokens=16))
+    assert plan.window == Window(8, num_ahead=16)
+    assert plan.held_blocks == 2  # of the 8 that the context has
+    with pytest.raises(ConfigError, match="MistralForCausalLM has windows of its own"):
+        resolve(EngineConfig(checkpoint=str(tmp_path), device="cpu", attention_window=8))
+
+
+def test_endless(checkpoint: Path) -> None:
+    config = EngineConfig(
+        checkpoint=str(checkpoint), device="cpu", attention_window=128, sink_tokens=4
+    )
+    plan = resolve(config)
+    assert plan.max_model_len == ENDLESS
+    assert plan.window == Window(128, 4, 2048, has_gaps=True)
+    assert plan.table_blocks == plan.held_blocks == 1 + -(-(124 - 1 + 31 + 2048) // 32)
+    assert "of any length, the last 128 tokens of them with the first 4," in plan.banner(1000)
 
 
 def test_norms_plus_one_have_no_e4m3(tmp_path: Path) -> None:

@@ -138,11 +138,15 @@ class StepBuilder:
         slots: what is known of the sequences.
         block_size: tokens of a block.
         layout: of the shapes.
+        has_gaps: whether tables may lack what their sequences have forgotten.
     """
 
-    def __init__(self, slots: Slots, block_size: int, layout: Layout | None = None) -> None:
+    def __init__(
+        self, slots: Slots, block_size: int, layout: Layout | None = None, has_gaps: bool = False
+    ) -> None:
         self._slots = slots
         self._block_size = block_size
+        self._has_gaps = has_gaps
         self.layout = layout or Layout()
         self._last: _Built | None = None
 
@@ -164,11 +168,11 @@ class StepBuilder:
             self._last = _Built(shape, row_slots, arrays)
         return arrays
 
-    @staticmethod
-    def _is_next(last: _Built, batch: Batch, shape: Shape) -> bool:
+    def _is_next(self, last: _Built, batch: Batch, shape: Shape) -> bool:
         """Is a step the last one, but for numbers that grow?"""
         has_edits = len(last.arrays.edits) > 0 or any(row.edits for row in batch.rows)
-        return batch.continues and last.shape == shape and not has_edits
+        is_next = batch.continues and not self._has_gaps
+        return is_next and last.shape == shape and not has_edits
 
     def _next(
         self, last: _Built, rows: tuple[Row, ...], first_result: int, first_source: int
@@ -216,10 +220,14 @@ class StepBuilder:
             owners = np.repeat(np.arange(len(rows)), counts)
         ends = counts.cumsum()
         positions = np.arange(len(owners)) - (ends - counts - starts)[owners]
-        blocks = self._slots.tables[slots[owners], positions // size].astype(np.int64)
-        lengths, table_slots, row_ends = starts + counts, slots, ends
+        places, lengths = positions, starts + counts  # in the tables
+        if self._has_gaps:
+            gaps = np.array([row.gap for row in rows], np.int64)
+            places, lengths = positions - gaps[owners], lengths - gaps
+        blocks = self._slots.tables[slots[owners], places // size].astype(np.int64)
+        table_slots, row_ends = slots, ends
         if not self.layout.has_chunks:
-            lengths, table_slots = positions + 1, slots[owners]
+            lengths, table_slots = places + 1, slots[owners]
             row_ends = np.arange(1, len(owners) + 1)
         width = -(-int(lengths.max()) // size) if len(rows) else 0
         sources = np.array([row.source for row in rows], np.int32)
@@ -244,7 +252,7 @@ class StepBuilder:
             _filled(sources[owners], n, -1),
             _filled((ends - 1)[samples], shape.num_samples, 0),
             _filled(positions, n, 0),
-            _filled(blocks * size + positions % size, n, -1),
+            _filled(blocks * size + places % size, n, -1),
             query_starts,
             _filled(lengths, shape.num_rows, 0).astype(np.int32),
             drawn.rows,

@@ -9,8 +9,10 @@ from slipstream_contract.sampling import SamplingParams
 class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: `token_ids` at positions `start`, `start + 1`, ...
 
-    `block_ids` covers at least positions `0 .. start + len(token_ids) - 1`. If `samples`, the
-    logits of the last token are turned into token number `num_outputs` of the sequence's output.
+    `block_ids` covers at least positions `0 .. start + len(token_ids) - 1`; of a window, those that
+    are seen, and with a `gap` the token at position p has the place `p - gap`, unless it is a sink.
+    If `samples`, the logits of the last token are turned into token number `num_outputs` of the
+    sequence's output.
     A `slot` is its sequence's alone from the first row after admission (`is_new`) on.
     """
 
@@ -28,6 +30,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     is_new: bool = True
     num_prompt: int = 0
     history: list[int] | None = None  # prompt and output, when what was counted of it is not kept
+    gap: int = 0  # tokens behind the sinks that are no longer in `block_ids`
 
 
 @dataclass(slots=True, eq=False)

@@ -58,6 +58,10 @@ class BlockManager:
         """Would sharing it leave one free block less?"""
         return not (self._references[block] or self._fence[block])
 
+    def is_exclusive(self, block: int) -> bool:
+        """Whether one owner has it, and nobody can ask for what it holds."""
+        return self._references[block] == 1 and not self._is_kept[block]
+
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of them are idle."""
         references, fence = self._references, self._fence

@@ -5,6 +5,7 @@ A running sequence holds the blocks of its table (`Sequence.block_ids`), others 
     match     which blocks hold the beginning of a sequence's tokens
     admit     a table with room for so many tokens: those blocks, and new ones
     grow      one more block
+    forget    what none of its next tokens sees is not its any more
     computed  a step computed more of it, and what it sampled is a number: others may find it
     release   the table is gone; launched steps may still touch it, so it is fenced
     launch    a step begins, with the copies of blocks that must come before it
@@ -29,6 +30,7 @@ from slipstream.engine.batch import Copy
 from slipstream.engine.blocks import BlockManager
 from slipstream.engine.prefix import Chain, PrefixIndex, pack
 from slipstream.engine.sequence import Sequence
+from slipstream.engine.window import Window
 from slipstream.figures import EVICTIONS
 
 Copies = tuple[tuple[int, int], ...]
@@ -39,6 +41,7 @@ class Match:
     """What the cache has of a sequence."""
 
     blocks: list[int]
+    num_forgotten: int = 0  # of them, in front: nobody sees them, any number stands for them
     source: int = -1  # a block that begins with the `num_copied` tokens after those
     num_copied: int = 0
     leader: Sequence | None = None  # is about to compute `num_coming` more tokens of it
@@ -54,12 +57,14 @@ class KVCache:
         block_size: int,
         is_reused: bool = True,
         clock: Callable[[], int] = monotonic_ns,
+        window: Window | None = None,
     ) -> None:
-        """Without reuse nothing is found; `clock` is in ns."""
+        """Without reuse, or with gaps in the tables, nothing is found; `clock` is in ns."""
         self.num_blocks = num_blocks
+        self.window = window or Window()
         self.block_size = block_size
         self.num_evicted = dict.fromkeys(EVICTIONS, 0)  # blocks handed out that held something
-        self._is_reused = is_reused
+        self._is_reused = is_reused and not self.window.has_gaps
         self._blocks = BlockManager(num_blocks, clock, self._evict)
         self._index = PrefixIndex(block_size)
         self._leaders: dict[bytes, Sequence] = {}  # digest of the first block that it computes
@@ -82,26 +87,29 @@ class KVCache:
         return self._blocks.num_kept
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
-        return -(-num_tokens // self.block_size)
+        """Blocks without which so many tokens cannot be computed."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return min(num_blocks, self.window.most_blocks(self.block_size, 1) or num_blocks)
 
     # --- tables --------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> Match:
         """The longest beginning of its tokens, without the last one, that is computed."""
         match = Match([])
-        if not self._is_reused:
+        if not self._finds(sequence):
             return match
         token_ids, size = sequence.token_ids, self.block_size
         digests = self._chain(sequence).digests
         find, most = self._index.find, (len(token_ids) - 1) // size
-        blocks = match.blocks
-        for digest in digests[1 : most + 1]:
-            block = find(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        number = len(blocks)
+        if self.window.size:
+            self._match_window(match, digests[1 : most + 1])
+        else:
+            for digest in digests[1 : most + 1]:
+                block = find(digest)
+                if block is None:
+                    break
+                match.blocks.append(block)
+        number = len(match.blocks)
         rest = token_ids[number * size : min((number + 1) * size, len(token_ids) - 1)]
         match.source, match.num_copied = self._index.closest(digests[number], pack(rest))
         if number < most and (leader := self._leaders.get(digests[number + 1])) is not None:
@@ -112,18 +120,42 @@ class KVCache:
             match.num_coming = (end - 1) * size
         return match
 
+    def _finds(self, sequence: Sequence) -> bool:
+        """Whether a sequence shares blocks at all.
+
+        Of a window it gives back what it shared and needs others for it, which one that is spared
+        could not count on.
+        """
+        return self._is_reused and not (self.window.size and sequence.is_spared)
+
+    def _match_window(self, match: Match, digests: list[bytes]) -> None:
+        """The longest beginning of which there is all that its next token sees."""
+        found = [self._index.find(digest) for digest in digests]
+        begin = 0  # of those that are there without a hole up to the number
+        for number, block in enumerate(found, 1):
+            begin = number if block is None else begin
+            first = self._forgotten(number * self.block_size).stop
+            if begin <= first < number:
+                match.blocks, match.num_forgotten = [b or 0 for b in found[:number]], first
+
+    def _forgotten(self, num_tokens: int) -> range:
+        return self.window.forgotten(num_tokens, self.block_size)
+
     def admit(self, sequence: Sequence, match: Match, num_tokens: int, num_spare: int) -> bool:
         """Give a sequence room for so many tokens, or for as many as the cache has.
 
         False, and nothing has changed, if that does not leave `num_spare` blocks free.
         """
         blocks, size = self._blocks, self.block_size
-        num_new = min(self.blocks_for(num_tokens), self.num_blocks) - len(match.blocks)
-        num_left = blocks.num_free - num_spare - num_new - blocks.num_idle(match.blocks)
+        shared = match.blocks[match.num_forgotten :]
+        num_new = -(-num_tokens // size) - len(match.blocks)
+        most = self.window.most_blocks(size) or self.num_blocks
+        num_new = min(num_new, min(most, self.num_blocks) - len(shared))
+        num_left = blocks.num_free - num_spare - num_new - blocks.num_idle(shared)
         if num_left < 0:
             return False
         sequence.num_computed = len(match.blocks) * size
-        blocks.share(match.blocks)
+        blocks.share(shared)
         is_copied = match.num_copied and (num_left or not blocks.is_idle(match.source))
         if is_copied:
             blocks.share([match.source])  # or it might be handed out here
@@ -134,12 +166,40 @@ class KVCache:
             sequence.num_computed += match.num_copied
         sequence.num_scheduled = sequence.num_computed
         sequence.block_ids = match.blocks + own
+        sequence.num_forgotten = match.num_forgotten
         sequence.capacity = len(sequence.block_ids) * size
-        sequence.num_shared_blocks += len(match.blocks)
+        sequence.num_shared_blocks += len(shared)
         sequence.num_allocated_blocks += num_new
-        if self._is_reused:
+        if self._finds(sequence):
             self._begin(sequence, len(match.blocks))
         return True
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give back what none of its next tokens sees.
+
+        What nobody else has, nor can find, it takes for the tokens to come, as far as it knows
+        them; one that is spared takes all of it.
+        """
+        size, blocks = self.block_size, self._blocks
+        gone = self._forgotten(sequence.num_computed)
+        begin = max(gone.start, sequence.num_forgotten)
+        end = gone.stop - sequence.gap // size
+        if begin >= end:
+            return
+        old, table = sequence.block_ids[begin:end], sequence.block_ids
+        num_tokens = min(sequence.num_tokens, sequence.num_computed + self.window.num_ahead)
+        num_wanted = max(0, -(-(num_tokens - sequence.capacity) // size))
+        own = [block for block in old if blocks.is_exclusive(block)]
+        again = own if sequence.is_spared else own[:num_wanted]
+        blocks.free(block for block in old if block not in again)
+        if self.window.has_gaps:
+            table = table[:begin] + table[end:]
+            sequence.gap += (end - begin) * size
+            sequence.is_new = True  # all of its table is
+        else:
+            sequence.num_forgotten = end
+        sequence.block_ids = table + again
+        sequence.capacity += len(again) * size
 
     def grow(self, sequence: Sequence) -> None:
         """One block more; there must be a free one."""
@@ -163,8 +223,9 @@ class KVCache:
                 self._copies.remove(copy)
                 self._blocks.free([copy.source])
         # The last ones first: they are handed out first, and are worth nothing without the others.
-        self._blocks.free(reversed(sequence.block_ids))
+        self._blocks.free(reversed(sequence.block_ids[sequence.num_forgotten :]))
         sequence.block_ids = []  # a new list: rows in flight keep the old one
+        sequence.num_forgotten = sequence.gap = 0
         sequence.capacity = sequence.num_computed = sequence.num_scheduled = 0
         sequence.is_proven = False
         sequence.next_note = maxsize
@@ -234,7 +295,8 @@ class KVCache:
 
     def _register(self, sequence: Sequence) -> None:
         """The whole blocks that it has computed can be found from now on."""
-        begin, end = sequence.num_registered, sequence.num_computed // self.block_size
+        begin = sequence.num_registered = max(sequence.num_registered, sequence.num_forgotten)
+        end = sequence.num_computed // self.block_size
         sequence.next_note = (end + 1) * self.block_size
         if begin == end:
             return
@@ -272,7 +334,7 @@ class KVCache:
         retention = sequence.request.retention
         if retention is None:
             return
-        for i in range(begin, end):
+        for i in range(max(begin, sequence.num_forgotten), end):
             found = retention.of(i * self.block_size, sequence.num_prompt)
             block = sequence.block_ids[i]
             if found is not None and block in self._index:
@@ -288,15 +350,17 @@ class KVCache:
         """Every block accounted for, no shared one written. O(blocks)."""
         running = list(running)
         sources = [copy.source for copies in (self._copies, *self._launched) for copy in copies]
-        self._blocks.check_integrity([*(s.block_ids for s in running), sources])
+        self._blocks.check_integrity([*(s.block_ids[s.num_forgotten :] for s in running), sources])
         self._index.check_integrity(self._blocks.kept)
         assert all(leader in running for leader in self._leaders.values())
         size = self.block_size
         owners: dict[int, int] = {}
         for sequence in running:
-            assert sequence.num_scheduled <= sequence.capacity == len(sequence.block_ids) * size
-            for block in sequence.block_ids[sequence.num_computed // size :]:
+            assert sequence.num_scheduled <= sequence.capacity
+            assert sequence.capacity == len(sequence.block_ids) * size + sequence.gap
+            for block in sequence.block_ids[(sequence.num_computed - sequence.gap) // size :]:
                 assert owners.setdefault(block, sequence.id) == sequence.id, "two writers"
         for sequence in running:
-            for block in sequence.block_ids[: sequence.num_computed // size]:
+            place = (sequence.num_computed - sequence.gap) // size
+            for block in sequence.block_ids[sequence.num_forgotten : place]:
                 assert owners.get(block, sequence.id) == sequence.id, "a shared block is written"

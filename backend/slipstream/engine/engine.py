@@ -28,6 +28,7 @@ from slipstream.engine.sequence import Request, Sequence
 from slipstream.engine.stop import Ending, RawBytes
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.trial import Trial
+from slipstream.engine.window import Window
 from slipstream.wire import CancelCause, Figures, FinishReason, Status, Submit, Tokens
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Runner(Protocol):
     block_size: int
     vocab_size: int
     max_model_len: int
+    window: Window
     max_in_flight: int  # 2: a step may be launched while the one before it runs; 1: it may not
 
     def launch(self, batch: Batch) -> Launched:
@@ -92,7 +94,7 @@ class Engine:
         self._telemetry = telemetry or Telemetry()
         self._request_log = request_log
         self._scheduler = Scheduler(
-            limits, runner.num_blocks, runner.block_size, clock, self._telemetry
+            limits, runner.num_blocks, runner.block_size, clock, self._telemetry, runner.window
         )
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}

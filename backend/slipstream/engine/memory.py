@@ -39,7 +39,7 @@ def num_blocks(plan: Plan, free: int) -> int:
             f"{plan.block_size} tokens takes {plan.block_bytes / 1e9:.3f} GB"
         )
     # More than every sequence at its longest can never be used.
-    return min(count, plan.max_num_seqs * -(-plan.max_model_len // plan.block_size))
+    return min(count, plan.max_num_seqs * plan.held_blocks)
 
 
 def left_on_gpu(

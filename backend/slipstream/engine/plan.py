@@ -10,6 +10,7 @@ import torch
 
 from slipstream.config import EngineConfig
 from slipstream.engine.cache_dtype import cache_dtype
+from slipstream.engine.window import Window
 from slipstream.errors import ConfigError
 from slipstream.kernels import fp8, jit
 from slipstream.kernels.kv_format import row_size
@@ -19,6 +20,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _MIN_THREADED_HIDDEN_SIZE = 768
 _NORMS_PLUS_ONE = {"Gemma3ForCausalLM"}  # no e4m3 kernel has such norms
+ENDLESS = 2**31 - 1  # tokens: sequences of an `attention_window` may have so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,41 @@ class Plan:
         num_rows = self.block_size * 2 * d.num_layers * d.num_kv_heads
         return num_rows * row_size(self.cache_dtype, d.head_size) * self.cache_dtype.itemsize
 
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be under way: on a CPU they run one after another."""
+        return 2 if self.device.type == "cuda" else 1
+
+    @property
+    def window(self) -> Window:
+        """What of a sequence must stay in the cache."""
+        num_ahead = self.max_in_flight * self.max_num_batched_tokens
+        if self.config.attention_window is not None:
+            num_sinks = self.config.sink_tokens
+            return Window(self.config.attention_window, num_sinks, num_ahead, has_gaps=True)
+        windows = set(self.model.windows)
+        return Window(windows.pop() if len(windows) == 1 else 0, num_ahead=num_ahead)
+
+    @property
+    def table_blocks(self) -> int:
+        """Blocks that a sequence's table has room for."""
+        if self.window.has_gaps:
+            return self.window.most_blocks(self.block_size) or 0
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that a sequence holds at most."""
+        return min(self.table_blocks, self.window.most_blocks(self.block_size) or ENDLESS)
+
     def banner(self, num_blocks: int) -> str:
         """One line for the log at start, with the cache that came of it."""
-        fit = num_blocks / -(-self.max_model_len // self.block_size)
+        fit = num_blocks / self.held_blocks
+        length = f"{self.max_model_len:,} tokens"
+        if self.window.has_gaps:
+            length = f"any length, the last {self.window.size:,} tokens of them"
+            if self.window.num_sinks:
+                length += f" with the first {self.window.num_sinks}"
         dtype = str(self.dtype).removeprefix("torch.")
         dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
         cache = "" if self.cache_dtype == self.dtype else f"{self.config.kv_cache_dtype}, "
@@ -56,7 +90,7 @@ class Plan:
             f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
             f"KV cache of {cache}{num_blocks * self.block_size:,} tokens "
             f"({num_blocks * self.block_bytes / 1e9:.2f} GB, {num_blocks:,} blocks of "
-            f"{self.block_size}), room for {fit:.1f} sequences of {self.max_model_len:,} tokens, "
+            f"{self.block_size}), room for {fit:.1f} sequences of {length}, "
             f"at most {self.max_num_seqs} at once; at most {self.config.max_waiting:,} requests "
             f"with {self.config.max_waiting_tokens:,} tokens wait"
         )
@@ -156,6 +190,28 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
+def _check_streaming(
+    config: EngineConfig, model: ModelConfig, device: torch.device, max_model_len: int
+) -> None:
+    """Raise `ConfigError` for a window and sinks that cannot be had."""
+    window, sinks = config.attention_window, config.sink_tokens
+    if window is None:
+        if sinks:
+            raise ConfigError(f"sink_tokens = {sinks} needs an attention_window")
+        return
+    _at_least(config, "attention_window", 1)
+    _at_least(config, "sink_tokens", 0)
+    asked = f"attention_window = {window}"
+    if sinks >= window:
+        raise ConfigError(f"sink_tokens = {sinks} leaves nothing of {asked}")
+    if window > max_model_len:
+        raise ConfigError(f"{asked} is above max_model_len = {max_model_len}")
+    if any(model.windows):
+        raise ConfigError(f"{asked}: {model.architecture} has windows of its own in config.json")
+    if device.type != "cpu":
+        raise ConfigError(f"{asked} is not implemented on a GPU; device = 'cpu' has it")
+
+
 def _weight_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """Of all matrices; embedding and head are never quantised."""
     d = model.dims
@@ -240,6 +296,7 @@ def resolve(config: EngineConfig) -> Plan:
     if config.quantization == "fp8":
         _check_fp8(model, device, dtype)
     max_model_len = _max_model_len(config, model)
+    _check_streaming(config, model, device, max_model_len)
     plan = Plan(
         config=config,
         checkpoint=checkpoint,
@@ -248,7 +305,7 @@ def resolve(config: EngineConfig) -> Plan:
         device=device,
         dtype=dtype,
         cache_dtype=cache_dtype(config, model, device, dtype),
-        max_model_len=max_model_len,
+        max_model_len=max_model_len if config.attention_window is None else ENDLESS,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

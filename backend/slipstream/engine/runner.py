@@ -20,6 +20,7 @@ from slipstream.kernels.kv_format import row_size
 from slipstream.kernels.stage import begin_step
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.sliced import ROWS
+from slipstream.layers.streaming import stream
 from slipstream.models.registry import build
 from slipstream.models.weights import FileSource, RandomSource, Weights
 from slipstream.sampling.sampler import (
@@ -90,11 +91,15 @@ class ModelRunner:
         self.block_size = plan.block_size
         self.vocab_size = plan.model.dims.vocab_size
         self.max_model_len = plan.max_model_len
-        self.max_in_flight = 2 if plan.device.type == "cuda" else 1
+        self.max_in_flight = plan.max_in_flight
+        self.window = window = plan.window
         self._num_heads = plan.model.dims.num_heads
         # A layer of each window.
         self._windows = {window: i for i, window in enumerate(plan.model.windows)}
-        self._model = build(plan.model, _load(plan), plan.max_model_len)
+        num_positions = window.size if window.has_gaps else plan.max_model_len
+        self._model = build(plan.model, _load(plan), num_positions)
+        if window.has_gaps:
+            stream(self._model, plan.model.rope, window.size, window.num_sinks)
         laps.lap("weights")
         self._make_buffers(plan)
         layout = self._builder.layout
@@ -145,8 +150,9 @@ class ModelRunner:
         layout = _layout(plan)
         num_rows = layout.up(max(plan.max_num_seqs, MAX_CHUNK_ROWS))
         num_tokens = layout.up(max(plan.max_num_batched_tokens, num_rows))
-        max_blocks = -(-plan.max_model_len // plan.block_size)
-        self._builder = StepBuilder(Slots(plan.max_num_seqs, max_blocks), plan.block_size, layout)
+        max_blocks = plan.table_blocks
+        slots = Slots(plan.max_num_seqs, max_blocks)
+        self._builder = StepBuilder(slots, plan.block_size, layout, plan.window.has_gaps)
         num_tables = num_rows if layout.has_chunks else num_tokens
         self._tables = torch.zeros((num_tables, max_blocks), dtype=torch.int32, device=device)
         self._counts = make_counts(plan.max_num_seqs, self.vocab_size, device)

@@ -34,6 +34,7 @@ from slipstream.engine.sequence import Request, Sequence, Status
 from slipstream.engine.stop import Ending
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.waiting import WaitingQueue
+from slipstream.engine.window import Window
 from slipstream.wire import FinishReason
 
 MAX_PREEMPTIONS = 3
@@ -79,8 +80,10 @@ class Scheduler:
         block_size: int,
         clock: Callable[[], int] = monotonic_ns,
         telemetry: Telemetry | None = None,
+        window: Window | None = None,
     ) -> None:
-        self.cache = KVCache(num_blocks, block_size, limits.kv_cache_reuse, clock)
+        self.cache = KVCache(num_blocks, block_size, limits.kv_cache_reuse, clock, window)
+        self._forgets = self.cache.window.size > 0
         self._telemetry = telemetry or Telemetry()
         self.num_preemptions = 0
         self._max_tokens = limits.max_num_batched_tokens
@@ -144,7 +147,7 @@ class Scheduler:
         """
         num_preemptions = self.num_preemptions
         running: Iterable[Sequence] = self._running.values()
-        for sequence in [s for s in running if s.num_tokens > s.capacity]:
+        for sequence in [s for s in running if s.num_scheduled >= s.capacity]:
             self._grow(sequence)
         max_tokens = self._max_tokens
         if only is not None:
@@ -212,6 +215,9 @@ class Scheduler:
                 if ending.reason is FinishReason.END:
                     self._telemetry.not_a_token()
                 self.finish(sequence, ending)
+        for sequence in owners if self._forgets else ():
+            if sequence.status is running:
+                self.cache.forget(sequence)
         return owners
 
     def roll_back(self) -> list[Sequence]:
@@ -234,7 +240,7 @@ class Scheduler:
     def _cut(self, sequence: Sequence, work: _Work) -> None:
         """Take as much of a sequence as the budget allows."""
         num_left = sequence.num_tokens - sequence.num_scheduled
-        num_tokens = min(num_left, work.budget)
+        num_tokens = min(num_left, work.budget, sequence.capacity - sequence.num_scheduled)
         if num_left > 1 and sequence.num_tokens > self._long_tokens:
             if work.long_budget is None:
                 work.long_budget = self._pace.take(max(1, work.num_long))
@@ -283,6 +289,7 @@ class Scheduler:
             sequence.sample,
             False,
             sequence.num_prompt,
+            gap=sequence.gap,
         )
         sequence.num_scheduled = start + 1
         sequence.num_tokens += 1
@@ -313,6 +320,7 @@ class Scheduler:
             sequence.is_new,
             sequence.num_prompt,
             list(token_ids) if samples and sequence.needs_history else None,
+            sequence.gap,
         )
         sequence.num_scheduled = end
         sequence.num_in_flight += 1
@@ -359,7 +367,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, match: Match) -> bool:
         """Give a waiting sequence its blocks, if that leaves one for each running sequence."""
         num_tokens = sequence.num_tokens
-        if sequence.num_preemptions >= MAX_PREEMPTIONS:
+        if sequence.is_spared:
             num_tokens = sequence.num_final - 1
         if not self.cache.admit(sequence, match, num_tokens, len(self._running)):
             return False
@@ -381,6 +389,8 @@ class Scheduler:
         while not self.cache.num_free:
             if self.cache.num_fenced:
                 return  # a block comes back with the step in flight
+            if self._forgets and sequence.num_in_flight:
+                return  # what it forgets with that step it may use again
             if len(self._running) == 1:
                 if sequence.num_pending:
                     return  # the token in flight is its last, and must be told first
@@ -398,6 +408,7 @@ class Scheduler:
         self.waiting.wake(sequence.id)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
+        sequence.is_spared = sequence.num_preemptions >= MAX_PREEMPTIONS
         self.num_preemptions += 1
         self.waiting.put_first(sequence)
 

@@ -62,7 +62,8 @@ class Sequence:
 
     token_ids  prompt, then output:  [ computed | in flight | not yet ]  + `num_pending` unknown
                                  num_computed ^           ^ num_scheduled             num_tokens ^
-    block_ids  room for `capacity` positions; empty unless running
+    block_ids  room for `capacity` positions; empty unless running. Of a window: the first
+               `num_forgotten` are no longer its own, and `gap` tokens behind the sinks are missing
 
     A token is pending while the step that samples it is in flight: its place counts in
     `num_tokens` and `num_scheduled`, its id is not in `token_ids` yet.
@@ -78,10 +79,12 @@ class Sequence:
         "ending",
         "first_scheduled_ns",
         "first_token_ns",
+        "gap",
         "id",
         "index",
         "is_new",
         "is_proven",
+        "is_spared",
         "is_told",
         "last_token_ns",
         "leads",
@@ -93,6 +96,7 @@ class Sequence:
         "num_allocated_blocks",
         "num_computed",
         "num_final",
+        "num_forgotten",
         "num_held",
         "num_in_flight",
         "num_pending",
@@ -141,6 +145,8 @@ class Sequence:
         self.sample = 0  # which sample of the last step it was in
         self.block_ids: list[int] = []
         self.capacity = 0
+        self.num_forgotten = self.gap = 0
+        self.is_spared = False  # it will not be preempted any more
         # The cache's own, while it runs:
         self.chain: Chain | None = None  # kept for when it runs again
         self.copy: Copy | None = None  # into its blocks

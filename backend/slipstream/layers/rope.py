@@ -59,3 +59,9 @@ def cos_sin_table(
     angles = torch.outer(positions, frequencies(config, head_size))
     table = torch.cat((angles.cos(), angles.sin()), dim=-1) * config.attention_factor
     return table.to(device)
+
+
+def cos_sin_at(frequencies: Tensor, positions: Tensor) -> Tensor:
+    """`[n, head_size]` fp32 as `cos_sin_table`, of any positions `[n]`, by fp64 angles."""
+    angles = torch.outer(positions.double(), frequencies.double())
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()

@@ -1,0 +1,194 @@
+"""Windows, and sinks against the paper's method step by step: through engine and cache."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from slipstream.engine.batch import Batch
+from slipstream.engine.scheduler import Limits
+from slipstream.kernels.rope import rotate
+from slipstream.layers.dims import RopeConfig
+from slipstream.layers.rope import cos_sin_at, frequencies
+from slipstream_contract.sampling import SamplingParams
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@torch.no_grad()
+def reference(model: Any, tokens: list[int], window: int, num_sinks: int) -> torch.Tensor:
+    """StreamingLLM (Xiao et al., 2023), a token at a time: logits `[len(tokens), vocab]`.
+
+    Keys are cached before rotation. What a token sees is rotated by its place in the cache.
+    """
+    config, layers = model.config, model.model.layers
+    caches: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in layers]
+    size = config.head_dim
+    out = []
+    for token in tokens:
+        x = model.model.embed_tokens(torch.tensor([[token]]))
+        for layer, (keys, values) in zip(layers, caches, strict=True):
+            h, own = layer.input_layernorm(x), layer.self_attn
+            q, k, v = (f(h).view(-1, size) for f in (own.q_proj, own.k_proj, own.v_proj))
+            if hasattr(own, "q_norm"):
+                q, k = own.q_norm(q), own.k_norm(k)
+            for cached, new in ((keys, k), (values, v)):
+                cached.append(new)
+                if len(cached) > window:
+                    del cached[num_sinks]
+            cos, sin = model.model.rotary_emb(x, torch.arange(len(keys))[None])
+            cos, sin = cos[0, :, None], sin[0, :, None]
+            seen = turn(torch.stack(keys), cos, sin).repeat_interleave(len(q) // len(k), 1)
+            scores = torch.einsum("hd,nhd->hn", turn(q, cos[-1], sin[-1]), seen) * size**-0.5
+            weights = scores.softmax(-1)
+            found = torch.stack(values).repeat_interleave(len(q) // len(k), 1)
+            x = x + own.o_proj(torch.einsum("hn,nhd->hd", weights, found).view(1, 1, -1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        out.append(model.lm_head(model.model.norm(x))[0, 0])
+    return torch.stack(out)
+
+
+class Listener:
+    """A runner that keeps the logits of every step, by sequence and by the token's number."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.logits: dict[tuple[int, int], torch.Tensor] = {}
+        self.batches: list[Batch] = []
+        self.most_held = 0  # blocks of a sequence that it still sees
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, batch: Batch) -> Any:
+        logits = self._runner.logits(batch)
+        samplers = [row for row in batch.rows if row.samples]
+        for row, values in zip(samplers, logits, strict=True):
+            self.logits[row.sequence_id, row.num_outputs] = values
+        self.batches.append(batch)
+        for row in batch.rows:
+            num_forgotten = 0 if row.gap else len(self.window.forgotten(row.start, self.block_size))
+            self.most_held = max(self.most_held, len(row.block_ids) - num_forgotten)
+        return self._runner.launch(batch)
+
+
+CASES = {
+    "sinks": ("llama", {}, 24, 4),
+    "sinks of more than a block": ("llama", {"num_key_value_heads": 4}, 40, 11),
+    "a plain window": ("llama", {}, 20, 0),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}, 33, 3),
+    "yarn, norms of heads": ("qwen3", {"rope_parameters": YARN}, 24, 2),
+    "biases": ("qwen2", {}, 17, 16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_by_step(name: str, tmp_path: Path) -> None:
+    family, overrides, window, num_sinks = CASES[name]
+    model = make_model(family, max_position_embeddings=64, **overrides)
+    runner = make_runner(
+        save(model, tmp_path),
+        attention_window=window,
+        sink_tokens=num_sinks,
+        max_num_batched_tokens=19,
+        max_num_seqs=4,
+        kv_cache_tokens=8 * 16,
+    )
+    listener = Listener(runner)
+    asker = Asker(listener, Limits(4, 19))
+    prompts = random_prompts([150, 1, 7, 90])  # far beyond window and context
+    num_outputs = [60, 150, 40, 30]
+    for prompt, count in zip(prompts, num_outputs, strict=True):
+        asker.submit(prompt, SamplingParams(max_tokens=count, temperature=0.0))
+    for _ in range(30):
+        asker.step()
+    scheduler = asker.engine._scheduler
+    scheduler._preempt(next(iter(scheduler._running.values())))  # long after it began to forget
+    asker.drain()
+    assert listener.most_held <= runner.window.most_blocks(8)
+    for number, prompt in enumerate(prompts):
+        outputs = asker.answers[number, 0].token_ids
+        assert len(outputs) == num_outputs[number]
+        exact = reference(model, prompt + outputs, window, num_sinks)[len(prompt) - 1 :]
+        for i, token in enumerate(outputs):
+            assert (listener.logits[number, i] - exact[i]).abs().max() <= 1e-4
+            assert token == int(exact[i].argmax())
+
+
+def test_rotation_far_from_the_beginning() -> None:
+    """Distances are as exact after two million tokens as at first."""
+    wide = frequencies(RopeConfig(), 64)
+    q, k = torch.randn(2, 1, 1, 64, generator=torch.Generator().manual_seed(0))
+
+    def score(position: int, distance: int) -> float:
+        tables = cos_sin_at(wide, torch.tensor([position, position - distance]))
+        rotated = [
+            rotate(x, *row[None, None].chunk(2, dim=-1))
+            for x, row in zip((q, k), tables, strict=True)
+        ]
+        return float((rotated[0] * rotated[1]).sum())
+
+    for distance in (0, 1, 7, 500):
+        assert abs(score(2_000_123, distance) - score(600, distance)) < 1e-4
+
+
+SLIDING = {"sliding_window": 20, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("is_reused", [True, False])
+def test_a_window_of_the_model_through_the_engine(is_reused: bool, tmp_path: Path) -> None:
+    """Greedy tokens as transformers', of prompts far longer than the window; few blocks."""
+    model = make_model("mistral", **SLIDING)
+    runner = make_runner(
+        save(model, tmp_path), max_num_batched_tokens=19, max_num_seqs=4, kv_cache_tokens=8 * 20
+    )
+    most = runner.window.most_blocks(8)
+    assert most == 6
+    listener = Listener(runner)
+    asker = Asker(listener, Limits(4, 19, kv_cache_reuse=is_reused))
+    (long, other), asked = random_prompts([200, 90]), []
+
+    def ask(prompt: list[int], count: int, n: int = 1) -> None:
+        sampling = SamplingParams(max_tokens=count, temperature=0.0, n=n)
+        asked.extend((asker.submit(prompt, sampling), i, prompt) for i in range(n))
+
+    ask(long, 100)
+    ask(other, 20, n=3)
+    ask(long[:3], 60)
+    for _ in range(25):
+        asker.step()
+    scheduler = asker.engine._scheduler
+    scheduler._preempt(next(iter(scheduler._running.values())))
+    asker.drain()
+    ask(long + asker.answers[0, 0].token_ids + [5, 6], 30)  # the next turn
+    ask([*other, 7], 10)
+    before = sum(len(row.token_ids) for batch in listener.batches for row in batch.rows)
+    asker.drain()
+    computed = sum(len(row.token_ids) for batch in listener.batches for row in batch.rows) - before
+    if is_reused:  # only what the window shows of them must be there
+        assert computed < 100
+    for number, index, prompt in asked:
+        tokens = prompt + asker.answers[number, index].token_ids
+        with torch.no_grad():
+            exact = model(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        assert tokens[len(prompt) :] == exact.tolist()
+    assert listener.most_held <= most
