@@ -89,14 +89,11 @@ def serving(step_s: float, scratch: Path, log: Path) -> Iterator[TritonServer]:
     }
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
-    endpoints = Endpoints.free()
-    server = TritonServer(repository_root() / "model_repository", endpoints, log)
+    repository = repository_root() / "model_repository"
     try:
-        server.start()
-        server.wait_ready(timeout_s=300)
-        yield server
+        with TritonServer(repository, Endpoints.free(), log).running() as server:
+            yield server
     finally:
-        server.stop()
         for name, value in before.items():
             os.environ.pop(name)
             if value is not None:

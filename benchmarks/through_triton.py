@@ -124,13 +124,9 @@ def run_alone(settings: Path, workload: Path, repeat: int) -> None:
 @contextlib.contextmanager
 def serving(repository: Path) -> Iterator[TritonServer]:
     """A server on it, once its engine is ready."""
-    server = TritonServer(repository, Endpoints.free(), OUT / "through-triton-server.log")
-    try:
-        server.start()
-        server.wait_ready(timeout_s=600)
+    log = OUT / "through-triton-server.log"
+    with TritonServer(repository, Endpoints.free(), log).running(timeout_s=600) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def rate(pool: ProcessPoolExecutor, num_clients: int, load: Load) -> float:

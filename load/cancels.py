@@ -148,20 +148,17 @@ def main() -> int:
         write_python(folder / "python", folder / "journal")
         journal = Journal(folder / "journal")
         os.environ["SLIPSTREAM_PYTHON"] = str(folder / "python")
-        triton = TritonServer(
-            folder / "models", Endpoints.free(), REPORTS / f"cancels-{os.getpid()}.log"
-        )
-        stack.callback(triton.stop)
-        triton.start()
-        triton.wait_ready(timeout_s=300)
+        log = REPORTS / f"cancels-{os.getpid()}.log"
+        server = TritonServer(folder / "models", Endpoints.free(), log)
+        triton = stack.enter_context(server.running())
         first_token(triton.endpoints.http, check_repository(folder / "models"))
         client = stack.enter_context(SlipstreamClient(triton.endpoints.grpc))
         nursery = leaving.Nursery()
         stack.callback(nursery.close)
-        server = Server(triton.endpoints.grpc, triton.endpoints.http, client, nursery)
+        place = Server(triton.endpoints.grpc, triton.endpoints.http, client, nursery)
         print(f"{'condition':<12}{'model':<18}{'way':<10}", end="")
         print(f"{'p50 ms':>8}{'p99':>8}{'max':>8}{'steps':>6}{'bound':>8}")
-        rows = measure(Room(server, journal), args)
+        rows = measure(Room(place, journal), args)
     is_within = all(r["p99_ms"] <= r["bound_ms"] and r["steps"] <= MAX_STEPS for r in rows)
     result = about() | {"rows": rows}
     print(json.dumps(result))

@@ -18,6 +18,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from slipstream_compose.triton import Endpoints, TritonServer
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 KV_CACHE_TOKENS = 1536  # less than the context of 2,048: prompts can fit the one and not the other
 _AT_ONCE = 24
+_DRAWN = 2000  # cases at once
 _ROUND = 500  # cases between two looks at the processes
 _CANARY_EVERY = 25  # cases
 _IDLE_S = 20.0
@@ -187,6 +189,34 @@ async def storm(server: TritonServer, books: Books, left: list[Case]) -> list[Ca
     return []
 
 
+def batches(requests: int, number: int) -> Iterator[list[Case]]:
+    """All cases, drawn when they are needed."""
+    for first in range(0, requests, _DRAWN):
+        yield list(cases(min(_DRAWN, requests - first), number + first))
+
+
+def on_servers(repository: Path, log: Path, books: Books, drawn: Iterator[list[Case]]) -> None:
+    """Ask all on one server, and on the next where tritonserver crashes by itself."""
+    left: list[Case] = []
+    while True:
+        name = f"{log.name}-{len(books.crashes)}" if books.crashes else log.name
+        server = TritonServer(repository, Endpoints.free(), log.with_name(name))
+        with server.running():
+            while (
+                server.exit_code is None
+                and not books.problems
+                and (left or (left := next(drawn, [])))
+            ):
+                left = asyncio.run(storm(server, books, left))
+                print(f"fuzz: {sum(books.ends.values())} requests", file=sys.stderr)
+            if server.exit_code is None:
+                return
+            books.crashes.append(server.reason())
+            if _CRASH not in server.log.read_text() or len(books.crashes) > _MAX_CRASHES:
+                books.problems.append(f"the server has died: {server.reason()}")
+                return
+
+
 def run(requests: int, number: int, log: Path) -> dict[str, Any]:
     """Everything; the result."""
     begin = time.monotonic()
@@ -195,26 +225,7 @@ def run(requests: int, number: int, log: Path) -> dict[str, Any]:
         repository = Path(folder) / "models"
         options: dict[str, object] = {"kv_cache_tokens": KV_CACHE_TOKENS, "dtype": "float32"}
         write(compose(CHECKPOINT, repository, options))
-        server = start(repository, log)
-        try:
-            for first in range(0, requests, 2000):
-                left = list(cases(min(2000, requests - first), number + first))
-                while left and len(books.problems) <= _SHOWN:
-                    left = asyncio.run(storm(server, books, left))
-                    if server.exit_code is None:
-                        continue
-                    books.crashes.append(server.reason())
-                    if _CRASH not in log.read_text() or len(books.crashes) > _MAX_CRASHES:
-                        books.problems.append(f"the server has died: {server.reason()}")
-                        left = []
-                        break
-                    server.stop()
-                    server = start(repository, log.with_name(f"{log.name}-{len(books.crashes)}"))
-                print(f"fuzz: {sum(books.ends.values())} requests", file=sys.stderr)
-                if books.problems:
-                    break
-        finally:
-            server.stop()
+        on_servers(repository, log, books, batches(requests, number))
     return {
         "requests": sum(books.ends.values()),
         "seed": number,
@@ -224,18 +235,6 @@ def run(requests: int, number: int, log: Path) -> dict[str, Any]:
         "crashes of tritonserver by itself": books.crashes,
         "problems": books.problems[:_SHOWN],
     }
-
-
-def start(repository: Path, log: Path) -> TritonServer:
-    """A server that is ready."""
-    server = TritonServer(repository, Endpoints.free(), log)
-    try:
-        server.start()
-        server.wait_ready(timeout_s=300)
-    except BaseException:
-        server.stop()
-        raise
-    return server
 
 
 def main() -> int:

@@ -23,6 +23,8 @@ ANY = ("",)  # every error holds it: Triton refuses some things without their na
 _MODELS = GENERATING * 2 + STAGES
 _STREAM = {"tensorrt_llm": "streaming"}
 _WEIGHTS = "embedding_bias_weights"
+_RANGE = "retention_token_range_"
+_STARTS = f"{_RANGE}starts"
 _WIRE_FAULTS = ("dtype", "rank", "batch", "unknown", "missing", "short", "output", "twice")
 _LONG_ID = "i" * 513
 
@@ -196,11 +198,27 @@ class _Draft:
             if wrong:
                 case.faults.append((_WEIGHTS, "embedding_bias"))
             rows[words.replace("ords", "eights").replace("ORDS", "EIGHTS")] = [weights] * case.size
+        if _STARTS in rows:
+            self.ranges(rows[_STARTS][0])
         if "num_return_sequences" in rows:
             first = rows["num_return_sequences"][0][0]
             if not case.faults:
                 rows["num_return_sequences"] = [[first]] * case.size
                 case.num_sequences = first
+
+    def ranges(self, starts: list[int]) -> None:
+        """The rest of what ranges of tokens have, each ten tokens long at most."""
+        size = self.case.size
+        what: dict[str, list[int]] = {"ends": [max(start, 0) + 9 for start in starts]}
+        what["priorities"] = [self.one([0, 50, 100])] * len(starts)
+        if self.draw(st.booleans()):
+            what["durations_ms"] = [self.one([-1, 1, 60_000])] * len(starts)
+        if self.rarely(20):
+            name, wrong = self.one([("ends", -2), ("priorities", 101), ("durations_ms", 0)])
+            what[name] = [wrong] * len(starts)
+            self.case.faults.append((_RANGE,))
+        for name, values in what.items():
+            self.rows[_RANGE + name] = [values] * size
 
     def switches(self) -> None:
         """Flags, and inputs of what is not there."""

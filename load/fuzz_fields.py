@@ -110,6 +110,13 @@ _LLM_FIELDS = {_LLM_NAMES.get(name, name): field for name, field in _SAMPLING.it
     "bad_words_list": Field(
         _LIST.good, st.one_of(_LIST.bad, st.just(pack([[VOCABULARY]]))), ("bad_words",)
     ),
+    # With ends, priorities and sometimes durations: see `fuzz_cases`.
+    "retention_token_range_starts": Field(
+        st.sampled_from([[0], [3], [0, 40], [INT32_MAX - 9]]),
+        st.sampled_from([[-1], [5, 3], [0, 0], list(range(0, 90_000, 10))]),
+    ),
+    "retention_decode_priority": _scalars([0, 35, 100], [-1, 101, INT32_MAX]),
+    "retention_decode_duration_ms": _scalars([-1, 1, INT32_MAX], [0, -2, -INT32_MAX]),
     "embedding_bias": Field(
         st.just([0.0] * 9 + [5.0, -1000.0]),
         st.sampled_from([[NAN], [0.0, 1e6], [0.0] * VOCABULARY + [1.0]]),
@@ -164,6 +171,7 @@ PARAMETERS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "request_priority": ([0, 5, 9, "3"], [-1, 10, "first", 1.5, True]),
     "timeout_ms": ([60_000, 86_400_000, "60000"], [0, -1, 86_400_001, "soon", 0.5]),
     "min_p": ([0, 1, 0.5, "0.25"], [-1, 2, "much"]),
+    "cache_salt": (["", "tenant", "é" * 9], [5, True, "s" * 3000]),
     "ignore_eos": ([True, False, "true", "0"], ["maybe", 2]),
     "temprature": ([], [1, "1", True]),
     "zz": ([], [0, "x" * 3000]),

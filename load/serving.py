@@ -57,12 +57,7 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     endpoints = Endpoints.free()
     models = check_repository(args.model_repository)
     log = REPORTS / "tritonserver.log"
-    server = TritonServer(args.model_repository, endpoints, log)
-    try:
-        print(f"starting a server on {args.model_repository}", file=sys.stderr)
-        server.start()
-        server.wait_ready(timeout_s=300)
+    print(f"starting a server on {args.model_repository}", file=sys.stderr)
+    with TritonServer(args.model_repository, endpoints, log).running():
         first_token(endpoints.http, models)
         yield endpoints.http.removeprefix("http://"), endpoints.grpc
-    finally:
-        server.stop()

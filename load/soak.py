@@ -133,10 +133,7 @@ def on_servers(
         repository = Path(folder) / "models"
         write(compose(CHECKPOINT, repository, options))
         while True:
-            server = TritonServer(repository, Endpoints.free(), log)
-            try:
-                server.start()
-                server.wait_ready(timeout_s=300)
+            with TritonServer(repository, Endpoints.free(), log).running() as server:
                 first_token(server.endpoints.http, check_repository(repository))
                 if asyncio.run(sit(server)):
                     return crashes
@@ -150,8 +147,6 @@ def on_servers(
                 print(
                     f"soak: tritonserver crashed by itself ({kept}); on a new one", file=sys.stderr
                 )
-            finally:
-                server.stop()
 
 
 def run(args: argparse.Namespace, log: Path) -> dict[str, Any]:

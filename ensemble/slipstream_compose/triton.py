@@ -248,8 +248,7 @@ class TritonServer:
             resource.setrlimit(resource.RLIMIT_STACK, stack)
             signal.pthread_sigmask(signal.SIG_SETMASK, usual)
 
-        mode = "wb" if self._process is None else "ab"
-        with self.log.open(mode) as log, signals_held() as usual:
+        with self.log.open("wb" if self._process is None else "ab") as log, signals_held() as usual:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 [str(binary), *self._arguments(server)],
@@ -289,9 +288,8 @@ class TritonServer:
     def control(self, verb: str, model: str, timeout_s: float) -> None:
         """`load` or `unload` a model of a supervised server. Raises ServeError where it fails."""
         url = f"{self.endpoints.http}/v2/repository/models/{model}/{verb}"
-        request = urllib.request.Request(
-            url, data=b"{}", headers={CONTROL_HEADER: self._control_key}
-        )
+        headers = {CONTROL_HEADER: self._control_key}
+        request = urllib.request.Request(url, data=b"{}", headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s):
                 return
@@ -324,9 +322,8 @@ class TritonServer:
     def is_ready(self) -> bool:
         """What the server says of itself: `/v2/health/ready`."""
         try:
-            with urllib.request.urlopen(
-                f"{self.endpoints.http}/v2/health/ready", timeout=2
-            ) as reply:
+            url = f"{self.endpoints.http}/v2/health/ready"
+            with urllib.request.urlopen(url, timeout=2) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False
@@ -373,9 +370,7 @@ class TritonServer:
         found = {}
         for pid in self.processes():
             with contextlib.suppress(OSError):
-                words = (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                )
+                words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
                 if Path(words[0]).name == _STUB:
                     found[pid] = next((word for word in words if _INSTANCE.search(word)), "?")
         return found
@@ -401,6 +396,16 @@ class TritonServer:
         self._end_rest(signal.SIGKILL, 0.5)
         self._remove_shared_memory()
         shutil.rmtree(self.runtime.directory, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def running(self, timeout_s: float = 300.0) -> Iterator[TritonServer]:
+        """Start it; the block begins when it is ready, and ends it. Raises ServeError."""
+        try:
+            self.start()
+            self.wait_ready(timeout_s)
+            yield self
+        finally:
+            self.stop()
 
     def kill(self) -> None:
         """End the server and its models' processes at once; the engine and the directory stay."""

@@ -62,6 +62,9 @@ def test_every_served_input_of_every_model_comes_up(load):
         known |= {tensor.name for tensor in fields.later(model)}
         known |= {"stream", "streaming", "stop", "embedding_bias_weights", "sampling_parameters"}
         known |= {"EMBEDDING_BIAS_WEIGHTS", "exclude_input_in_output"}
+        known |= {
+            f"retention_token_range_{what}" for what in ("ends", "priorities", "durations_ms")
+        }
         assert {t.name for t in MODELS[model].inputs if t.neutral is None} <= known
 
 

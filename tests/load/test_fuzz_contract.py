@@ -16,6 +16,7 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.inputs import NUMPY
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.request import llm_request, text_request
+from slipstream_contract.retention import split_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.tensors import MODELS, TO_LLM
@@ -77,6 +78,7 @@ class Server:
         if MODELS[case.model].is_decoupled or case.model == "ensemble":
             check_request_id(case.request_id)
             _, parameters = split_urgency(parameters)
+            _, parameters = split_salt(parameters)
         getattr(self, f"_{case.model}")(arrays(case), parameters, case.size)
 
     def _ensemble(self, given: Any, parameters: Any, size: int) -> None:

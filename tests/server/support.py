@@ -209,9 +209,7 @@ def start(repository: Path, log: Path, is_supervised: bool = False) -> TritonSer
 
 
 @contextlib.contextmanager
-def serving(repository: Path, log: Path) -> Iterator[Client]:
-    server = start(repository, log)
-    try:
+def serving(repository: Path, log: Path, is_supervised: bool = False) -> Iterator[Client]:
+    server = TritonServer(repository, Endpoints.free(), log, is_supervised=is_supervised)
+    with server.running():
         yield Client(server)
-    finally:
-        server.stop()

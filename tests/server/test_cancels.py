@@ -98,8 +98,10 @@ class Scene:
     def ask(self, cell: Cell, prompt: str, max_tokens: int, deadline_s: float = DEADLINE_S):
         """A client of a cell; with its seed."""
         way, model = cell
+        seed = next(self.seeds)
+        prompt = f"# {seed}\n{prompt}"  # nobody finds it in the cache
         text = self.tokenizer.encode(prompt).ids if model == "tensorrt_llm" else prompt
-        asked = self.load.leaving.Asked(model, text, max_tokens, next(self.seeds))
+        asked = self.load.leaving.Asked(model, text, max_tokens, seed)
         more = [deadline_s] if way == "Deadline" else []
         return asked.seed, getattr(self.load.leaving, way)(self.address, asked, *more)
 

@@ -10,7 +10,6 @@ import time
 import pytest
 from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
 from server.support import text as join
-from slipstream_compose.triton import Endpoints, TritonServer
 
 pytestmark = pytest.mark.triton
 
@@ -20,13 +19,8 @@ BODY = {"text_input": PROMPT, "max_tokens": 12}
 @pytest.fixture
 def explicit(repository, tmp_path):
     """One whose models can be unloaded and loaded."""
-    server = TritonServer(repository, Endpoints.free(), tmp_path / "log", is_supervised=True)
-    try:
-        server.start()
-        server.wait_ready(120)
-        yield Client(server)
-    finally:
-        server.stop()
+    with serving(repository, tmp_path / "log", is_supervised=True) as client:
+        yield client
 
 
 def control(client: Client, model: str, verb: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.triton
 MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model", "tensorrt_llm")
 MAX_SEQS, MAX_WAITING, MAX_WAITING_TOKENS = 4, 20, 16_650
 BIG = 27_000_000  # bytes
+_FIRSTS = itertools.count(10)
 FULL = re.compile(
     rf"UNAVAILABLE: the engine is full: {MAX_WAITING} requests wait with \d+ tokens, "
     rf"max_waiting is {MAX_WAITING} \(\d sequences are running\); retry_after_ms: (\d+)"
@@ -60,10 +62,10 @@ def small(tmp_path_factory) -> Iterator[Client]:
         yield client
 
 
-def asking(model: str, max_tokens: int, num_prompt: int = 0) -> dict[str, object]:
-    """Inputs of a request that generates so many tokens."""
+def asking(model: str, max_tokens: int, num_prompt: int = 0, first: int = 5) -> dict[str, object]:
+    """Inputs of a request that generates so many tokens; token ids begin with `first`."""
     if model == "tensorrt_llm":
-        ids = np.arange(5, 5 + (num_prompt or 8), dtype=np.int32)[None]
+        ids = np.arange(first, first + (num_prompt or 8), dtype=np.int32)[None]
         lengths = {"input_lengths": ids.shape[1], "request_output_len": max_tokens}
         return {"input_ids": ids, "end_id": -1, "streaming": True, **lengths}
     prompt = PROMPT * max(1, num_prompt // 8)
@@ -100,9 +102,9 @@ def streams(client: Client, number: int, max_tokens: int, num_prompt: int = 0) -
     opened = []
     with grpcclient.InferenceServerClient(client.address) as one:
         one.start_stream(lambda result, error: opened.append((result, error)))
-        inputs = client.tensors("tensorrt_llm", asking("tensorrt_llm", max_tokens, num_prompt))
-        for _ in range(number):
-            one.async_stream_infer("tensorrt_llm", inputs)
+        for _ in range(number):  # none of them finds another one's blocks
+            asked = asking("tensorrt_llm", max_tokens, num_prompt, next(_FIRSTS))
+            one.async_stream_infer("tensorrt_llm", client.tensors("tensorrt_llm", asked))
         yield
         one.stop_stream(cancel_requests=True)
 
@@ -161,16 +163,17 @@ def test_serve_says_the_bounds_when_it_is_ready(small):
 @pytest.mark.slow  # a small soak, in test_soak.py, has as small a cache
 def test_a_cache_of_a_tenth_of_what_is_asked_for(small):
     """2,048 tokens for 20 requests of 1,030: everything completes, as if alone."""
-    asked = asking("tensorrt_llm", 200, num_prompt=830)
 
     def ask(number: int) -> list[int]:
+        asked = asking("tensorrt_llm", 200, num_prompt=830, first=1000 + number)
         responses = small.iterate("tensorrt_llm", timeout_s=120, **asked)
         return [int(i) for response in responses for i in response["output_ids"].ravel()]
 
-    want, before = ask(0), preemptions(small)
+    wanted = [ask(number) for number in range(MAX_WAITING)]
+    before = preemptions(small)
     with ThreadPoolExecutor(MAX_WAITING) as pool:
         answers = list(pool.map(ask, range(MAX_WAITING)))
-    assert answers == [want] * len(answers)
+    assert answers == wanted
     small.wait_idle(60)
     assert 0 < preemptions(small) - before <= 3 * len(answers)
 

@@ -70,12 +70,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         parameters = {"tokenizer_dir": "../../../checkpoint"}
         (version.parent / "config.pbtxt").write_text(model_config(MODELS[name], parameters))
     triton = TritonServer(base / "repository", Endpoints.free(), base / "log")
-    try:
-        triton.start()
-        triton.wait_ready(60)
+    with triton.running():
         yield Server(triton, Encoder.load(directory))
-    finally:
-        triton.stop()
 
 
 def test_prompts_and_words(server: Server) -> None:
