@@ -174,6 +174,30 @@ class Tree:
                 assert (stream.text, stream.reason) == (text, reason)
 
 
+@pytest.mark.parametrize(("copy_s", "is_swapped"), [(1e-12, True), (1e6, False)])
+def test_preemption_swaps_where_that_is_faster(copy_s: float, is_swapped: bool) -> None:
+    runner = Runner(60, 12, 4, 40, 1)
+    runner.transfers.rates = dict.fromkeys(Direction, runner.transfers.block_bytes / copy_s)
+    engine = Engine(Limits(3, 64), runner, Words())
+    client = Client(engine)
+    sampling = SamplingParams(max_tokens=20, temperature=0.0)
+    prompts = [[number] * 14 for number in range(3)]
+    for prompt in prompts:
+        client.submit(prompt, sampling)
+    while engine.has_work:
+        runner.look(engine)
+        client.step()
+        runner.transfers.wait()
+    scheduler = engine._scheduler
+    assert scheduler.num_preemptions > 0
+    counts = scheduler.cache.tier.counts
+    assert (counts["moved_blocks:out"] > 0) == is_swapped
+    assert (counts["found_tokens:host"] > 0) == is_swapped
+    for number, prompt in enumerate(prompts):
+        stream = client.streams[number, 0]
+        assert (stream.text, stream.reason) == expected(prompt, sampling)
+
+
 class BrokenMover(LateMover):
     """Copies fail when they are begun, looked at, or waited for."""
 
