@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits compose-check figures clean loc
+.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -50,6 +50,9 @@ bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... 
 
 bench-gpu: install ## the GPU table: ours, and vLLM where it can be imported; ends with one JSON line
 	@$(BIN)/python benchmarks/step.py --tune $(ARGS)
+
+kv-accuracy: install ## what a KV cache in fewer bits costs: the table of docs/quantization.md
+	@$(BIN)/python benchmarks/kv_accuracy.py $(ARGS)
 
 bench-streams: install ## delays of streams through Triton beside their goals (ARGS="--seconds 300 --rows 256x100")
 	@$(BIN)/python benchmarks/streams.py $(ARGS)

@@ -45,6 +45,7 @@ class Nothing:
     max_model_len = MAX_LEN
     max_in_flight = 2
     window = Window()
+    transfers = None
 
     def __init__(self) -> None:
         self._builder = StepBuilder(Slots(MAX_SEQS, MAX_LEN // BLOCK_SIZE), BLOCK_SIZE)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from slipstream.config import EngineConfig
 from slipstream.engine.plan import resolve
+from slipstream.kernels.kv_format import row_size
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.decoder import Decoder
 from slipstream.models.registry import build
@@ -28,9 +29,15 @@ BLOCK = 32
 class Model:
     """A checkpoint, and a cache for one piece of text."""
 
-    def __init__(self, checkpoint: Path, quantization: str, dtype: str, device: str) -> None:
+    def __init__(
+        self, checkpoint: Path, quantization: str, dtype: str, device: str, kv_cache_dtype: str
+    ) -> None:
         config = EngineConfig(
-            checkpoint=str(checkpoint), dtype=dtype, device=device, quantization=quantization
+            checkpoint=str(checkpoint),
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
         plan = resolve(config)
         self.device, dims = plan.device, plan.model.dims
@@ -41,9 +48,11 @@ class Model:
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
         self.windows = set(plan.model.windows)
         self.num_blocks = -(-self.max_tokens // BLOCK)
-        shape = (self.num_blocks, dims.num_kv_heads, 2, BLOCK, dims.head_size)
+        row = row_size(plan.cache_dtype, dims.head_size)
+        shape = (self.num_blocks, dims.num_kv_heads, 2, BLOCK, row)
         self.caches = [
-            torch.zeros(shape, dtype=plan.dtype, device=plan.device) for _ in range(dims.num_layers)
+            torch.zeros(shape, dtype=plan.cache_dtype, device=plan.device)
+            for _ in range(dims.num_layers)
         ]
 
     def bits(self, tokens: list[int]) -> float:
@@ -72,10 +81,15 @@ class Model:
 
 @torch.inference_mode()
 def bits_per_byte(
-    checkpoint: Path, texts: list[str], quantization: str, dtype: str, device: str
+    checkpoint: Path,
+    texts: list[str],
+    quantization: str,
+    dtype: str,
+    device: str,
+    kv_cache_dtype: str = "auto",
 ) -> float:
     """Over all pieces of the texts; a piece's first token is free."""
-    model = Model(checkpoint, quantization, dtype, device)
+    model = Model(checkpoint, quantization, dtype, device, kv_cache_dtype)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     bits, num_bytes = 0.0, 0
     for text in texts:

@@ -15,6 +15,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_dtype: str = "auto"  # auto: dtype | fp8 | int8 | int4
     kv_cache_tokens: int | None = None
     kv_cache_reuse: bool = True  # what was computed for other requests is not computed again
+    kv_cache_host_bytes: int = 0  # pinned; blocks of the cache move there rather than being lost
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None

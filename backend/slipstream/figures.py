@@ -41,6 +41,10 @@ GAUGES = (
     "max_num_seqs",
     "block_size",
     "cached_blocks",  # free ones that hold what may be asked for again
+    "host_blocks_free",  # of host memory
+    "host_blocks_cached",
+    "host_blocks_leaving",  # the device, for here
+    "host_blocks_arriving",  # there, from here
     "host_bytes",
     "device_bytes",
     "pinned_bytes",
@@ -56,6 +60,10 @@ COUNTERS: dict[str, Iterable[str]] = {
     "prefix_queries": (),  # tokens of prompts, when they are admitted for the first time
     "prefix_hits": (),  # of those, the ones that were computed already
     "evicted_blocks": EVICTIONS,
+    "found_tokens": ("device", "host"),  # by all admitted sequences
+    "moved_blocks": ("out", "in"),  # to host memory and back
+    "moved_bytes": ("out", "in"),
+    "host_evicted_blocks": (),
     "finished": tuple(FinishReason),  # sequences
     "cancels": tuple(CancelCause),  # requests
     "cost": tuple(FinishReason),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from slipstream.models.check import check_tensors
+from slipstream_contract.errors import clip
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.tokenizer import load_tokenizer
 
@@ -38,6 +39,14 @@ _OPTIONS = {
     "started again (default: 60)",
     "block_size": f"tokens in a block of the KV cache, one of {', '.join(map(str, BLOCK_SIZES))}",
 }
+
+
+def _gigabytes(text: str) -> int:
+    """So many as bytes."""
+    try:
+        return round(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{clip(text)} is not a number of GB") from None
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -82,6 +91,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     for name, text in _OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     parser.add_argument(
+        "--kv-cache-host-gb",
+        type=_gigabytes,
+        dest="kv_cache_host_bytes",
+        metavar="GB",
+        help="host memory, page-locked, to which blocks of the KV cache move instead of being lost "
+        "(10^9 bytes; default: 0)",
+    )
+    parser.add_argument(
         "--gpu-hour-price",
         type=float,
         metavar="PRICE",
@@ -117,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
             raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
-    others = ("gpu_hour_price", "request_log", *_OPTIONS)
+    others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *_OPTIONS)
     options = {name: getattr(args, name) for name in (*names, *others)}
     repository = compose(
         args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring

@@ -123,6 +123,9 @@ def _check(options: Mapping[str, Any], info: CheckpointInfo) -> None:
     log = options.get("request_log", "")
     if log and not os.path.isabs(log):
         raise ComposeError(f"--request-log is {clip(log)}, not an absolute path")
+    host_bytes = options.get("kv_cache_host_bytes", 0)
+    if host_bytes < 0:
+        raise ComposeError(f"--kv-cache-host-gb is {host_bytes / 1e9:g}, at least 0 is needed")
     tokens = options.get("kv_cache_tokens")
     if tokens is not None and tokens < size:
         raise ComposeError(f"--kv-cache-tokens is {tokens}, below one block of {size} tokens")

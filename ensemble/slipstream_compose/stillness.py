@@ -50,9 +50,9 @@ class Stillness:
         if not what:
             self._still_s = 0.0
             return False
-        activity_ns = _activity_ns(self._pid, of_all=what == _NO_BEAT)
+        activity_ns, is_waiting = _activity(self._pid, of_all=what == _NO_BEAT)
         active_s, self._activity_ns = (activity_ns - self._activity_ns) / 1e9, activity_ns
-        if is_same and active_s < _ACTIVE * elapsed_s:
+        if is_same and not is_waiting and active_s < _ACTIVE * elapsed_s:
             self._still_s += min(elapsed_s, _MAX_LOOK_S)
         else:
             self._still_s = 0.0
@@ -72,14 +72,19 @@ def _debt(signs: vitals.Signs, unanswered_s: float) -> str:
     return _NO_BEGIN if unanswered_s > _OVERDUE_S else ""
 
 
-def _activity_ns(pid: int, of_all: bool) -> int:
-    """Time that its main thread, or all of them, has run or waited for a processor."""
+def _activity(pid: int, of_all: bool) -> tuple[int, bool]:
+    """Time (ns) that its main thread, or all of them, has run or waited for a processor.
+
+    And whether one runs or waits at this moment: a wait counts only when it is over.
+    """
     folder = Path("/proc") / str(pid) / "task"
     threads = folder.iterdir() if of_all else [folder / str(pid)]
-    total = 0
+    total, is_waiting = 0, False
     with contextlib.suppress(OSError):
         for thread in threads:
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 ran_ns, waited_ns = (thread / "schedstat").read_text().split()[:2]
                 total += int(ran_ns) + int(waited_ns)
-    return total
+                state = (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+                is_waiting |= state == "R"
+    return total, is_waiting

@@ -42,6 +42,7 @@ _INSTEAD = {
     "kv_cache_free_gpu_mem_fraction": "kv_cache_tokens in tensorrt_llm/1/model.json",
     "max_attention_window_size": "attention_window in tensorrt_llm/1/model.json",
     "sink_token_length": "sink_tokens in tensorrt_llm/1/model.json",
+    "kv_cache_host_memory_bytes": "kv_cache_host_bytes in tensorrt_llm/1/model.json",
     "gpt_model_path": "checkpoint in tensorrt_llm/1/model.json",
     "hf_model_path": "checkpoint in tensorrt_llm/1/model.json",
 }

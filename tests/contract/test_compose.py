@@ -90,7 +90,7 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
     more = (
         "--max-model-len 128 --block-size 16 --model-name shown --quantization fp8 --deterministic "
         "--max-waiting 7 --max-waiting-tokens 99 --gpu-hour-price 2.5 --request-log /var/log/r "
-        "--stuck-after-s 300 --kv-cache-dtype int8"
+        "--stuck-after-s 300 --kv-cache-dtype int8 --kv-cache-host-gb 1.5"
     )
     run(checkpoint, tmp_path, *options.split(), *more.split())
     engine = settings(tmp_path)["engine"]
@@ -110,6 +110,7 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
         max_waiting_tokens=99,
         stuck_after_s=300,
         gpu_hour_price=2.5,
+        kv_cache_host_bytes=1_500_000_000,
         request_log="/var/log/r",
     )
 
@@ -121,6 +122,7 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
         ("--gpu-hour-price", "nan", "--gpu-hour-price is nan, not a price"),
         ("--attention-window", "999", "--attention-window is 999, above the context of 256"),
         ("--sink-tokens", "4", "--sink-tokens is 4, not below --attention-window, which is unset"),
+        ("--kv-cache-host-gb", "-2", "--kv-cache-host-gb is -2, at least 0 is needed"),
         ("--request-log", "here.json", "--request-log is 'here.json', not an absolute path"),
     ],
 )
@@ -129,6 +131,13 @@ def test_what_the_engine_would_refuse_is_refused(checkpoint, tmp_path, option, v
         run(checkpoint, tmp_path, option, value)
     assert str(caught.value) == words
     assert not tree(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "much"])
+def test_gigabytes_that_are_no_number(checkpoint, tmp_path, capsys, value):
+    with pytest.raises(SystemExit):
+        run(checkpoint, tmp_path, "--kv-cache-host-gb", value)
+    assert f"'{value}' is not a number of GB" in capsys.readouterr().err
 
 
 def test_wirings(checkpoint, tmp_path, capsys):

@@ -47,6 +47,11 @@ def test_what_asks_for_nothing_loads():
         ),
         ("sink_token_length", "4", "set sink_tokens in tensorrt_llm/1/model.json"),
         ("max_attention_window_size", "64", "set attention_window in tensorrt_llm/1/model.json"),
+        (
+            "kv_cache_host_memory_bytes",
+            "1000000000",
+            "set kv_cache_host_bytes in tensorrt_llm/1/model.json",
+        ),
         ("skip_special_token", "true", "do you mean skip_special_tokens"),
         ("medusa_choices", "[[0]]", "not served, leave it out"),
     ],

@@ -17,6 +17,7 @@ import msgspec
 from slipstream.engine.batch import Batch, Row, Sampled
 from slipstream.engine.edits import EDIT
 from slipstream.engine.engine import Engine
+from slipstream.engine.host import Mover
 from slipstream.engine.sequence import mix_seed
 from slipstream.engine.window import Window
 from slipstream.wire import FinishReason, Submit, Tokens
@@ -90,6 +91,7 @@ class CountingRunner:
         window: Window | None = None,
     ) -> None:
         self.window = window or Window()
+        self.transfers: Mover | None = None
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = VOCAB_SIZE

@@ -1,11 +1,16 @@
 """Windows and sinks: what may be forgotten, in how few blocks, and that nobody ever misses it."""
 
-from engine.counting import seen_by
+import pytest
+from engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected, seen_by
 from engine.test_machine import Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import Limits
 from slipstream.engine.window import Window
+from slipstream_contract.errors import ContractError
+from slipstream_contract.sampling import SamplingParams
 
 
 @st.composite
@@ -27,6 +32,58 @@ def test_what_is_forgotten(data: st.DataObject, block_size: int, num_tokens: int
     num_all = -(-(num_tokens + window.num_ahead) // block_size)
     num_held = num_all - len(forgotten)
     assert num_held <= (window.most_blocks(block_size) or 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 2), st.integers(0, 12))
+def test_what_a_window_shows_is_found_again(
+    data: st.DataObject, block_size: int, max_in_flight: int, num_spare: int
+) -> None:
+    """Turns of few conversations, beside each other, in a pool that makes them evict."""
+    num_tokens = data.draw(st.integers(1, 12))
+    size = data.draw(st.integers(2, 8))
+    window = Window(size, num_ahead=max_in_flight * num_tokens)
+    num_blocks = (window.most_blocks(block_size, 1) or 0) + num_spare
+    runner = CountingRunner(num_blocks, block_size, 48, max_in_flight, window)
+    client = Client(Engine(Limits(3, num_tokens), runner, Words()))
+    asked: dict[int, list[int]] = {}
+    for _ in range(data.draw(st.integers(2, 8))):
+        base = data.draw(st.integers(0, 1))
+        length = data.draw(st.integers(1, 40))
+        prompt = [(base + 1) * i % VOCAB_SIZE for i in range(length)]
+        sampling = SamplingParams(max_tokens=data.draw(st.integers(1, 6)), temperature=0.0)
+        asked[client.submit(prompt, sampling)] = prompt
+        for _ in range(data.draw(st.integers(0, 20))):
+            client.step()
+            runner.poison(client.engine._scheduler.cache._blocks._empty)
+    client.drain()
+    assert client.engine.num_steps == len(runner.batches), "a step was refused, and undone"
+    for number, prompt in asked.items():
+        outputs = client.streams[number, 0].token_ids
+        sampling = SamplingParams(max_tokens=len(outputs), temperature=0.0)
+        text, _ = expected(prompt, sampling, 0, 48, window)
+        assert client.streams[number, 0].text == text
+
+
+def test_a_window_of_a_prompt_is_enough() -> None:
+    """Of 32 tokens the last 6 are kept, and they are all that the next turn needs."""
+    window = Window(6, num_ahead=4)
+    runner = CountingRunner(7, 2, 48, 1, window)
+    client = Client(Engine(Limits(1, 4), runner, Words()))
+    prompt = list(range(32))
+    sampling = SamplingParams(max_tokens=2, temperature=0.0)
+    first = client.submit(prompt, sampling)
+    client.drain()
+    second = client.submit([*prompt, *client.streams[first, 0].token_ids, 7], sampling)
+    runner.batches.clear()
+    client.drain()
+    assert runner.batches[0].num_tokens == 2  # the last answer's last token, and the new one
+    perf = client.streams[second, 0].last.finished.perf
+    assert perf.kv_reused_blocks == 3
+    with pytest.raises(ContractError, match=r"it needs 4 blocks, the KV cache has 3 \(6 tokens\)"):
+        Client(Engine(Limits(1, 4), CountingRunner(3, 2, 48, 1, window), Words())).submit(
+            prompt, sampling
+        )
 
 
 class Windowed(Machine):

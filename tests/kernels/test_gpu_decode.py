@@ -38,8 +38,9 @@ def decode(case: Case, poisoned: bool = False) -> torch.Tensor:
         for warps in (4, 8):
             poison((module._plan_size(len(case.lengths), num_ctas, warps),), dtype=torch.float32)
         poison((num_ctas * 2 * module._part_words(case.q.shape[2]),), dtype=torch.float32)
-    plan = plan_decode(case.lengths, case.cache, case.q.shape[1])
-    return decode_attention(case.q, case.cache, case.block_tables, case.lengths, plan, case.scale)
+    plan = plan_decode(case.lengths, case.cache, case.q.shape[1], case.window)
+    where = (case.cache, case.block_tables, case.lengths, plan, case.scale)
+    return decode_attention(case.q, *where, window=case.window)
 
 
 def check(judge: Judge, name: str, case: Case) -> None:
@@ -58,6 +59,23 @@ def test_decode_attention(dtype: torch.dtype) -> None:
     for heads, d, block in (((8, 2), 128, 32), ((7, 1), 80, 8)):
         case = make_case([1] * len(LONG), LONG, heads, d, block, dtype)
         check(judge, f"long, heads {heads} d {d} block {block}", case)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=short)
+def test_windows(dtype: torch.dtype) -> None:
+    """By plan and by split; no entry in front of a window is read."""
+    judge = Judge(f"windows {short(dtype)}")
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    for heads, d, block in configurations()[::4]:
+        for window in (1, 33, 256, 1000):
+            case = make_case([1] * len(SHORT), SHORT, heads, d, block, dtype, window=window)
+            want = (attend(case, torch.float64), attend(case, dtype))
+            name = f"heads {heads} d {d} block {block} window {window}"
+            judge.close(name, decode(case, poisoned=True), *want)
+            judge.repeats(name, lambda case=case: decode(case, poisoned=True))
+            where = (case.cache, case.block_tables, case.lengths, none, case.scale)
+            judge.close(f"{name} split", decode_attention(case.q, *where, window=window), *want)
     judge.verdict()
 
 

@@ -39,6 +39,32 @@ def test_prefill_attention(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_windows(dtype: torch.dtype) -> None:
+    """No entry in front of the first query's window is read; chunk cuts change no bit."""
+    judge = Judge(f"windows {short(dtype)}")
+    for heads, d, block in configurations()[::4]:
+        for window in (1, 33, 100, 1000):
+            case = make_case(CHUNKS, CHUNK_LENGTHS, heads, d, block, dtype, window=window)
+            where = (case.cache, case.block_tables, case.query_starts, case.lengths, case.scale)
+            out = prefill_attention(case.q, *where, max(CHUNKS), window=window)
+            name = f"heads {heads} d {d} block {block} window {window}"
+            judge.close(name, out, attend(case, torch.float64), attend(case, dtype))
+    case = make_case([300], [700], (6, 2), 128, 16, dtype, window=200)
+    where = (case.cache, case.block_tables)
+
+    def rows(begin: int, end: int) -> torch.Tensor:
+        starts, lengths = case.lengths.new_tensor([0, end - begin]), case.lengths - 300 + end
+        return prefill_attention(
+            case.q[begin:end], *where, starts, lengths, case.scale, end - begin, window=200
+        )
+
+    whole = rows(0, 300)
+    for begin, end in ((0, 50), (50, 300)):
+        judge.true(f"rows {begin}:{end}", same_bits(rows(begin, end), whole[begin:end]))
+    judge.verdict()
+
+
 def rows_of(case: Case, begin: int, end: int, max_queries: int = 0) -> torch.Tensor:
     """Rows [begin, end) of a case of one sequence, computed as a chunk of their own."""
     return prefill_attention(

@@ -27,6 +27,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"max_waiting": 0}, "max_waiting = 0"),
         ({"max_waiting_tokens": 0}, "max_waiting_tokens = 0"),
         ({"stuck_after_s": 2}, "stuck_after_s = 2 is below 3"),
+        ({"kv_cache_host_bytes": -1}, "kv_cache_host_bytes = -1 is below 0"),
+        (
+            {"kv_cache_host_bytes": 1000},
+            "kv_cache_host_bytes = 1000 is below a block's 65536 bytes",
+        ),
+        (
+            {"kv_cache_host_bytes": 1 << 20, "kv_cache_reuse": False},
+            "kv_cache_host_bytes = 1048576 is for cached blocks, which there are only with",
+        ),
+        (
+            {"kv_cache_host_bytes": 1 << 20, "attention_window": 64},
+            "kv_cache_host_bytes = 1048576 is for cached blocks, which there are only with",
+        ),
+        ({"kv_cache_host_bytes": 1 << 60}, "GB of host memory are available"),
         ({"gpu_hour_price": -0.5}, "gpu_hour_price = -0.5 is not a price"),
         ({"gpu_hour_price": float("inf")}, "gpu_hour_price = inf is not a price"),
         ({"request_log": "log.json"}, "request_log = 'log.json' is not an absolute path"),
@@ -103,6 +117,8 @@ def test_as_asked(checkpoint: Path) -> None:
     banner = plan.banner(62)
     for fact in ("shown", "LlamaForCausalLM", "bfloat16", "992 tokens", "3.9 sequences of 256"):
         assert fact in banner
+    assert "host memory" not in banner
+    assert "1,600 tokens more in host memory" in plan.banner(62, 100)
     assert "\n" not in banner
 
 

@@ -2,6 +2,7 @@
 
 import re
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 
@@ -51,13 +52,21 @@ class Page:
 
 
 def wait_for(url: str, is_so: Callable[[Page], bool], timeout_s: float = 60.0) -> Page:
-    """The first page of which it is so; fails after a while."""
+    """The first page of which it is so; fails after a while.
+
+    A server that begins opens this port last, after it has said that it is ready.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        page = Page(url)
-        if is_so(page):
-            return page
-        assert time.monotonic() < deadline, page.text
+        try:
+            page = Page(url)
+        except urllib.error.URLError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            if is_so(page):
+                return page
+            assert time.monotonic() < deadline, page.text
         time.sleep(0.2)
 
 

@@ -208,21 +208,22 @@ def wait_waiting(client, number: int) -> None:
 
 
 def test_the_higher_priority_is_admitted_first_and_a_full_queue_refuses(narrow):
-    ended: list[object] = []
+    begun_ns: dict[str, int] = {}
 
-    def ask(name: object, max_tokens: int, **parameters: int) -> threading.Thread:
+    def ask(name: str, max_tokens: int, **parameters: int) -> threading.Thread:
         def run() -> None:
             request = {"text_input": PROMPT, "max_tokens": max_tokens, "end_id": -1, "stream": True}
-            list(narrow.iterate("ensemble", parameters=parameters, **request))
-            ended.append(name)
+            request["return_perf_metrics"] = True
+            *_, last = narrow.iterate("ensemble", parameters=parameters, **request)
+            begun_ns[name] = last["first_scheduled_time_ns"].item()
 
         thread = threading.Thread(target=run)
         thread.start()
         return thread
 
-    threads = [ask("running", 1200)]
-    narrow.wait_running(1)
-    threads.append(ask("low", 4, request_priority=9))
+    running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
+    next(running)
+    threads = [ask("low", 4, request_priority=9)]
     wait_waiting(narrow, 1)
     threads.append(ask("high", 4, request_priority=0))
     wait_waiting(narrow, 2)
@@ -234,9 +235,10 @@ def test_the_higher_priority_is_admitted_first_and_a_full_queue_refuses(narrow):
             r"\(1 sequences are running\); retry_after_ms: \d+",
             str(caught.value),
         )
+    running.close()
     for thread in threads:
         thread.join(60)
-    assert ended == ["running", "high", "low"]
+    assert begun_ns["high"] < begun_ns["low"]
 
 
 def test_one_that_waits_is_over_time_too(narrow):

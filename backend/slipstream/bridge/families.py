@@ -67,6 +67,7 @@ _SINGLE_COUNTERS = {
     "output_tokens": ("Tokens generated", "output_tokens"),
     "prefix_queries": ("Tokens of prompts that were looked for in the cache", "prefix_queries"),
     "prefix_hits": ("Tokens of prompts that were found there", "prefix_hits"),
+    "host_evicted_blocks": ("Blocks that were lost from host memory", "host_evicted_blocks"),
     "dropped_messages": ("Frames from bridges that were no message", "dropped_messages"),
 }
 _SPLIT_COUNTERS = {
@@ -77,6 +78,17 @@ _SPLIT_COUNTERS = {
         "Blocks of the cache that were taken for something else, by priority",
         "priority",
         "evicted_blocks",
+    ),
+    "found_tokens": (
+        "Tokens that sequences found in the cache when they were admitted, by where",
+        "place",
+        "found_tokens",
+    ),
+    "moved_blocks": ("Blocks moved to host memory and back", "direction", "moved_blocks"),
+    "moved_bytes": (
+        "Bytes copied to host memory and back",
+        "direction",
+        "moved_bytes",
     ),
     "cost": ("Cost of what was computed for sequences that ended, by why", "reason", "cost"),
 }
@@ -91,6 +103,10 @@ def _ours() -> Iterator[Metric]:
     for kind in KINDS:
         text, labels = "Repairs by `slipstream serve` since it began, by of what", {"what": kind}
         yield Metric("slipstream_repairs", Kind.GAUGE, text, (f"repairs:{kind}",), labels)
+    for state in ("free", "cached", "leaving", "arriving"):
+        text, labels = "Blocks of host memory", {"state": state}
+        figures = (f"host_blocks_{state}",)
+        yield Metric("slipstream_host_blocks", Kind.GAUGE, text, figures, labels)
     for name, (text, figure) in _SINGLE_COUNTERS.items():
         yield Metric(f"slipstream_{name}_total", Kind.COUNTER, text, (figure,))
     for name, (text, label, figure) in _SPLIT_COUNTERS.items():

@@ -5,7 +5,8 @@
     fenced    nobody's, but a launched step may still touch it
     in use    one reference a sequence that lists it
 
-Every block is in exactly one of the four. A block is freed with the fence of the last launched
+Every block is in exactly one of the four, or on its way to or from host memory and nobody's: then
+it may be shared, and is idle only after that. A block is freed with the fence of the last launched
 step and is idle when that step has completed; while steps run one after another, at once. Whoever
 shares a block only reads it, so a fence keeps nobody from sharing it again.
 """
@@ -25,11 +26,17 @@ class BlockManager:
         num_blocks: int,
         clock: Callable[[], int] = monotonic_ns,
         evict: Callable[[int, int], None] = lambda block, priority: None,
+        is_held: bool = False,
     ) -> None:
-        """`evict` is told of a kept block that is handed out, with its priority; `clock` in ns."""
+        """`evict` is told of a kept block that is handed out, with its priority; `clock` in ns.
+
+        If `is_held`, kept blocks are not handed out: only `take_kept` lets go of them.
+        """
         self.num_blocks = num_blocks
         self.num_fenced = 0  # blocks that nobody owns and a launched step may still touch
         self._evict = evict
+        self.is_held = is_held
+        self._moving: set[int] = set()  # to or from host memory, in use or not
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._idle = IdleBlocks(clock)
         self._is_kept = [False] * num_blocks  # in whatever state
@@ -42,7 +49,12 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._empty) + len(self._idle)
+        return len(self._empty) + (0 if self.is_held else len(self._idle))
+
+    @property
+    def num_empty(self) -> int:
+        """Idle blocks of which nothing is kept."""
+        return len(self._empty)
 
     @property
     def kept(self) -> set[int]:
@@ -54,18 +66,26 @@ class BlockManager:
         """Idle blocks of which something is kept."""
         return len(self._idle)
 
-    def is_idle(self, block: int) -> bool:
-        """Would sharing it leave one free block less?"""
-        return not (self._references[block] or self._fence[block])
+    @property
+    def num_moving(self) -> int:
+        """Blocks that are nobody's, but for a copy to or from host memory."""
+        return sum([not self.is_wanted(block) for block in self._moving])
 
     def is_exclusive(self, block: int) -> bool:
         """Whether one owner has it, and nobody can ask for what it holds."""
         return self._references[block] == 1 and not self._is_kept[block]
 
-    def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of them are idle."""
-        references, fence = self._references, self._fence
-        return sum([not (references[block] or fence[block]) for block in blocks])
+    def is_wanted(self, block: int) -> bool:
+        """Does anybody own it, or may a launched step still touch it?"""
+        return bool(self._references[block] or self._fence[block])
+
+    def is_idle(self, block: int) -> bool:
+        """Is it empty or kept?"""
+        return not (self._references[block] or self._fence[block] or block in self._moving)
+
+    def num_shareable(self, blocks: Iterable[int]) -> int:
+        """How many free blocks less there are, once these are shared."""
+        return 0 if self.is_held else sum(map(self.is_idle, blocks))
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out `num_blocks <= num_free` blocks, each with one reference."""
@@ -90,7 +110,7 @@ class BlockManager:
                 if fence[block]:
                     fence[block] = 0
                     self.num_fenced -= 1
-                else:
+                elif block not in self._moving:
                     self._idle.remove(block)
             references[block] += 1
 
@@ -127,6 +147,27 @@ class BlockManager:
             self._empty.append(block)
         self._idle.forget(block)
 
+    def take_kept(self) -> tuple[int, int, int]:
+        """The kept block that is worth least begins to move; its priority, and that's ns."""
+        block, priority, duration_ns = self._idle.take()
+        self._moving.add(block)
+        return block, priority, duration_ns
+
+    def begin_move(self, block: int) -> None:
+        """Something is being copied to a block in use."""
+        assert self._references[block]
+        self._moving.add(block)
+
+    def end_move(self, block: int, has_left: bool = False) -> None:
+        """It has arrived; or what it held has left, which nobody wants then."""
+        self._moving.remove(block)
+        if has_left:
+            assert not self.is_wanted(block), "a block left that is wanted"
+            self._is_kept[block] = False
+            self._idle.forget(block)
+        if not self.is_wanted(block):
+            self._settle(block)
+
     def launch(self) -> None:
         """A step begins that may touch all blocks in use now."""
         self._num_launched += 1
@@ -143,6 +184,8 @@ class BlockManager:
                 self._settle(block)
 
     def _settle(self, block: int) -> None:
+        if block in self._moving:
+            return
         if self._is_kept[block]:
             self._idle.add(block)
         else:
@@ -164,7 +207,8 @@ class BlockManager:
         assert len(kept) == len(self._idle)
         assert all(self._is_kept[block] for block in kept), "a block is idle for nothing"
         assert not any(self._is_kept[block] for block in self._empty), "a block is kept and empty"
-        free = self._empty + kept + fenced
+        moving = [block for block in self._moving if not self.is_wanted(block)]
+        free = self._empty + kept + fenced + moving
         assert len(free) == len(set(free)), "a block is free twice"
         assert all(self._references[block] == 0 for block in free), "a block in use is free"
         num_used = sum(count > 0 for count in self._references)

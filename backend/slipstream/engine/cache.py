@@ -15,11 +15,12 @@ Whole blocks are shared; of the next one, what still matches is copied. Shared b
 written: who shares them computes at later positions, in blocks of its own. A finite sample proves
 that all keys and values before it are finite (a NaN in any of them would be in it), and only then
 they can be found. An idle block is found until it is handed out to somebody.
+What is not here may lie in host memory: see tier.py.
 """
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from sys import maxsize
 from time import monotonic_ns
@@ -28,10 +29,14 @@ from slipstream_contract.retention import DEFAULT_PRIORITY
 
 from slipstream.engine.batch import Copy
 from slipstream.engine.blocks import BlockManager
+from slipstream.engine.host import Mover
 from slipstream.engine.prefix import Chain, PrefixIndex, pack
 from slipstream.engine.sequence import Sequence
+from slipstream.engine.tier import Tier
 from slipstream.engine.window import Window
 from slipstream.figures import EVICTIONS
+
+_NOT_HERE = -1  # but in host memory
 
 Copies = tuple[tuple[int, int], ...]
 
@@ -40,7 +45,7 @@ Copies = tuple[tuple[int, int], ...]
 class Match:
     """What the cache has of a sequence."""
 
-    blocks: list[int]
+    blocks: list[int]  # or `_NOT_HERE`
     num_forgotten: int = 0  # of them, in front: nobody sees them, any number stands for them
     source: int = -1  # a block that begins with the `num_copied` tokens after those
     num_copied: int = 0
@@ -58,15 +63,30 @@ class KVCache:
         is_reused: bool = True,
         clock: Callable[[], int] = monotonic_ns,
         window: Window | None = None,
+        mover: Mover | None = None,
+        token_ns: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Without reuse, or with gaps in the tables, nothing is found; `clock` is in ns."""
+        """Without reuse, or with gaps in the tables, nothing is found.
+
+        Args:
+            num_blocks: on the device.
+            block_size: in tokens.
+            is_reused: can what is computed be found again?
+            clock: in ns.
+            window: what of a sequence its next tokens see.
+            mover: what host memory there is.
+            token_ns: how long a token of a prompt takes, if that is known.
+        """
         self.num_blocks = num_blocks
         self.window = window or Window()
         self.block_size = block_size
         self.num_evicted = dict.fromkeys(EVICTIONS, 0)  # blocks handed out that held something
         self._is_reused = is_reused and not self.window.has_gaps
-        self._blocks = BlockManager(num_blocks, clock, self._evict)
+        mover = mover if self._is_reused else None
+        self._blocks = BlockManager(num_blocks, clock, self._evict, mover is not None)
         self._index = PrefixIndex(block_size)
+        self._token_ns = token_ns
+        self.tier = Tier(self._blocks, self._index, mover, self._compute_s, self._evict)
         self._leaders: dict[bytes, Sequence] = {}  # digest of the first block that it computes
         self._copies: list[Copy] = []  # that no step has done yet
         self._launched: deque[list[Copy]] = deque()  # by the steps in flight
@@ -83,8 +103,19 @@ class KVCache:
 
     @property
     def num_kept(self) -> int:
-        """Free blocks that hold what may be asked for again."""
+        """Idle blocks that hold what may be asked for again."""
         return self._blocks.num_kept
+
+    @property
+    def num_unused(self) -> int:
+        """Blocks that no sequence holds: they can be had, now or later."""
+        blocks = self._blocks
+        return blocks.num_empty + blocks.num_kept + blocks.num_fenced + blocks.num_moving
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks that will be free without anybody's doing."""
+        return self._blocks.num_fenced + self._blocks.num_moving
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks without which so many tokens cannot be computed."""
@@ -100,18 +131,19 @@ class KVCache:
             return match
         token_ids, size = sequence.token_ids, self.block_size
         digests = self._chain(sequence).digests
-        find, most = self._index.find, (len(token_ids) - 1) // size
+        most = (len(token_ids) - 1) // size
         if self.window.size:
             self._match_window(match, digests[1 : most + 1])
         else:
-            for digest in digests[1 : most + 1]:
-                block = find(digest)
+            for block in self._find(digests[1 : most + 1]):
                 if block is None:
                     break
                 match.blocks.append(block)
         number = len(match.blocks)
         rest = token_ids[number * size : min((number + 1) * size, len(token_ids) - 1)]
         match.source, match.num_copied = self._index.closest(digests[number], pack(rest))
+        if self.tier.is_arriving(match.source):
+            match.num_copied = 0  # it is not there yet
         if number < most and (leader := self._leaders.get(digests[number + 1])) is not None:
             match.leader = leader
             theirs = self._chain(leader).digests
@@ -119,6 +151,13 @@ class KVCache:
             end = bisect_left(both, True, key=lambda i: digests[i] != theirs[i])
             match.num_coming = (end - 1) * size
         return match
+
+    def _find(self, digests: list[bytes]) -> Iterator[int | None]:
+        """The block of each, `_NOT_HERE`, or None if it is nowhere."""
+        find, elsewhere = self._index.find, self.tier.fetchable()
+        for digest in digests:
+            block = find(digest)
+            yield _NOT_HERE if block is None and digest in elsewhere else block
 
     def _finds(self, sequence: Sequence) -> bool:
         """Whether a sequence shares blocks at all.
@@ -130,13 +169,14 @@ class KVCache:
 
     def _match_window(self, match: Match, digests: list[bytes]) -> None:
         """The longest beginning of which there is all that its next token sees."""
-        found = [self._index.find(digest) for digest in digests]
+        found = list(self._find(digests))
         begin = 0  # of those that are there without a hole up to the number
         for number, block in enumerate(found, 1):
             begin = number if block is None else begin
             first = self._forgotten(number * self.block_size).stop
             if begin <= first < number:
-                match.blocks, match.num_forgotten = [b or 0 for b in found[:number]], first
+                seen = [block for block in found[first:number] if block is not None]
+                match.blocks, match.num_forgotten = [0] * first + seen, first
 
     def _forgotten(self, num_tokens: int) -> range:
         return self.window.forgotten(num_tokens, self.block_size)
@@ -144,14 +184,13 @@ class KVCache:
     def admit(self, sequence: Sequence, match: Match, num_tokens: int, num_spare: int) -> bool:
         """Give a sequence room for so many tokens, or for as many as the cache has.
 
-        False, and nothing has changed, if that does not leave `num_spare` blocks free.
+        False, and nothing has changed, if that does not leave `num_spare` blocks free; with host
+        memory others may have begun to move there.
         """
         blocks, size = self._blocks, self.block_size
-        shared = match.blocks[match.num_forgotten :]
-        num_new = -(-num_tokens // size) - len(match.blocks)
-        most = self.window.most_blocks(size) or self.num_blocks
-        num_new = min(num_new, min(most, self.num_blocks) - len(shared))
-        num_left = blocks.num_free - num_spare - num_new - blocks.num_idle(shared)
+        match, shared, num_new = self._make_room(sequence, match, num_tokens, num_spare)
+        num_fetched = match.blocks[match.num_forgotten :].count(_NOT_HERE)
+        num_left = blocks.num_free - num_spare - num_new - blocks.num_shareable(shared)
         if num_left < 0:
             return False
         sequence.num_computed = len(match.blocks) * size
@@ -161,18 +200,59 @@ class KVCache:
             blocks.share([match.source])  # or it might be handed out here
         own = blocks.allocate(num_new)
         if is_copied:
-            sequence.copy = Copy(match.source, own[0])
+            sequence.copy = Copy(match.source, own[num_fetched])
             self._copies.append(sequence.copy)
             sequence.num_computed += match.num_copied
         sequence.num_scheduled = sequence.num_computed
-        sequence.block_ids = match.blocks + own
+        if num_fetched:
+            self._fetch(sequence, match.blocks, own)
+        sequence.block_ids = match.blocks + own[num_fetched:]
         sequence.num_forgotten = match.num_forgotten
         sequence.capacity = len(sequence.block_ids) * size
-        sequence.num_shared_blocks += len(shared)
-        sequence.num_allocated_blocks += num_new
+        sequence.num_shared_blocks += len(shared) + num_fetched
+        sequence.num_allocated_blocks += num_new - num_fetched
         if self._finds(sequence):
             self._begin(sequence, len(match.blocks))
+        self.tier.admitted(sequence, num_fetched * size)
         return True
+
+    def _make_room(
+        self, sequence: Sequence, match: Match, num_tokens: int, num_spare: int
+    ) -> tuple[Match, list[int], int]:
+        """The match, the blocks of it that are here, and how many new ones are needed.
+
+        Where there are too few, others begin to leave for host memory, but none of these.
+        """
+        shared, num_new = self._needs(match, num_tokens)
+        if self._blocks.is_held and num_new + num_spare > self.num_free:
+            self._blocks.share(shared)
+            self.tier.has_room(num_new + num_spare)
+            self._blocks.free(reversed(shared))
+            match = self.match(sequence)  # what was found there may have gone
+            shared, num_new = self._needs(match, num_tokens)
+        return match, shared, num_new
+
+    def _needs(self, match: Match, num_tokens: int) -> tuple[list[int], int]:
+        size, found = self.block_size, match.blocks[match.num_forgotten :]
+        most = min(self.window.most_blocks(size) or self.num_blocks, self.num_blocks)
+        num_more = min(-(-num_tokens // size) - len(match.blocks), most - len(found))
+        shared = [block for block in found if block != _NOT_HERE]
+        return shared, num_more + len(found) - len(shared)
+
+    def _fetch(self, sequence: Sequence, found: list[int], own: list[int]) -> None:
+        """What was found in host memory comes into the first of these blocks, in order."""
+        chain, number = self._chain(sequence), 0
+        for i, block in enumerate(found):
+            if block == _NOT_HERE:
+                tokens = chain.tokens(i, sequence.token_ids)
+                self.tier.fetch(own[number], chain.digests[i], chain.digests[i + 1], tokens)
+                found[i] = own[number]
+                number += 1
+
+    def _compute_s(self) -> float | None:
+        """How long a block of a prompt takes, if that is known."""
+        token_ns = self._token_ns()
+        return None if token_ns is None else token_ns * self.block_size / 1e9
 
     def forget(self, sequence: Sequence) -> None:
         """Give back what none of its next tokens sees.
@@ -216,6 +296,7 @@ class KVCache:
             self._register(sequence)
             self._register_rest(sequence)
         self._forget_leader(sequence)
+        self.tier.released(sequence.id)
         copy, sequence.copy = sequence.copy, None
         if copy is not None:
             copy.is_void = True
@@ -235,6 +316,7 @@ class KVCache:
     def launch(self) -> Copies:
         """A step begins that may touch all tables; what must be copied before, from and to."""
         self._blocks.launch()
+        self.tier.make_room_ahead()
         copies, self._copies = self._copies, []
         self._launched.append(copies)
         return tuple((copy.source, copy.target) for copy in copies)
@@ -311,6 +393,7 @@ class KVCache:
                 blocks.drop(other)
             index.put(block, digests[i], digests[i + 1], chain.tokens(i, token_ids))
             blocks.keep(block)
+            self.tier.forget(digests[i + 1])
         self._retain(sequence, begin, end)
         sequence.num_registered = end
 
@@ -352,6 +435,7 @@ class KVCache:
         sources = [copy.source for copies in (self._copies, *self._launched) for copy in copies]
         self._blocks.check_integrity([*(s.block_ids[s.num_forgotten :] for s in running), sources])
         self._index.check_integrity(self._blocks.kept)
+        self.tier.check_integrity(self._blocks._moving)
         assert all(leader in running for leader in self._leaders.values())
         size = self.block_size
         owners: dict[int, int] = {}

@@ -22,6 +22,7 @@ from slipstream_contract.urgency import LOWEST_PRIORITY
 
 from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.deadlines import Deadlines
+from slipstream.engine.host import Mover
 from slipstream.engine.reports import RequestLog
 from slipstream.engine.scheduler import Limits, Scheduler
 from slipstream.engine.sequence import Request, Sequence
@@ -53,6 +54,7 @@ class Runner(Protocol):
     vocab_size: int
     max_model_len: int
     window: Window
+    transfers: Mover | None  # of blocks to host memory and back, if there is any
     max_in_flight: int  # 2: a step may be launched while the one before it runs; 1: it may not
 
     def launch(self, batch: Batch) -> Launched:
@@ -94,7 +96,13 @@ class Engine:
         self._telemetry = telemetry or Telemetry()
         self._request_log = request_log
         self._scheduler = Scheduler(
-            limits, runner.num_blocks, runner.block_size, clock, self._telemetry, runner.window
+            limits,
+            runner.num_blocks,
+            runner.block_size,
+            clock,
+            self._telemetry,
+            runner.window,
+            runner.transfers,
         )
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
@@ -199,6 +207,8 @@ class Engine:
         """Finish a step, with the next one launched behind it; what there is to tell, by bridge."""
         self._end_overdue()
         self._launch_ahead()
+        if self.fatal is not None:
+            return {}
         had_flights = bool(self._flights)
         if had_flights:
             self._land(self._flights.popleft())
@@ -220,7 +230,7 @@ class Engine:
             number=number,
             model=self._model,
             engine_pid=os.getpid(),
-            kv_blocks_free=scheduler.cache.num_free + scheduler.cache.num_fenced,
+            kv_blocks_free=scheduler.cache.num_unused,
             kv_blocks_total=scheduler.cache.num_blocks,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -241,6 +251,7 @@ class Engine:
         counters["dropped_messages"] = num_dropped
         for word, number in self._scheduler.cache.num_evicted.items():
             counters[f"evicted_blocks:{word}"] = number
+        counters |= self._scheduler.cache.tier.counts
         return self._telemetry.figures(
             {
                 "active_requests": len(self._requests),
@@ -250,6 +261,7 @@ class Engine:
                 "max_num_seqs": self._limits.max_num_seqs,
                 "block_size": self._runner.block_size,
                 "cached_blocks": self._scheduler.cache.num_kept,
+                **self._scheduler.cache.tier.gauges(),
             }
         )
 
@@ -264,7 +276,7 @@ class Engine:
         cache = self._scheduler.cache
         if not self._requests:
             assert num_sequences == 0, "sequences without a request"
-            assert cache.num_free + cache.num_fenced == cache.num_blocks, "a leak"
+            assert cache.num_unused == cache.num_blocks, "a leak"
         assert cache.num_fenced == 0 or self._flights, "a fence without a step in flight"
         assert num_sequences <= sum(r.num_unfinished for r in self._requests.values())
 
@@ -293,16 +305,35 @@ class Engine:
             only = self._trial.current()
             if only is not None and self._flights:
                 return
-            batch = self._scheduler.schedule(only)
+            batch = self._schedule(only)
+            if self.fatal is not None or (batch is None and only is None):
+                return
             if batch is None:
-                if only is None:
-                    return
                 continue  # they gave up their blocks for others: their turn is over
             try:
                 self._flights.append(_Flight(batch, self._runner.launch(batch), None))
             except Exception as error:
                 self._flights.append(_Flight(batch, None, error))
                 return
+
+    def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
+        """The next step's work; where all wait for blocks on their way, as soon as some are there.
+
+        Copies that cannot be begun, or have failed, are the device's end.
+        """
+        scheduler = self._scheduler
+        try:
+            while (batch := scheduler.schedule(only)) is None:
+                if self._flights or not (scheduler.has_work and scheduler.cache.tier.is_moving):
+                    break
+                scheduler.cache.tier.wait()
+        except AssertionError:
+            raise
+        except Exception as error:
+            _log.error("blocks could not be copied", exc_info=error)
+            self.fatal = error
+            return None
+        return batch
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a step and commit it; if it failed, go on without who is at fault."""

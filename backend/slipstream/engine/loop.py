@@ -244,7 +244,8 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         runner.max_model_len,
     )
     loop = EngineLoop(engine, welcome, address)
-    _log.info("%s", plan.banner(runner.num_blocks))
+    num_slots = 0 if runner.transfers is None else runner.transfers.num_slots
+    _log.info("%s", plan.banner(runner.num_blocks, num_slots))
     laps.log(_log, "process ready")
     return loop
 

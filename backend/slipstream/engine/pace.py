@@ -51,6 +51,11 @@ class Pace:
         self._is_cut = False  # the next step
         self._num_cut = _PROBE_EVERY - 1  # the first one tells
 
+    @property
+    def token_ns(self) -> float | None:
+        """What a token of a prompt takes in a large step; None: not known yet."""
+        return median(self._token_ns) if self._token_ns else None
+
     def begin(self, num_decodes: int, num_chunk_tokens: int) -> None:
         """A step is about to be launched."""
         self._begun.append((self._clock(), num_decodes, num_chunk_tokens, self._is_cut))

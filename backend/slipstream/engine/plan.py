@@ -75,8 +75,8 @@ class Plan:
         """Blocks that a sequence holds at most."""
         return min(self.table_blocks, self.window.most_blocks(self.block_size) or ENDLESS)
 
-    def banner(self, num_blocks: int) -> str:
-        """One line for the log at start, with the cache that came of it."""
+    def banner(self, num_blocks: int, num_slots: int = 0) -> str:
+        """One line for the log at start: the cache that came of it, and blocks in host memory."""
         fit = num_blocks / self.held_blocks
         length = f"{self.max_model_len:,} tokens"
         if self.window.has_gaps:
@@ -86,11 +86,12 @@ class Plan:
         dtype = str(self.dtype).removeprefix("torch.")
         dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
         cache = "" if self.cache_dtype == self.dtype else f"{self.config.kv_cache_dtype}, "
+        host = f", {num_slots * self.block_size:,} tokens more in host memory" if num_slots else ""
         return (
             f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
             f"KV cache of {cache}{num_blocks * self.block_size:,} tokens "
             f"({num_blocks * self.block_bytes / 1e9:.2f} GB, {num_blocks:,} blocks of "
-            f"{self.block_size}), room for {fit:.1f} sequences of {length}, "
+            f"{self.block_size}){host}, room for {fit:.1f} sequences of {length}, "
             f"at most {self.max_num_seqs} at once; at most {self.config.max_waiting:,} requests "
             f"with {self.config.max_waiting_tokens:,} tokens wait"
         )
@@ -236,6 +237,22 @@ def available_on_host() -> int:
 def _check_cache(plan: Plan) -> None:
     """Refuse what can never fit, before weights are read; what is left is measured after that."""
     config = plan.config
+    if config.kv_cache_host_bytes:
+        wanted, available = config.kv_cache_host_bytes, available_on_host()
+        if not config.kv_cache_reuse or config.attention_window is not None:
+            raise ConfigError(
+                f"kv_cache_host_bytes = {wanted} is for cached blocks, which there are only with "
+                "kv_cache_reuse and without an attention_window"
+            )
+        if wanted < plan.block_bytes:
+            raise ConfigError(
+                f"kv_cache_host_bytes = {wanted} is below a block's {plan.block_bytes} bytes"
+            )
+        if wanted > available:
+            raise ConfigError(
+                f"kv_cache_host_bytes = {wanted}: {wanted / 1e9:.2f} GB, but "
+                f"{available / 1e9:.2f} GB of host memory are available"
+            )
     if config.kv_cache_tokens is None:
         return
     tokens = _at_least(config, "kv_cache_tokens", config.block_size)
@@ -274,6 +291,7 @@ def resolve(config: EngineConfig) -> Plan:
         "long_prompt_tokens",
     ):
         _at_least(config, field, 1)
+    _at_least(config, "kv_cache_host_bytes", 0)
     _at_least(config, "stuck_after_s", 3)  # an idle engine turns, and is looked at, once a second
     if not 0 <= config.gpu_hour_price < inf:
         raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")

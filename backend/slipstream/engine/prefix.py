@@ -111,6 +111,14 @@ class PrefixIndex:
                     best, most = block, count
         return best, most
 
+    def digest(self, block: int) -> bytes | None:
+        """Of what a block holds; None if it is not whole."""
+        return self._held[block][1]
+
+    def digests(self) -> Iterable[bytes]:
+        """Of all whole blocks."""
+        return self._blocks.keys()
+
     def put(self, block: int, parent: bytes, digest: bytes | None, tokens: bytes) -> None:
         """The block holds these tokens after that prefix, in place of what it held before."""
         if block in self._held:

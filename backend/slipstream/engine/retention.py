@@ -70,12 +70,18 @@ class IdleBlocks:
             self._remove(block, retained[0])
             self._end_of.pop(block, None)
 
-    def pop(self) -> tuple[int, int]:
-        """The first to go, and its priority; nothing is known of it any more."""
+    def take(self) -> tuple[int, int, int]:
+        """The first to go is idle no more; with its priority, and for how many ns it has that."""
         self._refresh()
         priority = (self._used & -self._used).bit_length() - 1
         block = next(iter(self._levels[priority]))
         self.remove(block)
+        duration_ns = self._retained[block][1] if block in self._retained else 0
+        return block, priority, duration_ns
+
+    def pop(self) -> tuple[int, int]:
+        """The first to go, and its priority; nothing is known of it any more."""
+        block, priority, _ = self.take()
         self._retained.pop(block, None)
         return block, priority
 

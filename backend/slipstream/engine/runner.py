@@ -10,10 +10,12 @@ from torch import Tensor
 from slipstream.engine.arrays import Layout, Shape, Slots, StepArrays, StepBuilder, histories
 from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.graphs import MAX_CHUNK_ROWS, Buckets, Graphs
+from slipstream.engine.host import Mover
 from slipstream.engine.laps import Laps
 from slipstream.engine.memory import left_on_gpu, num_blocks
 from slipstream.engine.plan import Plan, available_on_host
 from slipstream.engine.staging import Staging, num_bytes
+from slipstream.engine.transfers import Transfers, host_block_bytes
 from slipstream.kernels import jit
 from slipstream.kernels.copy_blocks import copy_blocks, route
 from slipstream.kernels.kv_format import row_size
@@ -108,6 +110,8 @@ class ModelRunner:
         self.num_blocks = num_blocks(plan, self._measure(plan, buckets, laps))
         self._make_caches(plan, self.num_blocks)
         laps.lap("cache")
+        self._make_transfers(plan)
+        laps.lap("host memory")
         if plan.device.type == "cuda" and plan.config.cuda_graphs:
             self._graphs = Graphs(buckets)
             self._graphs.capture(self._prepare)
@@ -143,6 +147,12 @@ class ModelRunner:
         dtype, device = plan.cache_dtype, plan.device
         self._caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(d.num_layers)]
         self._within = route(self._caches, self._caches, plan.device)
+
+    def _make_transfers(self, plan: Plan) -> None:
+        """Host memory for blocks, if the configuration has any."""
+        num_slots = plan.config.kv_cache_host_bytes // host_block_bytes(self._caches)
+        self.transfers: Mover | None = Transfers(self._caches, num_slots) if num_slots else None
+        self._host_bytes = num_slots * host_block_bytes(self._caches)
 
     def _make_buffers(self, plan: Plan) -> None:
         """What a step reads and writes besides weights and cache, for the largest step there is."""
@@ -187,7 +197,8 @@ class ModelRunner:
         if device.type == "cpu":
             return 0, 0
         stagings = (self._staging, self._histories, self._copies)
-        return torch.cuda.memory_reserved(device), sum(s.num_pinned_bytes for s in stagings)
+        pinned = sum(staging.num_pinned_bytes for staging in stagings)
+        return torch.cuda.memory_reserved(device), pinned + self._host_bytes
 
     def run(self, batch: Batch) -> Sampled:
         """One step from beginning to end."""

@@ -29,6 +29,7 @@ from time import monotonic_ns, time_ns
 
 from slipstream.engine.batch import Batch, Row, Sampled
 from slipstream.engine.cache import Copies, KVCache, Match
+from slipstream.engine.host import Mover
 from slipstream.engine.pace import Pace
 from slipstream.engine.sequence import Request, Sequence, Status
 from slipstream.engine.stop import Ending
@@ -81,14 +82,16 @@ class Scheduler:
         clock: Callable[[], int] = monotonic_ns,
         telemetry: Telemetry | None = None,
         window: Window | None = None,
+        mover: Mover | None = None,
     ) -> None:
-        self.cache = KVCache(num_blocks, block_size, limits.kv_cache_reuse, clock, window)
+        self._pace = pace = Pace(clock)
+        pool = (num_blocks, block_size, limits.kv_cache_reuse, clock)
+        self.cache = KVCache(*pool, window, mover, lambda: pace.token_ns)
         self._forgets = self.cache.window.size > 0
         self._telemetry = telemetry or Telemetry()
         self.num_preemptions = 0
         self._max_tokens = limits.max_num_batched_tokens
         self._long_tokens = limits.long_prompt_tokens
-        self._pace = Pace(clock)
         # No more sequences run than the budget has tokens: every decode fits into every step.
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
@@ -140,15 +143,23 @@ class Scheduler:
     # --- one step ------------------------------------------------------------------------------
 
     def schedule(self, only: tuple[frozenset[int], int] | None = None) -> Batch | None:
-        """The next step's work; None if there is nothing to compute before a commit.
+        """The next step's work; None if there is none before a commit, or before a block has moved.
 
         Args:
             only: ids of the sequences that may run, and how many tokens, at least one for each.
         """
+        self.cache.tier.poll()
+        batch = self._schedule(only)
+        self.cache.tier.begin()
+        return batch
+
+    def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
         num_preemptions = self.num_preemptions
         running: Iterable[Sequence] = self._running.values()
         for sequence in [s for s in running if s.num_scheduled >= s.capacity]:
             self._grow(sequence)
+        if self.cache.tier.is_moving:
+            running = [s for s in running if s.id not in self.cache.tier.not_arrived]
         max_tokens = self._max_tokens
         if only is not None:
             running, max_tokens = [s for s in running if s.id in only[0]], only[1]
@@ -341,7 +352,7 @@ class Scheduler:
             if sequence is None or sequence.num_in_flight:
                 return  # what it computed before it was preempted is not told yet
             num_running = len(self._running)
-            if self.cache.num_free <= num_running:
+            if not self.cache.tier.has_room(num_running + 1):
                 return
             match = self.cache.match(sequence)
             if match.leader is not None and self._is_worth_waiting(sequence, match.leader, match):
@@ -351,7 +362,8 @@ class Scheduler:
                 if num_held == _MAX_HELD_A_STEP:
                     return
             elif self._admit(sequence, match):
-                self._cut(sequence, work)
+                if sequence.id not in self.cache.tier.not_arrived:
+                    self._cut(sequence, work)
             else:
                 return
 
@@ -386,9 +398,9 @@ class Scheduler:
             return  # preempted for an older one in this very step
         if sequence.num_tokens == sequence.num_final:
             return  # its last token is in flight and will not be computed
-        while not self.cache.num_free:
-            if self.cache.num_fenced:
-                return  # a block comes back with the step in flight
+        while not self.cache.tier.has_room(1):
+            if self.cache.num_coming:
+                return  # a block comes back with the step in flight, or by itself
             if self._forgets and sequence.num_in_flight:
                 return  # what it forgets with that step it may use again
             if len(self._running) == 1:

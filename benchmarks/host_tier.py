@@ -1,0 +1,310 @@
+"""Host memory behind the KV cache: `python benchmarks/host_tier.py [SUITE ...] [--output FILE]`.
+
+    copies   bandwidth of each way to copy blocks, as a share of the PCIe bandwidth measured here
+    beside   inter-token time of a steady decode while each way copies without a pause
+    prefix   first token after a long prefix that is computed, in host memory, on the device
+    others   inter-token time of a steady decode while prefixes come in from host memory
+
+Without arguments on a GPU: the 8B shape, prefixes of 16,384 tokens. `--small`: a tiny model and
+short prefixes, for a CPU: it shows that all of it runs. The last line is one JSON object.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from engine import build
+from host_copies import Ways, dma_rates, endless
+from slipstream import wire
+from slipstream.engine.engine import Engine
+from slipstream_contract.sampling import SamplingParams
+from workloads import VOCABULARY
+
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of everything; lengths in tokens."""
+
+    shape: str
+    prefix: int
+    tail: int  # of a prompt, behind the prefix
+    num_others: int
+    repeat: int
+    budget: int  # max_num_batched_tokens
+    dma_bytes: int
+    num_moved: int  # blocks, in `copies` and `beside`
+
+    @property
+    def max_model_len(self) -> int:
+        """Room for a prompt, its answer, and for those who decode meanwhile."""
+        return self.prefix + self.tail + 8 * BLOCK_SIZE
+
+
+FULL = Size("llama-3.1-8b", 16_384, 32, 32, 5, 4096, 1 << 30, 256)
+SMALL = Size("tiny", 512, 32, 4, 3, 512, 1 << 24, 8)
+
+
+class Drive:
+    """Requests, stepped through an engine; when tokens came."""
+
+    def __init__(self, engine: Engine, size: Size) -> None:
+        self.engine = engine
+        self._size = size
+        self._rng = np.random.default_rng(7)
+        self._next = 0
+        self.first: dict[int, float] = {}  # request -> seconds since it was submitted
+        self.num_tokens: dict[int, int] = {}
+        self.ended: set[int] = set()
+        self._began: dict[int, float] = {}
+        self.steps: list[float] = []  # when each ended
+
+    def tokens(self, length: int) -> list[int]:
+        """A prompt that nobody had before."""
+        ids: list[int] = self._rng.integers(0, VOCABULARY, length).tolist()
+        return ids
+
+    def submit(self, prompt: list[int], max_tokens: int) -> int:
+        """A greedy request that ends at its length."""
+        number = self._next
+        self._next += 1
+        sampling = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens, temperature=0.0)
+        self._began[number] = time.perf_counter()
+        self.num_tokens[number] = 0
+        self.engine.submit(b"bench", wire.Submit(number, prompt, sampling, time.time_ns()))
+        return number
+
+    def step(self) -> None:
+        """One step of the engine."""
+        outputs = self.engine.step().get(b"bench", [])
+        now = time.perf_counter()
+        self.steps.append(now)
+        for tokens in outputs:
+            if tokens.token_ids:
+                self.first.setdefault(tokens.request, now - self._began[tokens.request])
+                self.num_tokens[tokens.request] += len(tokens.token_ids)
+            if tokens.finished is not None:
+                self.ended.add(tokens.request)
+
+    def ask(self, prompt: list[int], max_tokens: int = 1) -> float:
+        """Seconds to the first token of a request, which is brought to its end."""
+        number = self.submit(prompt, max_tokens)
+        while number not in self.ended:
+            self.step()
+        return self.first[number]
+
+    def crowd_out(self, num_tokens: int) -> None:
+        """So many tokens of other prompts: what was cached before makes room."""
+        length = self._size.prefix
+        for _ in range(-(-num_tokens // length)):
+            self.ask(self.tokens(length))
+
+    def begin_others(self) -> list[int]:
+        """A steady decode, with all prompts computed."""
+        room = self._size.max_model_len - 130
+        others = [self.submit(self.tokens(128), room) for _ in range(self._size.num_others)]
+        while not all(self.num_tokens[number] for number in others):
+            self.step()
+        for _ in range(20):
+            self.step()
+        return others
+
+    def end(self) -> None:
+        """Of all that is in flight."""
+        self.engine.drop_bridge(b"bench")
+        while self.engine.has_work:
+            self.step()
+
+    def moved(self) -> dict[str, float]:
+        """Bytes that went each way so far."""
+        counters = self.engine.figures().counters
+        return {way: counters[f"moved_bytes:{way}"] for way in ("out", "in")}
+
+
+def make(size: Size, num_prefixes: float, on_host: bool = True) -> Drive:
+    """An engine whose device holds about so many prefixes, and host memory for ten."""
+    blocks = -(-size.max_model_len // BLOCK_SIZE)
+    probe = build(size.shape, "auto", size.budget, max_model_len=size.max_model_len, max_num_seqs=8)
+    block_bytes = sum(cache[0].nbytes for cache in probe._runner._caches)
+    del probe
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    engine = build(
+        size.shape,
+        "auto",
+        size.budget,
+        max_model_len=size.max_model_len,
+        max_num_seqs=size.num_others + 4,
+        kv_cache_reuse=True,
+        kv_cache_tokens=int(num_prefixes * blocks) * BLOCK_SIZE,
+        kv_cache_host_bytes=10 * blocks * block_bytes if on_host else 0,
+    )
+    drive = Drive(engine, size)
+    drive.crowd_out(size.prefix)  # kernels, graphs
+    return drive
+
+
+def parts_of(size: Size) -> list[torch.Tensor]:
+    """A cache of the shape's, large enough that its blocks lie apart."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layers, heads, d = (32, 8, 128) if size is FULL else (2, 1, 64)
+    shape = (2 * size.num_moved, heads, 2, BLOCK_SIZE, d)
+    return [torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(layers)]
+
+
+def copies(size: Size) -> dict[str, object]:
+    """Each way alone."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    peak = dma_rates(size.dma_bytes, device)
+    ways = Ways(parts_of(size), size.num_moved)
+    rows: dict[str, object] = {f"pcie_{way}_gb_s": rate / 1e9 for way, rate in peak.items()}
+    print(f"PCIe by DMA: out {peak['out'] / 1e9:.1f} GB/s, in {peak['in'] / 1e9:.1f}", flush=True)
+    for name in ways.names():
+        row = {}
+        for way in ("out", "in"):
+            rate = ways.rate(name, way)
+            row[way] = {
+                "gb_s": rate / 1e9,
+                "share": rate / peak[way],
+                "host_us": ways.host_seconds(name, way) * 1e6,
+            }
+        rows[name] = row
+        shown = ", ".join(
+            f"{way} {r['gb_s']:.1f} GB/s ({r['share']:.0%}; host {r['host_us']:.0f} us)"
+            for way, r in row.items()
+        )
+        print(f"{name:12} {shown}", flush=True)
+    return rows
+
+
+def gaps_ms(times: list[float]) -> tuple[float, float]:
+    """Median and mean between steps."""
+    gaps = [(b - a) * 1e3 for a, b in pairwise(times)]
+    return statistics.median(gaps), statistics.fmean(gaps)
+
+
+def beside(size: Size) -> dict[str, object]:
+    """A decode while blocks of another cache are copied both ways without a pause."""
+    drive = make(size, size.num_others / 2 + 2, on_host=False)
+    ways = Ways(parts_of(size), size.num_moved)
+    drive.begin_others()
+    num_steps = min(150, (size.max_model_len - 300) // (len(ways.names()) + 2))
+    rows: dict[str, object] = {}
+    alone = 0.0
+    for name in ["alone", *ways.names()]:
+        first = len(drive.steps)
+        if name == "alone":
+            for _ in range(num_steps):
+                drive.step()
+        else:
+            with endless(ways, name) as feed:
+                for _ in range(num_steps):
+                    feed()
+                    drive.step()
+        middle, mean = gaps_ms(drive.steps[first + 5 :])
+        alone = alone or mean
+        rows[name] = {"median_ms": middle, "mean_ms": mean, "slower": mean / alone - 1}
+        print(f"{name:12} {middle:.3f} ms, mean {mean:.3f}: {mean / alone - 1:+.1%}", flush=True)
+    drive.end()
+    return rows
+
+
+def prefix(size: Size) -> dict[str, object]:
+    """First tokens, with nothing else running."""
+    drive = make(size, 2.5)
+    times: dict[str, list[float]] = {"computed": [], "device": [], "host": []}
+    before = drive.moved()
+    for _ in range(size.repeat):
+        prompt = drive.tokens(size.prefix)
+        times["computed"].append(drive.ask(prompt + drive.tokens(size.tail)))
+        times["device"].append(drive.ask(prompt + drive.tokens(size.tail)))
+        drive.crowd_out(4 * size.prefix)
+        begun = drive.moved()["in"]
+        times["host"].append(drive.ask(prompt + drive.tokens(size.tail)))
+        if drive.moved()["in"] == begun:
+            print("the prefix did not come from host memory", flush=True)
+            times["host"][-1] = float("nan")
+    rows: dict[str, object] = {
+        f"{name}_ms": statistics.median(values) * 1e3 for name, values in times.items()
+    }
+    share = statistics.median(times["host"]) / statistics.median(times["computed"])
+    moved = {way: count - before[way] for way, count in drive.moved().items()}
+    rows |= {"host_share_of_computed": share, "bytes": moved}
+    print(", ".join(f"{name} {rows[f'{name}_ms']:.1f} ms" for name in times), flush=True)
+    print(f"from host memory: {share:.3f} of the time of computing (goal: 0.2)", flush=True)
+    return rows
+
+
+def _window(drive: Drive, others: list[int], prompts: list[list[int]]) -> tuple[float, float]:
+    """Milliseconds of a token of the others while these prompts are served one after another."""
+    begin, before = time.perf_counter(), sum(drive.num_tokens[n] for n in others)
+    first = len(drive.steps)
+    for prompt in prompts:
+        drive.ask(prompt + drive.tokens(drive._size.tail))
+    told = sum(drive.num_tokens[n] for n in others) - before
+    mean = (time.perf_counter() - begin) * 1e3 * len(others) / max(told, 1)
+    return mean, gaps_ms(drive.steps[first:])[0]
+
+
+def others(size: Size) -> dict[str, object]:
+    """The same requests, their prefixes on the device and then in host memory."""
+    drive = make(size, 4.5)
+    running = drive.begin_others()
+    prompts = [drive.tokens(size.prefix) for _ in range(2)]
+    means: dict[str, list[float]] = {"device": [], "host": []}
+    for _ in range(size.repeat):
+        for prompt in prompts:
+            drive.ask(prompt)
+        means["device"].append(_window(drive, running, prompts)[0])
+        drive.crowd_out(6 * size.prefix)
+        begun = drive.moved()["in"]
+        mean, _ = _window(drive, running, prompts)
+        if drive.moved()["in"] > begun:
+            means["host"].append(mean)
+    drive.end()
+    device, host = (statistics.median(values or [float("nan")]) for values in means.values())
+    rows = {"device_ms": device, "host_ms": host, "slower": host / device - 1}
+    print(
+        f"a token of {size.num_others} others: {device:.3f} ms while prefixes are found on the "
+        f"device, {host:.3f} while they come in: {host / device - 1:+.1%} (goal: 3 %)",
+        flush=True,
+    )
+    return rows
+
+
+SUITES = {"copies": copies, "beside": beside, "prefix": prefix, "others": others}
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help="default: all")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    size = SMALL if args.small else FULL
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    result: dict[str, object] = {"device": device, "shape": size.shape, "prefix": size.prefix}
+    for name in args.suites or SUITES:
+        print(f"--- {name}", flush=True)
+        result[name] = SUITES[name](size)
+        gc.collect()
+    line = json.dumps(result)
+    print(line)
+    if args.output:
+        args.output.write_text(line + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
