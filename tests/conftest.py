@@ -7,8 +7,8 @@ import pytest
 from _pytest.runner import runtestprotocol
 from slipstream_compose.triton import TritonServer
 
-# tritonserver 24.10 itself: rarely, in its gRPC streams under cancels; and once in eight times where
-# a model's process is killed that has streams, for that may hold a lock which the server shares.
+# tritonserver 24.10 itself: rarely, in its gRPC streams under cancels; once in eight times where a
+# model's process is killed that has streams, for that may hold a lock which the server shares.
 CRASHES = ("Signal (11) received", "boost::interprocess::lock_exception")
 MAX_RUNS = 4
 _started: list[TritonServer] = []
