@@ -10,6 +10,8 @@ loss of a tenth leaves out its beginning, as long as the window, which at first 
     sinks     the first tokens stay, positions are those in the cache
     window    without sinks
     distant   sinks at their true distance, which grows and grows
+
+A FILE that is there is added to.
 """
 
 import argparse
@@ -118,7 +120,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             blocks.append(status.kv_blocks_total - status.kv_blocks_free)
             memory.append(resident())
     tenths = [float(tenth[args.window :].mean()) for tenth in judge.losses.split(length)]
-    full = blocks[2 * (args.window // CHUNK + 1) :]
+    full = blocks[2 * (args.window // CHUNK + 1) : -2]  # at the end it asks for no more
     return {
         "tokens": len(judge.tokens),
         "seconds": round(time.monotonic() - begin, 1),
@@ -148,11 +150,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    figures: dict[str, Any] = {
+    setting = {
         "window": args.window,
         "sinks": args.sinks,
         "cores": len(os.sched_getaffinity(0)),
     }
+    figures: dict[str, Any] = {}
+    if args.output is not None and args.output.is_file():
+        figures = json.loads(args.output.read_text())
+    figures["setting"] = setting
     for name in args.only:
         figures[name] = measure(name, args)
         print(name, json.dumps(figures[name]), flush=True)

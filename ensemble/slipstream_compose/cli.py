@@ -58,6 +58,24 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="the model repository"
     )
+    _add_precision(parser)
+    _add_engine(parser)
+    parser.add_argument("--model-name", metavar="NAME", help="what users are shown")
+    parser.add_argument(
+        "--wiring",
+        choices=WIRINGS,
+        default="composed",
+        help="`ensemble` as Triton's ensemble of three models, or served by one (%(default)s)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit code 1 if anything there differs, and say what",
+    )
+
+
+def _add_precision(parser: argparse.ArgumentParser) -> None:
+    """In which numbers the model computes, and which bits of a token may vary."""
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -76,17 +94,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "times (default: auto, that of the activations)",
     )
     parser.add_argument(
+        "--deterministic",
+        action="store_const",
+        const=True,
+        help="tokens of a request do not depend on other requests, bit for bit; slower",
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """Bounds, the cache, and what is told of requests."""
+    parser.add_argument(
         "--no-kv-cache-reuse",
         action="store_const",
         const=False,
         dest="kv_cache_reuse",
         help="compute every prompt anew, even what the KV cache still has of it",
-    )
-    parser.add_argument(
-        "--deterministic",
-        action="store_const",
-        const=True,
-        help="tokens of a request do not depend on other requests, bit for bit; slower",
     )
     for name, text in _OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
@@ -108,18 +130,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--request-log",
         metavar="FILE",
         help="a file, by its absolute path, that gets a line of JSON for every request",
-    )
-    parser.add_argument("--model-name", metavar="NAME", help="what users are shown")
-    parser.add_argument(
-        "--wiring",
-        choices=WIRINGS,
-        default="composed",
-        help="`ensemble` as Triton's ensemble of three models, or served by one (%(default)s)",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="write nothing; exit code 1 if anything there differs, and say what",
     )
 
 

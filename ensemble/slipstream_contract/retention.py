@@ -21,8 +21,7 @@ from slipstream_contract.limits import (
     check_whole,
 )
 
-MAX_PRIORITY = MAX_RETENTION
-DEFAULT_PRIORITY = 35
+DEFAULT_RETENTION = 35
 
 _SALT = "cache_salt"
 _RANGE = "retention_token_range_"
@@ -42,7 +41,7 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     """What a request says about its blocks; `decode_priority` counts for the output."""
 
     ranges: tuple[TokenRange, ...] = ()  # in order, none of them over another
-    decode_priority: int = DEFAULT_PRIORITY
+    decode_priority: int = DEFAULT_RETENTION
     decode_duration_ms: int = -1
 
     def of(self, token: int, num_prompt: int) -> tuple[int, int] | None:
@@ -80,7 +79,7 @@ def read_retention(read: _Inputs) -> Retention | None:
     decode = tuple(f"retention_decode_{field}" for field in ("priority", "duration_ms"))
     if not size and not any(map(read.has, decode)):
         return None
-    priority, duration_ms = read.whole(decode[0], DEFAULT_PRIORITY), read.whole(decode[1], -1)
+    priority, duration_ms = read.whole(decode[0], DEFAULT_RETENTION), read.whole(decode[1], -1)
     ranges = tuple(map(TokenRange, *columns.values()))
     retention = Retention(ranges, priority, duration_ms)
     check_retention(retention)
@@ -102,10 +101,10 @@ def check_retention(retention: Retention) -> None:
         check_whole(f"{_RANGE}starts[{i}]", each.start, last_end)
         if each.end != -1:
             check_whole(f"{_RANGE}ends[{i}]", each.end, each.start + 1)
-        check_whole(f"{_RANGE}priorities[{i}]", each.priority, 0, MAX_PRIORITY)
+        check_whole(f"{_RANGE}priorities[{i}]", each.priority, 0, MAX_RETENTION)
         _check_duration(f"{_RANGE}durations_ms[{i}]", each.duration_ms)
         last_end = each.end
-    check_whole("retention_decode_priority", retention.decode_priority, 0, MAX_PRIORITY)
+    check_whole("retention_decode_priority", retention.decode_priority, 0, MAX_RETENTION)
     _check_duration("retention_decode_duration_ms", retention.decode_duration_ms)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from slipstream.engine.prefix import PrefixIndex, pack
 from slipstream.engine.retention import IdleBlocks
-from slipstream_contract.retention import DEFAULT_PRIORITY
+from slipstream_contract.retention import DEFAULT_RETENTION
 
 SIZE = 3
 tokens = st.lists(st.integers(0, 2), max_size=12)
@@ -115,11 +115,11 @@ class Idle(RuleBasedStateMachine):
         self.order = 0
 
     def rank(self, block: int) -> tuple[int, tuple[int, int]]:
-        priority, duration_ns = self.worth.get(block, (DEFAULT_PRIORITY, 0))
+        priority, duration_ns = self.worth.get(block, (DEFAULT_RETENTION, 0))
         since = self.since[block]
         end_ns = since[0] + duration_ns
         if duration_ns and end_ns <= self.now_ns:
-            return DEFAULT_PRIORITY, (end_ns, since[1])
+            return DEFAULT_RETENTION, (end_ns, since[1])
         return priority, since
 
     @rule(
@@ -130,7 +130,7 @@ class Idle(RuleBasedStateMachine):
     def retain(self, block: int, priority: int, ns: int) -> None:
         if block not in self.since:
             self.idle.retain(block, priority, ns)
-            self.worth[block] = (priority, ns if priority != DEFAULT_PRIORITY else 0)
+            self.worth[block] = (priority, ns if priority != DEFAULT_RETENTION else 0)
 
     @rule(block=st.integers(0, 7))
     def add(self, block: int) -> None:
@@ -194,13 +194,13 @@ def test_a_priority_ends_after_its_time_and_counts_anew_with_every_use(ns: int) 
     now_ns = 0
     idle = IdleBlocks(lambda: now_ns)
     for block in (1, 2, 3):
-        idle.retain(block, 100 if block == 2 else DEFAULT_PRIORITY, ns)
+        idle.retain(block, 100 if block == 2 else DEFAULT_RETENTION, ns)
         idle.add(block)
     now_ns = 9
     idle.remove(2)
     idle.add(2)
     now_ns = 18
-    assert idle.pop() == (1, DEFAULT_PRIORITY)
+    assert idle.pop() == (1, DEFAULT_RETENTION)
     now_ns = 19
     idle.add(1)
     order = [idle.pop() for _ in range(3)]

@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from slipstream.config import EngineConfig
@@ -24,6 +25,30 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+        ],
+    ),
+]
 _SIZES = {
     "vocab_size": 1009,
     "hidden_size": 128,

@@ -4,19 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import make_model, make_runner, save
+from models.checkpoints import DEVICES, make_model, make_runner, save
 from slipstream.engine.batch import Batch
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-        ],
-    ),
-]
 
 
 @pytest.mark.parametrize("device", DEVICES)

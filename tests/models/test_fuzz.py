@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models.test_hf import BASE
 from slipstream.errors import CheckpointError
@@ -60,6 +60,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=400, deadline=None)
+@example(changes={"num_hidden_layers": 2**63})
+@example(changes={"num_hidden_layers": 10_001})
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
 def test_any_config(directory: Path, changes: dict[str, object]) -> None:
     (directory / "config.json").write_text(json.dumps(BASE | changes))

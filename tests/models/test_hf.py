@@ -87,6 +87,7 @@ def write(directory: Path, **changes: object) -> Path:
         ({"vocab_size": 0}, "vocab_size = 0"),
         ({"hidden_size": True}, "hidden_size = True"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5"),
+        ({"num_hidden_layers": 2**63}, "num_hidden_layers = 9223372036854775808 is above 10000"),
         ({"num_attention_heads": 3}, "hidden_size = 128"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads = 3"),
         ({"head_dim": 33}, "head_dim = 33"),

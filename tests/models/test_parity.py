@@ -4,22 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
+from models.checkpoints import (
+    LLAMA3,
+    YARN,
+    Driver,
+    Generation,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 GEMMA = {"num_hidden_layers": 3, "sliding_window": 16, "query_pre_attn_scalar": 80}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GRID = {

@@ -5,28 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from models.checkpoints import (
+    LLAMA3,
+    YARN,
+    Asker,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
 from slipstream.engine.batch import Batch
 from slipstream.engine.scheduler import Limits
 from slipstream.kernels.rope import rotate
 from slipstream.layers.dims import RopeConfig
 from slipstream.layers.rope import cos_sin_at, frequencies
 from slipstream_contract.sampling import SamplingParams
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

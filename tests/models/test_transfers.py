@@ -2,20 +2,10 @@
 
 import pytest
 import torch
+from models.checkpoints import DEVICES
 from slipstream.engine.host import Direction
 from slipstream.engine.transfers import Transfers, host_block_bytes
 from slipstream.errors import ConfigError
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-        ],
-    ),
-]
 
 
 def parts_on(device: str, num_blocks: int) -> list[torch.Tensor]:

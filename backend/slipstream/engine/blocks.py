@@ -26,17 +26,17 @@ class BlockManager:
         num_blocks: int,
         clock: Callable[[], int] = monotonic_ns,
         evict: Callable[[int, int], None] = lambda block, priority: None,
-        is_held: bool = False,
+        has_host: bool = False,
     ) -> None:
         """`evict` is told of a kept block that is handed out, with its priority; `clock` in ns.
 
-        If `is_held`, kept blocks are not handed out: only `take_kept` lets go of them.
+        If `has_host`, kept blocks are not handed out: only `take_kept` lets go of them.
         """
         self.num_blocks = num_blocks
         self.num_fenced = 0  # blocks that nobody owns and a launched step may still touch
         self._evict = evict
-        self.is_held = is_held
-        self._moving: set[int] = set()  # to or from host memory, in use or not
+        self.has_host = has_host
+        self.moving: set[int] = set()  # to or from host memory, in use or not
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._idle = IdleBlocks(clock)
         self._is_kept = [False] * num_blocks  # in whatever state
@@ -49,7 +49,7 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._empty) + (0 if self.is_held else len(self._idle))
+        return len(self._empty) + (0 if self.has_host else len(self._idle))
 
     @property
     def num_empty(self) -> int:
@@ -69,7 +69,7 @@ class BlockManager:
     @property
     def num_moving(self) -> int:
         """Blocks that are nobody's, but for a copy to or from host memory."""
-        return sum([not self.is_wanted(block) for block in self._moving])
+        return sum([not self.is_wanted(block) for block in self.moving])
 
     def is_exclusive(self, block: int) -> bool:
         """Whether one owner has it, and nobody can ask for what it holds."""
@@ -81,11 +81,11 @@ class BlockManager:
 
     def is_idle(self, block: int) -> bool:
         """Is it empty or kept?"""
-        return not (self._references[block] or self._fence[block] or block in self._moving)
+        return not (self._references[block] or self._fence[block] or block in self.moving)
 
     def num_shareable(self, blocks: Iterable[int]) -> int:
         """How many free blocks less there are, once these are shared."""
-        return 0 if self.is_held else sum(map(self.is_idle, blocks))
+        return 0 if self.has_host else sum(map(self.is_idle, blocks))
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out `num_blocks <= num_free` blocks, each with one reference."""
@@ -110,7 +110,7 @@ class BlockManager:
                 if fence[block]:
                     fence[block] = 0
                     self.num_fenced -= 1
-                elif block not in self._moving:
+                elif block not in self.moving:
                     self._idle.remove(block)
             references[block] += 1
 
@@ -150,17 +150,17 @@ class BlockManager:
     def take_kept(self) -> tuple[int, int, int]:
         """The kept block that is worth least begins to move; its priority, and that's ns."""
         block, priority, duration_ns = self._idle.take()
-        self._moving.add(block)
+        self.moving.add(block)
         return block, priority, duration_ns
 
     def begin_move(self, block: int) -> None:
         """Something is being copied to a block in use."""
         assert self._references[block]
-        self._moving.add(block)
+        self.moving.add(block)
 
     def end_move(self, block: int, has_left: bool = False) -> None:
         """It has arrived; or what it held has left, which nobody wants then."""
-        self._moving.remove(block)
+        self.moving.remove(block)
         if has_left:
             assert not self.is_wanted(block), "a block left that is wanted"
             self._is_kept[block] = False
@@ -184,7 +184,7 @@ class BlockManager:
                 self._settle(block)
 
     def _settle(self, block: int) -> None:
-        if block in self._moving:
+        if block in self.moving:
             return
         if self._is_kept[block]:
             self._idle.add(block)
@@ -207,7 +207,7 @@ class BlockManager:
         assert len(kept) == len(self._idle)
         assert all(self._is_kept[block] for block in kept), "a block is idle for nothing"
         assert not any(self._is_kept[block] for block in self._empty), "a block is kept and empty"
-        moving = [block for block in self._moving if not self.is_wanted(block)]
+        moving = [block for block in self.moving if not self.is_wanted(block)]
         free = self._empty + kept + fenced + moving
         assert len(free) == len(set(free)), "a block is free twice"
         assert all(self._references[block] == 0 for block in free), "a block in use is free"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from sys import maxsize
 from time import monotonic_ns
 
-from slipstream_contract.retention import DEFAULT_PRIORITY
+from slipstream_contract.retention import DEFAULT_RETENTION
 
 from slipstream.engine.batch import Copy
 from slipstream.engine.blocks import BlockManager
@@ -224,7 +224,7 @@ class KVCache:
         Where there are too few, others begin to leave for host memory, but none of these.
         """
         shared, num_new = self._needs(match, num_tokens)
-        if self._blocks.is_held and num_new + num_spare > self.num_free:
+        if self._blocks.has_host and num_new + num_spare > self.num_free:
             self._blocks.share(shared)
             self.tier.has_room(num_new + num_spare)
             self._blocks.free(reversed(shared))
@@ -426,7 +426,7 @@ class KVCache:
 
     def _evict(self, block: int, priority: int) -> None:
         self._index.forget(block)
-        above = (priority > DEFAULT_PRIORITY) - (priority < DEFAULT_PRIORITY)
+        above = (priority > DEFAULT_RETENTION) - (priority < DEFAULT_RETENTION)
         self.num_evicted[EVICTIONS[1 + above]] += 1
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
@@ -435,7 +435,7 @@ class KVCache:
         sources = [copy.source for copies in (self._copies, *self._launched) for copy in copies]
         self._blocks.check_integrity([*(s.block_ids[s.num_forgotten :] for s in running), sources])
         self._index.check_integrity(self._blocks.kept)
-        self.tier.check_integrity(self._blocks._moving)
+        self.tier.check_integrity(self._blocks.moving)
         assert all(leader in running for leader in self._leaders.values())
         size = self.block_size
         owners: dict[int, int] = {}

@@ -11,16 +11,13 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream_contract.errors import Code, ContractError, clip
-from slipstream_contract.retention import check_retention, check_salt
-from slipstream_contract.sampling import SamplingParams, check_sampling
-from slipstream_contract.urgency import LOWEST_PRIORITY
+from slipstream_contract.errors import Code, ContractError
 
 from slipstream.engine.batch import Batch, Sampled
+from slipstream.engine.bounds import Bounds
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.host import Mover
 from slipstream.engine.reports import RequestLog
@@ -104,6 +101,14 @@ class Engine:
             runner.window,
             runner.transfers,
         )
+        self._bounds = Bounds(
+            runner.vocab_size,
+            runner.max_model_len,
+            runner.num_blocks,
+            runner.block_size,
+            self._scheduler.cache.blocks_for,
+            has_tokenizer=vocab is not None,
+        )
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._flights: deque[_Flight] = deque()
@@ -124,13 +129,7 @@ class Engine:
             raise ContractError(
                 f"request {message.request} is already running", Code.ALREADY_EXISTS
             )
-        self._check_prompt(message.token_ids)
-        self._check_sampling(message.sampling)
-        if not 0 <= message.priority <= LOWEST_PRIORITY:
-            raise ContractError(f"priority is {message.priority}, not from 0 to {LOWEST_PRIORITY}")
-        check_salt(message.cache_salt)
-        if message.retention is not None:
-            check_retention(message.retention)
+        self._bounds.check(message)
         self._scheduler.waiting.check(len(message.token_ids), self._scheduler.num_running)
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
@@ -405,46 +404,3 @@ class Engine:
                     if self._request_log is not None:
                         self._request_log.write(request)
         return outputs
-
-    # --- admission -----------------------------------------------------------------------------
-
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise ContractError("the prompt is empty, 1 token is the least")
-        length, limit = len(token_ids), self._runner.max_model_len
-        if length + 1 > limit:
-            raise ContractError(
-                f"the prompt is {length} tokens long: with one to generate it does not fit the "
-                f"context of {limit} tokens (max_model_len)"
-            )
-        needed, total = self._scheduler.cache.blocks_for(length + 1), self._runner.num_blocks
-        if needed > total:
-            raise ContractError(
-                f"the prompt is {length} tokens long: with one to generate it needs {needed} "
-                f"blocks, the KV cache has {total} ({total * self._runner.block_size} tokens)"
-            )
-        self._check_ids("input_ids", token_ids)  # last: it looks at every one
-
-    def _check_sampling(self, sampling: SamplingParams) -> None:
-        """What depends on the model, and what would hurt others if a bridge had not checked it.
-
-        Outside of those limits the runner might raise, and that would end a whole step.
-        """
-        check_sampling(sampling)
-        self._check_ids("end_id", sampling.end_ids)
-        self._check_ids("stop_token_ids", sampling.stop_token_ids)
-        self._check_ids("embedding_bias or logit_bias", [token_id for token_id, _ in sampling.bias])
-        for word in sampling.bad_words:
-            self._check_ids("bad_words", word)
-        if sampling.stop_words and self._vocab is None:
-            raise ContractError("stop_words need a tokenizer, and the checkpoint has none")
-
-    def _check_ids(self, field: str, token_ids: Many[int]) -> None:
-        size = self._runner.vocab_size
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
-            return
-        for token_id in token_ids:
-            if not 0 <= token_id < size:
-                raise ContractError(
-                    f"{field}: token id {clip(token_id)} is outside the vocabulary 0 .. {size - 1}"
-                )

@@ -70,7 +70,7 @@ class Chain:
 
 
 # What a block holds: the digest of what is before it, its own (None if it is not whole), tokens.
-_Held = tuple[bytes, bytes | None, bytes]
+_Content = tuple[bytes, bytes | None, bytes]
 
 
 class PrefixIndex:
@@ -81,15 +81,15 @@ class PrefixIndex:
         self._block_size = block_size
         self._key = secrets.token_bytes(32)
         self._blocks: dict[bytes, int] = {}
-        self._held: dict[int, _Held] = {}
+        self._contents: dict[int, _Content] = {}
         self._children: dict[bytes, list[tuple[bytes, int]]] = {}  # by prefix; sorted by tokens
         self.find = self._blocks.get  # the block of a digest, or None
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._contents)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._held
+        return block in self._contents
 
     def chain(self, salt: str) -> Chain:
         """Of no tokens yet; nothing is shared between two salts."""
@@ -113,7 +113,7 @@ class PrefixIndex:
 
     def digest(self, block: int) -> bytes | None:
         """Of what a block holds; None if it is not whole."""
-        return self._held[block][1]
+        return self._contents[block][1]
 
     def digests(self) -> Iterable[bytes]:
         """Of all whole blocks."""
@@ -121,9 +121,9 @@ class PrefixIndex:
 
     def put(self, block: int, parent: bytes, digest: bytes | None, tokens: bytes) -> None:
         """The block holds these tokens after that prefix, in place of what it held before."""
-        if block in self._held:
+        if block in self._contents:
             self.forget(block)
-        self._held[block] = (parent, digest, tokens)
+        self._contents[block] = (parent, digest, tokens)
         children = self._children.get(parent)
         if children is None:
             self._children[parent] = [(tokens, block)]
@@ -135,7 +135,7 @@ class PrefixIndex:
 
     def forget(self, block: int) -> None:
         """The block will hold something else."""
-        parent, digest, tokens = self._held.pop(block)
+        parent, digest, tokens = self._contents.pop(block)
         children = self._children[parent]
         if len(children) == 1:
             del self._children[parent]
@@ -146,11 +146,11 @@ class PrefixIndex:
 
     def check_integrity(self, kept: Iterable[int]) -> None:
         """All parts agree, and these are the blocks of which something is known."""
-        assert set(kept) == self._held.keys(), "what is kept is not what is known"
-        whole = {held[1]: block for block, held in self._held.items() if held[1]}
+        assert set(kept) == self._contents.keys(), "what is kept is not what is known"
+        whole = {held[1]: block for block, held in self._contents.items() if held[1]}
         assert whole == self._blocks
         children = [(p, *child) for p, group in self._children.items() for child in group]
-        held = [(parent, tokens, block) for block, (parent, _, tokens) in self._held.items()]
+        held = [(parent, tokens, block) for block, (parent, _, tokens) in self._contents.items()]
         assert sorted(children) == sorted(held)
         assert all(group == sorted(group) for group in self._children.values())
 

@@ -9,7 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
-from slipstream_contract.retention import DEFAULT_PRIORITY, MAX_PRIORITY
+from slipstream_contract.limits import MAX_RETENTION
+from slipstream_contract.retention import DEFAULT_RETENTION
 
 _MIN_STALE = 64
 
@@ -21,7 +22,7 @@ class IdleBlocks:
         """`clock` is in ns."""
         self._clock = clock
         self._levels: list[OrderedDict[int, None]] = [
-            OrderedDict() for _ in range(MAX_PRIORITY + 1)
+            OrderedDict() for _ in range(MAX_RETENTION + 1)
         ]
         self._used = 0  # bit p: there are blocks of priority p
         self._size = 0
@@ -36,12 +37,12 @@ class IdleBlocks:
         return block in self._levels[self._priority(block)]
 
     def _priority(self, block: int) -> int:
-        return self._retained[block][0] if block in self._retained else DEFAULT_PRIORITY
+        return self._retained[block][0] if block in self._retained else DEFAULT_RETENTION
 
     def retain(self, block: int, priority: int, duration_ns: int) -> None:
         """How much a block is worth that is not idle, from now on."""
         assert block not in self, "an idle block"
-        if priority == DEFAULT_PRIORITY:
+        if priority == DEFAULT_RETENTION:
             self._retained.pop(block, None)
         else:
             self._retained[block] = (priority, duration_ns)
@@ -50,7 +51,7 @@ class IdleBlocks:
         """It becomes idle."""
         retained = self._retained.get(block)
         if retained is None:
-            self._add(block, DEFAULT_PRIORITY)
+            self._add(block, DEFAULT_RETENTION)
             return
         priority, duration_ns = retained
         self._add(block, priority)
@@ -65,7 +66,7 @@ class IdleBlocks:
         """It is used again."""
         retained = self._retained.get(block)
         if retained is None:
-            self._remove(block, DEFAULT_PRIORITY)
+            self._remove(block, DEFAULT_RETENTION)
         else:
             self._remove(block, retained[0])
             self._end_of.pop(block, None)
@@ -102,7 +103,7 @@ class IdleBlocks:
                 continue
             del self._end_of[block]
             self._remove(block, self._retained.pop(block)[0])
-            self._add(block, DEFAULT_PRIORITY)
+            self._add(block, DEFAULT_RETENTION)
 
     def _add(self, block: int, priority: int) -> None:
         self._levels[priority][block] = None

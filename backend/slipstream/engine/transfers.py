@@ -83,7 +83,7 @@ class _OneWay:
         self._device = device
         self._copies: deque[_OnDevice] = deque()  # that have not ended, as far as is known
         self._num_begun = 0
-        self._num_held = 0  # ended, and told of by the next `poll`
+        self._num_untold = 0  # ended, and told of by the next `poll`
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             shape = (_MAX_COPIES, _MAX_PAIRS, 2)
@@ -97,7 +97,7 @@ class _OneWay:
             begin = time.perf_counter()
             copy_blocks(torch.from_numpy(array), self._way)
             self.rates.append(num_bytes / max(time.perf_counter() - begin, 1e-9))
-            self._num_held += 1
+            self._num_untold += 1
             return
         if len(self._copies) == _MAX_COPIES:
             self.poll(waits=True)  # its pairs lie where these go
@@ -115,8 +115,8 @@ class _OneWay:
 
     def poll(self, waits: bool = False) -> int:
         """How many have ended; with `waits`, the oldest among them if there is one."""
-        self.num_ended += self._num_held
-        self._num_held = 0
+        self.num_ended += self._num_untold
+        self._num_untold = 0
         while self._copies and (waits or self._copies[0].has_ended()):
             copy = self._copies.popleft()
             copy.ended.synchronize()

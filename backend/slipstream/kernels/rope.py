@@ -83,6 +83,32 @@ def variants() -> Iterator[jit.Variant]:
                 yield _variant(dtype, head_size, vector)
 
 
+def _check_layout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+) -> None:
+    """What the kernel assumes beyond the signature, or `KernelError`."""
+    head_size = jit.head_size_of(q.dtype, q.shape[2])
+    jit.block_shift(cache.shape[3])
+    kv_format.check("rope_and_cache", cache, k)
+    jit.require(not kv_format.is_quantized(cache), f"rope_and_cache: no kernel for {cache.dtype}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
+        jit.require(is_row, f"rope_and_cache: heads of a row of {name} must be contiguous")
+    for name, x in (
+        ("cos_sin", cos_sin),
+        ("cache", cache),
+        ("positions", positions),
+        ("slots", slots),
+    ):
+        jit.require(x.is_contiguous(), f"rope_and_cache: {name} must be contiguous")
+
+
 @rope_and_cache.cuda
 def _rope_and_cache(
     q: Tensor,
@@ -98,20 +124,7 @@ def _rope_and_cache(
     scales: fp8.Scales | None = None,
 ) -> None:
     num_tokens, num_q_heads, head_size = q.shape
-    jit.head_size_of(q.dtype, head_size)
-    shift = jit.block_shift(cache.shape[3])
-    kv_format.check("rope_and_cache", cache, k)
-    jit.require(not kv_format.is_quantized(cache), f"rope_and_cache: no kernel for {cache.dtype}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
-        jit.require(is_row, f"rope_and_cache: heads of a row of {name} must be contiguous")
-    for name, x in (
-        ("cos_sin", cos_sin),
-        ("cache", cache),
-        ("positions", positions),
-        ("slots", slots),
-    ):
-        jit.require(x.is_contiguous(), f"rope_and_cache: {name} must be contiguous")
+    _check_layout(q, k, v, cos_sin, positions, slots, cache)
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
     jit.require(len(norms) != 1, "rope_and_cache: norms of both q and k, or none")
     jit.require(
@@ -140,7 +153,7 @@ def _rope_and_cache(
         cache,
         num_q_heads,
         k.shape[1],
-        shift,
+        jit.block_shift(cache.shape[3]),
         *(norms or (0, 0)),
         eps,
         *(0 if scale is None else scale for scale in scales or (0, 0, 0)),

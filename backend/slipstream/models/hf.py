@@ -76,6 +76,7 @@ _FAMILIES = {
         has_local_rope=True,
     ),
 }
+_MOST_LAYERS = 10_000  # what is read of each layer stays small
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -141,11 +142,14 @@ def _dims(config: Reader) -> Dims:
     head_size = config.whole("head_dim", hidden // heads)
     if head_size % 2:
         raise config.refusal("head_dim", f"gives heads of {head_size}: rotation needs an even size")
+    num_layers = config.whole("num_hidden_layers")
+    if num_layers > _MOST_LAYERS:
+        raise config.refusal("num_hidden_layers", f"is above {_MOST_LAYERS}")
     return Dims(
         vocab_size=config.whole("vocab_size"),
         hidden_size=hidden,
         intermediate_size=config.whole("intermediate_size"),
-        num_layers=config.whole("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,

@@ -1,0 +1,72 @@
+"""What a request may ask of this model and cache: what only the engine knows, and what would hurt
+others if a bridge had not checked it. Outside of these bounds a runner might raise, and that would
+cost a whole step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.retention import check_retention, check_salt
+from slipstream_contract.sampling import SamplingParams, check_sampling
+from slipstream_contract.urgency import LOWEST_PRIORITY
+
+from slipstream.wire import Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """`blocks_for` tells how many blocks so many tokens cannot be computed without."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    blocks_for: Callable[[int], int]
+    has_tokenizer: bool
+
+    def check(self, message: Submit) -> None:
+        """Raise `ContractError` if it cannot be served, by field, value and limit."""
+        self._check_prompt(message.token_ids)
+        self._check_sampling(message.sampling)
+        if not 0 <= message.priority <= LOWEST_PRIORITY:
+            raise ContractError(f"priority is {message.priority}, not from 0 to {LOWEST_PRIORITY}")
+        check_salt(message.cache_salt)
+        if message.retention is not None:
+            check_retention(message.retention)
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise ContractError("the prompt is empty, 1 token is the least")
+        length, limit = len(token_ids), self.max_model_len
+        if length + 1 > limit:
+            raise ContractError(
+                f"the prompt is {length} tokens long: with one to generate it does not fit the "
+                f"context of {limit} tokens (max_model_len)"
+            )
+        needed, total = self.blocks_for(length + 1), self.num_blocks
+        if needed > total:
+            raise ContractError(
+                f"the prompt is {length} tokens long: with one to generate it needs {needed} "
+                f"blocks, the KV cache has {total} ({total * self.block_size} tokens)"
+            )
+        self._check_ids("input_ids", token_ids)  # last: it looks at every one
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        check_sampling(sampling)
+        self._check_ids("end_id", sampling.end_ids)
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("embedding_bias or logit_bias", [token_id for token_id, _ in sampling.bias])
+        for word in sampling.bad_words:
+            self._check_ids("bad_words", word)
+        if sampling.stop_words and not self.has_tokenizer:
+            raise ContractError("stop_words need a tokenizer, and the checkpoint has none")
+
+    def _check_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        size = self.vocab_size
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
+            return
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
+        raise ContractError(
+            f"{field}: token id {clip(wrong)} is outside the vocabulary 0 .. {size - 1}"
+        )
