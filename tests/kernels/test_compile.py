@@ -42,6 +42,7 @@ ENTRIES = {
     "decode_attention.cu": {"decode_attention"},
     "decode_plan.cu": {"plan_decode"},
     "decode_split.cu": {"decode_split", "combine_splits"},
+    "find_prefixes.cu": {"find_prefixes"},
     "fp8.cu": {
         "quantize",
         "norm_quantize",
@@ -79,17 +80,18 @@ def compile_and_check(wanted: Variant, arch: str) -> None:
         assert spilled == 0, f"{wanted} {arch} {report['entry']} spills {spilled} bytes"
 
 
-def is_windowed(wanted: Variant) -> bool:
-    return dict(wanted.defines).get("WINDOWED") == "1"
+def is_addition(wanted: Variant) -> bool:
+    """To a kernel that is there without."""
+    return not {("WINDOWED", "1"), ("SHARES", "1")}.isdisjoint(wanted.defines)
 
 
 def is_everyday(wanted: Variant) -> bool:
-    """All without a window, which is a few lines more, and one of each source with."""
+    """All without windows and what sequences share, and one of each source with."""
     defines = dict(wanted.defines)
     wide = (defines.get("HEAD_SIZE", "128"), defines.get("ELEMENT", "BFloat16"))
     largest = defines.get("WARPS") != "4" or "SLOTS" not in defines
     is_one = wide == ("128", "BFloat16") and largest and defines.get("ROTATES") != "0"
-    return not is_windowed(wanted) or (is_one and defines.get("SLOTS") != "2")
+    return not is_addition(wanted) or (is_one and defines.get("SLOTS") != "2")
 
 
 def marked(variants: list[Variant]) -> list[object]:
@@ -108,7 +110,7 @@ def test_hopper(wanted: Variant) -> None:
 def is_widest(wanted: Variant) -> bool:
     """The variants that need most: the largest head, the widest accesses."""
     defines = dict(wanted.defines)
-    if wanted.only or (is_windowed(wanted) and not is_everyday(wanted)):
+    if wanted.only or (is_addition(wanted) and not is_everyday(wanted)):
         return False
     return defines.get("HEAD_SIZE", "128") == "128" and defines.get("VECTOR") != "1"
 

@@ -114,6 +114,12 @@ DEVICE Pack<Element, N> load_fresh(const Element* address) {
   }
   return result;
 }
+// What a CTA wrote before a fence and an atomic add is there when the sum is.
+DEVICE int load_acquire(const int* address) {
+  int result;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(result) : "l"(address) : "memory");
+  return result;
+}
 // The next kernel may be started from here on: it gets no result of this one before its own wait.
 DEVICE void start_next() {
 #if __CUDA_ARCH__ >= 900

@@ -1,10 +1,16 @@
 // Paged decode attention for 16-bit elements: every warp is a worker that streams the tiles which the plan gives it
 // (decode_plan.cuh) through a ring of its own. What several workers of a CTA have of one (sequence, head) they merge
 // in shared memory; what several CTAs have, the last of them to arrive. Every sum has one order, whoever is last.
+// What sequences share is attended to first, for all of them together (decode_prefixes.cuh); what is left of it is where
+// the sums of their own tokens begin.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K come as
-// projected and are rotated here, the newest K and V are written to the cache here), WINDOWED
-#include "decode_columns.cuh"
+// projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SHARES (1: there may be
+// what sequences share)
+#include "decode_heads.cuh"
 #include "decode_newest.cuh"
+#if SHARES
+#include "decode_prefixes.cuh"
+#endif
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int AT_ONCE = 18;  // parts whose loads are in flight together: of 8 heads on 132 SMs, all
@@ -32,53 +38,14 @@ struct Shared {
   }
 };
 
-// The heads of the plan: each kv head `parts` times, with at most `width` of its query heads.
-struct Heads {
-  int count;
-  int parts;
-  int width;
-  int group;  // query heads of a kv head
-
-  DEVICE Heads(int num_kv_heads, int group)
-      : parts((group + COLUMNS - 1) / COLUMNS), width((group + parts - 1) / parts), group(group) {
-    count = num_kv_heads * parts;
-  }
-  DEVICE int first_query(int head) const { return head / parts * group + head % parts * width; }
-  DEVICE int num_queries(int head) const { return min(width, group - head % parts * width); }
-};
-
-struct Output {
-  T* rows;  // [row, query head, HEAD_SIZE]
-  i64 row_elements;
-
-  DEVICE T* at(const Heads& heads, int row, int head) const {
-    return rows + row * row_elements + heads.first_query(head) * HEAD_SIZE;
-  }
-};
-
-// The rows of a step: one token for each sequence.
-struct Inputs {
-  const T* q;
-  i64 q_stride;
-  const T* k;  // from here on only if ROTATES
-  i64 k_stride;
-  const T* v;
-  i64 v_stride;
-  const float* cos_sin;  // [position, HEAD_SIZE]: cosines, then sines
-
-  // Of the newest token of a sequence.
-  DEVICE const float* angles(const Sequence& sequence) const {
-    return cos_sin + i64(sequence.length - 1) * HEAD_SIZE;
-  }
-};
-
 // A worker on its way: one (sequence, head) after the other.
 class Worker {
   const Heads& heads;
   const Inputs& inputs;
   const Cache& cache;
   const Output& out;
-  const float scale;  // of scores, times log2(e)
+  const State* const states;  // if SHARES
+  const float scale;          // of scores, times log2(e)
   Shared& shared;
   const int warp = threadIdx.x / 32;
   Ring ring;
@@ -88,8 +55,8 @@ class Worker {
 
  public:
   DEVICE Worker(const Heads& heads, const Inputs& inputs, const Cache& cache, const Output& out,
-                float scale, Shared& shared, const Cursor& first, int count)
-      : heads(heads), inputs(inputs), cache(cache), out(out), scale(scale), shared(shared),
+                const State* states, float scale, Shared& shared, const Cursor& first, int count)
+      : heads(heads), inputs(inputs), cache(cache), out(out), states(states), scale(scale), shared(shared),
         ring(cache, shared.rings[threadIdx.x / 32], heads.count, first, count), cursor(first),
         left(count) {}
 
@@ -113,6 +80,9 @@ class Worker {
       }
       Columns columns;
       columns.clear();
+#if SHARES
+      if (cursor.is_first()) resume(columns);
+#endif
       const int flags = attend(query, newest, columns);
       columns.sum_totals();
       const int num_queries = heads.num_queries(head);
@@ -139,6 +109,17 @@ class Worker {
                 inputs.angles(cursor.now),
                 cache.memory + cache.offset(cache.block(row, token), token, cursor.head));
   }
+
+#if SHARES
+  // Begin with what the sequence shares with others.
+  DEVICE void resume(Columns& columns) const {
+    const int first = cursor.now.prefix.states >> STATES_BITS;
+    const int count = cursor.now.prefix.states & ((1 << STATES_BITS) - 1);
+    const int stride = heads.all_queries();
+    const State* own = states + i64(first) * stride + heads.first_query(cursor.head);
+    columns.merge(own, count, stride, heads.num_queries(cursor.head));
+  }
+#endif
 
   // Tiles of one (sequence, head), as many as are the worker's. Returns what it had of it.
   DEVICE int attend(const Query& query, Newest& newest, Columns& columns) {
@@ -333,8 +314,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   bool has_empty = false;
   for (int row = first_row; row < num_rows; row += row_step)
     has_empty |= load_fresh<1>(lengths + row).at[0] == 0;
+#if SHARES
+  const Prefixes prefixes = plan.prefixes(int(num_rows));
+  const int num_items = load_fresh<1>(prefixes.num_items).at[0];
+#else
+  constexpr int num_items = 0;
+#endif
   // Who has nothing to do makes room for the next kernel; CTA 0 keeps the order of kernels.
-  if (!has_tiles && !has_empty && blockIdx.x > 0) return;
+  if (!has_tiles && !has_empty && blockIdx.x > 0 && num_items == 0) return;
   if (lane == 0) shared.entries[warp * 2] = shared.entries[warp * 2 + 1] = {0, 0, 0};
 
   const Heads heads{int(num_kv_heads), int(group_size)};
@@ -342,10 +329,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Cache cache = {memory,       block_tables,     table_stride,
                        num_kv_heads, int(block_shift), heads.parts};
   const Inputs inputs = {q, q_stride, k, k_stride, v, v_stride, cos_sin};
+  State* const states = reinterpret_cast<State*>(partials + gridDim.x * 2);
   const Cursor first(plan, start, int(window));
-  Worker worker(heads, inputs, cache, out, scale, shared, first, start.count);
+#if SHARES
+  if (num_items > 0) {
+    const Ahead ahead(cache, first, start.count, heads.count);
+    attend_items(prefixes, num_items, heads, inputs, cache, lengths, ahead, shared.rings[0], states, scale);
+  }
+#endif
+  Worker worker(heads, inputs, cache, out, states, scale, shared, first, start.count);
   const int filled = worker.begin();
   wait_for_previous();
+#if SHARES
+  if (num_items > 0) wait_for_items(prefixes, num_items, has_tiles);
+#endif
 
   if (has_empty)
     for (int row = first_row; row < num_rows; row += row_step)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import jit, kv_format
+from slipstream.kernels import decode_prefixes, jit, kv_format
+from slipstream.kernels.decode_prefixes import Work, find_prefixes
 from slipstream.kernels.op import op
 from slipstream.kernels.pages import (
     check,
@@ -42,12 +43,19 @@ _MOST_TOKENS = 2**31 - 1
 
 
 @op("lengths[s]:i32, cache[_,h,2,_,_]:any")
-def plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int, window: int = 0) -> Tensor:
+def plan_decode(
+    lengths: Tensor,
+    cache: Tensor,
+    num_q_heads: int,
+    window: int = 0,
+    block_tables: Tensor | None = None,
+) -> Tensor:
     """How the tiles of sequences of these lengths are shared out, for all layers of a step that
     have this window.
 
     `cache` is that of any of them. What `decode_attention` of the same lengths and window takes,
-    one call after the other; i32, opaque.
+    one call after the other; i32, opaque. With `block_tables`, which must be those of the calls,
+    and no window, tokens that lie in the same blocks of several sequences are read once for them.
     """
     return torch.empty(0, dtype=torch.int32, device=lengths.device)
 
@@ -121,6 +129,11 @@ def _part_words(head_size: int) -> int:
     return _COLUMNS * (head_size + 4 + 2)
 
 
+def _state_words(head_size: int) -> int:
+    """Of `State` in decode_columns.cuh."""
+    return head_size + 4
+
+
 class _Shape(NamedTuple):
     """Of a CTA of decode_attention.cu."""
 
@@ -138,7 +151,12 @@ _SHAPES = (_Shape(8, 3), _Shape(8, 2), _Shape(4, 2))  # the first that fits is b
 
 
 def _variant(
-    dtype: torch.dtype, head_size: int, shape: _Shape, rotates: bool, window: int
+    dtype: torch.dtype,
+    head_size: int,
+    shape: _Shape,
+    rotates: bool,
+    window: int,
+    shares: bool = False,
 ) -> jit.Variant:
     jit.head_size_of(dtype, head_size)
     return jit.variant(
@@ -148,20 +166,28 @@ def _variant(
         WARPS=shape.warps,
         SLOTS=shape.slots,
         ROTATES=int(rotates),
-        WINDOWED=int(window > 0),
+        **_mode(window, shares),
     )
 
 
-def _plan_variant(window: int) -> jit.Variant:
-    return jit.variant("decode_plan.cu", WINDOWED=int(window > 0))
+def _mode(window: int, shares: bool) -> dict[str, int]:
+    return {"WINDOWED": int(window > 0)} | ({"SHARES": 1} if shares else {})
+
+
+def _plan_variant(window: int, shares: bool = False) -> jit.Variant:
+    return jit.variant("decode_plan.cu", **_mode(window, shares))
 
 
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
     yield from (_plan_variant(window) for window in (0, 1))
+    yield _plan_variant(0, shares=True)
+    yield from decode_prefixes.variants()
     yield from tiles_variants("decode_split.cu", 3)
     dtypes = (torch.float16, torch.bfloat16)
-    for case in itertools.product(dtypes, jit.HEAD_SIZES, _SHAPES, (False, True), (0, 1)):
+    for case in itertools.product(dtypes, jit.HEAD_SIZES, _SHAPES, (False, True), (0, 1), (False,)):
+        yield _variant(*case)
+    for case in itertools.product(dtypes, jit.HEAD_SIZES, _SHAPES, (False, True), (0,), (True,)):
         yield _variant(*case)
 
 
@@ -173,14 +199,31 @@ def _device(index: int, head_size: int) -> tuple[int, _Shape]:
     return jit.num_multiprocessors(index), shape
 
 
-def _plan_size(num_sequences: int, num_ctas: int, num_warps: int) -> int:
+def _plan_size(num_sequences: int, num_ctas: int, num_warps: int, shares: bool = False) -> int:
     """Of `Plan` in decode_plan.cuh, as int32."""
     arrivals = -(-num_ctas // 4) * 4
-    return arrivals + num_ctas * (8 + 8 * num_warps) + 2 * (num_sequences + 2)
+    start, sequence = (12, 4) if shares else (8, 2)
+    return arrivals + num_ctas * (8 + start * num_warps) + sequence * (num_sequences + 2)
+
+
+def _can_share(cache: Tensor, num_sequences: int, window: int) -> bool:
+    is_plain = cache.dtype in (torch.float16, torch.bfloat16) and not window
+    return is_plain and 1 < num_sequences <= decode_prefixes.MAX_ROWS
+
+
+def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: _Shape) -> Work:
+    """Of sequences that share."""
+    return Work.of(cache, num_q_heads, 16 * shape.warps, num_ctas)
 
 
 @plan_decode.cuda
-def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int, window: int = 0) -> Tensor:
+def _plan_decode(
+    lengths: Tensor,
+    cache: Tensor,
+    num_q_heads: int,
+    window: int = 0,
+    block_tables: Tensor | None = None,
+) -> Tensor:
     num_sequences, num_kv_heads, head_size = len(lengths), cache.shape[1], cache.shape[4]
     if cache.dtype == torch.float32 or num_sequences == 0:
         return torch.empty(0, dtype=torch.int32, device=lengths.device)
@@ -190,11 +233,17 @@ def _plan_decode(lengths: Tensor, cache: Tensor, num_q_heads: int, window: int =
         num_sequences <= _MOST_SEQUENCES, f"plan_decode: more than {_MOST_SEQUENCES} sequences"
     )
     num_ctas, shape = _device(lengths.get_device(), head_size)
-    size = _plan_size(num_sequences, num_ctas, shape.warps)
+    shares = block_tables is not None and _can_share(cache, num_sequences, window)
+    size = own_size = _plan_size(num_sequences, num_ctas, shape.warps, shares)
+    if shares:
+        work = _work(cache, num_q_heads, num_ctas, shape)
+        size += decode_prefixes.num_words(work, num_sequences)
     plan = torch.empty(size, dtype=torch.int32, device=lengths.device)
+    if shares and block_tables is not None:
+        find_prefixes(block_tables, lengths, plan[own_size:], work)
     parts = -(-(num_q_heads // num_kv_heads) // _COLUMNS)
     jit.launch(
-        _plan_variant(window),
+        _plan_variant(window, shares),
         "plan_decode",
         (_PLAN_CTAS,),
         _PLAN_THREADS,
@@ -273,12 +322,18 @@ def _launch_by_plan(
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     num_ctas, shape = _device(q.get_device(), head_size)
-    size = _plan_size(num_sequences, num_ctas, shape.warps)
-    jit.require(len(plan) == size, "decode_attention: the plan is of other sequences")
     num_words = num_ctas * 2 * _part_words(head_size)
+    shares = len(plan) != _plan_size(num_sequences, num_ctas, shape.warps)
+    if shares:
+        work = _work(cache, num_q_heads, num_ctas, shape)
+        size = _plan_size(num_sequences, num_ctas, shape.warps, shares=True)
+        size += decode_prefixes.num_words(work, num_sequences)
+        is_fit = len(plan) == size and not window
+        jit.require(is_fit, "decode_attention: the plan is of other sequences")
+        num_words += work.max_states(num_sequences) * num_q_heads * _state_words(head_size)
     parts = torch.empty(num_words, dtype=torch.float32, device=q.device)
     jit.launch(
-        _variant(q.dtype, head_size, shape, newest is not None, window),
+        _variant(q.dtype, head_size, shape, newest is not None, window, shares),
         "decode_attention",
         (num_ctas,),
         32 * shape.warps,

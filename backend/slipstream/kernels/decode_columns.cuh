@@ -8,12 +8,21 @@
 #include "rotation.cuh"
 
 constexpr int COLUMNS = 8;
+enum { STATES_AT_ONCE = 2 };
 
 // What a worker, or a CTA, has of a (sequence, head): sums of V by exponentials, their base-2 maximum, their total.
 struct alignas(16) Part {
   float output[COLUMNS][HEAD_SIZE + 4];  // padded against bank conflicts
   float maximum[COLUMNS];
   float total[COLUMNS];
+};
+
+// What a query head has of tokens that its sequence shares with others: the same of one column.
+struct alignas(16) State {
+  float output[HEAD_SIZE];
+  float maximum;
+  float total;
+  float unused[2];
 };
 
 // Query heads as fragments B: a lane 4 g + t holds elements 2t, 2t + 1 of every chunk of head g.
@@ -59,6 +68,53 @@ class Columns {
       for (int j = 0; j < 4; ++j) output[step][j] = 0.0f;
     maximum[0] = maximum[1] = -INFINITE;
     total[0] = total[1] = 0.0f;
+  }
+
+  // Add what `num_states` times `count` columns have, `stride` apart; loads of several are in flight together.
+  DEVICE void merge(const State* states, int num_states, int stride, int count) {
+    for (int begin = 0; begin < num_states; begin += STATES_AT_ONCE) {
+      Pack<float, 2> sums[STATES_AT_ONCE][2];  // maximum, total
+      float values[STATES_AT_ONCE][2][STEPS][2];
+#pragma unroll
+      for (int i = 0; i < STATES_AT_ONCE; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int column = min(lane % 4 * 2 + c, count - 1);
+          const State& state = states[i64(min(begin + i, num_states - 1)) * stride + column];
+          sums[i][c] = load_fresh<2>(&state.maximum);
+#pragma unroll
+          for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              values[i][c][step][half] =
+                  load_fresh<1>(state.output + step * 16 + half * 8 + lane / 4).at[0];
+        }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float highest = maximum[c];
+#pragma unroll
+        for (int i = 0; i < STATES_AT_ONCE; ++i) highest = fmaxf(highest, sums[i][c].at[0]);
+        const float factor = exp2_fast(maximum[c] - highest);
+        maximum[c] = highest;
+        total[c] *= factor;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) output[step][c + half * 2] *= factor;
+#pragma unroll
+        for (int i = 0; i < STATES_AT_ONCE; ++i) {
+          const float weight = begin + i < num_states ? exp2_fast(sums[i][c].at[0] - highest) : 0.0f;
+          if (lane / 4 == 0) total[c] = fmaf(sums[i][c].at[1], weight, total[c]);
+#pragma unroll
+          for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              float& sum = output[step][c + half * 2];
+              sum = fmaf(values[i][c][step][half], weight, sum);
+            }
+        }
+      }
+    }
   }
 
   // K q^T: scores of tokens 16 i + g and 16 i + g + 8, each of columns 2t, 2t + 1.

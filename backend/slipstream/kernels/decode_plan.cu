@@ -1,6 +1,6 @@
 // Makes the plan of decode attention (decode_plan.cuh) from the lengths. Every CTA cuts all tiles, and writes a share
 // of the plan.
-// -D WINDOWED
+// -D WINDOWED, SHARES
 #include "decode_plan.cuh"
 
 constexpr int THREADS = 512;
@@ -62,14 +62,22 @@ DEVICE void scan(u64 value, u64& up_to_here, u64& all) {
   }
 }
 
+DEVICE int first_tile_of(const RowPrefix* prefixes, int row, int length, int window) {
+#if SHARES
+  return length > 0 ? prefixes[row].first_tile : 0;
+#else
+  return first_tile(length, window);
+#endif
+}
+
 // Fills `tiles` with the sequences that have tokens.
-DEVICE void collect(const int* lengths, int num_rows, Tiles& tiles) {
+DEVICE void collect(const int* lengths, const RowPrefix* prefixes, int num_rows, Tiles& tiles) {
   u64 done = 0;  // sequences in the high half, tiles in the low
   for (int base = 0; base < num_rows; base += THREADS) {
     const int row = base + threadIdx.x;
     const int length = row < num_rows ? lengths[row] : 0;
     u64 here, all;
-    const int own = (length + TILE - 1) / TILE - first_tile(length, tiles.window);
+    const int own = (length + TILE - 1) / TILE - first_tile_of(prefixes, row, length, tiles.window);
     scan((u64(length > 0) << 32) + own, here, all);
     if (length > 0) {
       const int index = int((done + here) >> 32) - 1;
@@ -120,13 +128,18 @@ DEVICE int owner(const int* cuts, int num_ctas, int at) {
   return low;
 }
 
-DEVICE Sequence sequence_at(const Tiles& tiles, const int* lengths, int index) {
+DEVICE Sequence sequence_at(const Tiles& tiles, const int* lengths, const RowPrefix* prefixes, int index) {
   if (index >= tiles.count) return {0, 0};
-  return {tiles.rows[index], lengths[tiles.rows[index]]};
+  const int row = tiles.rows[index];
+#if SHARES
+  return {row, lengths[row], prefixes[row]};
+#else
+  return {row, lengths[row]};
+#endif
 }
 
-DEVICE Start start_of(const Tiles& tiles, const int* lengths, const int* cuts, int cta, int worker,
-                      int num_workers) {
+DEVICE Start start_of(const Tiles& tiles, const int* lengths, const RowPrefix* prefixes, const int* cuts,
+                      int cta, int worker, int num_workers) {
   const i64 run = cuts[cta + 1] - cuts[cta];
   const int begin = cuts[cta] + int(run * worker / num_workers);
   const int end = cuts[cta] + int(run * (worker + 1) / num_workers);
@@ -134,10 +147,11 @@ DEVICE Start start_of(const Tiles& tiles, const int* lengths, const int* cuts, i
   const auto place = tiles.find(begin);
   return {place.index,
           place.head,
-          place.tile + first_tile(lengths[tiles.rows[place.index]], tiles.window),
+          place.tile + first_tile_of(prefixes, tiles.rows[place.index],
+                                     lengths[tiles.rows[place.index]], tiles.window),
           end - begin,
-          sequence_at(tiles, lengths, place.index),
-          sequence_at(tiles, lengths, place.index + 1)};
+          sequence_at(tiles, lengths, prefixes, place.index),
+          sequence_at(tiles, lengths, prefixes, place.index + 1)};
 }
 
 // Of the (sequence, head) of a tile.
@@ -168,15 +182,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Plan plan(memory, int(num_ctas), int(num_workers));
   Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads), int(window)};
   int* cuts = shared_ints + 2 * num_rows;
-  collect(lengths, int(num_rows), tiles);
+  const RowPrefix* prefixes = plan.prefixes(int(num_rows)).rows;
+  collect(lengths, prefixes, int(num_rows), tiles);
   cut(tiles, cuts, int(num_ctas), {int(min_run), int(whole_run), int(whole_more)});
 
   const int first = threadIdx.x * gridDim.x + blockIdx.x, step = THREADS * gridDim.x;
   for (int i = first; i < num_ctas * num_workers; i += step)
-    plan.starts[i] = start_of(tiles, lengths, cuts, i / int(num_workers), i % int(num_workers),
+    plan.starts[i] = start_of(tiles, lengths, prefixes, cuts, i / int(num_workers), i % int(num_workers),
                               int(num_workers));
   for (int i = first; i < num_ctas; i += step) write_shares(plan, tiles, cuts, int(num_ctas), i);
   for (int i = first; i < tiles.count + 2; i += step)
-    plan.sequences[i] = sequence_at(tiles, lengths, i);
+    plan.sequences[i] = sequence_at(tiles, lengths, prefixes, i);
   __threadfence();
 }

@@ -2,10 +2,16 @@
 //
 // A tile is TILE tokens of one (sequence, head); a head stands for the query heads that share a kv head, or for some
 // of them where they are many. Tiles lie in the order sequence, head, token: each CTA gets a run of them, each
-// worker a run of its CTA's. With a window, tiles in front of it are left out; the others keep their numbers.
-// -D WINDOWED (1: the newest token sees the last `window` tokens alone)
+// worker a run of its CTA's. With a window, tiles in front of it are left out; the others keep their numbers. So it is
+// with what is attended to together with other sequences (prefixes.cuh).
+// -D WINDOWED (1: the newest token sees the last `window` tokens alone), SHARES (1: there may be what sequences share)
 #pragma once
 #include "common.cuh"
+#include "prefixes.cuh"
+
+#ifndef SHARES
+#define SHARES 0
+#endif
 
 constexpr int TILE = 32;
 
@@ -13,10 +19,21 @@ constexpr int TILE = 32;
 DEVICE int first_seen(int length, int window) { return WINDOWED ? max(0, length - window) : 0; }
 DEVICE int first_tile(int length, int window) { return first_seen(length, window) / TILE; }
 
+#if SHARES
+static_assert(!WINDOWED, "a window hides what sequences share");
+struct alignas(16) Sequence {
+  int row;  // of the batch
+  int length;
+  RowPrefix prefix;
+};
+DEVICE int first_tile(const Sequence& sequence, int) { return sequence.prefix.first_tile; }
+#else
 struct alignas(8) Sequence {
   int row;  // of the batch
   int length;
 };
+DEVICE int first_tile(const Sequence& sequence, int window) { return first_tile(sequence.length, window); }
+#endif
 
 // The first tile of a worker, and what it must know to go on from there.
 struct alignas(16) Start {
@@ -47,9 +64,11 @@ DEVICE Field read(const Field* field) {
         load_fresh<4>(reinterpret_cast<const int*>(field) + i * 4);
   return result;
 }
+#if !SHARES
 DEVICE Sequence read(const Sequence* sequence) {
   return {load_fresh<1>(&sequence->row).at[0], load_fresh<1>(&sequence->length).at[0]};
 }
+#endif
 
 struct Plan {
   int* arrivals;        // [CTAs], zero between kernels: CTAs that have their part of what starts in this one
@@ -62,5 +81,9 @@ struct Plan {
     shares = reinterpret_cast<Share*>(memory + (num_ctas + 3) / 4 * 4);
     starts = reinterpret_cast<Start*>(shares + 2 * num_ctas);
     sequences = reinterpret_cast<Sequence*>(starts + num_ctas * num_workers);
+  }
+  // If SHARES.
+  DEVICE Prefixes prefixes(int num_rows) const {
+    return Prefixes(reinterpret_cast<int*>(sequences + num_rows + 2), num_rows);
   }
 };

@@ -60,7 +60,7 @@ struct Cursor {
 
   DEVICE int num_tokens() const { return now.length - tile * TILE; }  // of the tile, if no more follow
   DEVICE int num_hidden() const { return first_seen(now.length, window) - tile * TILE; }  // if positive
-  DEVICE bool is_first() const { return tile == first_tile(now.length, window); }
+  DEVICE bool is_first() const { return tile == first_tile(now, window); }
   DEVICE bool is_last() const { return num_tokens() <= TILE; }
   DEVICE void advance(int num_heads) {
     if (!is_last()) {
@@ -72,7 +72,7 @@ struct Cursor {
       now = following;
       following = read(rest++);
     }
-    tile = first_tile(now.length, window);
+    tile = first_tile(now, window);
   }
 };
 

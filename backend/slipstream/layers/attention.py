@@ -52,7 +52,8 @@ class AttentionInputs:
 
         Everything that a step's attention reads must have been written, or be in the stream.
         """
-        plan = plan_decode(lengths[:num_decodes], cache, num_q_heads, window)
+        tables = block_tables[:num_decodes]
+        plan = plan_decode(lengths[:num_decodes], cache, num_q_heads, window, tables)
         return cls(
             positions,
             slots,
