@@ -97,6 +97,9 @@ def with_chunks(runner: ModelRunner, rng: random.Random) -> Iterator[Batch]:
         (7, [300]),
         (1, [2, 2, 2]),
         (4, [190, 193]),
+        (12, [100]),
+        (19, [300]),
+        (9, [2, 70, 5]),
     ]:
         counts = [1] * num_decodes + counts
         starts = [rng.choice([1, 15, 200, 3000]) for _ in counts]
@@ -291,7 +294,8 @@ ASKED = [
 
 def drive(runner: ModelRunner, budget: int = 700) -> Asker:
     """Requests that arrive one after another, prompts beside decodes, cancels between them."""
-    asker = Asker(runner, Limits(MAX_ROWS, budget, 100))
+    # No prompt is a long one: how those are cut depends on the clock, and bits on how they are cut.
+    asker = Asker(runner, Limits(MAX_ROWS, budget, 100, long_prompt_tokens=MAX_LEN))
     lengths = [3, 250, 60, 500, 17, 760, 1, 1020, 33, 1530, 8, 255, 45, 2040, 511, 26, 64, 2]
     for i, prompt in enumerate(random_prompts(lengths)):
         number = asker.submit(prompt, ASKED[i % len(ASKED)])

@@ -91,12 +91,32 @@ def test_a_shape_with_chunks_holds_them(
     if shape.num_samples == shape.num_tokens:
         return  # such a row would be a decode
     if found is None:
-        assert num_rows > MAX_CHUNK_ROWS or shape.num_tokens > 512
+        assert len(counts) > MAX_CHUNK_ROWS or sum(counts) > 512
         return
-    assert found.num_tokens == found.max_queries == min(t for t in TOKENS if t >= shape.num_tokens)
-    assert found.num_decodes == 0
-    assert found.num_rows >= num_rows
+    assert found in buckets.shapes
+    assert found.num_rows - found.num_decodes == MAX_CHUNK_ROWS >= len(counts)
     assert found.num_samples >= samples
+    assert found.num_tokens - found.num_decodes == found.max_queries >= sum(counts)
+    if num_decodes == 0:
+        assert found.num_tokens == min(t for t in TOKENS if t >= shape.num_tokens)
+        assert found.num_decodes == 0
+    else:
+        assert num_decodes <= found.num_decodes <= max(8, 4 * num_decodes)
+        assert found.max_queries <= max(64, 2 * sum(counts) - 1)
+
+
+@given(st.integers(1, 300), st.integers(1, 3000), st.booleans())
+def test_shapes_of_few_rows_or_tokens(
+    max_num_seqs: int, max_num_tokens: int, is_deterministic: bool
+) -> None:
+    layout = Layout(128, has_decodes=False) if is_deterministic else Layout()
+    buckets = Buckets(max_num_seqs, max_num_tokens, layout)
+    for shape in buckets.shapes:
+        assert shape.num_decodes <= max_num_seqs
+        assert shape.max_queries <= layout.up(max_num_tokens)
+        assert shape.num_rows <= buckets.max_rows
+        assert shape.num_tokens <= buckets.max_tokens
+        assert buckets.find(shape) == shape
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +189,7 @@ def test_padding_decodes_changes_nothing(
     starts=st.lists(st.integers(0, 60), min_size=8, max_size=8),
     more_rows=st.integers(0, 5),
     more_tokens=st.integers(0, 50),
+    more_decodes=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
 def test_padding_chunks_changes_nothing(
@@ -178,6 +199,7 @@ def test_padding_chunks_changes_nothing(
     starts: list[int],
     more_rows: int,
     more_tokens: int,
+    more_decodes: int,
     seed: int,
 ) -> None:
     sizes = list(zip([1] * num_decodes + counts, starts, strict=False))
@@ -185,6 +207,9 @@ def test_padding_chunks_changes_nothing(
     exact = Layout().shape_of(batch)
     num_rows, num_tokens = exact.num_rows + more_rows, exact.num_tokens + more_tokens
     check_padding(runner, batch, Shape(num_tokens, num_rows, 0, num_rows, num_tokens))
+    num_rows, num_tokens = num_rows + more_decodes, num_tokens + more_decodes
+    decodes = num_decodes + more_decodes
+    check_padding(runner, batch, Shape(num_tokens, num_rows, decodes, num_rows, num_tokens))
 
 
 def test_padding_keeps_what_was_there(runner: ModelRunner) -> None:
@@ -221,6 +246,14 @@ def test_chunks_of_a_padded_step(runner: ModelRunner) -> None:
     assert step.sample_rows.tolist() == [0, 5, 0, 0]
     mixed = runner._builder.build(Batch(rows, 1), Shape(6, 3, 1, 2, 3), 0, 20)
     assert mixed.query_starts.tolist() == [0, 3, 5]
+    apart = runner._builder.build(Batch(rows, 1), Shape(10, 6, 3, 4, 7), 0, 20)
+    assert apart.token_ids.tolist() == [5, 0, 0, 6, 7, 8, 9, 10, 0, 0]
+    assert apart.sources.tolist() == [22, *[-1] * 9]
+    assert apart.slots.tolist() == [9, -1, -1, 16, 17, 18, 39, 40, -1, -1]
+    assert apart.query_starts.tolist() == [0, 3, 5, 5]
+    assert apart.lengths.tolist() == [10, 0, 0, 3, 9, 0]
+    assert apart.sample_rows.tolist() == [0, 7, 0, 0]
+    assert apart.tables[[0, 3, 4]].tolist() == step.tables.tolist()
 
 
 def test_slots_keep_what_has_not_changed() -> None:

@@ -123,6 +123,36 @@ def _filled(array: NDArray[_Int], size: int, fill: int) -> NDArray[_Int]:
     return out
 
 
+class _Gap(NamedTuple):
+    """What fills a shape between decodes and chunks: `size` rows, of a token each, at `begin`."""
+
+    begin: int
+    size: int
+
+    @classmethod
+    def of(cls, batch: Batch, shape: Shape) -> "_Gap":
+        """None, of size 0, where the decodes are chunks, or there is nothing but decodes."""
+        has_chunks = batch.num_decodes < len(batch.rows)
+        size = max(0, shape.num_decodes - batch.num_decodes) if has_chunks else 0
+        return cls(batch.num_decodes, size)
+
+    def open(self, array: NDArray[_Int], fill: int) -> NDArray[_Int]:
+        """`array`, with the gap in it."""
+        if self.size == 0:
+            return array
+        parts = (array[: self.begin], np.full(self.size, fill, array.dtype), array[self.begin :])
+        return np.concatenate(parts)
+
+
+def _query_starts(row_ends: Int64s, num_decodes: int, num_chunks: int) -> Int32s:
+    """Of so many chunks, those that there are and then empty ones, from their first token on."""
+    starts = np.zeros(num_chunks + 1, np.int32)
+    ends = row_ends[num_decodes:] - num_decodes
+    starts[1 : 1 + len(ends)] = ends
+    starts[1 + len(ends) :] = starts[len(ends)]
+    return starts
+
+
 class _Built(NamedTuple):
     """A step of decodes alone, and its rows' slots."""
 
@@ -241,21 +271,20 @@ class StepBuilder:
             shape.num_samples,
             first_result,
         )
-        query_starts = np.zeros(shape.num_rows - shape.num_decodes + 1, np.int32)
-        chunk_ends = row_ends[shape.num_decodes :] - shape.num_decodes
-        query_starts[1 : 1 + len(chunk_ends)] = chunk_ends
-        query_starts[1 + len(chunk_ends) :] = query_starts[len(chunk_ends)]
-        n = shape.num_tokens
+        gap, n = _Gap.of(batch, shape), shape.num_tokens
+        sampled = ends - 1
+        sampled[gap.begin :] += gap.size
+        num_decodes = min(batch.num_decodes, shape.num_decodes)
         return slots, StepArrays(
             np.zeros(3, np.int32),
-            _filled(token_ids, n, 0),
-            _filled(sources[owners], n, -1),
-            _filled((ends - 1)[samples], shape.num_samples, 0),
-            _filled(positions, n, 0),
-            _filled(blocks * size + places % size, n, -1),
-            query_starts,
-            _filled(lengths, shape.num_rows, 0).astype(np.int32),
+            _filled(gap.open(token_ids, 0), n, 0),
+            _filled(gap.open(sources[owners], -1), n, -1),
+            _filled(sampled[samples], shape.num_samples, 0),
+            _filled(gap.open(positions, 0), n, 0),
+            _filled(gap.open(blocks * size + places % size, -1), n, -1),
+            _query_starts(row_ends, num_decodes, shape.num_rows - shape.num_decodes),
+            _filled(gap.open(lengths, 0), shape.num_rows, 0).astype(np.int32),
             drawn.rows,
             drawn.edits,
-            np.take(self._slots.tables[:, :width], table_slots, axis=0),
+            np.take(self._slots.tables[:, :width], gap.open(table_slots, 0), axis=0),
         )

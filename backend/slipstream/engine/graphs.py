@@ -2,9 +2,8 @@
 
 A graph has fixed shapes and addresses. So a step is padded up to a shape that has a graph, and its
 inputs lie where they lay at capture (equal shapes in one `Staging` do). Steps of decodes alone have
-graphs by their number of rows; small steps with chunks have them by their number of tokens, and
-then every row is a chunk, decodes too. All others, whose work takes longer than their launches, run
-eagerly.
+graphs by their number of rows, steps of a few small chunks by their tokens, steps of both by both.
+All others, whose work takes longer than their launches, run eagerly.
 Padding adds rows; the rows that were there have the bits of an eager step of the padded shape.
 """
 
@@ -22,7 +21,9 @@ from slipstream.engine.arrays import Layout, Shape
 
 _MAX_ROWS = 512
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
-MAX_CHUNK_ROWS = 8  # of a step with chunks
+_MIXED_TOKENS = (64, 128, 256, 512)  # of chunks beside decodes, of which there are at most
+_MIXED_DECODES = (8, 32, 64, 128, 256)
+MAX_CHUNK_ROWS = 8  # of a step
 _log = logging.getLogger(__name__)
 
 
@@ -34,9 +35,14 @@ def row_buckets(max_num_seqs: int) -> list[int]:
 
 
 def token_buckets(max_num_batched_tokens: int) -> list[int]:
-    """Of steps with chunks."""
-    limit = min(max_num_batched_tokens, _CHUNK_TOKENS[-1])
-    return [*(tokens for tokens in _CHUNK_TOKENS if tokens < limit), limit]
+    """Of steps of chunks alone."""
+    return _up_to(max_num_batched_tokens, _CHUNK_TOKENS)
+
+
+def _up_to(most: int, buckets: tuple[int, ...]) -> list[int]:
+    """The buckets that hold up to `most`, or up to the last of them; none for 0."""
+    limit = min(most, buckets[-1])
+    return [*(count for count in buckets if count < limit), limit] if limit > 0 else []
 
 
 class Buckets:
@@ -54,12 +60,31 @@ class Buckets:
         self._rows = sorted({layout.up(rows) for rows in row_buckets(max_num_seqs)})
         tokens = token_buckets(max_num_batched_tokens)
         self._tokens = sorted({layout.up(count) for count in tokens})
+        # Of steps of both; where a decode is a chunk there are none.
+        most = min(max_num_seqs - 1, max_num_batched_tokens - 1) if layout.has_decodes else 0
+        self._decodes = _up_to(most, _MIXED_DECODES)
+        self._beside = _up_to(max_num_batched_tokens - 1, _MIXED_TOKENS)
 
     @property
     def shapes(self) -> list[Shape]:
-        """All of them, the largest first."""
+        """All of them, of each kind the largest first."""
+        mixed = [
+            self._of_both(decodes, tokens)
+            for decodes in reversed(self._decodes)
+            for tokens in reversed(self._beside)
+        ]
         chunks = [self._of_tokens(tokens) for tokens in reversed(self._tokens)]
-        return chunks + [self._of_rows(rows) for rows in reversed(self._rows)]
+        return mixed + chunks + [self._of_rows(rows) for rows in reversed(self._rows)]
+
+    @property
+    def max_rows(self) -> int:
+        """Of all shapes."""
+        return max(shape.num_rows for shape in self.shapes)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of all shapes."""
+        return max(shape.num_tokens for shape in self.shapes)
 
     def find(self, shape: Shape) -> Shape | None:
         """The smallest that holds a step; None: it has no graph."""
@@ -67,9 +92,18 @@ class Buckets:
             if shape.num_tokens > self._rows[-1]:
                 return None
             return self._of_rows(self._rows[bisect.bisect_left(self._rows, shape.num_tokens)])
-        if shape.num_rows > MAX_CHUNK_ROWS or shape.num_tokens > self._tokens[-1]:
+        decodes, tokens = shape.num_decodes, shape.num_tokens - shape.num_decodes
+        if shape.num_rows - decodes > MAX_CHUNK_ROWS:
             return None
-        return self._of_tokens(self._tokens[bisect.bisect_left(self._tokens, shape.num_tokens)])
+        if decodes == 0:
+            if tokens > self._tokens[-1]:
+                return None
+            return self._of_tokens(self._tokens[bisect.bisect_left(self._tokens, tokens)])
+        at = bisect.bisect_left(self._decodes, decodes)
+        beside = bisect.bisect_left(self._beside, tokens)
+        if at == len(self._decodes) or beside == len(self._beside):
+            return None
+        return self._of_both(self._decodes[at], self._beside[beside])
 
     def _of_rows(self, rows: int) -> Shape:
         if self._layout.has_decodes:
@@ -78,6 +112,10 @@ class Buckets:
 
     def _of_tokens(self, tokens: int) -> Shape:
         return Shape(tokens, MAX_CHUNK_ROWS, 0, self._layout.up(MAX_CHUNK_ROWS), tokens)
+
+    def _of_both(self, decodes: int, tokens: int) -> Shape:
+        rows = decodes + MAX_CHUNK_ROWS
+        return Shape(decodes + tokens, rows, decodes, self._layout.up(rows), tokens)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.engine.arrays import Layout, Shape, Slots, StepArrays, StepBuilder, histories
 from slipstream.engine.batch import Batch, Sampled
-from slipstream.engine.graphs import MAX_CHUNK_ROWS, Buckets, Graphs
+from slipstream.engine.graphs import Buckets, Graphs
 from slipstream.engine.host import Mover
 from slipstream.engine.laps import Laps
 from slipstream.engine.memory import left_on_gpu, num_blocks
@@ -103,9 +103,8 @@ class ModelRunner:
         if window.has_gaps:
             stream(self._model, plan.model.rope, window.size, window.num_sinks)
         laps.lap("weights")
-        self._make_buffers(plan)
-        layout = self._builder.layout
-        buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, layout)
+        buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, _layout(plan))
+        self._make_buffers(plan, buckets)
         self._graphs = None
         self.num_blocks = num_blocks(plan, self._measure(plan, buckets, laps))
         self._make_caches(plan, self.num_blocks)
@@ -154,12 +153,12 @@ class ModelRunner:
         self.transfers: Mover | None = Transfers(self._caches, num_slots) if num_slots else None
         self._host_bytes = num_slots * host_block_bytes(self._caches)
 
-    def _make_buffers(self, plan: Plan) -> None:
+    def _make_buffers(self, plan: Plan, buckets: Buckets) -> None:
         """What a step reads and writes besides weights and cache, for the largest step there is."""
         device = plan.device
         layout = _layout(plan)
-        num_rows = layout.up(max(plan.max_num_seqs, MAX_CHUNK_ROWS))
-        num_tokens = layout.up(max(plan.max_num_batched_tokens, num_rows))
+        num_rows = layout.up(max(plan.max_num_seqs, buckets.max_rows))
+        num_tokens = layout.up(max(plan.max_num_batched_tokens, buckets.max_tokens, num_rows))
         max_blocks = plan.table_blocks
         slots = Slots(plan.max_num_seqs, max_blocks)
         self._builder = StepBuilder(slots, plan.block_size, layout, plan.window.has_gaps)
