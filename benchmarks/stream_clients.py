@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 import numpy as np
-from slipstream_client.client import CHANNEL_OPTIONS, TRUE_STATUS
+from slipstream_client.client import CHANNEL_OPTIONS
 from slipstream_client.codec import chunks_of, request_of
 from tritonclient.grpc import service_pb2
 
@@ -108,7 +108,7 @@ async def _receive_one(channel: grpc.aio.Channel, load: Load, seed: int, request
     responses: list[tuple[int, bytes]] = []
     method = channel.stream_stream(_METHOD, None, None)
     opened_ns = time.time_ns()
-    call = method(iter([request]), timeout=load.timeout_s, metadata=TRUE_STATUS)
+    call = method(iter([request]), timeout=load.timeout_s)
     error = ""
     try:
         async for data in call:
@@ -125,11 +125,13 @@ def parse(
     texts, counts = [], []
     for _, data in responses:
         message = service_pb2.ModelStreamInferResponse.FromString(data)
-        error = error or message.error_message
+        if message.error_message:
+            error = message.error_message
+            break
         chunk = chunks_of(message.infer_response)[0]
         texts.append(chunk.text.encode())
         counts.append(chunk.num_output_tokens if has_counts else len(texts[-1]))
-    times = np.array([time_ns for time_ns, _ in responses], np.int64)
+    times = np.array([time_ns for time_ns, _ in responses[: len(texts)]], np.int64)
     if None in counts:
         error = error or "a response does not say how many tokens it holds"
         counts = [count or 0 for count in counts]

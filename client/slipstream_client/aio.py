@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL, TRUE_STATUS
+from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL
 from slipstream_client.codec import chunks_of, health_of, health_request, request_of
 from slipstream_client.failures import error_from_rpc, error_from_sending, error_from_text
 from slipstream_client.results import Chunk, Completion, join
@@ -189,7 +189,5 @@ class AsyncSlipstreamClient:
         request = request_of(model or self.model, prompt, parameters, request_id)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline_s = inf if timeout_s is None else time.monotonic() + timeout_s
-        call = self._stub().ModelStreamInfer(
-            iter([request]), timeout=timeout_s, metadata=TRUE_STATUS
-        )
+        call = self._stub().ModelStreamInfer(iter([request]), timeout=timeout_s)
         return AsyncChunkStream(call, self.url, request_id, deadline_s)

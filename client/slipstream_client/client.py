@@ -16,8 +16,6 @@ from slipstream_client.results import Chunk, Completion, join
 DEFAULT_URL = "127.0.0.1:8001"
 DEFAULT_MODEL = ENSEMBLE
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-TRUE_STATUS = (("triton_grpc_error", "true"),)
-"""Asks Triton to end a failed stream with the error's status instead of a text without one."""
 
 
 class ChunkStream(Iterator[Chunk]):
@@ -175,9 +173,8 @@ class SlipstreamClient:
     ) -> ChunkStream:
         request_id = request_id or uuid.uuid4().hex
         request = request_of(model or self.model, prompt, parameters, request_id)
+        # Without the header `triton_grpc_error`: errors that come quickly then crash a 24.10.
         call = self._stub.ModelStreamInfer(
-            iter([request]),
-            timeout=self.timeout_s if timeout_s is None else timeout_s,
-            metadata=TRUE_STATUS,
+            iter([request]), timeout=self.timeout_s if timeout_s is None else timeout_s
         )
         return ChunkStream(call, self.url, request_id)

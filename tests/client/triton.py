@@ -113,7 +113,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
         yield from self.say(request, inputs, context, "say late")
 
     def fail(self, request, inputs, context, prompt):
-        """An error as a message in the stream, as servers without true statuses send it."""
+        """An error as a message in the stream, as servers send what happens after its beginning."""
         yield service_pb2.ModelStreamInferResponse(error_message=prompt.split(" ", 1)[1])
 
     def tokens(self, request, inputs, context, prompt):

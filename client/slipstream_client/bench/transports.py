@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from slipstream_client.aio import is_task_cancelled
 from slipstream_client.bench.messages import Record
-from slipstream_client.client import CHANNEL_OPTIONS, TRUE_STATUS
+from slipstream_client.client import CHANNEL_OPTIONS
 from slipstream_client.failures import RequestTimeoutError, error_from_rpc
 
 STREAMS_PER_CHANNEL = 64  # more on one HTTP/2 connection wait for each other
@@ -77,9 +77,7 @@ class GrpcTransport:
         """One try of a request, noted in the record."""
         number = self._channel()
         self._num_streams[number] += 1
-        call = self._channels[number][1](
-            iter([payload]), timeout=self._timeout_s, metadata=TRUE_STATUS
-        )
+        call = self._channels[number][1](iter([payload]), timeout=self._timeout_s)
         times, counts = array("q"), array("i")
         error = ""
         try:
