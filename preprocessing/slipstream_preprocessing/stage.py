@@ -3,11 +3,14 @@
 import json
 import logging
 import os
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb
+from slipstream_contract.admission import LoadFile, path_of
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
@@ -18,9 +21,18 @@ from slipstream_preprocessing.encode import Encoder
 
 log = logging.getLogger(__name__)
 
+# What was given comes back: of use to nobody but the next step of an ensemble.
+_STEP_OUTPUT = "REQUEST_OUTPUT_LEN"
+_TELL_S = 1.0
+
 
 class TritonPythonModel:
-    """Model `preprocessing`."""
+    """Model `preprocessing`.
+
+    Where the engine has said that no more may wait, steps of an ensemble are refused, before they
+    are tokenised if possible. A caller who asks for `REQUEST_OUTPUT_LEN`, but not for every output,
+    is an ensemble; who only wants token ids gets them.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the tokenizer. Raises where it cannot be had."""
@@ -28,12 +40,15 @@ class TritonPythonModel:
         parameters = StageParameters(args)
         directory = parameters.tokenizer_directory()
         self._names = [spec["name"] for spec in parameters.config["input"]]
+        self._outputs = frozenset(spec["name"] for spec in parameters.config["output"])
         self._encoder = Encoder.load(
             directory,
             add_special_tokens=parameters.flag("add_special_tokens", True),
             max_model_len=context_limit(parameters, directory),
         )
         runtime = open_runtime(os.getppid())
+        self._load_file = LoadFile(path_of(runtime.socket))
+        self._refusals = Refusals(parameters.model)
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -41,26 +56,83 @@ class TritonPythonModel:
         return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
-        """End the thread that tells of life."""
+        """End the threads."""
+        self._refusals.close()
         self._vitals.close()
 
     def _respond(self, request: Any) -> Any:
         self._vitals.begin()
         try:
+            is_step = self._is_step(request)
+            if is_step:
+                self._load_file.check()
             inputs = {}
             for name in self._names:
                 tensor = pb.get_input_tensor_by_name(request, name)
                 if tensor is not None:
                     inputs[name] = tensor.as_numpy()
             outputs = encode_batch(self._encoder, inputs)
+            if is_step:
+                self._load_file.check(int(outputs["REQUEST_INPUT_LEN"].max()))
             return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])
         except ContractError as error:
+            self._refusals.count(error.reason)
             return _failed(error)
         except Exception:
             log.exception("preprocessing failed")
             return _failed(ContractError("preprocessing failed", Code.INTERNAL))
         finally:
             self._vitals.end()
+
+    def _is_step(self, request: Any) -> bool:
+        requested = frozenset(request.requested_output_names())
+        return _STEP_OUTPUT in requested and requested != self._outputs
+
+
+class Refusals:
+    """What is refused here, on the server's metrics page; by reason, of which there are few.
+
+    Told once a second by a thread: each word to the server costs a tenth of a refusal.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._counts: Counter[str] = Counter()
+        self._told: dict[str, tuple[Any, int]] = {}  # the metric, and its value
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="refusals", daemon=True)
+        self._thread.start()
+
+    def count(self, reason: str) -> None:
+        """One more; by one thread."""
+        self._counts[reason] += 1
+
+    def close(self) -> None:
+        """Tell no more."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            family = pb.MetricFamily(
+                name="slipstream_refusals_total",
+                description="Requests that were not begun, by why",
+                kind=pb.MetricFamily.COUNTER,
+            )
+            while not self._closed.wait(_TELL_S):
+                self._tell(family)
+        except Exception as error:  # `--allow-metrics=false`
+            log.warning("no metrics: %s", error)
+
+    def _tell(self, family: Any) -> None:
+        for reason, number in list(self._counts.items()):
+            if reason not in self._told:
+                labels = {"model": self._model, "reason": reason}
+                self._told[reason] = family.Metric(labels=labels), 0
+            metric, told = self._told[reason]
+            if number > told:
+                metric.increment(number - told)
+                self._told[reason] = metric, number
 
 
 def context_limit(parameters: StageParameters, checkpoint: Path) -> int | None:

@@ -23,6 +23,9 @@ class Begun:
     def answer(self, reply, begin):
         begin()
 
+    def check_room(self):
+        pass
+
     def submit(self, call, token_ids, sampling, streams, question):
         return token_ids
 

@@ -17,6 +17,9 @@ from slipstream import __version__, wire
 from slipstream.engine.engine import Engine
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.scheduler import Limits
+from slipstream_contract import admission
+from slipstream_contract.admission import LoadFile, path_of
+from slipstream_contract.errors import ContractError
 from slipstream_contract.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -228,6 +231,38 @@ def test_an_idle_bridge_that_vanished_is_found_by_a_probe(house: House) -> None:
     house.loop._next_probe_s = 0.0
     house.turn_until(lambda: len(house.loop._bridges) == 1)
     assert other.ask().bridges == ["other"]
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+def test_its_load_is_told_for_as_long_as_anybody_waits(
+    roomy: House, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)  # however slow the machine is
+    file = LoadFile(path_of(Path(roomy.address.removeprefix("ipc://"))))
+    bridge, deadline_ns = roomy.bridge(), 0
+    if end == "deadline":
+        deadline_ns = time.monotonic_ns() + 10**12
+        monkeypatch.setattr(roomy.engine, "_clock", lambda: now_ns[0])
+    now_ns = [time.monotonic_ns()]
+    for number in range(8):
+        bridge.say(wire.Submit(number, [1], ENDLESS, 1, deadline_ns=deadline_ns))
+    roomy.turn_until(lambda: roomy.engine.status().running == 8)
+    assert file.read() is None
+    for number in range(8, 24):
+        bridge.say(wire.Submit(number, [1], ENDLESS, 1, deadline_ns=deadline_ns))
+    roomy.turn_until(lambda: roomy.engine.load().num_requests == 16)
+    load = file.read()
+    assert load is not None
+    assert load[:5] == (16, 16, 8, 16, 2_097_152)
+    with pytest.raises(ContractError, match="16 requests wait with 16 tokens, max_waiting is 16"):
+        load.check()
+    for number in range(24) if end == "cancel" else ():
+        bridge.say(wire.Cancel(number))
+    now_ns[0] += 2 * 10**12
+    roomy.turn_until(roomy.is_idle)
+    left = file.read()
+    assert left is not None
+    assert left.num_requests == left.num_tokens == 0
 
 
 class AcceleratorError(RuntimeError):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.engine.sequence import Request, Sequence
-from slipstream.engine.waiting import MAX_RETRY_MS, MIN_RETRY_MS, OLDEST_EVERY, WaitingQueue
+from slipstream.engine.waiting import OLDEST_EVERY, WaitingQueue
+from slipstream_contract.admission import MAX_RETRY_MS, MIN_RETRY_MS
 from slipstream_contract.errors import ContractError
 from slipstream_contract.sampling import SamplingParams
 
@@ -97,10 +98,10 @@ def test_the_bound_is_reached_under_a_flood_of_higher_priority() -> None:
 def test_too_many_requests() -> None:
     queue = WaitingQueue(2, 1000, Clock())
     for number in range(2):
-        queue.check(1, 3)
+        queue.load(3).check(1)
         queue.add(new(number, num_tokens=10))
     with pytest.raises(ContractError) as caught:
-        queue.check(1, 3)
+        queue.load(3).check(1)
     assert str(caught.value) == (
         "UNAVAILABLE: the engine is full: 2 requests wait with 20 tokens, max_waiting is 2 "
         f"(3 sequences are running); retry_after_ms: {MAX_RETRY_MS}"
@@ -109,19 +110,19 @@ def test_too_many_requests() -> None:
 
 def test_too_many_tokens() -> None:
     queue = WaitingQueue(100, 50, Clock())
-    queue.check(60, 0)  # alone it may wait
+    queue.load(0).check(60)  # alone it may wait
     queue.add(new(0, num_tokens=30))
-    queue.check(20, 0)
+    queue.load(0).check(20)
     with pytest.raises(ContractError, match=r"max_waiting_tokens is 50, this prompt has 21 \(3 se"):
-        queue.check(21, 3)
+        queue.load(3).check(21)
     admit(queue)
-    queue.check(60, 0)
+    queue.load(0).check(60)
     assert queue.num_tokens == 0
 
 
 def retry_ms(queue: WaitingQueue, num_tokens: int) -> int:
     with pytest.raises(ContractError) as caught:
-        queue.check(num_tokens, 0)
+        queue.load(0).check(num_tokens)
     return int(caught.value.message.rpartition("retry_after_ms: ")[2])
 
 

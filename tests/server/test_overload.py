@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import queue
 import re
 import signal
 import time
@@ -17,6 +18,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from server.metrics_page import wait_for as wait_for_page
 from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
 from slipstream_client.codec import request_of
 from slipstream_compose.serve import _EngineLog
@@ -131,6 +133,29 @@ def test_too_many_requests_are_refused_at_once_everywhere(small):
                 assert found, (model, protocol, error)
                 assert 50 <= int(found[1]) <= 30_000
                 assert seconds < 20, (model, protocol)  # 40 ms where nothing else runs
+    small.wait_idle(60)
+
+
+def test_an_ensemble_is_refused_by_its_first_step(small):
+    """As soon as the engine has told that it is full; who only wants token ids is given them."""
+    url = small.server.endpoints.metrics
+    name, labels = "slipstream_refusals_total", {"model": "preprocessing", "reason": "max_waiting"}
+
+    def refused() -> float:
+        page = wait_for_page(url, lambda page: True)
+        return page.get(name, **labels) if labels in page.labels(name) else 0.0
+
+    before, deadline = refused(), time.monotonic() + 60
+    with streams(small, MAX_SEQS, 1500):
+        wait_for(small, lambda state: state["running"] == MAX_SEQS)
+        with streams(small, MAX_WAITING, 1500):
+            wait_for(small, lambda state: state["waiting"] >= MAX_WAITING)
+            while refused() == before:  # it is told once a second
+                assert time.monotonic() < deadline
+                with contextlib.suppress(RequestError, queue.Empty):  # one may have ended
+                    small.stream("ensemble", timeout_s=2, **asking("ensemble", 4))
+            [answer] = small.stream("preprocessing", QUERY=PROMPT, REQUEST_OUTPUT_LEN=4)
+            assert answer["INPUT_ID"].size > 0
     small.wait_idle(60)
 
 

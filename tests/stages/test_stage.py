@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slipstream_contract import admission
+from slipstream_contract.admission import MAX_RETRY_MS, Load, LoadFile, path_of
 from slipstream_contract.credit import CreditFile
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.stream_state import StreamState
@@ -28,7 +30,7 @@ class Tensor:
 
 
 class TritonError:
-    INVALID_ARG, INTERNAL = "invalid", "internal"
+    INVALID_ARG, INTERNAL, UNAVAILABLE = "invalid", "internal", "unavailable"
 
     def __init__(self, message: str, code: str) -> None:
         self.message, self.code = message, code
@@ -41,8 +43,13 @@ class Response:
 
 
 class Request:
-    def __init__(self, is_cancelled: bool = False, **tensors: Any) -> None:
-        self.tensors, self._is_cancelled = tensors, is_cancelled
+    def __init__(
+        self, is_cancelled: bool = False, outputs: tuple[str, ...] = (), **tensors: Any
+    ) -> None:
+        self.tensors, self._is_cancelled, self._outputs = tensors, is_cancelled, outputs
+
+    def requested_output_names(self) -> list[str]:
+        return list(self._outputs)
 
     def is_cancelled(self) -> bool:
         return self._is_cancelled
@@ -65,7 +72,7 @@ def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def arguments(repository: Path, model: str, **config: Any) -> dict[str, str]:
     parameters = {key: {"string_value": config.pop(key)} for key in list(config) if key != "config"}
     (repository / model / "1").mkdir(parents=True, exist_ok=True)
-    given = {"parameters": parameters, "input": []}
+    given = {"parameters": parameters, "input": [], "output": []}
     return {
         "model_config": json.dumps(given),
         "model_repository": str(repository / model),
@@ -204,6 +211,52 @@ def test_preprocessing_takes_the_checkpoint_and_the_context_of_the_engine(reposi
     assert good.outputs["INPUT_ID"].tolist() == [byte_level_bpe().encode("fox").ids]
     assert empty.error.message == "INVALID_ARGUMENT: text_input is empty"
     assert "the context has 9" in long.error.message
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
+def test_steps_of_an_ensemble_are_refused_where_the_engine_is_full(
+    repository: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = importlib.import_module("slipstream_preprocessing.stage")
+    model, args = stage.TritonPythonModel(), arguments(repository, "preprocessing")
+    names = ("INPUT_ID", "REQUEST_OUTPUT_LEN")
+    tensors = {
+        "input": [{"name": "QUERY"}, {"name": "REQUEST_OUTPUT_LEN"}],
+        "output": [{"name": name} for name in (*names, "IMAGES")],
+    }
+    model.initialize(
+        args | {"model_config": json.dumps(json.loads(args["model_config"]) | tensors)}
+    )
+    tokenised: list[Any] = []
+    encode = stage.encode_batch
+    monkeypatch.setattr(stage, "encode_batch", lambda *a: tokenised.append(a) or encode(*a))
+    asked = {"QUERY": np.array([[b"fox"]], object), "REQUEST_OUTPUT_LEN": np.int32([[4]])}
+    step = Request(outputs=names, **asked)
+    others = [Request(outputs=asks, **asked) for asks in (("INPUT_ID",), (*names, "IMAGES"))]
+    file = LoadFile(path_of(runtime / "engine.sock"))
+    monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
+
+    def errors(load: Load, *requests: Request) -> list[str | None]:
+        file.tell(load)
+        return [each.error and each.error.message for each in model.execute(requests)]
+
+    num_ids = len(byte_level_bpe().encode("fox").ids)
+    room = Load(3, 20, 1, 4, 20 + num_ids)
+    assert errors(room, step, *others) == [None] * 3
+    full = errors(room._replace(num_requests=4), step, *others)
+    assert full == [
+        f"UNAVAILABLE: the engine is full: 4 requests wait with 20 tokens, max_waiting is 4 "
+        f"(1 sequences are running); retry_after_ms: {MAX_RETRY_MS}",
+        None,
+        None,
+    ]
+    tokenised.clear()
+    errors(room._replace(num_requests=4), step)
+    assert tokenised == []
+    [long] = errors(room._replace(max_tokens=19 + num_ids), step)
+    assert long is not None
+    assert f"max_waiting_tokens is {19 + num_ids}, this prompt has {num_ids} (" in long
     model.finalize()
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 import numpy as np
+from slipstream_contract.admission import LoadFile, path_of
 from slipstream_contract.credit import CreditFile
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.retention import Retention
@@ -76,6 +77,7 @@ class Bridge:
         cancel = partial(self.calls.cancel, cause=wire.CancelCause.UNACKNOWLEDGED)
         self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, cancel)
         self.calls.settle = self.flow.settle
+        self._load_file = LoadFile(path_of(runtime.socket))
         self.repairs = runtime.repairs  # the file, see `slipstream_contract.repairs`
         self._is_stopping = runtime.stopping.exists
         self._watch = Watch(self.calls, self._is_stopping)
@@ -91,6 +93,13 @@ class Bridge:
                 raise RuntimeError(f"the engine cannot start: {failure}")
             if os.getppid() != self._server_pid:
                 raise RuntimeError("the server is gone")
+
+    def check_room(self, num_tokens: int = 0) -> None:
+        """Raise ContractError if the engine has said that it would refuse so long a prompt.
+
+        0: its length is not known yet.
+        """
+        self._load_file.check(num_tokens)
 
     def submit(
         self,
@@ -132,6 +141,7 @@ class Bridge:
         if call.reply.is_cancelled():  # while it was queued: the last that an ensemble hears of it
             call.reply.end()
             return
+        self.check_room(max((len(submit.token_ids) for submit in submits), default=0))
         try:
             for stream in call.streams:
                 if has_flow and stream.is_streaming:

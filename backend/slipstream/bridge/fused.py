@@ -22,6 +22,7 @@ class Fused:
     def begin(self, question: Question) -> None:
         """Start a request, in another thread if it is long. Raises ContractError."""
         self._text.check_sizes(question.inputs.get("text_input"))
+        self._bridge.check_room()
         requests = [
             text_request(
                 row(question.inputs, index),

@@ -33,6 +33,7 @@ class Vllm:
     def begin(self, question: Question) -> None:
         """Start a request, in another thread if it is long. Raises ContractError."""
         self._text.check_sizes(question.inputs.get("text_input"))
+        self._bridge.check_room()
         request = vllm_request(question.inputs, question.parameters)
         if is_short((request.text, *request.bad_words)):
             self._begin(question, request)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from slipstream_contract.admission import Load
 from slipstream_contract.errors import Code, ContractError
 
 from slipstream.engine.batch import Batch, Sampled
@@ -100,6 +101,7 @@ class Engine:
             self._telemetry,
             runner.window,
             runner.transfers,
+            runner.attention_doubles_at,
         )
         self._bounds = Bounds(
             runner.vocab_size,
@@ -130,7 +132,7 @@ class Engine:
                 f"request {message.request} is already running", Code.ALREADY_EXISTS
             )
         self._bounds.check(message)
-        self._scheduler.waiting.check(len(message.token_ids), self._scheduler.num_running)
+        self.load().check(len(message.token_ids))
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = Request(
@@ -220,6 +222,10 @@ class Engine:
         # Whoever waits while nobody runs is always admitted.
         assert had_flights or outputs or not self._requests, "no progress"
         return outputs
+
+    def load(self) -> Load:
+        """What waits, and how much may."""
+        return self._scheduler.waiting.load(self._scheduler.num_running)
 
     def status(self, number: int = 0, bridges: Iterable[str] = ()) -> Status:
         """The answer to a `Ping`."""

@@ -13,13 +13,12 @@ admitted as number `OLDEST_EVERY * (k + 1)` of them at the latest, whatever prio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
-from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.admission import UNKNOWN, Load
 from slipstream_contract.urgency import LOWEST_PRIORITY
 
 from slipstream.engine.sequence import Sequence
 
 OLDEST_EVERY = 8
-MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 _NUM_RECENT = 256  # admissions from which the rate is estimated
 
 
@@ -42,6 +41,7 @@ class WaitingQueue:
         self._num_admitted = 0  # new requests
         # The last ones since requests wait, all after `_since_ns`: (time, prompt tokens).
         self._recent: deque[tuple[int, int]] = deque(maxlen=_NUM_RECENT)
+        self._num_recent_tokens = 0  # of those
         self._since_ns = clock()
 
     def __len__(self) -> int:
@@ -67,41 +67,24 @@ class WaitingQueue:
         ran = (self._front, *self._held.values())
         return sum(sequence.num_preemptions > 0 for group in ran for sequence in group.values())
 
-    def check(self, num_tokens: int, num_running: int) -> None:
-        """Raise `ContractError` if one more request, with so long a prompt, may not wait.
-
-        A prompt above the bound on tokens may wait alone.
-        """
-        num_requests = self.num_requests
-        load = f"{num_requests} requests wait with {self.num_tokens} tokens"
-        excess = self.num_tokens + num_tokens - self._max_tokens
-        if num_requests >= self._max_requests:
-            reason, bound = "max_waiting", f"max_waiting is {self._max_requests}"
-            retry_ms = self._retry_ms(1, [1] * len(self._recent))
-        elif num_requests and excess > 0:
-            reason = "max_waiting_tokens"
-            bound = f"{reason} is {self._max_tokens}, this prompt has {num_tokens}"
-            retry_ms = self._retry_ms(excess, [tokens for _, tokens in self._recent])
-        else:
-            return
-        raise ContractError(
-            f"the engine is full: {load}, {bound} ({num_running} sequences are running); "
-            f"retry_after_ms: {retry_ms}",
-            Code.UNAVAILABLE,
-            reason,
+    def load(self, num_running: int) -> Load:
+        """How much waits, beside so many sequences that run."""
+        num_recent, elapsed_ms = len(self._recent), (self._clock() - self._since_ns) / 1e6
+        return Load(
+            self.num_requests,
+            self.num_tokens,
+            num_running,
+            self._max_requests,
+            self._max_tokens,
+            elapsed_ms / num_recent if num_recent else UNKNOWN,
+            elapsed_ms / self._num_recent_tokens if num_recent else UNKNOWN,
         )
-
-    def _retry_ms(self, needed: int, admitted: list[int]) -> int:
-        """When so much more will have been admitted, at the recent rate."""
-        if not admitted:
-            return MAX_RETRY_MS
-        elapsed_ms = (self._clock() - self._since_ns) / 1e6
-        return round(min(max(MIN_RETRY_MS, elapsed_ms * needed / sum(admitted)), MAX_RETRY_MS))
 
     def add(self, sequence: Sequence) -> None:
         """A new request."""
         if not self.num_requests:
             self._recent.clear()
+            self._num_recent_tokens = 0
             self._since_ns = self._clock()
         self._levels[sequence.request.priority][sequence.id] = sequence
         self.num_tokens += sequence.num_prompt
@@ -150,8 +133,10 @@ class WaitingQueue:
         if is_new:
             self._num_admitted += 1
             if len(self._recent) == _NUM_RECENT:
-                self._since_ns = self._recent[0][0]
+                self._since_ns, num_tokens = self._recent[0]
+                self._num_recent_tokens -= num_tokens
             self._recent.append((self._clock(), sequence.num_prompt))
+            self._num_recent_tokens += sequence.num_prompt
 
     def discard(self, sequence: Sequence) -> bool:
         """It leaves; False if it was not here."""
@@ -182,6 +167,7 @@ class WaitingQueue:
         assert self.num_tokens == sum(sequence.num_prompt for sequence in new)
         assert all(_is_new(s) for level in self._levels for s in level.values())
         assert not any(map(_is_new, self._front.values()))
+        assert self._num_recent_tokens == sum(num_tokens for _, num_tokens in self._recent)
 
 
 def _is_new(sequence: Sequence) -> bool:

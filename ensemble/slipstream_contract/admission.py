@@ -1,0 +1,115 @@
+"""Whether one more request may wait: the engine's load and bounds, and the file that tells them.
+
+The engine alone decides. But a request that it refuses has been tokenised and sent to it, and where
+more comes than fits there is no time to waste on that. So while anybody waits the engine tells its
+load, twice a turn, in a small file that the processes of its server map; they refuse by the same
+rule, in the same words, and pass on what may fit. What the file says was so at most a step ago.
+Older than `MAX_AGE_NS` it says nothing: an engine that has ended, stands still or computes for long
+refuses nobody through it.
+"""
+
+import logging
+import mmap
+import os
+import struct
+import time
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream_contract.errors import Code, ContractError
+
+_log = logging.getLogger(__name__)
+
+MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
+UNKNOWN = -1.0  # a rate of which nothing is known yet
+MAX_AGE_NS = 250_000_000
+
+
+class Load(NamedTuple):
+    """Requests that wait and never ran, their prompts' tokens, and how fast they are admitted."""
+
+    num_requests: int
+    num_tokens: int
+    num_running: int  # sequences
+    max_requests: int
+    max_tokens: int
+    ms_per_request: float = UNKNOWN
+    ms_per_token: float = UNKNOWN
+
+    def check(self, num_tokens: int = 0) -> None:
+        """Raise `ContractError` if one more request, with so long a prompt, may not wait.
+
+        A prompt above the bound on tokens may wait alone. 0: its length is not known yet.
+        """
+        excess = self.num_tokens + num_tokens - self.max_tokens
+        if self.num_requests >= self.max_requests:
+            reason, bound = "max_waiting", f"max_waiting is {self.max_requests}"
+            retry_ms = _retry_ms(1, self.ms_per_request)
+        elif num_tokens and self.num_requests and excess > 0:
+            reason = "max_waiting_tokens"
+            bound = f"{reason} is {self.max_tokens}, this prompt has {num_tokens}"
+            retry_ms = _retry_ms(excess, self.ms_per_token)
+        else:
+            return
+        raise ContractError(
+            f"the engine is full: {self.num_requests} requests wait with {self.num_tokens} tokens, "
+            f"{bound} ({self.num_running} sequences are running); retry_after_ms: {retry_ms}",
+            Code.UNAVAILABLE,
+            reason,
+        )
+
+
+def _retry_ms(needed: int, ms_each: float) -> int:
+    """When so much more will have been admitted, at the recent rate."""
+    if ms_each == UNKNOWN:
+        return MAX_RETRY_MS
+    return round(min(max(MIN_RETRY_MS, needed * ms_each), MAX_RETRY_MS))
+
+
+_FIELDS = struct.Struct("<qqqqqqdd")  # time.monotonic_ns(), then a `Load`
+_SUM = struct.Struct("<I")
+_SIZE = _FIELDS.size + _SUM.size
+
+
+def path_of(socket: Path) -> Path:
+    """The file of the engine that listens at a socket."""
+    return socket.with_suffix(".load")
+
+
+class LoadFile:
+    """The mapped file. One process writes, any number read; no call blocks."""
+
+    def __init__(self, path: Path) -> None:
+        """Map it; the first to come makes it. Where that cannot be, the engine alone refuses."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, _SIZE)  # a page without room would kill us
+                self._map = mmap.mmap(descriptor, _SIZE)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            _log.warning("%s: requests above the bounds are refused by the engine alone", error)
+            self._map = mmap.mmap(-1, _SIZE)
+
+    def tell(self, load: Load) -> None:
+        """This is the load now."""
+        fields = _FIELDS.pack(time.monotonic_ns(), *load)
+        self._map[:] = fields + _SUM.pack(zlib.crc32(fields))
+
+    def read(self) -> Load | None:
+        """The load, if it was told not long ago; None also for what is being written just now."""
+        data = self._map[:]
+        fields = data[: _FIELDS.size]
+        if _SUM.unpack_from(data, _FIELDS.size)[0] != zlib.crc32(fields):
+            return None
+        told_ns, *values = _FIELDS.unpack(fields)
+        is_recent = 0 <= time.monotonic_ns() - told_ns <= MAX_AGE_NS
+        return Load(*values) if is_recent else None
+
+    def check(self, num_tokens: int = 0) -> None:
+        """As `Load.check`, by what the engine has told."""
+        load = self.read()
+        if load is not None:
+            load.check(num_tokens)

@@ -1,0 +1,89 @@
+"""Where the engine has said that no more may wait, a request ends in the bridge."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bridge.test_streams import Ids, Recorder
+from bridge.test_wirings import question
+from bridge.test_writers import TEXT
+from slipstream.bridge.bridge import Bridge, Question
+from slipstream.bridge.fused import Fused
+from slipstream.bridge.streams import Call, Stream
+from slipstream.bridge.vllm import Vllm
+from slipstream.config import EngineConfig
+from slipstream.launch import Supervision
+from slipstream_contract import admission
+from slipstream_contract.admission import Load, LoadFile, path_of
+from slipstream_contract.runtime import Runtime
+from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.urgency import Urgency
+
+ROOM = Load(3, 20, 1, 4, 40)
+FULL = ROOM._replace(num_requests=4)
+DOWN = "the engine is not running"  # who gets as far as the engine is told this
+
+
+@pytest.fixture
+def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bridge]:
+    """Of an engine that is not there, and was not long ago."""
+    monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
+    monkeypatch.setattr(Supervision, "ensure", lambda self: None)
+    bridge = Bridge("model", Runtime(tmp_path), EngineConfig(checkpoint="none"), os.getpid())
+    yield bridge
+    bridge.close()
+
+
+def ask(bridge: Bridge, prompts: list[list[int]]) -> str:
+    reply = Recorder()
+    asked = Question({"x": np.zeros(1)}, {}, "id", reply, frozenset(), time.time_ns(), Urgency(), 0)
+    call = Call(reply, "id")
+    sampling = SamplingParams(max_tokens=4)
+    submits = [
+        bridge.submit(call, prompt, sampling, [Stream(Ids(), True)], asked) for prompt in prompts
+    ]
+    bridge.answer(reply, lambda: bridge.begin(call, submits))
+    assert reply.done.is_set()
+    assert not bridge.calls.snapshot()
+    assert bridge.calls.find("id") is None
+    return reply.error.message
+
+
+def test_it_refuses_what_the_engine_would(bridge: Bridge, tmp_path: Path) -> None:
+    file = LoadFile(path_of(tmp_path / "engine.sock"))
+    assert DOWN in ask(bridge, [[1]])
+    file.tell(ROOM)
+    assert DOWN in ask(bridge, [[1] * 20])
+    assert "max_waiting_tokens is 40, this prompt has 21" in ask(bridge, [[1], [1] * 21])
+    file.tell(FULL)
+    assert "4 requests wait with 20 tokens, max_waiting is 4 (1 seq" in ask(bridge, [[1]])
+    file.tell(ROOM)
+    assert DOWN in ask(bridge, [[1]])
+    expected = {"engine_down": 3, "max_waiting_tokens": 1, "max_waiting": 1}
+    assert bridge.calls.refused == expected
+
+
+@pytest.mark.parametrize("model", [Fused, Vllm])
+def test_nothing_is_tokenised_for_an_engine_that_is_full(
+    bridge: Bridge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: type
+) -> None:
+    tokenised: list[str] = []
+    encode = TEXT._encoder.encode
+    monkeypatch.setattr(
+        TEXT._encoder, "encode", lambda text: tokenised.append(text) or encode(text)
+    )
+    file = LoadFile(path_of(tmp_path / "engine.sock"))
+    wiring = Fused(bridge, TEXT, False) if model is Fused else Vllm(bridge, TEXT)
+
+    def error() -> str:
+        asked, reply = question("short", model), Recorder()
+        bridge.answer(reply, lambda: wiring.begin(asked))
+        return "" if reply.error is None else reply.error.message
+
+    file.tell(FULL)
+    assert "max_waiting is 4" in error()
+    assert tokenised == []
+    wiring.close()

@@ -1,0 +1,117 @@
+"""The engine's load as others read it: whole or not at all, and only while it is news."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from slipstream_contract import admission
+from slipstream_contract.admission import Load, LoadFile, path_of
+from slipstream_contract.errors import Code, ContractError
+
+ROOM = Load(3, 40, 2, 4, 50, 10.5, 0.25)
+FULL = ROOM._replace(num_requests=4)
+
+
+def told(file: LoadFile, load: Load) -> Load | None:
+    file.tell(load)
+    return file.read()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was told once counts, however slow the machine is."""
+    monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
+
+
+@pytest.mark.usefixtures("patient")
+def test_another_process_reads_what_was_told(tmp_path: Path) -> None:
+    path = path_of(tmp_path / "engine.sock")
+    reader = LoadFile(path)
+    assert reader.read() is None
+    reader.check(10**9)
+    code = (
+        "import sys; from pathlib import Path;"
+        "from slipstream_contract.admission import Load, LoadFile;"
+        f"LoadFile(Path(sys.argv[1])).tell(Load{tuple(FULL)})"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert reader.read() == FULL
+    assert LoadFile(path).read() == FULL
+    with pytest.raises(ContractError, match=r"4 requests wait with 40 tokens") as caught:
+        reader.check()
+    assert (caught.value.code, caught.value.reason) == (Code.UNAVAILABLE, "max_waiting")
+
+
+def test_an_engine_that_tells_no_more_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, now_ns = LoadFile(tmp_path / "load"), [10**9]
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
+    assert told(file, FULL) == FULL
+    now_ns[0] += admission.MAX_AGE_NS
+    assert file.read() == FULL
+    now_ns[0] += 1
+    assert file.read() is None
+    file.check()
+    now_ns[0] = 10**9 - 1  # the machine was started anew
+    assert file.read() is None
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_is_half_written_is_not_read(tmp_path: Path) -> None:
+    file = LoadFile(tmp_path / "load")
+    file.tell(FULL)
+    whole = bytes(file._map[:])
+    for place in range(len(whole)):
+        file._map[place] ^= 1
+        assert file.read() is None
+        file._map[:] = whole
+    assert file.read() == FULL
+
+
+@pytest.mark.usefixtures("patient")
+def test_readers_beside_a_writer_see_one_or_the_other(tmp_path: Path) -> None:
+    writer, reader, is_over = LoadFile(tmp_path / "load"), LoadFile(tmp_path / "load"), []
+
+    def write() -> None:
+        for number in range(5000):
+            writer.tell(Load(*[number] * 5, float(number), float(number)))
+        is_over.append(True)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = set()
+    while not is_over:
+        load = reader.read()
+        if load is not None:
+            assert len(set(load)) == 1
+            seen.add(load)
+    thread.join()
+    assert reader.read() == Load(*[4999] * 5, 4999.0, 4999.0)
+
+
+def test_who_may_still_wait() -> None:
+    ROOM.check(10)
+    with pytest.raises(ContractError) as caught:
+        ROOM.check(11)
+    assert caught.value.message == (
+        "the engine is full: 3 requests wait with 40 tokens, max_waiting_tokens is 50, this prompt "
+        "has 11 (2 sequences are running); retry_after_ms: 50"
+    )
+    assert caught.value.reason == "max_waiting_tokens"
+    Load(0, 0, 9, 4, 50).check(10**6)  # alone it may wait
+    Load(1, 10**6, 9, 4, 50).check()  # of unknown length
+
+
+def test_without_a_file_the_engine_alone_refuses(tmp_path: Path) -> None:
+    file = LoadFile(tmp_path / "nowhere" / "load")
+    file.tell(FULL)
+    LoadFile(tmp_path / "nowhere" / "load").check()
+
+
+def test_its_room_is_taken_when_it_is_made(tmp_path: Path) -> None:
+    LoadFile(tmp_path / "load")
+    assert (tmp_path / "load").stat().st_blocks > 0
