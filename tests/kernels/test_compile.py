@@ -80,18 +80,27 @@ def compile_and_check(wanted: Variant, arch: str) -> None:
         assert spilled == 0, f"{wanted} {arch} {report['entry']} spills {spilled} bytes"
 
 
+def is_quantized(wanted: Variant) -> bool:
+    """Over a cache in fewer bits."""
+    return "FORMAT" in dict(wanted.defines)
+
+
 def is_addition(wanted: Variant) -> bool:
     """To a kernel that is there without."""
-    return not {("WINDOWED", "1"), ("SHARES", "1")}.isdisjoint(wanted.defines)
+    adds = not {("WINDOWED", "1"), ("SHARES", "1")}.isdisjoint(wanted.defines)
+    return adds or is_quantized(wanted)
 
 
 def is_everyday(wanted: Variant) -> bool:
-    """All without windows and what sequences share, and one of each source with."""
+    """All without additions, and one of each source with."""
     defines = dict(wanted.defines)
     wide = (defines.get("HEAD_SIZE", "128"), defines.get("ELEMENT", "BFloat16"))
-    largest = defines.get("WARPS") != "4" or "SLOTS" not in defines
-    is_one = wide == ("128", "BFloat16") and largest and defines.get("ROTATES") != "0"
-    return not is_addition(wanted) or (is_one and defines.get("SLOTS") != "2")
+    is_smaller = defines.get("SLOTS") == "2"  # a CTA for other GPUs
+    is_one = wide == ("128", "BFloat16") and not is_smaller
+    if is_quantized(wanted):
+        tiled = "STAGES" in defines  # the formats have little code of their own there
+        return is_one and defines.get("WINDOWED") != "1" and (not tiled or defines["FORMAT"] == "3")
+    return not is_addition(wanted) or (is_one and defines.get("ROTATES") != "0")
 
 
 def marked(variants: list[Variant]) -> list[object]:
@@ -110,7 +119,7 @@ def test_hopper(wanted: Variant) -> None:
 def is_widest(wanted: Variant) -> bool:
     """The variants that need most: the largest head, the widest accesses."""
     defines = dict(wanted.defines)
-    if wanted.only or (is_addition(wanted) and not is_everyday(wanted)):
+    if wanted.only or is_quantized(wanted) or (is_addition(wanted) and not is_everyday(wanted)):
         return False
     return defines.get("HEAD_SIZE", "128") == "128" and defines.get("VECTOR") != "1"
 
@@ -118,6 +127,13 @@ def is_widest(wanted: Variant) -> bool:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
 @pytest.mark.parametrize("wanted", marked(list(filter(is_widest, VARIANTS))))
 def test_other_architectures(wanted: Variant, arch: str) -> None:
+    compile_and_check(wanted, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
+@pytest.mark.parametrize("wanted", list(filter(is_quantized, VARIANTS)), ids=str)
+def test_other_architectures_with_fewer_bits(wanted: Variant, arch: str) -> None:
     compile_and_check(wanted, arch)
 
 

@@ -124,7 +124,7 @@ def test_the_plan_covers_every_tile_once(lengths: list[int]) -> None:
     """Workers one after the other walk all tiles in order; CTAs agree on what they share."""
     cache = torch.empty((1, 2, 2, 16, 64), dtype=torch.float16, device="cuda")
     plan = plan_decode(torch.tensor(lengths, dtype=torch.int32, device="cuda"), cache, 24).tolist()
-    num_ctas, shape = module._device(0, 64)
+    num_ctas, shape = module._device(0, torch.float16, 64)
     shares_at = -(-num_ctas // 4) * 4
     starts_at = shares_at + 8 * num_ctas
     tiles = [

@@ -56,7 +56,7 @@ def plan_of(case: Case) -> torch.Tensor:
 
 
 def work_of(case: Case) -> Work:
-    num_ctas, shape = module._device(0, case.q.shape[2])
+    num_ctas, shape = module._device(0, case.cache.dtype, case.q.shape[2])
     return module._work(case.cache, case.q.shape[1], num_ctas, shape)
 
 
@@ -66,7 +66,7 @@ def num_items(case: Case, plan: torch.Tensor) -> int:
 
 def poison_scratch(case: Case) -> None:
     """What plan, parts and states are given may hold anything."""
-    num_ctas, shape = module._device(0, case.q.shape[2])
+    num_ctas, shape = module._device(0, case.cache.dtype, case.q.shape[2])
     rows, heads, size = case.q.shape
     words = num_ctas * 2 * module._part_words(size)
     states = work_of(case).max_states(rows) * heads * module._state_words(size)

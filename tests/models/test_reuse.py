@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from models.checkpoints import Asker, make_runner
 from slipstream.engine.scheduler import Limits
@@ -10,18 +11,27 @@ from slipstream_contract.sampling import SamplingParams
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository/tensorrt_llm/1/checkpoint"
 NUM_TURNS = 2
+slow_int8 = pytest.param("int8", marks=pytest.mark.slow)
 
 
-def test_conversations_have_the_same_bits_with_reuse_and_without() -> None:
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "int4", slow_int8])
+def test_conversations_have_the_same_bits_with_reuse_and_without(dtype: str) -> None:
     """Turns of conversations that share a beginning, with a cache too small for all of them."""
-    runner = make_runner(CHECKPOINT, deterministic=True, kv_cache_tokens=96, max_num_seqs=8)
+    sizes = (
+        {"kv_cache_tokens": 96} if dtype == "auto" else {"kv_cache_tokens": 160, "block_size": 16}
+    )
+    runner = make_runner(
+        CHECKPOINT, deterministic=True, max_num_seqs=8, kv_cache_dtype=dtype, **sizes
+    )
     system = list(range(300, 321))
 
     def run(limits: Limits) -> tuple[list[tuple[list[int], list[float]]], Asker]:
         rng, asker = random.Random(2), Asker(runner, limits)
         with torch.inference_mode():
             for cache in runner._caches:
-                cache.fill_(torch.nan)  # whoever reads what was not written for it gives NaN
+                cache.view(torch.uint8).fill_(
+                    255
+                )  # NaN: whoever reads what was not written gets it
         histories = [[*system, *(rng.randrange(1000) for _ in range(i))] for i in range(4)]
         for turn in range(NUM_TURNS):
             numbers = []

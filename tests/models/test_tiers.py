@@ -11,6 +11,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.plan import resolve
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
+from slipstream.kernels.kv_format import FORMATS
 from slipstream.wire import Submit
 from slipstream_contract.sampling import SamplingParams
 
@@ -109,5 +110,6 @@ def test_trees_of_turns(checkpoint: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-def test_trees_of_turns_on_a_gpu(checkpoint: Path) -> None:
-    assert sum(talk(checkpoint, seed, device="cuda") for seed in range(6)) > 0
+@pytest.mark.parametrize("dtype", ["auto", *FORMATS])
+def test_trees_of_turns_on_a_gpu(checkpoint: Path, dtype: str) -> None:
+    assert sum(talk(checkpoint, seed, dtype, device="cuda") for seed in range(6)) > 0

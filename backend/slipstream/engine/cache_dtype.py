@@ -7,8 +7,6 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import kv_format
 from slipstream.models.hf import ModelConfig
 
-_MIN_BLOCK_SIZE = 16  # of quantised blocks: smaller ones would not be whole vectors of 16 bytes
-
 
 def cache_dtype(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
@@ -23,8 +21,9 @@ def cache_dtype(
     asked = f"kv_cache_dtype = {name[:64]!r}"
     if name not in kv_format.FORMATS:
         raise ConfigError(f"{asked} is not one of auto, {', '.join(kv_format.FORMATS)}")
-    if config.block_size < _MIN_BLOCK_SIZE:
-        raise ConfigError(f"{asked} needs block_size >= {_MIN_BLOCK_SIZE}, not {config.block_size}")
+    smallest = kv_format.MIN_BLOCK_SIZE
+    if config.block_size < smallest:
+        raise ConfigError(f"{asked} needs block_size >= {smallest}, not {config.block_size}")
     if not kv_format.is_legal(kv_format.FORMATS[name], head_size):
         raise ConfigError(
             f"{asked} needs heads that are equal groups of at most {kv_format.GROUP} numbers, "

@@ -27,6 +27,15 @@ DEVICE void copy_async(u32 target, const void* source, bool inside, u64 policy) 
                "l"(source), "r"(inside ? 16 : 0), "l"(policy)
                : "memory");
 }
+// Copies the first `count` of WIDTH bytes (4, 8 or 16), zeros behind them; those of 4 and 8 through the L1 cache.
+template <int WIDTH>
+DEVICE void copy_async_bytes(u32 target, const void* source, int count) {
+  if constexpr (WIDTH == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(count) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(WIDTH), "r"(count)
+                 : "memory");
+}
 // The 128 bytes around an address into the L2 cache.
 DEVICE void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");

@@ -5,7 +5,7 @@
 // the sums of their own tokens begin.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K come as
 // projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SHARES (1: there may be
-// what sequences share)
+// what sequences share), FORMAT (of the cache: kv_format.cuh)
 #include "decode_heads.cuh"
 #include "decode_newest.cuh"
 #if SHARES
@@ -16,6 +16,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int AT_ONCE = 18;  // parts whose loads are in flight together: of 8 heads on 132 SMs, all
 enum { PRESENT = 1, BEGINS = 2, ENDS = 4 };
 
+static_assert(FORMAT == 0 || !ROTATES, "a quantised cache is written by rope.cu alone");
 static_assert(WARPS <= 16, "a lane for each entry");
 static_assert(sizeof(Part) <= RING_BYTES, "the second part of a worker lies in its ring");
 
@@ -107,7 +108,8 @@ class Worker {
     const i64 offset = cursor.head / heads.parts * HEAD_SIZE;
     newest.load(inputs.k + row * inputs.k_stride + offset, inputs.v + row * inputs.v_stride + offset,
                 inputs.angles(cursor.now),
-                cache.memory + cache.offset(cache.block(row, token), token, cursor.head));
+                reinterpret_cast<T*>(cache.memory) +
+                    cache.offset(cache.block(row, token), token, cursor.head));
   }
 
 #if SHARES
@@ -139,7 +141,7 @@ class Worker {
       float scores[2][4];
       columns.score(scores, query, shared_address(slot));
       ring.pop();
-      u32 weights[4];
+      Columns::Weights weights;
       columns.exponentiate(scores, weights, count, hidden, scale);
       slot = ring.front();
       if (ROTATES && count <= TILE) newest.put_value(slot, count - 1, is_writer, cache.from_k_to_v());
@@ -300,7 +302,7 @@ extern __shared__ __align__(1024) u8 shared_bytes[];
 // Grid: a CTA for each SM, of any lengths. Rows of length 0 become zeros.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_attention(const T* q, i64 q_stride, const T* k, i64 k_stride, const T* v, i64 v_stride,
-                     const float* cos_sin, T* memory, const int* block_tables, i64 table_stride,
+                     const float* cos_sin, Cell* memory, const int* block_tables, i64 table_stride,
                      const int* lengths, int* plan_memory, T* rows, Part* partials, float scale,
                      i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window) {
   start_next();

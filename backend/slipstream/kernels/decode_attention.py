@@ -31,7 +31,7 @@ from slipstream.kernels.pages import (
 )
 from slipstream.kernels.rope import rope_and_cache
 
-# decode_columns.cuh: query heads that a worker takes at once; decode_plan.cuh: tokens of a tile.
+# decode_part.cuh: query heads that a worker takes at once; decode_plan.cuh: tokens of a tile.
 _COLUMNS, _TILE = 8, 32
 # Tiles: what a CTA gets at least; how long its run may be, or how much longer than others, for the
 # sake of whole sequences.
@@ -125,12 +125,12 @@ def _rotate_and_cache(
 
 
 def _part_words(head_size: int) -> int:
-    """Of `Part` in decode_columns.cuh."""
+    """Of `Part` in decode_part.cuh."""
     return _COLUMNS * (head_size + 4 + 2)
 
 
 def _state_words(head_size: int) -> int:
-    """Of `State` in decode_columns.cuh."""
+    """Of `State` in decode_part.cuh."""
     return head_size + 4
 
 
@@ -140,11 +140,13 @@ class _Shape(NamedTuple):
     warps: int
     slots: int  # of a warp's ring, each of a tile's K or V
 
-    def shared_memory(self, head_size: int) -> int:
-        """Bytes: for each warp a ring, a part and two entries; two flags."""
-        chunks = head_size // 8
-        row = 16 * (chunks if chunks & (chunks - 1) == 0 else chunks + 1)
-        return self.warps * (self.slots * _TILE * row + 4 * _part_words(head_size) + 2 * 16) + 16
+    def shared_memory(self, dtype: torch.dtype, head_size: int) -> int:
+        """Bytes, over such a cache: for each warp a ring, a part and two entries; two flags."""
+        scales = kv_format.num_scales(dtype, head_size)
+        chunks = (kv_format.row_size(dtype, head_size) - scales) * dtype.itemsize // 16
+        row = 16 * (chunks if chunks in (8, 16) or chunks % 2 else chunks + 1)
+        slot = _TILE * row + -(-_TILE * scales // 128) * 128
+        return self.warps * (self.slots * slot + 4 * _part_words(head_size) + 2 * 16) + 16
 
 
 _SHAPES = (_Shape(8, 3), _Shape(8, 2), _Shape(4, 2))  # the first that fits is best
@@ -157,6 +159,7 @@ def _variant(
     rotates: bool,
     window: int,
     shares: bool = False,
+    cached: torch.dtype | None = None,
 ) -> jit.Variant:
     jit.head_size_of(dtype, head_size)
     return jit.variant(
@@ -167,7 +170,14 @@ def _variant(
         SLOTS=shape.slots,
         ROTATES=int(rotates),
         **_mode(window, shares),
+        **kv_format.macros(cached or dtype),
     )
+
+
+def _is_planned(cached: torch.dtype, head_size: int) -> bool:
+    """Whether attention over such a cache is by plan; else it is by split, a plan or not."""
+    is_whole = cached != torch.uint8 or head_size % kv_format.GROUP == 0  # vectors of one group
+    return cached != torch.float32 and is_whole
 
 
 def _mode(window: int, shares: bool) -> dict[str, int]:
@@ -189,13 +199,18 @@ def variants() -> Iterator[jit.Variant]:
         yield _variant(*case)
     for case in itertools.product(dtypes, jit.HEAD_SIZES, _SHAPES, (False, True), (0,), (True,)):
         yield _variant(*case)
+    formats = kv_format.FORMATS.values()
+    for dtype, head_size, shape in itertools.product(dtypes, jit.HEAD_SIZES, _SHAPES):
+        for cached, window in itertools.product(formats, (0, 1)):
+            if _is_planned(cached, head_size):
+                yield _variant(dtype, head_size, shape, False, window, False, cached)
 
 
 @functools.cache
-def _device(index: int, head_size: int) -> tuple[int, _Shape]:
-    """CTAs of the grid, one for each SM, and their shape."""
+def _device(index: int, dtype: torch.dtype, head_size: int) -> tuple[int, _Shape]:
+    """CTAs of the grid, one for each SM, and their shape, for a cache of this dtype."""
     limit = jit.shared_memory_limit(index)
-    shape = next(s for s in _SHAPES if s.shared_memory(head_size) <= limit)
+    shape = next(s for s in _SHAPES if s.shared_memory(dtype, head_size) <= limit)
     return jit.num_multiprocessors(index), shape
 
 
@@ -224,15 +239,16 @@ def _plan_decode(
     window: int = 0,
     block_tables: Tensor | None = None,
 ) -> Tensor:
-    num_sequences, num_kv_heads, head_size = len(lengths), cache.shape[1], cache.shape[4]
-    if cache.dtype == torch.float32 or num_sequences == 0:
+    num_sequences, num_kv_heads = len(lengths), cache.shape[1]
+    head_size = kv_format.head_size_of(cache)
+    if not _is_planned(cache.dtype, head_size) or num_sequences == 0:
         return torch.empty(0, dtype=torch.int32, device=lengths.device)
-    jit.head_size_of(cache.dtype, head_size)
+    jit.head_size_of(torch.float16, head_size)
     jit.require(lengths.is_contiguous(), "plan_decode: lengths must be contiguous")
     jit.require(
         num_sequences <= _MOST_SEQUENCES, f"plan_decode: more than {_MOST_SEQUENCES} sequences"
     )
-    num_ctas, shape = _device(lengths.get_device(), head_size)
+    num_ctas, shape = _device(lengths.get_device(), cache.dtype, head_size)
     shares = block_tables is not None and _can_share(cache, num_sequences, window)
     size = own_size = _plan_size(num_sequences, num_ctas, shape.warps, shares)
     if shares:
@@ -283,7 +299,12 @@ def _decode_attention(
         is_like_q and out.is_contiguous() and out.data_ptr() % 16 == 0,
         "decode_attention: out must be contiguous, aligned to 16 bytes and otherwise like q",
     )
-    if len(plan) > 0:
+    is_quantized = kv_format.is_quantized(cache)
+    jit.require(
+        newest is None or not is_quantized,
+        f"decode_attention: over a cache of {cache.dtype}, rope_and_cache comes before",
+    )
+    if len(plan) > 0 and q.dtype != torch.float32:
         _launch_by_plan(q, cache, block_tables, lengths, plan, scale, out, newest, window)
     elif len(q) > 0:
         jit.require(newest is None, "decode_attention: without a plan, q must be rotated")
@@ -321,7 +342,7 @@ def _launch_by_plan(
     k, v, cos_sin = newest or (q, q, q)  # q stands for what is not read
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
-    num_ctas, shape = _device(q.get_device(), head_size)
+    num_ctas, shape = _device(q.get_device(), cache.dtype, head_size)
     num_words = num_ctas * 2 * _part_words(head_size)
     shares = len(plan) != _plan_size(num_sequences, num_ctas, shape.warps)
     if shares:
@@ -333,7 +354,7 @@ def _launch_by_plan(
         num_words += work.max_states(num_sequences) * num_q_heads * _state_words(head_size)
     parts = torch.empty(num_words, dtype=torch.float32, device=q.device)
     jit.launch(
-        _variant(q.dtype, head_size, shape, newest is not None, window, shares),
+        _variant(q.dtype, head_size, shape, newest is not None, window, shares, cache.dtype),
         "decode_attention",
         (num_ctas,),
         32 * shape.warps,
@@ -357,7 +378,7 @@ def _launch_by_plan(
         num_q_heads // num_kv_heads,
         jit.block_shift(block_size),
         window,
-        shared_memory=shape.shared_memory(head_size),
+        shared_memory=shape.shared_memory(cache.dtype, head_size),
         overlaps=True,
     )
 
@@ -381,8 +402,8 @@ def _launch_by_split(
     size = num_sequences * num_q_heads * splits * (head_size + 2) if splits > 1 else 1
     partial = torch.empty(size, dtype=torch.float32, device=q.device)
     group_size = num_q_heads // num_kv_heads
-    stages = stages_of(q, 3 if q.element_size() == 2 else 2)
-    wanted = tiles_variant("decode_split.cu", q.dtype, head_size, stages, window)
+    stages = stages_of(q, cache, 3 if q.element_size() == 2 else 2)
+    wanted = tiles_variant("decode_split.cu", q.dtype, head_size, stages, window, cache.dtype)
     jit.launch(
         wanted,
         "decode_split",
@@ -401,7 +422,7 @@ def _launch_by_split(
         group_size,
         jit.block_shift(block_size),
         window,
-        shared_memory=tiles_memory(q.dtype, head_size, stages),
+        shared_memory=tiles_memory(q.dtype, head_size, stages, cache.dtype),
     )
     if splits > 1:
         grid = (num_q_heads, num_sequences)

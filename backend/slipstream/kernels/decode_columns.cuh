@@ -3,27 +3,11 @@
 // query heads its 8 columns.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WINDOWED
 #pragma once
-#include "decode_ring.cuh"
+#include "decode_part.cuh"
 #include "mma.cuh"
 #include "rotation.cuh"
 
-constexpr int COLUMNS = 8;
 enum { STATES_AT_ONCE = 2 };
-
-// What a worker, or a CTA, has of a (sequence, head): sums of V by exponentials, their base-2 maximum, their total.
-struct alignas(16) Part {
-  float output[COLUMNS][HEAD_SIZE + 4];  // padded against bank conflicts
-  float maximum[COLUMNS];
-  float total[COLUMNS];
-};
-
-// What a query head has of tokens that its sequence shares with others: the same of one column.
-struct alignas(16) State {
-  float output[HEAD_SIZE];
-  float maximum;
-  float total;
-  float unused[2];
-};
 
 // Query heads as fragments B: a lane 4 g + t holds elements 2t, 2t + 1 of every chunk of head g.
 struct Query {
@@ -61,6 +45,8 @@ class Columns {
   float total[2];          // this lane's share: its tokens
 
  public:
+  using Weights = u32[4];  // exponentials of a tile, as fragments B
+
   DEVICE void clear() {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
@@ -136,7 +122,7 @@ class Columns {
 
   // Scores of `count` tokens, of which the first `hidden` do not count, become exponentials, as fragments B; what was
   // summed so far is rescaled.
-  DEVICE void exponentiate(float (&scores)[2][4], u32 (&weights)[4], int count, int hidden, float scale) {
+  DEVICE void exponentiate(float (&scores)[2][4], Weights& weights, int count, int hidden, float scale) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -176,7 +162,7 @@ class Columns {
   }
 
   // output += V^T weights
-  DEVICE void accumulate(const u32 (&weights)[4], u32 values) {
+  DEVICE void accumulate(const Weights& weights, u32 values) {
     const u32 own = values + chunk_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)

@@ -1,7 +1,12 @@
 // The rows of a step of decodes, and their heads as the plan has them.
-// -D ELEMENT (T: 16 bits), HEAD_SIZE, ROTATES
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, ROTATES, FORMAT (of the cache: kv_format.cuh)
 #pragma once
+#include "kv_format.cuh"
+#if FORMAT == 0
 #include "decode_columns.cuh"
+#else
+#include "decode_quantized.cuh"
+#endif
 
 // The heads of the plan: each kv head `parts` times, with at most `width` of its query heads.
 struct Heads {

@@ -1,7 +1,7 @@
 // Paged decode attention whose bits depend on a sequence alone (flash-decoding): its tokens are split over CTAs by its
 // own length, then over warps, and combined in a fixed order.
 // -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED (1: the last `window`
-// tokens alone)
+// tokens alone), FORMAT (of the cache: kv_format.cuh)
 #include "tiles.cuh"
 
 constexpr int MIN_SPLIT = 256;  // tokens
@@ -53,7 +53,7 @@ DEVICE void merge_warps(WarpRows& mine, const Visit& f) {
 // Grid: x = split, y = (kv head, 16 of its q heads), z = sequence. With one split the result goes to `out`, else
 // to `partial` [sequence, q head, split, HEAD_SIZE + 2]: the unnormalised sum, the maximum, the sum of exponentials.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    decode_split(const T* q, i64 q_stride, const T* cache, const int* block_tables,
+    decode_split(const T* q, i64 q_stride, const Cell* cache, const int* block_tables,
                      i64 table_stride, const int* lengths, T* out, float* partial, float scale,
                      i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window) {
   const i64 sequence = blockIdx.z;
@@ -71,9 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const i64 num_heads = num_kv_heads * group_size;
   const int count = min(16, int(group_size) - first_head);
   const Rows rows = {q + sequence * q_stride + head * HEAD_SIZE, HEAD_SIZE, count, end - 1, 0, scale, EVERYTHING};
-  const i64 block_elements = i64(2 * HEAD_SIZE) << block_shift;
-  const Pages pages = {cache + kv_head * block_elements, block_tables + sequence * table_stride,
-                       num_kv_heads * block_elements, int(block_shift)};
+  const i64 block_cells = i64(2 * (ROW_CELLS + SCALE_BYTES)) << block_shift;
+  const Pages pages = {cache + kv_head * block_cells, block_tables + sequence * table_stride,
+                       num_kv_heads * block_cells, int(block_shift)};
 
   WarpRows mine(rows, scratch());
   for_each_tile(pages, begin, begin, end, [&](const T* keys, int first) {

@@ -25,6 +25,8 @@ from slipstream.kernels.op import KernelError
 
 FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 GROUP = 64  # at most, of int4
+MIN_BLOCK_SIZE = 16  # of quantised blocks: smaller ones would not be whole vectors of 16 bytes
+_NUMBERS = {torch.float8_e4m3fn: 1, torch.int8: 2, torch.uint8: 3}  # FORMAT in kv_format.cuh
 _MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _FIRST, _SHIFT, _NAN = 840, 20, 255  # upper bits of 2 ** -22; mantissa bits left out; a code
 
@@ -34,16 +36,25 @@ def is_quantized(cache: Tensor) -> bool:
     return cache.dtype in FORMATS.values()
 
 
+def macros(dtype: torch.dtype) -> dict[str, int]:
+    """Of a kernel over a cache of this dtype; none where it is that of the activations."""
+    return {"FORMAT": _NUMBERS[dtype]} if dtype in _NUMBERS else {}
+
+
 def num_groups(head_size: int) -> int:
     """Of a head in int4."""
     return -(-head_size // GROUP)
 
 
+def num_scales(dtype: torch.dtype, head_size: int) -> int:
+    """Bytes of scales, zeros included, in a row of a cache of this dtype."""
+    return 2 * num_groups(head_size) if dtype == torch.uint8 else int(dtype in _MAX)
+
+
 def row_size(dtype: torch.dtype, head_size: int) -> int:
     """Elements of a row of a cache of this dtype."""
-    if dtype == torch.uint8:
-        return head_size // 2 + 2 * num_groups(head_size)
-    return head_size + 1 if dtype in _MAX else head_size
+    width = head_size // 2 if dtype == torch.uint8 else head_size
+    return width + num_scales(dtype, head_size)
 
 
 def head_size_of(cache: Tensor) -> int:
@@ -144,8 +155,7 @@ def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers and scales of whole blocks, `[..., token, bytes]` each; views."""
     size, row = blocks.shape[-2:]
-    head_size = head_size_of(blocks)
-    width = head_size // 2 if blocks.dtype == torch.uint8 else head_size
+    width = row - num_scales(blocks.dtype, head_size_of(blocks))
     flat = blocks.view(torch.uint8).flatten(-2)
     numbers, scales = torch.split(flat, [size * width, size * (row - width)], -1)
     return _cut(numbers, size), _cut(scales, size)

@@ -1,8 +1,9 @@
 // Tiles of a paged cache: asynchronous 16-byte copies from pages into shared memory, rows padded by 16 bytes
 // so that neither ldmatrix nor a lane-a-row read meets a bank conflict.
-// -D ELEMENT (T), HEAD_SIZE, WARPS, WINDOWED (1: a row sees its last `window` tokens alone)
+// -D ELEMENT (T), HEAD_SIZE, WARPS, WINDOWED (1: a row sees its last `window` tokens alone), FORMAT (kv_format.cuh)
 #pragma once
 #include "copies.cuh"
+#include "kv_format.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILE = 16 * WARPS;           // tokens of a tile: 16 for each warp
@@ -12,6 +13,7 @@ constexpr int PITCH = HEAD_SIZE + VECTOR;  // elements between two tokens of a t
 constexpr int TILE_ELEMENTS = TILE * PITCH;
 static_assert(TILE * CHUNKS % THREADS == 0, "every thread copies as much as every other");
 
+#if FORMAT == 0
 // K and V of one kv head of one sequence.
 struct Pages {
   const T* head;      // K of this kv head in block 0
@@ -39,6 +41,9 @@ struct Pages {
     }
   }
 };
+#else
+#include "pages_quantized.cuh"
+#endif
 
 #define EVERYTHING 0x40000000  // a window that hides nothing
 

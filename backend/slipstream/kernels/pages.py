@@ -45,7 +45,8 @@ def check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors
     jit.require(is_row, f"{op_name}: heads of a row of q must be contiguous")
     jit.require(cache.is_contiguous(), f"{op_name}: cache must be contiguous")
     kv_format.check(op_name, cache, q)
-    jit.require(not kv_format.is_quantized(cache), f"{op_name}: no kernel for {cache.dtype}")
+    is_whole = not kv_format.is_quantized(cache) or cache.shape[3] >= kv_format.MIN_BLOCK_SIZE
+    jit.require(is_whole, f"{op_name}: blocks of {cache.shape[3]} tokens of {cache.dtype}")
     jit.require(
         all(x.is_contiguous() for x in vectors),
         f"{op_name}: query_starts and lengths must be contiguous",
@@ -67,24 +68,41 @@ def warps_of(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.float32 else 4
 
 
-def tiles_memory(dtype: torch.dtype, head_size: int, stages: int) -> int:
-    """Bytes of shared memory for `stages` tiles."""
+def tiles_memory(
+    dtype: torch.dtype, head_size: int, stages: int, cached: torch.dtype | None = None
+) -> int:
+    """Bytes of shared memory for `stages` tiles; `cached` is the cache's dtype."""
     tokens = 16 * warps_of(dtype)
     tiles = stages * 2 * tokens * (head_size * dtype.itemsize + 16)
     scratch = tokens * head_size * 4 if dtype == torch.float32 else 0  # the queries, per warp
-    return tiles + scratch
+    return tiles + scratch + 2 * tokens * _staged(cached, head_size)
 
 
-def stages_of(q: Tensor, wish: int) -> int:
-    """Tiles in flight: as many as wished, or two where shared memory is small."""
+def _staged(cached: torch.dtype | None, head_size: int) -> int:
+    """Bytes of a row that are copied before they become numbers."""
+    if cached is None or cached not in kv_format.FORMATS.values():
+        return 0
+    return kv_format.row_size(cached, head_size) - kv_format.num_scales(cached, head_size)
+
+
+def stages_of(q: Tensor, cache: Tensor, wish: int) -> int:
+    """Tiles in flight: as many as wished, or two where shared memory is small, or the cache is in
+    fewer bits.
+    """
     wished = tiles_memory(q.dtype, q.shape[2], wish)
-    return wish if wished <= jit.shared_memory_limit(q.device.index) else 2
+    fits = wished <= jit.shared_memory_limit(q.device.index)
+    return wish if fits and not kv_format.is_quantized(cache) else 2
 
 
 def tiles_variant(
-    source: str, dtype: torch.dtype, head_size: int, stages: int, window: int
+    source: str,
+    dtype: torch.dtype,
+    head_size: int,
+    stages: int,
+    window: int,
+    cached: torch.dtype | None = None,
 ) -> jit.Variant:
-    """The instantiation of a kernel that includes tiles.cuh."""
+    """The instantiation of a kernel that includes tiles.cuh; `cached` is the cache's dtype."""
     jit.head_size_of(dtype, head_size)
     return jit.variant(
         source,
@@ -94,6 +112,7 @@ def tiles_variant(
         STAGES=stages,
         MMA=int(dtype != torch.float32),
         WINDOWED=int(window > 0),
+        **kv_format.macros(cached or dtype),
     )
 
 
@@ -104,3 +123,6 @@ def tiles_variants(source: str, stages: int) -> Iterator[jit.Variant]:
             for count in range(2, stages + 1 if dtype != torch.float32 else 3):
                 for window in (0, 1):
                     yield tiles_variant(source, dtype, head_size, count, window)
+            for cached in kv_format.FORMATS.values():
+                for window in (0, 1):
+                    yield tiles_variant(source, dtype, head_size, 2, window, cached)

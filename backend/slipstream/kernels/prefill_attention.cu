@@ -1,11 +1,11 @@
 // Paged prefill attention: 16 query rows a warp, every warp reads every tile.
 // -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED (1: a token sees the
-// last `window` alone)
+// last `window` alone), FORMAT (of the cache: kv_format.cuh)
 #include "tiles.cuh"
 
 // Grid: x = q head, y = tile of TILE queries (the longest rows first), z = sequence.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill_attention(const T* q, i64 q_stride, const T* cache, const int* block_tables,
+    prefill_attention(const T* q, i64 q_stride, const Cell* cache, const int* block_tables,
                       i64 table_stride, const int* query_starts, const int* lengths, T* out, i64 out_stride,
                       float scale, i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window) {
   const i64 sequence = blockIdx.z, head = blockIdx.x;
@@ -19,9 +19,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int position = length - num_queries + own;
   const Rows rows = {q + (start + own) * q_stride + head * HEAD_SIZE, q_stride, count, position, 1,
                      scale, int(window)};
-  const i64 block_elements = i64(2 * HEAD_SIZE) << block_shift;
-  const Pages pages = {cache + head / group_size * block_elements,
-                       block_tables + sequence * table_stride, num_kv_heads * block_elements,
+  const i64 block_cells = i64(2 * (ROW_CELLS + SCALE_BYTES)) << block_shift;
+  const Pages pages = {cache + head / group_size * block_cells,
+                       block_tables + sequence * table_stride, num_kv_heads * block_cells,
                        int(block_shift)};
 
   WarpRows mine(rows, scratch());

@@ -128,7 +128,8 @@ def _prefill_attention(
         return out
     has_wgmma = q.dtype != torch.float32 and q.shape[2] in _WGMMA_HEAD_SIZES and scale > 0
     arguments = (q, cache, block_tables, query_starts, lengths, out, scale, max_queries)
-    if has_wgmma and jit.is_hopper(q.device) and window == 0:
+    has_wgmma &= window == 0 and not kv_format.is_quantized(cache)
+    if has_wgmma and jit.is_hopper(q.device):
         _launch_wgmma(*arguments)
     else:
         _launch_tiles(*arguments, window)
@@ -189,9 +190,9 @@ def _launch_tiles(
     window: int,
 ) -> None:
     num_q_heads, head_size = q.shape[1:]
-    num_kv_heads, warps, stages = cache.shape[1], warps_of(q.dtype), stages_of(q, 2)
+    num_kv_heads, warps, stages = cache.shape[1], warps_of(q.dtype), stages_of(q, cache, 2)
     jit.launch(
-        tiles_variant("prefill_attention.cu", q.dtype, head_size, stages, window),
+        tiles_variant("prefill_attention.cu", q.dtype, head_size, stages, window, cache.dtype),
         "prefill_attention",
         (num_q_heads, -(-max_queries // (16 * warps)), len(lengths)),
         32 * warps,
@@ -209,5 +210,5 @@ def _launch_tiles(
         num_q_heads // num_kv_heads,
         jit.block_shift(cache.shape[3]),
         window,
-        shared_memory=tiles_memory(q.dtype, head_size, stages),
+        shared_memory=tiles_memory(q.dtype, head_size, stages, cache.dtype),
     )

@@ -1,7 +1,11 @@
-// Rotary embedding of q in place; rotated k, and v, written into the paged cache; before it, if asked for, the scales of
-// an e4m3 product (fp8.cu), and the RMS norm of each head of q and k. LANES neighbouring threads for a head; grid: x = token, y = a share of its heads.
-// -D ELEMENT (T), HEAD_SIZE, VECTOR (elements an access)
-#include "common.cuh"
+// Rotary embedding of q in place; rotated k, and v, written into the paged cache, in its format; before it, if asked
+// for, the scales of an e4m3 product (fp8.cu), and the RMS norm of each head of q and k. LANES neighbouring threads for
+// a head; grid: x = token, y = a share of its heads.
+// -D ELEMENT (T), HEAD_SIZE, VECTOR (elements an access), FORMAT (of the cache: kv_format.cuh)
+#include "kv_format.cuh"
+#if FORMAT != 0
+#include "kv_quantize.cuh"
+#endif
 
 constexpr int HALF = HEAD_SIZE / 2;
 constexpr int CHUNKS = HALF / VECTOR;  // of half a head: a thread takes a chunk of the first half and its partner
@@ -85,11 +89,59 @@ struct Part {
       }
     }
   }
+
+#if FORMAT != 0
+  static_assert(VECTOR > 1 && HALF * 2 == HEAD_SIZE, "pairs of numbers in one thread; groups are halves or the whole");
+  // As the row of token `token` of `block`, K or V of `size` tokens. By all threads of a warp; only what is `real` is
+  // written.
+  DEVICE void quantize_to(u8* block, i64 size, i64 token, bool real) const {
+    Range ranges[2];  // of both halves
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j)
+        if (has(i)) {
+          ranges[0].add(to_float(first[i].at[j]));
+          ranges[1].add(to_float(second[i].at[j]));
+        }
+    if (GROUPS == 1) ranges[0].add(ranges[1]);
+    ranges[0].join<LANES>();
+    if (GROUPS == 2) ranges[1].join<LANES>();
+    if (!real) return;
+    const Quantizer low(ranges[0]), high(ranges[GROUPS - 1]);
+    u8* row = block + token * ROW_CELLS;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+      if (has(i)) {
+        store_quantized(row, at(i), first[i], low);
+        store_quantized(row, HALF + at(i), second[i], high);
+      }
+    if (threadIdx.x % LANES != 0) return;
+    u8* scales = block + size * ROW_CELLS + token * SCALE_BYTES;
+    scales[0] = low.code;
+    if (FORMAT == INT4) scales[1] = low.zero_byte();
+    if (GROUPS == 2) {
+      scales[2] = high.code;
+      scales[3] = high.zero_byte();
+    }
+  }
+  static DEVICE void store_quantized(u8* row, int element, const Chunk& chunk, const Quantizer& quantizer) {
+    constexpr int EACH = FORMAT == INT4 ? 2 : 1;  // in a byte
+    Pack<u8, VECTOR / EACH> bytes;
+#pragma unroll
+    for (int j = 0; j < VECTOR / EACH; ++j) {
+      u32 byte = quantizer(to_float(chunk.at[j * EACH]));
+      if (EACH == 2) byte |= quantizer(to_float(chunk.at[j * EACH + EACH - 1])) << 4;
+      bytes.at[j] = u8(byte);
+    }
+    store<VECTOR / EACH>(row + element / EACH, bytes);
+  }
+#endif
 };
 
 extern "C" __global__ void __launch_bounds__(128)
     rope_and_cache(T* q, i64 q_stride, const T* k, i64 k_stride, const T* v, i64 v_stride,
-                   const float* cos_sin, const i64* positions, const i64* slots, T* cache,
+                   const float* cos_sin, const i64* positions, const i64* slots, Cell* cache,
                    i64 num_q_heads, i64 num_kv_heads, i64 block_shift, const T* q_norm,
                    const T* k_norm, float eps, const float* row_scales, const float* column_scales,
                    const T* bias) {
@@ -113,9 +165,14 @@ extern "C" __global__ void __launch_bounds__(128)
   const T* source = (is_key ? k + token * k_stride : v + token * v_stride) + head * HEAD_SIZE;
   // K of kv head 0 at this slot; V lies one block further, the next head two.
   const i64 block_size = i64(1) << block_shift;
+#if FORMAT == 0
   T* cached = cache + (slot >> block_shift) * num_kv_heads * 2 * block_size * HEAD_SIZE +
               (slot & (block_size - 1)) * HEAD_SIZE;
   T* target = cached + (head * 2 + !is_key) * block_size * HEAD_SIZE;
+#else
+  const i64 part_of_block = ((slot >> block_shift) * num_kv_heads + head) * 2 + !is_key;
+  u8* block = cache + part_of_block * block_size * (ROW_CELLS + SCALE_BYTES);
+#endif
 
   Part part = {};
   if (real) part.load_from(is_query ? query : source);
@@ -123,7 +180,13 @@ extern "C" __global__ void __launch_bounds__(128)
     part.scale(load_fresh<1>(row_scales + token).at[0], column_scales + column,
                bias == nullptr ? nullptr : bias + column);
   const float scale = norms ? part.rstd(eps) : 1.0f;  // of V too, unused: shuffles take whole warps
+#if FORMAT == 0
   if (!real) return;
   if (is_query || is_key) part.rotate(angles, scale, norms ? &factors : nullptr);
   part.store_to(is_query ? query : target);
+#else
+  if (real && (is_query || is_key)) part.rotate(angles, scale, norms ? &factors : nullptr);
+  if (real && is_query) part.store_to(query);
+  part.quantize_to(block, block_size, slot & (block_size - 1), real && !is_query);
+#endif
 }

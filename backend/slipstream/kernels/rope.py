@@ -71,8 +71,11 @@ def rope_and_cache(
     kv_format.write(cache, slots[keep], rotated[keep], v[keep])
 
 
-def _variant(dtype: torch.dtype, head_size: int, vector: int) -> jit.Variant:
-    return jit.variant("rope.cu", dtype, HEAD_SIZE=head_size, VECTOR=vector)
+def _variant(
+    dtype: torch.dtype, head_size: int, vector: int, cached: torch.dtype | None = None
+) -> jit.Variant:
+    macros = kv_format.macros(cached or dtype)
+    return jit.variant("rope.cu", dtype, HEAD_SIZE=head_size, VECTOR=vector, **macros)
 
 
 def variants() -> Iterator[jit.Variant]:
@@ -81,6 +84,8 @@ def variants() -> Iterator[jit.Variant]:
         for head_size in jit.HEAD_SIZES:
             for vector in (1, 16 // dtype.itemsize):
                 yield _variant(dtype, head_size, vector)
+            for cached in kv_format.FORMATS.values():
+                yield _variant(dtype, head_size, 16 // dtype.itemsize, cached)
 
 
 def _check_layout(
@@ -96,7 +101,10 @@ def _check_layout(
     head_size = jit.head_size_of(q.dtype, q.shape[2])
     jit.block_shift(cache.shape[3])
     kv_format.check("rope_and_cache", cache, k)
-    jit.require(not kv_format.is_quantized(cache), f"rope_and_cache: no kernel for {cache.dtype}")
+    is_whole = not kv_format.is_quantized(cache) or (
+        cache.shape[3] >= kv_format.MIN_BLOCK_SIZE and cache.data_ptr() % 16 == 0
+    )
+    jit.require(is_whole, f"rope_and_cache: blocks of {cache.dtype} must be whole vectors")
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
         jit.require(is_row, f"rope_and_cache: heads of a row of {name} must be contiguous")
@@ -134,7 +142,9 @@ def _rope_and_cache(
     if num_tokens == 0:
         return
     rows = (q.flatten(1), k.flatten(1), v.flatten(1))
-    vector = jit.vector_width(head_size // 2, *rows, cache, *norms)
+    is_quantized = kv_format.is_quantized(cache)
+    vector = jit.vector_width(head_size // 2, *rows, *([] if is_quantized else [cache]), *norms)
+    jit.require(vector > 1 or not is_quantized, "rope_and_cache: rows must be aligned to 16 bytes")
     jit.require(
         scales is None or q.dtype == torch.bfloat16, "rope_and_cache: scales of a bf16 product only"
     )
@@ -142,7 +152,7 @@ def _rope_and_cache(
     lanes = next(n for n in (4, 8, 16, 32) if n >= min(head_size // 2 // vector, 32))
     num_heads = num_q_heads + 2 * k.shape[1]
     jit.launch(
-        _variant(q.dtype, head_size, vector),
+        _variant(q.dtype, head_size, vector, cache.dtype),
         "rope_and_cache",
         (num_tokens, -(-num_heads * lanes // THREADS)),
         THREADS,

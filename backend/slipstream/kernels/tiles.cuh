@@ -1,5 +1,5 @@
 // The tiles of a sequence, one after the other through a CTA's shared memory, several copies ahead.
-// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED
+// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED, FORMAT (kv_format.cuh)
 #pragma once
 #if MMA
 #include "rows_mma.cuh"
@@ -17,6 +17,7 @@ DEVICE T* scratch() {  // of this warp, behind the stages
   return reinterpret_cast<T*>(shared_bytes + at);
 }
 
+#if FORMAT == 0
 // Run f(tile's K, first token) for every tile of [first, end), STAGES - 1 tiles ahead of the copies; tokens in front
 // of `begin` are zeros.
 template <class Consume>
@@ -37,3 +38,24 @@ DEVICE void for_each_tile(const Pages& pages, int first, int begin, int end, con
     consume(stages() + i % STAGES * STAGE_ELEMENTS, first + i * TILE);
   }
 }
+#else
+// The same over a quantised cache, whose bytes are a tile ahead, behind the stages and all that is scratch.
+template <class Consume>
+DEVICE void for_each_tile(const Pages& pages, int first, int begin, int end, const Consume& consume) {
+  static_assert(STAGES == 2, "one is written while the other may still be read");
+  u8* memory = shared_bytes + STAGES * STAGE_ELEMENTS * int(sizeof(T)) + WARPS * WarpRows::SCRATCH;
+  const int num_tiles = (end - first + TILE - 1) / TILE;
+  Pages::Scales scales;
+  if (num_tiles > 0) pages.start_copy(memory, scales, first, begin, end);
+  copy_commit();
+  for (int i = 0; i < num_tiles; ++i) {
+    T* stage = stages() + i % STAGES * STAGE_ELEMENTS;
+    copy_wait<0>();
+    pages.store(stage, memory, scales);
+    if (i + 1 < num_tiles) pages.start_copy(memory, scales, first + (i + 1) * TILE, begin, end);
+    copy_commit();
+    __syncthreads();  // tile i is there; who goes on has consumed tile i - 1, whose stage is the next to be written
+    consume(stage, first + i * TILE);
+  }
+}
+#endif
