@@ -97,6 +97,7 @@ class CountingRunner:
         self.vocab_size = VOCAB_SIZE
         self.max_model_len = max_model_len
         self.max_in_flight = max_in_flight
+        self.attention_doubles_at = 0
         self.max_tokens = 1 << 30
         self.batches: list[Batch] = []
         self.in_flight: deque[Counted] = deque()

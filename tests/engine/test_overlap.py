@@ -190,6 +190,7 @@ class Sleeping:
     num_blocks, block_size, vocab_size, max_model_len, max_in_flight = 1000, 4, 61, 400, 2
     window = Window()
     transfers = None
+    attention_doubles_at = 0
     seconds = 0.04
     ready = 0.0
 

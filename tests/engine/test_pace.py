@@ -50,6 +50,7 @@ CPU = Costs(2.0, 0.2, 0.25, 1, 2048, 2_047)
 # With what a chunk costs besides, and with the tokens before it, as on two cores.
 DEAR_H200 = replace(H200, chunk=0.8, growth=1.0)
 DEAR_CPU = Costs(3.2, 0.2, 0.11, 1, 2048, 2_047, chunk=1.0, growth=1.0)
+VERY_LONG_H200 = replace(DEAR_H200, length=131_072, growth=5.0)
 
 
 class TimedStep(Counted):
@@ -212,9 +213,11 @@ def test_what_decodes_take_is_seen_anew_while_a_long_prompt_does_not_end():
 class Device:
     """What a `Pace` is told of a device that runs one step after the other."""
 
-    def __init__(self, costs: Costs, noise: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, costs: Costs, noise: float = 0.0, seed: int = 0, doubles_at: int = 0
+    ) -> None:
         self.costs = costs
-        self.pace = Pace(lambda: int(self.now_ms * MS))
+        self.pace = Pace(lambda: int(self.now_ms * MS), doubles_at)
         self.now_ms = 1_000.0
         self._noise = noise
         self._random = random.Random(seed)
@@ -232,7 +235,7 @@ class Device:
         """A long one beside decodes: tokens of each step that had any, and how long each took."""
         sizes, times, start = [], [], 0
         while start < self.costs.length:
-            num_tokens = min(self.pace.take(1), self.costs.length - start)
+            num_tokens = min(self.pace.take(1, start), self.costs.length - start)
             took = self.run(num_decodes, start, num_tokens)
             if num_tokens:
                 sizes.append(num_tokens)
@@ -241,9 +244,9 @@ class Device:
         return sizes, times
 
 
-def warm(costs: Costs, noise: float = 0.0, seed: int = 0) -> Device:
+def warm(costs: Costs, noise: float = 0.0, seed: int = 0, doubles_at: int = 0) -> Device:
     """It has run decodes, and large steps."""
-    device = Device(costs, noise, seed)
+    device = Device(costs, noise, seed, doubles_at)
     for _ in range(7):
         device.run(0, 0, 512)
         device.run(4)
@@ -295,6 +298,16 @@ def test_noise_does_not_let_chunks_grow_without_bound(costs, seed):
     device = warm(costs, 0.1, seed)
     times = sorted(time for _ in range(3) for time in device.prompt(4)[1])
     assert times[len(times) * 99 // 100] <= 2.4 * costs.of(4, [])
+
+
+def test_of_a_very_long_prompt_a_token_may_cost_more_by_all_before_it():
+    usual, length = VERY_LONG_H200.of(4, []), VERY_LONG_H200.length
+    told, untold = (
+        warm(VERY_LONG_H200, doubles_at=doubles_at).prompt(4)[1]
+        for doubles_at in (round(length / VERY_LONG_H200.growth), 0)
+    )
+    assert max(told[20:]) <= 1.8 * usual
+    assert max(untold[20:]) > 2.5 * usual
 
 
 def test_the_first_of_all_prompts_begins_with_few_tokens():

@@ -54,6 +54,7 @@ class Runner(Protocol):
     window: Window
     transfers: Mover | None  # of blocks to host memory and back, if there is any
     max_in_flight: int  # 2: a step may be launched while the one before it runs; 1: it may not
+    attention_doubles_at: int  # tokens before one that costs twice as much by that; 0: never
 
     def launch(self, batch: Batch) -> Launched:
         """Begin a step. A row's `source` is a sample of the step launched before."""

@@ -21,7 +21,14 @@ from slipstream.engine.arrays import Layout, Shape
 
 _MAX_ROWS = 512
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
-_MIXED_TOKENS = (64, 128, 256, 512)  # of chunks beside decodes, of which there are at most
+_MIXED_TOKENS = (
+    64,
+    128,
+    192,
+    256,
+    384,
+    512,
+)  # of chunks beside decodes, of which there are at most
 _MIXED_DECODES = (8, 32, 64, 128, 256)
 MAX_CHUNK_ROWS = 8  # of a step
 _log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ of the highest of the last few counts. That cost includes whatever comes with a 
 tokens, and grows with the tokens before it. Chunks that are cut for it have to bear the same with
 fewer tokens, so that each costs more again: where even the smallest costs too much, chunks would
 shrink for nothing. So a token never counts for more than `_DEAREST` times what it costs in large
-steps, and a prompt takes at most so many times as many steps as it would by that cost.
+steps and, with many tokens before it, by the operations of its attention; and a prompt takes at
+most so many times as many steps as it would by that cost.
 
 Without that bound the rule finds its end by itself. A chunk of n tokens that takes g(n) is followed
 by one of n * share / g(n): where g grows with n, but not faster than n, each step comes nearer to
@@ -35,10 +36,16 @@ _PROBE_EVERY = 32  # so many steps that were cut, one is of decodes alone, to se
 
 
 class Pace:
-    """Told of every step when it begins and ends, in the same order; `clock` is in ns."""
+    """Told of every step when it begins and ends, in the same order.
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    Args:
+        clock: in ns.
+        doubles_at: tokens before one with which it costs twice as much as with none; 0: never.
+    """
+
+    def __init__(self, clock: Callable[[], int], doubles_at: int = 0) -> None:
         self._clock = clock
+        self._doubles_at = doubles_at
         # Of each step: time, decodes, tokens of chunks, and whether `take` has cut them.
         self._begun: deque[tuple[int, int, int, bool]] = deque()
         self._ended_ns = 0  # the last step
@@ -84,8 +91,10 @@ class Pace:
         self._begun.clear()
         self._ended_ns = self._clock()
 
-    def take(self, num_long: int) -> int:
-        """Tokens of so many long prompts that the next step may have beside its decodes."""
+    def take(self, num_long: int, start: int = 0) -> int:
+        """Tokens of so many long prompts that the next step may have beside its decodes; the first
+        of them has `start` tokens before those.
+        """
         self._is_cut = True
         self._num_cut += 1
         if num_long != self._num_long:  # what comes with a chunk is shared by others now
@@ -97,6 +106,7 @@ class Pace:
             return num_long * _FIRST
         cost_ns = median(self._token_ns)
         if self._cut_ns:
-            cost_ns = min(sorted(self._cut_ns)[-_HIGH:][0], _DEAREST * cost_ns)
+            growth = 1 + start / self._doubles_at if self._doubles_at else 1
+            cost_ns = min(sorted(self._cut_ns)[-_HIGH:][0], _DEAREST * growth * cost_ns)
         num_tokens = _SHARE * median(self._decodes_ns) / max(cost_ns, 1.0)
         return num_long * max(_MIN, int(num_tokens) // _MIN * _MIN)

@@ -95,6 +95,7 @@ class ModelRunner:
         self.max_model_len = plan.max_model_len
         self.max_in_flight = plan.max_in_flight
         self.window = window = plan.window
+        self.attention_doubles_at = plan.model.dims.attention_doubles_at
         self._num_heads = plan.model.dims.num_heads
         # A layer of each window.
         self._windows = {window: i for i, window in enumerate(plan.model.windows)}

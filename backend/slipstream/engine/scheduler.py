@@ -83,8 +83,9 @@ class Scheduler:
         telemetry: Telemetry | None = None,
         window: Window | None = None,
         mover: Mover | None = None,
+        attention_doubles_at: int = 0,
     ) -> None:
-        self._pace = pace = Pace(clock)
+        self._pace = pace = Pace(clock, attention_doubles_at)
         pool = (num_blocks, block_size, limits.kv_cache_reuse, clock)
         self.cache = KVCache(*pool, window, mover, lambda: pace.token_ns)
         self._forgets = self.cache.window.size > 0
@@ -254,7 +255,7 @@ class Scheduler:
         num_tokens = min(num_left, work.budget, sequence.capacity - sequence.num_scheduled)
         if num_left > 1 and sequence.num_tokens > self._long_tokens:
             if work.long_budget is None:
-                work.long_budget = self._pace.take(max(1, work.num_long))
+                work.long_budget = self._pace.take(max(1, work.num_long), sequence.num_scheduled)
             num_tokens = min(num_tokens, work.long_budget)
             work.long_budget -= num_tokens
         if num_tokens == num_left == 1:
@@ -378,9 +379,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, match: Match) -> bool:
         """Give a waiting sequence its blocks, if that leaves one for each running sequence."""
-        num_tokens = sequence.num_tokens
-        if sequence.is_spared:
-            num_tokens = sequence.num_final - 1
+        num_tokens = sequence.num_final - 1 if sequence.is_spared else sequence.num_tokens
         if not self.cache.admit(sequence, match, num_tokens, len(self._running)):
             return False
         self.waiting.admit(sequence)
