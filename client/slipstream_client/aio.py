@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL
+from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL, ENDS_S
 from slipstream_client.codec import chunks_of, health_of, health_request, request_of
 from slipstream_client.failures import error_from_rpc, error_from_sending, error_from_text
 from slipstream_client.results import Chunk, Completion, join
@@ -25,6 +25,14 @@ def is_task_cancelled() -> bool:
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+async def let_end(call: Any) -> None:
+    """Wait for the end of a stream in which there was an error, and cancel it where none comes."""
+    try:
+        await asyncio.wait([asyncio.ensure_future(call.code())], timeout=ENDS_S)
+    finally:
+        call.cancel()  # harmless when it has ended
 
 
 class AsyncChunkStream(AsyncIterator[Chunk]):
@@ -65,7 +73,8 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
             self._is_over = True
             raise StopAsyncIteration
         if response.error_message:
-            self.cancel()
+            self._is_over = True
+            await let_end(self._call)
             raise error_from_text(response.error_message)
         self._waiting.extend(chunks_of(response.infer_response))
         return self._waiting.popleft()

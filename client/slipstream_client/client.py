@@ -1,5 +1,6 @@
 """The synchronous client: one gRPC stream a request, so that a request can be cancelled alone."""
 
+import threading
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,9 @@ from slipstream_client.results import Chunk, Completion, join
 DEFAULT_URL = "127.0.0.1:8001"
 DEFAULT_MODEL = ENSEMBLE
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+
+ENDS_S = 3.0
+"""An error is the last of its stream, which the server then ends: leaving it before leaks there."""
 
 
 class ChunkStream(Iterator[Chunk]):
@@ -50,7 +54,10 @@ class ChunkStream(Iterator[Chunk]):
             self.cancel()
             raise
         if response.error_message:
-            self.cancel()
+            self._is_over = True
+            ended = threading.Event()
+            if self._call.add_callback(ended.set) and not ended.wait(ENDS_S):
+                self._call.cancel()
             raise error_from_text(response.error_message)
         self._waiting.extend(chunks_of(response.infer_response))
         return self._waiting.popleft()

@@ -108,7 +108,7 @@ def test_cancel_in_another_task_ends_the_iteration(served):
     run(served[1], body)
 
 
-def test_errors_are_typed(served, free_port):
+def test_errors_are_typed(served, free_port, monkeypatch):
     async def body(client):
         with pytest.raises(ContractError) as caught:
             await client.complete(
@@ -116,7 +116,12 @@ def test_errors_are_typed(served, free_port):
             )
         assert (caught.value.code, caught.value.message) == (Code.INVALID_ARGUMENT, "top_p is 2")
         with pytest.raises(ContractError, match="max_tokens is 0"):
-            await client.complete("fail INVALID_ARGUMENT: max_tokens is 0")
+            await client.complete("fail INVALID_ARGUMENT: max_tokens is 0", request_id="bad")
+        assert served[0].left == {"bad": False}
+        monkeypatch.setattr("slipstream_client.aio.ENDS_S", 0.1)
+        with pytest.raises(ContractError, match="no more"):
+            await client.complete("stuck UNAVAILABLE: no more", request_id="stuck")
+        await wait_cancelled(served[0], "stuck")
         with pytest.raises(RequestTimeoutError):
             await client.complete("silent", timeout_s=0.3, request_id="late")
         await wait_cancelled(served[0], "late")

@@ -159,6 +159,16 @@ def test_an_error_in_the_stream_is_typed_too(client):
     assert caught.value.code is Code.INVALID_ARGUMENT
 
 
+def test_who_is_told_of_an_error_lets_the_stream_end(client, served, monkeypatch):
+    """A 24.10 keeps memory of every stream that is cancelled; one that never ends is."""
+    for word in ("fail", "stuck"):
+        with pytest.raises(ContractError, match="no more"):
+            client.complete(f"{word} UNAVAILABLE: no more", max_tokens=1, request_id=word)
+        assert served[0].left.get("fail") is False
+        monkeypatch.setattr("slipstream_client.client.ENDS_S", 0.1)
+    wait_cancelled(served[0], "stuck")
+
+
 def test_deadline_is_a_timeout_and_cancels(client, served):
     with pytest.raises(RequestTimeoutError, match="in time"):
         client.complete("silent", max_tokens=4, timeout_s=0.3, request_id="late")

@@ -49,6 +49,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self) -> None:
         self.requests = []
         self.cancelled: dict[str, threading.Event] = {}
+        self.left: dict[str, bool] = {}  # before the end that follows an error
 
     def ModelReady(self, request, context):  # noqa: N802
         return service_pb2.ModelReadyResponse(ready=request.name == "ensemble")
@@ -115,6 +116,14 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
     def fail(self, request, inputs, context, prompt):
         """An error as a message in the stream, as servers send what happens after its beginning."""
         yield service_pb2.ModelStreamInferResponse(error_message=prompt.split(" ", 1)[1])
+        time.sleep(0.1)  # it ends a little later; who leaves before is noted
+        self.left[request.id] = not context.is_active()
+
+    def stuck(self, request, inputs, context, prompt):
+        """An error in a stream that does not end."""
+        yield from self.fail(request, inputs, context, prompt)
+        while context.is_active():
+            time.sleep(0.01)
 
     def tokens(self, request, inputs, context, prompt):
         """The prompt's ids plus one, two at a time, in an array that is longer than its length."""

@@ -19,7 +19,7 @@ import msgspec
 from slipstream_contract.errors import Code
 from tritonclient.grpc import service_pb2
 
-from slipstream_client.aio import is_task_cancelled
+from slipstream_client.aio import is_task_cancelled, let_end
 from slipstream_client.bench.messages import Record
 from slipstream_client.client import CHANNEL_OPTIONS
 from slipstream_client.failures import RequestTimeoutError, error_from_rpc
@@ -110,6 +110,8 @@ class GrpcTransport:
             if error:
                 fail(record, error, "ERROR")
         finally:
+            if error:
+                await let_end(call)
             self._num_streams[number] -= 1
             call.cancel()
 
