@@ -44,6 +44,7 @@ _SAMPLE_S = 2.0
 _GROWTH_MIB, _GROWTH = 6.0, 0.03  # of a process, between the second and the last quarter
 _NUM_PROMPTS = 64  # distinct ones
 _ANSWER_S = 120.0
+_START_S = 900.0  # of a server that loads a large model
 _BOUNDS = ("max_num_seqs", "max_waiting", "long_prompt_tokens")
 
 
@@ -291,14 +292,9 @@ def serving(args: argparse.Namespace, log: Path) -> Iterator[TritonServer]:
             repository = Path(folder) / "models"
             options = {name: getattr(args, name, None) for name in _BOUNDS}
             write(compose(CHECKPOINT, repository, options))
-        server = TritonServer(repository, Endpoints.free(), log)
-        try:
-            server.start()
-            server.wait_ready(timeout_s=900)
+        with TritonServer(repository, Endpoints.free(), log).running(_START_S) as server:
             first_token(server.endpoints.http, check_repository(repository))
             yield server
-        finally:
-            server.stop()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
