@@ -21,8 +21,11 @@ run() {  # FILE [pytest arguments]
   "$python" -m pytest -m gpu -q -s --tb=short --no-header -p no:cacheprovider "$@" > "$logs/$(basename "$1").txt" 2>&1 ||
     touch "$logs/failed"
 }
-for file in tests/*/test_gpu*.py; do
-  [ "$(basename "$file")" = test_gpu_memory.py ] || run "$file" "$@" &
+for file in $(grep -l 'mark\.gpu' tests/*/test_*.py); do
+  case "$file" in
+    */test_gpu_memory.py | tests/faults/*) ;;
+    *) run "$file" "$@" & ;;
+  esac
 done
 wait
 run tests/models/test_gpu_memory.py "$@"  # measures what is free: alone

@@ -53,6 +53,8 @@ def read_journal(path: Path) -> Journal:
 def read_handovers(path: Path) -> dict[int, Handed]:
     """What a stub has noted, by seed."""
     rows = np.fromfile(path, np.int64).reshape(-1, 3)
+    if not len(rows):
+        return {}
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     seeds, begins = np.unique(rows[:, 0], return_index=True)
     parts = np.split(rows, begins[1:])
