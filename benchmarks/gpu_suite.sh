@@ -21,7 +21,7 @@ run() {  # FILE [pytest arguments]
   "$python" -m pytest -m gpu -q -s --tb=short --no-header -p no:cacheprovider "$@" > "$logs/$(basename "$1").txt" 2>&1 ||
     touch "$logs/failed"
 }
-for file in $(grep -l 'mark\.gpu' tests/*/test_*.py); do
+for file in $(grep -lE 'mark\.gpu|DEVICES' tests/*/test_*.py); do
   case "$file" in
     */test_gpu_memory.py | tests/faults/*) ;;
     *) run "$file" "$@" & ;;

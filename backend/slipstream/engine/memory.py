@@ -43,16 +43,17 @@ def num_blocks(plan: Plan, free: int) -> int:
 
 
 def left_on_gpu(
-    device: torch.device, largest: Callable[[], None], decodes: Callable[[], None]
+    device: torch.device, largest: Callable[[], None], with_graphs: list[Callable[[], None]]
 ) -> int:
     """Bytes of the device free after steps of the largest kinds, less what graphs will take.
 
-    Graphs are of steps of at most that many `decodes`. They share one pool of memory, beside that
-    of all other steps.
+    Graphs are of steps no larger than those of `with_graphs`. They share one pool of memory, beside
+    that of all other steps.
     """
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    decodes()
+    for step in with_graphs:
+        step()
     in_graphs = torch.cuda.max_memory_allocated(device) - before
     largest()
     torch.cuda.synchronize(device)

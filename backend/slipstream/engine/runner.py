@@ -133,8 +133,11 @@ class ModelRunner:
                 self._prepare(shape)()
             self._copy_blocks(Batch((), 0, copies=((0, 0),)))
         laps.lap("compiling")
+        largest = max(buckets.shapes, key=lambda shape: shape.num_tokens)
         left = left_on_gpu(
-            plan.device, lambda: self._prepare(mixed)(), lambda: self._prepare(alone)()
+            plan.device,
+            lambda: self._prepare(mixed)(),
+            [lambda: self._prepare(alone)(), lambda: self._prepare(largest)()],
         )
         laps.lap("largest step")
         return left
