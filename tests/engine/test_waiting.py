@@ -152,3 +152,4 @@ def test_when_to_come_again_with_too_many_requests() -> None:
         clock.now_ns += 200 * MS
         admit(queue)
     assert retry_ms(queue, 1) == 200
+    queue.check_integrity()
