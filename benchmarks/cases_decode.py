@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from paged import paged
+from paged import paged, token_bytes
 from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from timing import HEAD_SIZE, KV_HEADS, Q_HEADS, Result, measure, rows
+from slipstream.kernels.kv_format import FORMATS
+from timing import HEAD_SIZE, Q_HEADS, Result, measure, rows
 
 
 def cases() -> list[Result]:
@@ -21,16 +22,19 @@ def cases() -> list[Result]:
         "256 x 1100": [1100] * 256,
         "1 x 32768 + 200 x 300": [32768] + [300] * 200,
     }
-    results = []
-    for case, lengths in mixes.items():
+    results = [decode(case, lengths) for case, lengths in mixes.items()]
+    few = ("16 x 16384", "256 x 384")
+    return results + [decode(case, mixes[case], name) for case in few for name in FORMATS]
 
-        def make(lengths: list[int] = lengths) -> Callable[[], object]:
-            q = rows(len(lengths), Q_HEADS, HEAD_SIZE)
-            cache, tables, lens = paged(lengths)
-            plan = plan_decode(lens, cache, Q_HEADS)
-            return lambda: decode_attention(q, cache, tables, lens, plan, HEAD_SIZE**-0.5)
 
-        tokens = sum(lengths)
-        num_bytes = tokens * KV_HEADS * HEAD_SIZE * 4
-        results.append(measure("decode_attention", case, make, num_bytes, 0))
-    return results
+def decode(case: str, lengths: list[int], name: str = "auto") -> Result:
+    """Over a cache in this format; the limit counts its bytes."""
+
+    def make() -> Callable[[], object]:
+        q = rows(len(lengths), Q_HEADS, HEAD_SIZE)
+        cache, tables, lens = paged(lengths, name)
+        plan = plan_decode(lens, cache, Q_HEADS)
+        return lambda: decode_attention(q, cache, tables, lens, plan, HEAD_SIZE**-0.5)
+
+    label = case if name == "auto" else f"{case} {name}"
+    return measure("decode_attention", label, make, sum(lengths) * token_bytes(name), 0)

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from paged import paged
+from paged import paged, token_bytes
+from slipstream.kernels.kv_format import FORMATS
 from slipstream.kernels.prefill_attention import prefill_attention
 from timing import HEAD_SIZE, KV_HEADS, Q_HEADS, Result, measure, rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,11 +24,11 @@ MIXES: dict[str, Mix] = {
 }
 
 
-def over_pages(mix: Mix) -> Callable[[], object]:
-    """One run of the kernel."""
+def over_pages(mix: Mix, name: str = "auto") -> Callable[[], object]:
+    """One run of the kernel, over a cache in this format."""
     chunks = [chunk for chunk, _ in mix]
     q = rows(sum(chunks), Q_HEADS, HEAD_SIZE)
-    cache, tables, lengths = paged([length for _, length in mix])
+    cache, tables, lengths = paged([length for _, length in mix], name)
     starts = torch.tensor([0, *chunks]).cumsum(0).to(torch.int32).cuda()
     scale = HEAD_SIZE**-0.5
     return lambda: prefill_attention(q, cache, tables, starts, lengths, scale, max(chunks))
@@ -50,13 +51,25 @@ def cases() -> list[Result]:
     """Their times; the rate counts the operations that the causal mask leaves."""
     results = []
     for case, mix in MIXES.items():
-        pairs = sum(chunk * (length - chunk) + chunk * (chunk + 1) / 2 for chunk, length in mix)
-        num_rows = sum(length * KV_HEADS + chunk * Q_HEADS for chunk, length in mix)
-        sizes = (num_rows * HEAD_SIZE * 4, 4 * pairs * Q_HEADS * HEAD_SIZE)
-        ours = measure("prefill_attention", case, lambda mix=mix: over_pages(mix), *sizes)
+        ours = prefill(case, mix)
         results.append(ours)
         if len(set(mix)) == 1 and mix[0][0] == mix[0][1]:
-            peer = measure("cuDNN, dense", case, lambda mix=mix: dense(mix), *sizes)
+            peer = measure("cuDNN, dense", case, lambda mix=mix: dense(mix), *sizes(mix))
             print(f"{case}: {ours.teraflops / peer.teraflops:.3f} of cuDNN's rate", flush=True)
             results.append(peer)
-    return results
+    few = ("2048", "512 after 8192")
+    return results + [prefill(case, MIXES[case], name) for case in few for name in FORMATS]
+
+
+def sizes(mix: Mix, name: str = "auto") -> tuple[float, float]:
+    """Bytes and operations."""
+    pairs = sum(chunk * (length - chunk) + chunk * (chunk + 1) / 2 for chunk, length in mix)
+    cached = sum(length for _, length in mix) * token_bytes(name)
+    num_rows = sum(chunk for chunk, _ in mix) * Q_HEADS
+    return cached + num_rows * HEAD_SIZE * 4, 4 * pairs * Q_HEADS * HEAD_SIZE
+
+
+def prefill(case: str, mix: Mix, name: str = "auto") -> Result:
+    """Over a cache in this format."""
+    label = case if name == "auto" else f"{case} {name}"
+    return measure("prefill_attention", label, lambda: over_pages(mix, name), *sizes(mix, name))

@@ -1,15 +1,29 @@
 """Paged caches for the timing cases of attention."""
 
 import torch
-from timing import BLOCK, HEAD_SIZE, KV_HEADS, rows
+from slipstream.kernels.kv_format import FORMATS, row_size
+from timing import BLOCK, DTYPE, HEAD_SIZE, KV_HEADS, rows
 
 
-def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def token_bytes(name: str = "auto") -> int:
+    """Of K and V of a token in this format, scales included."""
+    dtype = FORMATS.get(name, DTYPE)
+    return 2 * KV_HEADS * row_size(dtype, HEAD_SIZE) * dtype.itemsize
+
+
+def paged(
+    lengths: list[int], name: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cache, block tables and lengths of sequences in shuffled blocks."""
     counts = [-(-length // BLOCK) for length in lengths]
     order = torch.randperm(sum(counts), dtype=torch.int32)
     tables = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
     for s, ids in enumerate(order.split(counts)):
         tables[s, : len(ids)] = ids
-    cache = rows(sum(counts), KV_HEADS, 2, BLOCK, HEAD_SIZE)
+    shape = (sum(counts), KV_HEADS, 2, BLOCK)
+    if name == "auto":
+        cache = rows(*shape, HEAD_SIZE)
+    else:  # no code of a scale is NaN's, and none is large
+        size = (*shape, row_size(FORMATS[name], HEAD_SIZE))
+        cache = torch.randint(0, 120, size, dtype=torch.uint8, device="cuda").view(FORMATS[name])
     return cache, tables.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda")

@@ -247,8 +247,7 @@ def test_its_load_is_told_for_as_long_as_anybody_waits(
     for number in range(8):
         bridge.say(wire.Submit(number, [1], ENDLESS, 1, deadline_ns=deadline_ns))
     roomy.turn_until(lambda: roomy.engine.status().running == 8)
-    load = file.read()  # they waited for a turn, or for none
-    assert load is None or load.num_requests == 0
+    assert file.read() is None
     for number in range(8, 24):
         bridge.say(wire.Submit(number, [1], ENDLESS, 1, deadline_ns=deadline_ns))
     roomy.turn_until(lambda: roomy.engine.load().num_requests == 16)
