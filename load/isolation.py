@@ -3,7 +3,8 @@
 Some users stream all the time. Meanwhile prompts of the longest length come, one after the other;
 the users' times between tokens from the sending of such a prompt to its first token are compared
 with those when nothing else happens. Then texts and ids of 27 MB go to every model over gRPC and
-HTTP: each must be refused within a second, and the users must not see it either.
+HTTP: each must be refused within a second, and the users must not see it either. The same to a
+model that is not there, which tritonserver refuses by itself, shows how much of it is the server's.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from slipstream_compose.triton import Endpoints
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model", "tensorrt_llm")
+NOBODY = "nobody"  # a model that is not there
 STRETCH = 2.0  # p99 between tokens, at most, as a multiple of the usual
 REFUSAL_S = 1.0
 _PAUSE_S = 1.0  # between two long prompts: the usual time
@@ -76,13 +78,13 @@ class Disturber:
                 begin_ns = time.monotonic_ns()
                 client.complete(ids, model="tensorrt_llm", max_tokens=1)
                 self._add("long", begin_ns)
-            for model in MODELS if self._args.bytes else ():
+            for model in (*MODELS, NOBODY) if self._args.bytes else ():
                 for protocol, ask in (("grpc", self._over_grpc), ("http", self._over_http)):
                     payload = self._big(model, protocol)
                     self._usual()
                     begin_ns = time.monotonic_ns()
                     error = ask(model, payload)
-                    span = self._add("big", begin_ns)
+                    span = self._add(NOBODY if model == NOBODY else "big", begin_ns)
                     self.answers.append((f"{model} {protocol}", span.seconds, error))
 
     def _usual(self) -> None:
@@ -98,7 +100,7 @@ class Disturber:
 
     def _big(self, model: str, protocol: str) -> bytes:
         """A request of about as many bytes as asked for."""
-        asking = Asking(protocol, model, {}, has_end=True)
+        asking = Asking(protocol, MODELS[1] if model == NOBODY else model, {}, has_end=True)
         if model != "tensorrt_llm":
             text = "word and " * (self._args.bytes // 9)
             return asking.payload(text, 4, "")
@@ -107,6 +109,7 @@ class Disturber:
 
     def _over_grpc(self, model: str, payload: bytes) -> str:
         request = service_pb2.ModelInferRequest.FromString(payload)
+        request.model_name = model
         with grpc.insecure_channel(self._endpoints.grpc, options=CHANNEL_OPTIONS) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             for response in stub.ModelStreamInfer(iter([request])):
@@ -160,7 +163,7 @@ def measure(args: argparse.Namespace, endpoints: Endpoints) -> dict[str, Any]:
     jobs = [Job(index, -1, payload) for index, payload in enumerate(payloads)]
     disturber = Disturber(args, endpoints)
     per_long = 2 * _PAUSE_S + args.long_s
-    seconds = _RAMP_S + args.repeat * per_long + (8 * (_PAUSE_S + 1.5) if args.bytes else 0.0)
+    seconds = _RAMP_S + args.repeat * per_long + (10 * (_PAUSE_S + 1.5) if args.bytes else 0.0)
     failed: list[BaseException] = []
     begun = threading.Event()
 
@@ -181,7 +184,7 @@ def measure(args: argparse.Namespace, endpoints: Endpoints) -> dict[str, Any]:
         thread.join()
     if failed:
         raise failed[0]
-    names = ("usual", "long", "big") if args.bytes else ("usual", "long")
+    names = ("usual", "long", "big", NOBODY) if args.bytes else ("usual", "long")
     found = {name: figures(outcome.records, disturber.spans, name) for name in names}
     return conclude(args, found, disturber.answers)
 
@@ -194,7 +197,7 @@ def conclude(
     """The JSON of the run."""
     problems = []
     usual = found["usual"].get("p99", 0.0)
-    for name in found.keys() - {"usual"}:
+    for name in found.keys() - {"usual", NOBODY}:
         p99 = found[name].get("p99")
         if p99 is None:
             problems.append(f"{name}: no token came meanwhile")
@@ -203,7 +206,7 @@ def conclude(
     for what, seconds, error in answers:
         if seconds > REFUSAL_S:
             problems.append(f"{what}: refused after {seconds:.2f} s")
-        if "INVALID_ARGUMENT" not in error:
+        if ("unknown model" if what.startswith(NOBODY) else "INVALID_ARGUMENT") not in error:
             problems.append(f"{what}: {error[:200]!r} is no refusal")
     return {
         "model": args.model,
