@@ -22,6 +22,8 @@ from slipstream.wire import Submit
 from slipstream_contract.sampling import SamplingParams
 
 MAX_SEQS, MAX_LEN, BLOCK_SIZE = 256, 4096, 32
+ALL = Window()
+GEMMA = Window(512, 0, 4096, num_tables=7, num_full=1)  # Gemma 3 1B
 
 
 class Drawn:
@@ -39,16 +41,18 @@ class Drawn:
 class Nothing:
     """Stages the arrays of a step and computes nothing."""
 
-    num_blocks = MAX_SEQS * MAX_LEN // BLOCK_SIZE
     block_size = BLOCK_SIZE
     vocab_size = 128_256
     max_model_len = MAX_LEN
     max_in_flight = 2
-    window = Window()
     transfers = None
+    attention_doubles_at = 0
 
-    def __init__(self) -> None:
-        self._builder = StepBuilder(Slots(MAX_SEQS, MAX_LEN // BLOCK_SIZE), BLOCK_SIZE)
+    def __init__(self, window: Window = ALL) -> None:
+        self.window = window
+        self.num_blocks = MAX_SEQS * MAX_LEN // BLOCK_SIZE * window.num_tables
+        slots = Slots(MAX_SEQS, MAX_LEN // BLOCK_SIZE, window.num_tables)
+        self._builder = StepBuilder(slots, BLOCK_SIZE)
         self._memory = np.empty(1 << 22, np.uint8)
 
     def launch(self, batch: Batch) -> Drawn:
@@ -62,9 +66,9 @@ class Nothing:
         return Drawn(sum([row.samples for row in batch.rows]))
 
 
-def step_times(num_seqs: int, num_steps: int = 300) -> list[float]:
+def step_times(num_seqs: int, window: Window = ALL, num_steps: int = 300) -> list[float]:
     """Seconds of each step of decodes."""
-    engine = Engine(Limits(MAX_SEQS, 2048, 1000), Nothing(), None)
+    engine = Engine(Limits(MAX_SEQS, 2048, 1000), Nothing(window), None)
     sampling = SamplingParams(max_tokens=num_steps + 100, temperature=0.0, end_ids=(1,))
     for i in range(num_seqs):
         engine.submit(b"bench", Submit(i, list(range(100 + i % 50)), sampling, 1))
@@ -137,10 +141,12 @@ def cache_times(num_tokens: int = 100_000) -> dict[str, float]:
 
 def main() -> None:
     """Command line."""
-    for num_seqs in (1, 64, 256):
-        times = sorted(t * 1e6 for t in step_times(num_seqs))
-        median = statistics.median(times)
-        print(f"{num_seqs:4} sequences: {times[0]:6.0f} us, median {median:6.0f}")
+    for window in (ALL, GEMMA):
+        for num_seqs in (1, 64, 256):
+            times = sorted(t * 1e6 for t in step_times(num_seqs, window))
+            median, tables = statistics.median(times), window.num_tables
+            name = f"{num_seqs:4} sequences of {tables} table{'s' if tables > 1 else ''}"
+            print(f"{name}: {times[0]:6.0f} us, median {median:6.0f}")
     for is_reused in (False, True):
         times = sorted(t * 1e6 for t in turnover_times(is_reused))
         which = "with reuse" if is_reused else "without reuse"

@@ -46,7 +46,7 @@ class Model:
         source = FileSource(checkpoint, plan.device)
         weights = Weights(source, plan.device, plan.dtype, quantization)
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
-        self.windows = set(plan.model.windows)
+        self.windows = plan.model.windows
         self.num_blocks = -(-self.max_tokens // BLOCK)
         row = row_size(plan.cache_dtype, dims.head_size)
         shape = (self.num_blocks, dims.num_kv_heads, 2, BLOCK, row)
@@ -72,9 +72,10 @@ class Model:
         )
         inputs = {
             window: AttentionInputs.of(self.caches[0], self.num_heads, *where, window)
-            for window in self.windows
+            for window in set(self.windows)
         }
-        logits = self.decoder(token_ids, inputs, self.caches, every).float()
+        of_layers = [inputs[window] for window in self.windows]
+        logits = self.decoder(token_ids, of_layers, self.caches, every).float()
         log_probs = logits[:-1].log_softmax(-1).gather(1, token_ids[1:, None])
         return -float(log_probs.sum()) / math.log(2)
 

@@ -81,7 +81,7 @@ class NotingEngine(Engine):
             return super().cancel(bridge, request, *why)
         facts = {
             "state": state_of(found),
-            "held": sum(len(sequence.block_ids) for sequence in found.sequences),
+            "held": sum(len(table) for sequence in found.sequences for table in sequence.tables),
         }
         is_known = super().cancel(bridge, request, *why)
         self._note("cancel", found.sampling.seed, **facts, free=self.status().kv_blocks_free)

@@ -1,7 +1,7 @@
 """A real, tiny model without arithmetic: a token is a hash of all tokens before it.
 
-`CountingRunner` reads that history back through the block ids of its row from a paged cache that
-it fills as a model does (all rows write, then all read), as much of it as a window shows. A wrong
+`CountingRunner` reads that history back through the tables of its row from a paged cache that it
+fills as a model does (all rows write, then all read), of each table as much as it shows. A wrong
 block, position or chunk, a block freed or shared too early: each changes the tokens. What is
 written depends on all before it, as keys and values do, so that a block of another prefix is seen,
 and NaN goes on to all that read it.
@@ -27,7 +27,7 @@ from slipstream_contract.sampling import SamplingParams
 VOCAB_SIZE = 61
 ALPHABET = b"abc"
 NAN = -1  # instead of a digest of all before
-Slot = tuple[int, int]  # a token, and the digest of it and of all before it
+Slot = tuple[int, int]  # a token, and the digest of the table, of it and of all before it
 MAX_LEN = 40
 
 
@@ -117,7 +117,7 @@ class CountingRunner:
         self._check_fences(batch)
         rows = [
             msgspec.structs.replace(
-                row, block_ids=list(row.block_ids), token_ids=list(row.token_ids)
+                row, tables=tuple(map(list, row.tables)), token_ids=list(row.token_ids)
             )
             for row in batch.rows
         ]
@@ -141,12 +141,15 @@ class CountingRunner:
             self._cache[target] = list(self._cache[source])
         for row in batch.rows:
             token_ids = row.token_ids if row.source < 0 else [self.samples[row.source]]
-            digest = self._read(row, row.start - 1)[1] if row.start else 0
+            digests = list(range(self.window.num_tables))
+            if row.start:
+                digests = [self._read(row, table, row.start - 1)[1] for table in digests]
             for i, token_id in enumerate(token_ids, start=row.start):
-                is_nan = digest == NAN or row.sequence_id in self.poisoned
-                digest = NAN if is_nan else next_digest(digest, token_id)
-                block, offset = self._place(row, i)
-                self._cache[block][offset] = (token_id, digest)
+                is_nan = NAN in digests or row.sequence_id in self.poisoned
+                digests = [NAN if is_nan else next_digest(each, token_id) for each in digests]
+                for table, digest in enumerate(digests):
+                    block, offset = self._place(row, table, i)
+                    self._cache[block][offset] = (token_id, digest)
         rows = [row for row in batch.rows if row.samples]
         drawn = [self._sample(row) for row in rows]
         self.samples = [0 if token_id is None else token_id for token_id in drawn]
@@ -186,7 +189,8 @@ class CountingRunner:
             end = row.start + len(row.token_ids)
             assert row.token_ids
             assert end < self.max_model_len
-            assert end <= len(row.block_ids) * self.block_size + row.gap
+            assert len(row.tables) == self.window.num_tables
+            assert end <= min(map(len, row.tables)) * self.block_size + row.gap
             assert len(set(self._seen(row))) == len(self._seen(row))
             assert row.gap == 0 or self.window.has_gaps
         ids = [row.sequence_id for row in batch.rows]
@@ -206,26 +210,34 @@ class CountingRunner:
         is_next = before.start + len(before.token_ids) == row.start
         return before.sequence_id == row.sequence_id and is_next and len(row.token_ids) == 1
 
-    def _place(self, row: Row, position: int) -> tuple[int, int]:
+    def _place(self, row: Row, table: int, position: int) -> tuple[int, int]:
         """Block, and offset in it."""
         num_pinned = -(-self.window.num_sinks // self.block_size) * self.block_size
         place = position - row.gap if position >= num_pinned else position
-        return row.block_ids[place // self.block_size], place % self.block_size
+        return row.tables[table][place // self.block_size], place % self.block_size
 
     def _written(self, row: Row) -> list[int]:
-        """Blocks, in order."""
+        """Blocks, table by table in order."""
         size, end = self.block_size, row.start + len(row.token_ids)
-        return [self._place(row, i * size)[0] for i in range(row.start // size, -(-end // size))]
+        return [
+            self._place(row, table, i * size)[0]
+            for table in range(self.window.num_tables)
+            for i in range(row.start // size, -(-end // size))
+        ]
 
     def _seen(self, row: Row) -> list[int]:
         """Blocks of what any of its tokens sees, in order of position; those written too."""
-        first = first_near(row.start, self.window) // self.block_size
-        sinks = range(min(first, -(-self.window.num_sinks // self.block_size)))
-        end = -(-(row.start + len(row.token_ids)) // self.block_size)
-        return [self._place(row, i * self.block_size)[0] for i in [*sinks, *range(first, end)]]
+        blocks = []
+        for table, window in enumerate(windows_of(self.window)):
+            first = first_near(row.start, window) // self.block_size
+            sinks = range(min(first, -(-window.num_sinks // self.block_size)))
+            end = -(-(row.start + len(row.token_ids)) // self.block_size)
+            numbers = [*sinks, *range(first, end)]
+            blocks += [self._place(row, table, i * self.block_size)[0] for i in numbers]
+        return blocks
 
-    def _read(self, row: Row, position: int) -> Slot:
-        block, offset = self._place(row, position)
+    def _read(self, row: Row, table: int, position: int) -> Slot:
+        block, offset = self._place(row, table, position)
         slot = self._cache[block][offset]
         assert slot is not None, "read before written"
         return slot
@@ -233,17 +245,23 @@ class CountingRunner:
     def _sample(self, row: Row) -> int | None:
         """None: NaN."""
         history: list[int] = []
-        last, before = -1, 0  # a position, and its digest
-        for i in seen_by(row.start + len(row.token_ids) - 1, self.window):
-            token_id, digest = self._read(row, i)
-            if digest == NAN:
-                return None
-            is_next = digest == next_digest(before, token_id)
-            assert is_next or last < i - 1, "read what was written after another prefix"
-            last, before = i, digest
-            history.append(token_id)
+        for table, window in enumerate(windows_of(self.window)):
+            last, before = -1, table  # a position, and its digest
+            for i in seen_by(row.start + len(row.token_ids) - 1, window):
+                token_id, digest = self._read(row, table, i)
+                if digest == NAN:
+                    return None
+                is_next = digest == next_digest(before, token_id)
+                assert is_next or last < i - 1, "read what was written after another prefix"
+                last, before = i, digest
+                history.append(token_id)
         seed = row.seed if row.sampling.temperature else 0
         return next_token(history, seed, row.num_outputs, banned_ids(row.edits))
+
+
+def windows_of(window: Window) -> list[Window]:
+    """What each table shows."""
+    return [*(Window() for _ in window.full), *(window for _ in window.local)]
 
 
 def next_digest(digest: int, token_id: int) -> int:
@@ -276,7 +294,8 @@ def expected(
         banned |= {w[-1] for w in sampling.bad_words if ends_with(history, w[:-1])}
         if number < sampling.min_tokens:
             banned |= {*sampling.end_ids, *sampling.stop_token_ids}
-        seen = [history[i] for i in seen_by(len(history) - 1, window or Window())]
+        shown = windows_of(window or Window())
+        seen = [history[i] for each in shown for i in seen_by(len(history) - 1, each)]
         token_id = next_token(seen, seed, number, banned)
         if token_id in sampling.end_ids:
             return text, FinishReason.END

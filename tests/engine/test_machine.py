@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         window: Window = NO_WINDOW,
     ) -> None:
         least = -(-MAX_MODEL_LEN // block_size)
-        num_blocks += min(least, window.most_blocks(block_size, 1) or least)
+        num_blocks += window.blocks_for(least, block_size, 1)
         self.runner = CountingRunner(num_blocks, block_size, MAX_MODEL_LEN, max_in_flight, window)
         self.runner.max_tokens = num_tokens
         self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens

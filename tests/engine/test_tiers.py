@@ -56,6 +56,7 @@ class Tiers(Machine):
         num_tokens=st.integers(1, 30),
         max_in_flight=st.integers(1, 2),
         window_size=st.sampled_from([0, 0, 2, 5, 12]),
+        num_tables=st.sampled_from([1, 1, 2, 3]),
     )
     def begin(
         self,
@@ -66,8 +67,11 @@ class Tiers(Machine):
         num_tokens: int,
         max_in_flight: int,
         window_size: int,
+        num_tables: int,
     ) -> None:
-        window = Window(window_size, 0, max_in_flight * num_tokens)
+        num_tables = num_tables if window_size else 1
+        num_full = num_tables // 2
+        window = Window(window_size, 0, max_in_flight * num_tokens, False, num_tables, num_full)
         super().begin(
             block_size=block_size,
             num_blocks=min(num_blocks, 10),
@@ -80,7 +84,7 @@ class Tiers(Machine):
             is_reused=True,
             window=window,
         )
-        num_blocks += -(-MAX_MODEL_LEN // block_size)
+        num_blocks += num_tables * -(-MAX_MODEL_LEN // block_size)
         sizes = (num_blocks, block_size, MAX_MODEL_LEN, max_in_flight)
         self.runner = Runner(num_slots, *sizes, window=window)
         self.runner.max_tokens = num_tokens
@@ -116,10 +120,12 @@ class Tree:
         self.rng = rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 8])
         longest = 40
-        num_blocks = -(-longest // block_size) + rng.randrange(8)
-        sizes = (num_blocks, block_size, longest, rng.choice([1, 2]))
         max_tokens = rng.choice([4, 16, 64])
-        window = Window(rng.choice([0, 0, 6, 20]), 0, 2 * max_tokens)
+        size = rng.choice([0, 0, 6, 20])
+        num_tables = rng.choice([1, 2, 3]) if size else 1
+        num_blocks = num_tables * -(-longest // block_size) + rng.randrange(8)
+        sizes = (num_blocks, block_size, longest, rng.choice([1, 2]))
+        window = Window(size, 0, 2 * max_tokens, False, num_tables, num_tables // 2)
         self.runner = Runner(num_slots, *sizes, window=window)
         self.mover = self.runner.transfers
         limits = Limits(rng.choice([1, 3, 8]), max_tokens, 1000, 1 << 20)

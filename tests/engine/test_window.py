@@ -17,7 +17,15 @@ from slipstream_contract.sampling import SamplingParams
 def windows(draw: st.DrawFn, num_ahead: int) -> Window:
     size = draw(st.integers(2, 12))
     has_gaps = draw(st.booleans())
-    return Window(size, draw(st.integers(0, size - 2)) if has_gaps else 0, num_ahead, has_gaps)
+    num_sinks = draw(st.integers(0, size - 2)) if has_gaps else 0
+    return Window(size, num_sinks, num_ahead, has_gaps, *draw(tables(has_gaps)))
+
+
+@st.composite
+def tables(draw: st.DrawFn, is_one: bool = False) -> tuple[int, int]:
+    """How many, and how many of them see everything."""
+    num_tables = 1 if is_one else draw(st.sampled_from([1, 1, 2, 3, 4]))
+    return num_tables, draw(st.integers(min(1, num_tables - 1), num_tables - 1))
 
 
 @settings(max_examples=300, deadline=None)
@@ -42,8 +50,8 @@ def test_what_a_window_shows_is_found_again(
     """Turns of few conversations, beside each other, in a pool that makes them evict."""
     num_tokens = data.draw(st.integers(1, 12))
     size = data.draw(st.integers(2, 8))
-    window = Window(size, num_ahead=max_in_flight * num_tokens)
-    num_blocks = (window.most_blocks(block_size, 1) or 0) + num_spare
+    window = Window(size, 0, max_in_flight * num_tokens, False, *data.draw(tables()))
+    num_blocks = window.blocks_for(-(-48 // block_size), block_size, 1) + num_spare
     runner = CountingRunner(num_blocks, block_size, 48, max_in_flight, window)
     client = Client(Engine(Limits(3, num_tokens), runner, Words()))
     asked: dict[int, list[int]] = {}

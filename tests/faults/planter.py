@@ -141,7 +141,8 @@ def nan(loop: Any, number: int) -> None:
         for row in batch.rows:
             if row.seed == VICTIM and row.num_outputs == number:
                 for cache in runner._caches:
-                    cache[row.block_ids] = float("nan")
+                    for table in row.tables:
+                        cache[table] = float("nan")
 
     _launching(loop, check)
 
@@ -196,7 +197,7 @@ def free_early(loop: Any) -> None:
         for row in batch.rows:
             if row.seed == VICTIM:
                 heal(loop)
-                loop._engine._scheduler.cache._blocks._empty.append(row.block_ids[0])
+                loop._engine._scheduler.cache._blocks._empty.append(row.tables[0][0])
                 return
 
     _launching(loop, check)

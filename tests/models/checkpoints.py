@@ -110,11 +110,14 @@ class Generation:
     log_probs: list[float] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    tables: tuple[list[int], ...] = ()
 
     @property
     def tokens(self) -> list[int]:
         return self.prompt + self.outputs
+
+    def blocks(self) -> list[int]:
+        return [block for table in self.tables for block in table]
 
     @property
     def is_decode(self) -> bool:
@@ -156,14 +159,16 @@ class Driver:
     def _row(self, number: int, g: Generation, chunk: int) -> Row:
         token_ids = g.tokens[g.num_computed :][: 1 if g.is_decode else chunk]
         end = g.num_computed + len(token_ids)
-        while len(g.block_ids) * self.runner.block_size < end:
-            g.block_ids.append(self.free.pop())
+        g.tables = g.tables or tuple([] for _ in range(self.runner.window.num_tables))
+        for table in g.tables:
+            while len(table) * self.runner.block_size < end:
+                table.append(self.free.pop())
         return Row(
             sequence_id=number,
             slot=number,
             token_ids=token_ids,
             start=g.num_computed,
-            block_ids=list(g.block_ids),
+            tables=tuple(map(list, g.tables)),
             samples=end == len(g.tokens),
             sampling=g.sampling,
             seed=g.seed,
@@ -172,15 +177,15 @@ class Driver:
 
     def preempt(self, g: Generation) -> None:
         """Take the blocks away; all tokens so far are computed again, in other blocks."""
-        self.free[:0] = g.block_ids
-        g.block_ids, g.num_computed = [], 0
+        self.free[:0] = g.blocks()
+        g.tables, g.num_computed = (), 0
 
     def finish(self, generations: list[Generation], chunk: int = 1 << 20) -> None:
         """Step until all have their tokens, then free the blocks."""
         while not all(g.is_finished for g in generations):
             self.step(generations, chunk)
         for g in generations:
-            self.free.extend(g.block_ids)
+            self.free.extend(g.blocks())
 
 
 @dataclass

@@ -64,7 +64,7 @@ def test_ten_thousand_pairs_alone_and_batched(tmp_path: Path) -> None:
             driver.step(running, rng.choice([1, 5, 16, 300]))
         for g in running:
             if g.is_finished:
-                driver.free.extend(g.block_ids)
+                driver.free.extend(g.blocks())
     assert sum(len(g.outputs) for g in batched) == NUM_PAIRS
     assert outputs(alone) == outputs(batched)
 
@@ -112,4 +112,4 @@ def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
     Driver(plain).finish([other])
     assert generation.outputs == other.outputs
     with pytest.raises(AssertionError, match="multiple"):
-        runner._model(torch.zeros(ROWS + 1, dtype=torch.int64), {0: None}, runner._caches, None)
+        runner._model(torch.zeros(ROWS + 1, dtype=torch.int64), [None], runner._caches, None)

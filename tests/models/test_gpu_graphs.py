@@ -41,15 +41,26 @@ STYLES = [
     SamplingParams(max_tokens=1, temperature=1.3, top_k=20, min_p=0.01),
     SamplingParams(max_tokens=1, temperature=1.0, min_p=0.5),
 ]
-CASES = [("llama", "float32"), ("qwen2", "float16"), ("llama", "bfloat16"), ("qwen3", "bfloat16")]
+CASES = [
+    ("llama", "float32"),
+    ("qwen2", "float16"),
+    ("llama", "bfloat16"),
+    ("qwen3", "bfloat16"),
+    ("gemma3", "bfloat16"),
+]
+GROUPS = {
+    "num_hidden_layers": 3,
+    "sliding_window": 200,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("graphs")
     return {
-        family: save(make_model(family, max_position_embeddings=MAX_LEN), folder / family)
-        for family in ("llama", "qwen2", "qwen3")
+        family: save(make_model(family, max_position_embeddings=MAX_LEN, **groups), folder / family)
+        for family, groups in {"llama": {}, "qwen2": {}, "qwen3": {}, "gemma3": GROUPS}.items()
     }
 
 
@@ -71,9 +82,11 @@ def decodes(runner: ModelRunner, rng: random.Random, lengths: list[int]) -> Batc
     rng.shuffle(blocks)
     rows = []
     for i, length in enumerate(lengths):
-        owned = [blocks.pop() for _ in range(-(-length // BLOCK_SIZE))]
+        tables, size = range(runner.window.num_tables), -(-length // BLOCK_SIZE)
+        owned = tuple([blocks.pop() for _ in range(size)] for _ in tables)
         token = rng.randrange(runner.vocab_size)
-        rows.append(Row(i, i, [token], length - 1, owned, True, STYLES[i % len(STYLES)], i, 1))
+        style = STYLES[i % len(STYLES)]
+        rows.append(Row(i, i, [token], length - 1, owned, True, style, i, 1))
     return Batch(tuple(rows), len(rows))
 
 
@@ -189,16 +202,17 @@ def generate(runner: ModelRunner) -> list[Generation]:
         if waiting and len(running) < MAX_ROWS and num_steps % 4 == 0:
             running.append(waiting.pop(0))
         driver.step(running, chunk=300)
-        driver.free += [b for g in running if g.is_finished for b in g.block_ids]
+        driver.free += [b for g in running if g.is_finished for b in g.blocks()]
         num_steps += 1
     assert num_steps > 200
     return generations
 
 
-def test_the_same_tokens_as_without_graphs(checkpoints: dict[str, Path]) -> None:
-    with_graphs = make(checkpoints["llama"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_same_tokens_as_without_graphs(family: str, checkpoints: dict[str, Path]) -> None:
+    with_graphs = make(checkpoints[family])
     ours = generate(with_graphs)
-    expected = generate(make(checkpoints["llama"], cuda_graphs=False))
+    expected = generate(make(checkpoints[family], cuda_graphs=False))
     assert with_graphs._graphs is not None
     for one, other in zip(ours, expected, strict=True):
         assert one.outputs == other.outputs

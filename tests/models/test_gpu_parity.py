@@ -11,7 +11,7 @@ import pytest
 import torch
 from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
 from models.test_engine_parity import LENGTHS, engine_greedy
-from models.test_parity import GRID
+from models.test_parity import GEMMA, GRID
 from slipstream.engine.scheduler import Limits
 from transformers import AutoModelForCausalLM
 
@@ -62,9 +62,13 @@ def test_error_is_at_most_twice_the_naive_one(
         assert [t for g in generations for t in g.outputs] == truth.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_engine_gives_the_cpu_tokens_in_fp32(family: str, tmp_path: Path) -> None:
-    directory = save(make_model(family), tmp_path)
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("gemma3", GEMMA)]
+)
+def test_engine_gives_the_cpu_tokens_in_fp32(
+    family: str, overrides: dict[str, object], tmp_path: Path
+) -> None:
+    directory = save(make_model(family, **overrides), tmp_path)
     prompts = random_prompts(LENGTHS * 5)
     limits = Limits(40, 150)
     expected = engine_greedy(make_runner(directory), limits, prompts)

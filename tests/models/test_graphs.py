@@ -58,7 +58,7 @@ def test_a_bucket_is_the_smallest_that_holds(
     buckets = Buckets(max_num_seqs, max_num_tokens, layout)
     assert len(set(buckets.shapes)) == len(buckets.shapes)
     num_rows = data.draw(st.integers(1, max_num_seqs))
-    rows = tuple(Row(i, i, [1], 0, [i], True, GREEDY, 0, 0) for i in range(num_rows))
+    rows = tuple(Row(i, i, [1], 0, ([i],), True, GREEDY, 0, 0) for i in range(num_rows))
     shape = layout.shape_of(Batch(rows, num_rows))
     found = buckets.find(shape)
     if num_rows > 512:
@@ -119,10 +119,30 @@ def test_shapes_of_few_rows_or_tokens(
         assert buckets.find(shape) == shape
 
 
+GROUPS = {
+    "num_hidden_layers": 3,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     directory = tmp_path_factory.mktemp("graphs")
     return make_runner(save(make_model("llama", hidden_size=64), directory))
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def tables(
+    request: pytest.FixtureRequest,
+    runner: ModelRunner,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> ModelRunner:
+    """A runner with so many."""
+    if request.param == 1:
+        return runner
+    directory = tmp_path_factory.mktemp("groups")
+    return make_runner(save(make_model("gemma3", hidden_size=64, **GROUPS), directory))
 
 
 def logits_and_cache(
@@ -147,7 +167,9 @@ def make_batch(
     rng.shuffle(blocks)
     rows = []
     for i, (count, start) in enumerate(sizes):
-        owned = [blocks.pop() for _ in range(-(-(start + count) // runner.block_size))]
+        size = -(-(start + count) // runner.block_size)
+        tables = range(runner.window.num_tables)
+        owned = tuple([blocks.pop() for _ in range(size)] for _ in tables)
         token_ids = [rng.randrange(1009) for _ in range(count)]
         samples = i < num_decodes or rng.random() < 0.7
         rows.append(Row(i, i, token_ids, start, owned, samples, GREEDY, 0, 1))
@@ -167,22 +189,22 @@ def check_padding(runner: ModelRunner, batch: Batch, shape: Shape) -> None:
     assert padded.argmax(-1).tolist() == plain.argmax(-1).tolist()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
     more_rows=st.integers(0, 7),
     seed=st.integers(0, 1000),
 )
 def test_padding_decodes_changes_nothing(
-    runner: ModelRunner, lengths: list[int], more_rows: int, seed: int
+    tables: ModelRunner, lengths: list[int], more_rows: int, seed: int
 ) -> None:
     sizes = [(1, length - 1) for length in lengths]
-    batch = make_batch(runner, random.Random(seed), sizes, len(sizes))
+    batch = make_batch(tables, random.Random(seed), sizes, len(sizes))
     count = len(sizes) + more_rows
-    check_padding(runner, batch, Shape(count, count, count, count, 0))
+    check_padding(tables, batch, Shape(count, count, count, count, 0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     num_decodes=st.integers(0, 4),
     counts=st.lists(st.integers(2, 60), min_size=1, max_size=4),
@@ -193,7 +215,7 @@ def test_padding_decodes_changes_nothing(
     seed=st.integers(0, 1000),
 )
 def test_padding_chunks_changes_nothing(
-    runner: ModelRunner,
+    tables: ModelRunner,
     num_decodes: int,
     counts: list[int],
     starts: list[int],
@@ -203,17 +225,17 @@ def test_padding_chunks_changes_nothing(
     seed: int,
 ) -> None:
     sizes = list(zip([1] * num_decodes + counts, starts, strict=False))
-    batch = make_batch(runner, random.Random(seed), sizes, num_decodes)
+    batch = make_batch(tables, random.Random(seed), sizes, num_decodes)
     exact = Layout().shape_of(batch)
     num_rows, num_tokens = exact.num_rows + more_rows, exact.num_tokens + more_tokens
-    check_padding(runner, batch, Shape(num_tokens, num_rows, 0, num_rows, num_tokens))
+    check_padding(tables, batch, Shape(num_tokens, num_rows, 0, num_rows, num_tokens))
     num_rows, num_tokens = num_rows + more_decodes, num_tokens + more_decodes
     decodes = num_decodes + more_decodes
-    check_padding(runner, batch, Shape(num_tokens, num_rows, decodes, num_rows, num_tokens))
+    check_padding(tables, batch, Shape(num_tokens, num_rows, decodes, num_rows, num_tokens))
 
 
 def test_padding_keeps_what_was_there(runner: ModelRunner) -> None:
-    rows = tuple(Row(i, i, [7 + i], 9 * i, [i, 9, 4], True, GREEDY, 0, 0) for i in range(3))
+    rows = tuple(Row(i, i, [7 + i], 9 * i, ([i, 9, 4],), True, GREEDY, 0, 0) for i in range(3))
     batch = Batch(rows, 3)
     plain = runner._builder.build(batch, Shape(3, 3, 3, 3, 0), 0, 0)
     padded = runner._builder.build(batch, Shape(5, 5, 5, 5, 0), 20, 0)
@@ -232,9 +254,9 @@ def test_padding_keeps_what_was_there(runner: ModelRunner) -> None:
 
 def test_chunks_of_a_padded_step(runner: ModelRunner) -> None:
     rows = (
-        Row(0, 0, [5], 9, [3, 1], True, GREEDY, 0, 0, source=2),
-        Row(1, 1, [6, 7, 8], 0, [2], False, GREEDY, 0, 0),
-        Row(2, 2, [9, 10], 7, [4, 5], True, GREEDY, 0, 0),
+        Row(0, 0, [5], 9, ([3, 1],), True, GREEDY, 0, 0, source=2),
+        Row(1, 1, [6, 7, 8], 0, ([2],), False, GREEDY, 0, 0),
+        Row(2, 2, [9, 10], 7, ([4, 5],), True, GREEDY, 0, 0),
     )
     step = runner._builder.build(Batch(rows, 1), Shape(8, 4, 0, 4, 8), 0, 20)
     assert step.token_ids.tolist() == [5, 6, 7, 8, 9, 10, 0, 0]
@@ -258,13 +280,13 @@ def test_chunks_of_a_padded_step(runner: ModelRunner) -> None:
 
 def test_slots_keep_what_has_not_changed() -> None:
     slots = Slots(4, 6)
-    first = Row(7, 2, [1], 0, [5, 6], True, GREEDY, 0, 0)
+    first = Row(7, 2, [1], 0, ([5, 6],), True, GREEDY, 0, 0)
     assert slots.update((first,)).tolist() == [2]
     assert slots.tables[2].tolist() == [5, 6, 0, 0, 0, 0]
-    grown = Row(7, 2, [1], 1, [8, 8, 9], True, GREEDY, 0, 1, is_new=False)
+    grown = Row(7, 2, [1], 1, ([8, 8, 9],), True, GREEDY, 0, 1, is_new=False)
     slots.update((grown,))  # only what came is read
     assert slots.tables[2].tolist() == [5, 6, 9, 0, 0, 0]
-    other = Row(8, 2, [1], 0, [3], True, GREEDY, 0, 0)
+    other = Row(8, 2, [1], 0, ([3],), True, GREEDY, 0, 0)
     slots.update((other,))
     assert slots.tables[2, 0] == 3
 
@@ -280,23 +302,33 @@ def test_the_cpu_makes_no_graphs(runner: ModelRunner) -> None:
 @given(
     starts=st.lists(st.integers(0, 60), min_size=1, max_size=9),
     more_rows=st.integers(0, 3),
+    num_tables=st.integers(1, 3),
     is_deterministic=st.booleans(),
     edited_step=st.integers(0, 30),
     seed=st.integers(0, 1000),
 )
 def test_a_step_that_continues_is_built_from_the_one_before(
-    starts: list[int], more_rows: int, is_deterministic: bool, edited_step: int, seed: int
+    starts: list[int],
+    more_rows: int,
+    num_tables: int,
+    is_deterministic: bool,
+    edited_step: int,
+    seed: int,
 ) -> None:
     layout = Layout(4, has_decodes=False, has_chunks=False) if is_deterministic else Layout()
-    builders = [StepBuilder(Slots(12, 40), 4, layout) for _ in range(2)]
+    builders = [StepBuilder(Slots(12, 40, num_tables), 4, layout) for _ in range(2)]
     rng, count = random.Random(seed), len(starts)
     slots = rng.sample(range(12), count)
-    owned = [[rng.randrange(1000) for _ in range(start // 4 + 1)] for start in starts]
+    owned = [
+        tuple([rng.randrange(1000) for _ in range(start // 4 + 1)] for _ in range(num_tables))
+        for start in starts
+    ]
     for step in range(25):
         rows = []
         for i, start in enumerate(starts):
-            while len(owned[i]) * 4 <= start + step:
-                owned[i].append(rng.randrange(1000))
+            for table in owned[i]:
+                while len(table) * 4 <= start + step:
+                    table.append(rng.randrange(1000))
             edits = EDIT.pack(i, 1.5) if step == edited_step and i % 2 else b""
             source = i if step else -1
             outputs = 5 + step

@@ -105,7 +105,7 @@ def test_three_preemptions(runner: ModelRunner, alone: list[Generation]) -> None
 
 def make_row(token_ids: list[int], blocks: list[int], edits: bytes = b"") -> Row:
     slot = blocks[0]  # another for every row of a batch
-    return Row(slot, slot, token_ids, 0, blocks, True, STYLES[0], 0, 0, edits)
+    return Row(slot, slot, token_ids, 0, (blocks,), True, STYLES[0], 0, 0, edits)
 
 
 def test_edits_reach_their_own_row(runner: ModelRunner) -> None:
@@ -122,7 +122,7 @@ def test_every_row_is_drawn_by_its_own_parameters(runner: ModelRunner) -> None:
     (prompt,) = random_prompts([9])
     draws = [(style, seed, n) for style in STYLES for seed in (3, 2**64 - 1) for n in (0, 5)]
     rows = tuple(
-        Row(i, i, prompt, 0, [2 * i, 2 * i + 1], True, style, seed, n)
+        Row(i, i, prompt, 0, ([2 * i, 2 * i + 1],), True, style, seed, n)
         for i, (style, seed, n) in enumerate(draws)
     )
     sampled = runner.run(Batch(rows, 0))
@@ -140,7 +140,7 @@ def test_every_row_is_drawn_by_its_own_parameters(runner: ModelRunner) -> None:
 
 def test_rows_that_do_not_sample_return_nothing(runner: ModelRunner) -> None:
     (prompt,) = random_prompts([12])
-    row = Row(0, 0, prompt, 0, [5, 3], False, STYLES[0], 0, 0)
+    row = Row(0, 0, prompt, 0, ([5, 3],), False, STYLES[0], 0, 0)
     assert runner.run(Batch((row,), 0)).token_ids == []
     sampled = runner.run(Batch((row, make_row(prompt, [9, 1])), 0))
     assert len(sampled.token_ids) == len(sampled.log_probs) == len(sampled.is_finite) == 1

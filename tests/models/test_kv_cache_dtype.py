@@ -64,7 +64,7 @@ def test_the_default_model(name: str) -> None:
 
 def row(token_ids: list[int], blocks: list[int], start: int = 0) -> Row:
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
-    return Row(0, blocks[0], token_ids, start, blocks, True, greedy, 0, 0)
+    return Row(0, blocks[0], token_ids, start, (blocks,), True, greedy, 0, 0)
 
 
 @by_format

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models.checkpoints import edit_config, make_model, save
 from slipstream.config import EngineConfig
+from slipstream.engine.memory import num_blocks
 from slipstream.engine.plan import ENDLESS, resolve
 from slipstream.engine.window import Window
 from slipstream.errors import ConfigError
@@ -75,6 +76,22 @@ def test_a_window_of_the_model_excludes_another(tmp_path: Path) -> None:
     assert plan.held_blocks == 2  # of the 8 that the context has
     with pytest.raises(ConfigError, match="MistralForCausalLM has windows of its own"):
         resolve(EngineConfig(checkpoint=str(tmp_path), device="cpu", attention_window=8))
+
+
+def test_windows_in_some_layers(tmp_path: Path) -> None:
+    """Of four groups of a layer each, three hold a window."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    layers = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 8}
+    save(make_model("gemma3", **layers), tmp_path)
+    options = {"device": "cpu", "max_num_batched_tokens": 16, "kv_cache_tokens": 640}
+    plan = resolve(EngineConfig(checkpoint=str(tmp_path), **options))
+    assert plan.window == Window(8, 0, 16, False, 4, 1)
+    assert plan.block_bytes == 32 * 2 * 2 * 64 * 4
+    assert plan.held_blocks == 8 + 3 * 2  # of the 4 * 8 that the context has
+    assert num_blocks(plan, 10**9) == 4 * 20
+    assert "KV cache of 640 tokens" in plan.banner(80)
+    short = resolve(EngineConfig(checkpoint=str(tmp_path), **options, max_model_len=8))
+    assert short.window == Window(0, 0, 16)  # all of which every layer sees
 
 
 def test_endless(checkpoint: Path) -> None:

@@ -80,7 +80,7 @@ class Listener:
         self.batches.append(batch)
         for row in batch.rows:
             num_forgotten = 0 if row.gap else len(self.window.forgotten(row.start, self.block_size))
-            self.most_held = max(self.most_held, len(row.block_ids) - num_forgotten)
+            self.most_held = max(self.most_held, len(row.tables[-1]) - num_forgotten)
         return self._runner.launch(batch)
 
 

@@ -88,7 +88,7 @@ def talk(
             turns.append((prompt + few.answers[number][0])[: LENGTH - 30])
     few.drain()
     alone = Talk(runner_of(checkpoint, 40, 0, dtype, device))
-    alone.engine._scheduler.cache._is_reused = False
+    alone.engine._scheduler.cache._reuse._is_on = False
     for number, request in asked.items():
         alone.ask(number, *request)
         alone.drain()

@@ -41,12 +41,12 @@ class StepArrays(NamedTuple):
     sources: Int32s  # [n]; >= 0: the token is this one of the results
     sample_rows: Int64s  # [r], of the n tokens
     positions: Int64s  # [n]
-    slots: Int64s  # [n], where in the cache K and V go; -1: nowhere
+    slots: Int64s  # [t * n], of each of t tables where in the cache K and V go; -1: nowhere
     query_starts: Int32s  # [s - decodes + 1]
     lengths: Int32s  # [s]; 0: no row
     rows: Int32s  # [r, 16], of `SamplingInputs`
     edits: Int32s  # [e, 2], of `SamplingInputs`
-    tables: Int32s  # [rows of the batch, longest table]
+    tables: Int32s  # [rows of the batch * t, longest table], a row's t tables together
 
 
 class Layout(NamedTuple):
@@ -77,30 +77,46 @@ class Layout(NamedTuple):
 
 
 class Slots:
-    """Block tables and sampling parameters of the sequences that run, by their slots."""
+    """Block tables and sampling parameters of the sequences that run, by their slots.
 
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
-        self.tables = np.zeros((num_slots, max_blocks), np.int32)
-        self._num_blocks = np.zeros(num_slots, np.int64)
+    Of a slot's `num_tables` tables, number t is row `slot * num_tables + t` of `tables`.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, num_tables: int = 1) -> None:
+        self.num_tables = num_tables
+        self.tables = np.zeros((num_slots * num_tables, max_blocks), np.int32)
+        self._num_blocks = np.zeros(num_slots * num_tables, np.int64)
         self._packed = [b""] * num_slots  # `pack_row` of each
 
     def update(self, rows: tuple[Row, ...]) -> Int64s:
         """Take in what is new of these rows' sequences; their slots."""
         slots = np.array([row.slot for row in rows], np.int64)
-        counts = np.array([len(row.block_ids) for row in rows], np.int64)
+        if self.num_tables == 1:
+            sizes = [len(row.tables[0]) for row in rows]
+        else:
+            sizes = [len(table) for row in rows for table in row.tables]
         for row in rows:
             if row.is_new:
-                self._num_blocks[row.slot] = 0
+                begin = row.slot * self.num_tables
+                self._num_blocks[begin : begin + self.num_tables] = 0
                 self._packed[row.slot] = pack_row(row.sampling, row.seed, row.slot)
-        self.grow(rows, slots, counts)
+        self.grow(rows, self.of(slots), np.array(sizes, np.int64))
         return slots
 
-    def grow(self, rows: tuple[Row, ...], slots: Int64s, num_blocks: Int64s) -> None:
-        """Take in the blocks of rows that have had fewer than `num_blocks`."""
-        for i in (self._num_blocks[slots] < num_blocks).nonzero()[0].tolist():
-            row, begin = rows[i], int(self._num_blocks[slots[i]])
-            end = self._num_blocks[row.slot] = len(row.block_ids)
-            self.tables[row.slot, begin:end] = row.block_ids[begin:]
+    def of(self, slots: Int64s) -> Int64s:
+        """Which of `tables` are theirs."""
+        if self.num_tables == 1:
+            return slots
+        return (slots[:, None] * self.num_tables + np.arange(self.num_tables)).ravel()
+
+    def grow(self, rows: tuple[Row, ...], tables: Int64s, num_blocks: Int64s) -> None:
+        """Take in the blocks of the rows' tables that have had fewer than `num_blocks`."""
+        grown = (self._num_blocks[tables] < num_blocks).nonzero()[0]
+        for i, place in zip(grown.tolist(), tables[grown].tolist(), strict=True):
+            number, table = divmod(i, self.num_tables)
+            blocks, begin = rows[number].tables[table], int(self._num_blocks[place])
+            end = self._num_blocks[place] = len(blocks)
+            self.tables[place, begin:end] = blocks[begin:]
 
     def packed(self, rows: list[Row]) -> list[bytes]:
         """How each is drawn, but for what changes with every step."""
@@ -154,11 +170,23 @@ def _query_starts(row_ends: Int64s, num_decodes: int, num_chunks: int) -> Int32s
 
 
 class _Built(NamedTuple):
-    """A step of decodes alone, and its rows' slots."""
+    """A step of decodes alone, and where its rows have what."""
 
     shape: Shape
-    row_slots: Int64s
+    tables: Int64s  # of `Slots`
+    every: Int64s  # numbers from 0, one for each of these
+    owners: Int64s | slice  # the row of each
+    places: Int64s | slice  # of each in the step's `slots`
     arrays: StepArrays
+
+    @classmethod
+    def of(cls, shape: Shape, tables: Int64s, num_tables: int, arrays: StepArrays) -> "_Built":
+        """Whose rows have these tables."""
+        every = np.arange(len(tables))
+        if num_tables == 1:
+            return cls(shape, tables, every, slice(None), slice(len(tables)), arrays)
+        owners, number = np.divmod(every, num_tables)
+        return cls(shape, tables, every, owners, number * shape.num_tokens + owners, arrays)
 
 
 class StepBuilder:
@@ -195,7 +223,8 @@ class StepBuilder:
             return self._last.arrays
         row_slots, arrays = self._build(batch, shape, first_result, first_source)
         if batch.num_decodes == len(batch.rows):
-            self._last = _Built(shape, row_slots, arrays)
+            tables = self._slots.of(row_slots)
+            self._last = _Built.of(shape, tables, self._slots.num_tables, arrays)
         return arrays
 
     def _is_next(self, last: _Built, batch: Batch, shape: Shape) -> bool:
@@ -212,12 +241,12 @@ class StepBuilder:
         positions, lengths = last.arrays.positions.copy(), last.arrays.lengths.copy()
         positions[:count] += 1
         lengths[:count] += 1
-        num_blocks = positions[:count] // size + 1
-        self._slots.grow(rows, last.row_slots, num_blocks)
-        tables = np.take(self._slots.tables[:, : num_blocks.max()], last.row_slots, axis=0)
-        within = positions[:count] % size
+        last_blocks, within = np.divmod(positions[last.owners][: len(last.tables)], size)
+        self._slots.grow(rows, last.tables, last_blocks + 1)
+        width = last_blocks.max() + 1
+        tables = np.take(self._slots.tables[:, :width], last.tables, axis=0)
         slots, sources = last.arrays.slots.copy(), last.arrays.sources.copy()
-        slots[:count] = tables[np.arange(count), num_blocks - 1].astype(np.int64) * size + within
+        slots[last.places] = tables[last.every, last_blocks].astype(np.int64) * size + within
         sources[:count] = np.arange(first_source, first_source + count)
         drawn = last.arrays.rows.copy()
         records = drawn.view(ROW)[:count, 0]
@@ -254,7 +283,6 @@ class StepBuilder:
         if self._has_gaps:
             gaps = np.array([row.gap for row in rows], np.int64)
             places, lengths = positions - gaps[owners], lengths - gaps
-        blocks = self._slots.tables[slots[owners], places // size].astype(np.int64)
         table_slots, row_ends = slots, ends
         if not self.layout.has_chunks:
             lengths, table_slots = places + 1, slots[owners]
@@ -281,10 +309,23 @@ class StepBuilder:
             _filled(gap.open(sources[owners], -1), n, -1),
             _filled(sampled[samples], shape.num_samples, 0),
             _filled(gap.open(positions, 0), n, 0),
-            _filled(gap.open(blocks * size + places % size, -1), n, -1),
+            self._places(slots[owners], places, gap, n),
             _query_starts(row_ends, num_decodes, shape.num_rows - shape.num_decodes),
             _filled(gap.open(lengths, 0), shape.num_rows, 0).astype(np.int32),
             drawn.rows,
             drawn.edits,
-            np.take(self._slots.tables[:, :width], gap.open(table_slots, 0), axis=0),
+            np.take(
+                self._slots.tables[:, :width], self._slots.of(gap.open(table_slots, 0)), axis=0
+            ),
         )
+
+    def _places(self, slots: Int64s, places: Int64s, gap: _Gap, num_tokens: int) -> Int64s:
+        """`StepArrays.slots` of tokens that have these places in the tables of their slots."""
+        block, within = np.divmod(places, self._block_size)
+        first = slots * self._slots.num_tables
+        found = [
+            self._slots.tables[first + i, block].astype(np.int64) * self._block_size + within
+            for i in range(self._slots.num_tables)
+        ]
+        filled = [_filled(gap.open(each, -1), num_tokens, -1) for each in found]
+        return filled[0] if len(filled) == 1 else np.concatenate(filled)

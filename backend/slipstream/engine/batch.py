@@ -9,8 +9,9 @@ from slipstream_contract.sampling import SamplingParams
 class Row(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step: `token_ids` at positions `start`, `start + 1`, ...
 
-    `block_ids` covers at least positions `0 .. start + len(token_ids) - 1`; of a window, those that
-    are seen, and with a `gap` the token at position p has the place `p - gap`, unless it is a sink.
+    Each of `tables`, one for each group of layers, covers at least the positions
+    `0 .. start + len(token_ids) - 1` by its blocks; of a window, those that are seen, and with a
+    `gap` the token at position p has the place `p - gap`, unless it is a sink.
     If `samples`, the logits of the last token are turned into token number `num_outputs` of the
     sequence's output.
     A `slot` is its sequence's alone from the first row after admission (`is_new`) on.
@@ -20,7 +21,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     slot: int  # 0 .. max_num_seqs - 1
     token_ids: list[int]
     start: int
-    block_ids: list[int]
+    tables: tuple[list[int], ...]
     samples: bool
     sampling: SamplingParams
     seed: int  # 64 bits; with `num_outputs` the whole state of this row's random numbers
@@ -30,7 +31,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     is_new: bool = True
     num_prompt: int = 0
     history: list[int] | None = None  # prompt and output, when what was counted of it is not kept
-    gap: int = 0  # tokens behind the sinks that are no longer in `block_ids`
+    gap: int = 0  # tokens behind the sinks that are no longer in `tables`
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ class Bounds:
     vocab_size: int
     max_model_len: int
     num_blocks: int
-    block_size: int
+    num_tokens: int  # that these blocks hold in all layers
     blocks_for: Callable[[int], int]
     has_tokenizer: bool
 
@@ -48,7 +48,7 @@ class Bounds:
         if needed > total:
             raise ContractError(
                 f"the prompt is {length} tokens long: with one to generate it needs {needed} "
-                f"blocks, the KV cache has {total} ({total * self.block_size} tokens)"
+                f"blocks, the KV cache has {total} ({self.num_tokens} tokens)"
             )
         self._check_ids("input_ids", token_ids)  # last: it looks at every one
 

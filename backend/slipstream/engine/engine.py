@@ -108,7 +108,7 @@ class Engine:
             runner.vocab_size,
             runner.max_model_len,
             runner.num_blocks,
-            runner.block_size,
+            runner.num_blocks // runner.window.num_tables * runner.block_size,
             self._scheduler.cache.blocks_for,
             has_tokenizer=vocab is not None,
         )

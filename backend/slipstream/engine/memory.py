@@ -23,7 +23,7 @@ def num_blocks(plan: Plan, free: int) -> int:
     free = max(0, int(_SHARE * free))
     asked = plan.config.kv_cache_tokens
     if asked is not None:
-        wanted = asked // plan.block_size
+        wanted = plan.blocks_of(asked)
         if wanted * plan.block_bytes > free:
             raise ConfigError(
                 f"kv_cache_tokens = {asked} takes {wanted * plan.block_bytes / 1e9:.2f} GB, but "
@@ -32,11 +32,12 @@ def num_blocks(plan: Plan, free: int) -> int:
         return wanted
     count = free // plan.block_bytes
     if plan.device.type == "cpu":
-        count = min(count, _CPU_TOKENS // plan.block_size)
-    if count < 1:
+        count = min(count, plan.blocks_of(_CPU_TOKENS))
+    least = plan.window.num_tables
+    if count < least:
         raise ConfigError(
             f"no memory is left for the KV cache: {free / 1e9:.2f} GB free for it, a block of "
-            f"{plan.block_size} tokens takes {plan.block_bytes / 1e9:.3f} GB"
+            f"{plan.block_size} tokens takes {least * plan.block_bytes / 1e9:.3f} GB"
         )
     # More than every sequence at its longest can never be used.
     return min(count, plan.max_num_seqs * plan.held_blocks)

@@ -10,6 +10,7 @@ import torch
 
 from slipstream.config import EngineConfig
 from slipstream.engine.cache_dtype import cache_dtype
+from slipstream.engine.groups import Groups, group
 from slipstream.engine.window import Window
 from slipstream.errors import ConfigError
 from slipstream.kernels import fp8, jit
@@ -43,9 +44,9 @@ class Plan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of the cache, over all layers."""
+        """Bytes of a block of the cache, over the layers of a group."""
         d = self.model.dims
-        num_rows = self.block_size * 2 * d.num_layers * d.num_kv_heads
+        num_rows = self.block_size * 2 * self.groups.size * d.num_kv_heads
         return num_rows * row_size(self.cache_dtype, d.head_size) * self.cache_dtype.itemsize
 
     @property
@@ -60,12 +61,18 @@ class Plan:
         if self.config.attention_window is not None:
             num_sinks = self.config.sink_tokens
             return Window(self.config.attention_window, num_sinks, num_ahead, has_gaps=True)
-        windows = set(self.model.windows)
-        return Window(windows.pop() if len(windows) == 1 else 0, num_ahead=num_ahead)
+        windows, groups = self.model.windows, self.groups
+        size = max(windows) if groups.num_tables > 1 or min(windows) else 0
+        return Window(size, 0, num_ahead, False, groups.num_tables, groups.num_full)
+
+    @property
+    def groups(self) -> Groups:
+        """The layers that share tables."""
+        return group(self.model.windows, self.max_model_len)
 
     @property
     def table_blocks(self) -> int:
-        """Blocks that a sequence's table has room for."""
+        """Blocks that each table of a sequence has room for."""
         if self.window.has_gaps:
             return self.window.most_blocks(self.block_size) or 0
         return -(-self.max_model_len // self.block_size)
@@ -73,7 +80,15 @@ class Plan:
     @property
     def held_blocks(self) -> int:
         """Blocks that a sequence holds at most."""
-        return min(self.table_blocks, self.window.most_blocks(self.block_size) or ENDLESS)
+        return self.window.blocks_for(self.table_blocks, self.block_size)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens in all layers."""
+        return num_tokens // self.block_size * self.window.num_tables
+
+    def tokens_of(self, num_blocks: int) -> int:
+        """Tokens that so many blocks hold in all layers."""
+        return num_blocks // self.window.num_tables * self.block_size
 
     def banner(self, num_blocks: int, num_slots: int = 0) -> str:
         """One line for the log at start: the cache that came of it, and blocks in host memory."""
@@ -86,10 +101,10 @@ class Plan:
         dtype = str(self.dtype).removeprefix("torch.")
         dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
         cache = "" if self.cache_dtype == self.dtype else f"{self.config.kv_cache_dtype}, "
-        host = f", {num_slots * self.block_size:,} tokens more in host memory" if num_slots else ""
+        host = f", {self.tokens_of(num_slots):,} tokens more in host memory" if num_slots else ""
         return (
             f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
-            f"KV cache of {cache}{num_blocks * self.block_size:,} tokens "
+            f"KV cache of {cache}{self.tokens_of(num_blocks):,} tokens "
             f"({num_blocks * self.block_bytes / 1e9:.2f} GB, {num_blocks:,} blocks of "
             f"{self.block_size}){host}, room for {fit:.1f} sequences of {length}, "
             f"at most {self.max_num_seqs} at once; at most {self.config.max_waiting:,} requests "
@@ -256,7 +271,7 @@ def _check_cache(plan: Plan) -> None:
     if config.kv_cache_tokens is None:
         return
     tokens = _at_least(config, "kv_cache_tokens", config.block_size)
-    wanted = tokens // config.block_size * plan.block_bytes
+    wanted = plan.blocks_of(tokens) * plan.block_bytes
     is_cuda = plan.device.type == "cuda"
     free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else available_on_host()
     free = max(0, free - _weight_bytes(config, plan.model, plan.dtype))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -97,8 +98,11 @@ class ModelRunner:
         self.window = window = plan.window
         self.attention_doubles_at = plan.model.dims.attention_doubles_at
         self._num_heads = plan.model.dims.num_heads
-        # A layer of each window.
-        self._windows = {window: i for i, window in enumerate(plan.model.windows)}
+        places = plan.groups.places
+        # Of each layer its table and window, and its place in the cache.
+        self._layers = [(each[0], w) for each, w in zip(places, plan.model.windows, strict=True)]
+        self._kinds = sorted(set(self._layers))
+        self._places = [place for _, place in places]
         num_positions = window.size if window.has_gaps else plan.max_model_len
         self._model = build(plan.model, _load(plan), num_positions)
         if window.has_gaps:
@@ -143,12 +147,15 @@ class ModelRunner:
         return left
 
     def _make_caches(self, plan: Plan, num_blocks: int) -> None:
-        """One a layer, zeroed: padding may be multiplied by 0 and must be finite for that."""
+        """One a layer of a group, zeroed: padding may be multiplied by 0 and must be finite for
+        that."""
         d = plan.model.dims
         row = row_size(plan.cache_dtype, d.head_size)
         shape = (num_blocks, d.num_kv_heads, 2, plan.block_size, row)
         dtype, device = plan.cache_dtype, plan.device
-        self._caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(d.num_layers)]
+        self._caches = [
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(plan.groups.size)
+        ]
         self._within = route(self._caches, self._caches, plan.device)
 
     def _make_transfers(self, plan: Plan) -> None:
@@ -164,9 +171,10 @@ class ModelRunner:
         num_rows = layout.up(max(plan.max_num_seqs, buckets.max_rows))
         num_tokens = layout.up(max(plan.max_num_batched_tokens, buckets.max_tokens, num_rows))
         max_blocks = plan.table_blocks
-        slots = Slots(plan.max_num_seqs, max_blocks)
+        self._num_tables = plan.window.num_tables
+        slots = Slots(plan.max_num_seqs, max_blocks, self._num_tables)
         self._builder = StepBuilder(slots, plan.block_size, layout, plan.window.has_gaps)
-        num_tables = num_rows if layout.has_chunks else num_tokens
+        num_tables = self._num_tables * (num_rows if layout.has_chunks else num_tokens)
         self._tables = torch.zeros((num_tables, max_blocks), dtype=torch.int32, device=device)
         self._counts = make_counts(plan.max_num_seqs, self.vocab_size, device)
         self._half = num_rows
@@ -288,21 +296,45 @@ class ModelRunner:
     def _forward(self, shape: Shape, tensors: list[Tensor], staged: Tensor) -> Tensor:
         """The kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""
         header, token_ids, sources, sample_rows, positions, slots, starts, lengths = tensors[:8]
-        tables = self._tables[: shape.num_rows]
+        tables = self._tables[: shape.num_rows * self._num_tables]
         begin_step(header, staged, token_ids, sources, self._results.token_ids, tables)
-        inputs = {
-            window: AttentionInputs.of(
-                self._caches[layer],
+        inputs = self._inputs(shape, positions, slots, tables, starts, lengths)
+        caches = [self._caches[place] for place in self._places]
+        return self._model(token_ids, inputs, caches, sample_rows)
+
+    def _inputs(
+        self,
+        shape: Shape,
+        positions: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        query_starts: Tensor,
+        lengths: Tensor,
+    ) -> list[AttentionInputs]:
+        """Of each layer. A plan without a window says what is shared in its table; others are of
+        lengths alone, and serve all tables of the window.
+        """
+        slots = slots.view(self._num_tables, shape.num_tokens)
+        tables = tables.view(shape.num_rows, self._num_tables, tables.shape[1])
+        made: dict[tuple[int, int], AttentionInputs] = {}
+        of_window: dict[int, AttentionInputs] = {}
+        for table, window in self._kinds:
+            own = slots[table], tables[:, table]
+            if window in of_window:
+                other = of_window[window]
+                made[table, window] = replace(other, slots=own[0], block_tables=own[1])
+                continue
+            made[table, window] = AttentionInputs.of(
+                self._caches[0],
                 self._num_heads,
                 positions,
-                slots,
-                tables,
-                starts,
+                *own,
+                query_starts,
                 lengths,
                 shape.num_decodes,
                 shape.max_queries,
                 window,
             )
-            for window, layer in self._windows.items()
-        }
-        return self._model(token_ids, inputs, self._caches, sample_rows)
+            if window:
+                of_window[window] = made[table, window]
+        return [made[kind] for kind in self._layers]

@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from time import monotonic_ns, time_ns
 
 from slipstream.engine.batch import Batch, Row, Sampled
-from slipstream.engine.cache import Copies, KVCache, Match
+from slipstream.engine.cache import Copies, KVCache
 from slipstream.engine.host import Mover
 from slipstream.engine.pace import Pace
+from slipstream.engine.reuse import Match
 from slipstream.engine.sequence import Request, Sequence, Status
 from slipstream.engine.stop import Ending
 from slipstream.engine.telemetry import Telemetry
@@ -88,7 +89,6 @@ class Scheduler:
         self._pace = pace = Pace(clock, attention_doubles_at)
         pool = (num_blocks, block_size, limits.kv_cache_reuse, clock)
         self.cache = KVCache(*pool, window, mover, lambda: pace.token_ns)
-        self._forgets = self.cache.window.size > 0
         self._telemetry = telemetry or Telemetry()
         self.num_preemptions = 0
         self._max_tokens = limits.max_num_batched_tokens
@@ -227,7 +227,7 @@ class Scheduler:
                 if ending.reason is FinishReason.END:
                     self._telemetry.not_a_token()
                 self.finish(sequence, ending)
-        for sequence in owners if self._forgets else ():
+        for sequence in owners if self.cache.window.size else ():
             if sequence.status is running:
                 self.cache.forget(sequence)
         return owners
@@ -292,7 +292,7 @@ class Scheduler:
             sequence.slot,
             _IN_FLIGHT,
             start,
-            sequence.block_ids,
+            sequence.tables,
             True,
             sequence.sampling,
             sequence.seed,
@@ -322,7 +322,7 @@ class Scheduler:
             sequence.slot,
             token_ids[start:end],
             start,
-            sequence.block_ids,
+            sequence.tables,
             samples,
             sequence.sampling,
             sequence.seed,
@@ -353,7 +353,7 @@ class Scheduler:
             if sequence is None or sequence.num_in_flight:
                 return  # what it computed before it was preempted is not told yet
             num_running = len(self._running)
-            if not self.cache.tier.has_room(num_running + 1):
+            if not self.cache.tier.has_room((num_running + 1) * self.cache.window.num_tables):
                 return
             match = self.cache.match(sequence)
             if match.leader is not None and self._is_worth_waiting(sequence, match.leader, match):
@@ -378,7 +378,7 @@ class Scheduler:
         return sequence.num_held < MAX_HELD and not is_slow and 2 * match.num_coming >= num_left
 
     def _admit(self, sequence: Sequence, match: Match) -> bool:
-        """Give a waiting sequence its blocks, if that leaves one for each running sequence."""
+        """Give a waiting sequence its blocks, if that leaves some for each running sequence."""
         num_tokens = sequence.num_final - 1 if sequence.is_spared else sequence.num_tokens
         if not self.cache.admit(sequence, match, num_tokens, len(self._running)):
             return False
@@ -392,15 +392,16 @@ class Scheduler:
         return True
 
     def _grow(self, sequence: Sequence) -> None:
-        """One more block for a decode, at the cost of the youngest if need be."""
+        """Room for one more block, at the cost of the youngest if need be."""
         if sequence.status is not Status.RUNNING:
             return  # preempted for an older one in this very step
         if sequence.num_tokens == sequence.num_final:
             return  # its last token is in flight and will not be computed
-        while not self.cache.tier.has_room(1):
+        tables = self.cache.shortest(sequence)
+        while not self.cache.tier.has_room(len(tables)):
             if self.cache.num_coming:
                 return  # a block comes back with the step in flight, or by itself
-            if self._forgets and sequence.num_in_flight:
+            if self.cache.window.size and sequence.num_in_flight:
                 return  # what it forgets with that step it may use again
             if len(self._running) == 1:
                 if sequence.num_pending:
@@ -412,7 +413,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return
-        self.cache.grow(sequence)
+        self.cache.grow(sequence, tables)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
@@ -436,7 +437,7 @@ class Scheduler:
         idle = list(self.waiting)
         assert all(s.status is Status.RUNNING for s in running)
         assert all(s.status is Status.WAITING for s in idle)
-        assert all(not s.block_ids and s.num_scheduled == 0 for s in idle), "waiting with blocks"
+        assert all(not s.tables and s.num_scheduled == 0 for s in idle), "waiting with blocks"
         assert len(running) <= self._max_running
         slots = [*self._free_slots, *(s.slot for s in running)]
         assert sorted(slots) == list(range(self._max_running)), "a slot is lost or taken twice"

@@ -62,18 +62,18 @@ class Sequence:
 
     token_ids  prompt, then output:  [ computed | in flight | not yet ]  + `num_pending` unknown
                                  num_computed ^           ^ num_scheduled             num_tokens ^
-    block_ids  room for `capacity` positions; empty unless running. Of a window: the first
-               `num_forgotten` are no longer its own, and `gap` tokens behind the sinks are missing
+    tables     blocks of each group of layers, with room for `capacity` positions in each; none
+               unless running. Of local tables the first `num_forgotten` are no longer its own, and
+               `gap` tokens behind the sinks are missing
 
     A token is pending while the step that samples it is in flight: its place counts in
     `num_tokens` and `num_scheduled`, its id is not in `token_ids` yet.
     """
 
     __slots__ = (
-        "block_ids",
         "capacity",
         "chain",
-        "copy",
+        "copies",
         "device_s",
         "edits",
         "ending",
@@ -114,6 +114,7 @@ class Sequence:
         "slot",
         "status",
         "stop",
+        "tables",
         "token_ids",
     )
 
@@ -143,13 +144,13 @@ class Sequence:
         self.num_pending = 0
         self.num_in_flight = 0  # its rows in steps that are scheduled and not committed
         self.sample = 0  # which sample of the last step it was in
-        self.block_ids: list[int] = []
+        self.tables: tuple[list[int], ...] = ()
         self.capacity = 0
         self.num_forgotten = self.gap = 0
         self.is_spared = False  # it will not be preempted any more
         # The cache's own, while it runs:
         self.chain: Chain | None = None  # kept for when it runs again
-        self.copy: Copy | None = None  # into its blocks
+        self.copies: list[Copy] = []  # into its blocks
         self.is_proven = False  # sampled since it was admitted, and all samples were finite
         self.next_note = maxsize  # `num_computed` of which the cache must know
         self.num_registered = 0  # blocks that the cache has taken in

@@ -115,7 +115,10 @@ class Tier:
         """It has its blocks, so many tokens of them from here, and waits for those to arrive."""
         self.counts["found_tokens:host"] += num_fetched
         self.counts["found_tokens:device"] += sequence.num_computed - num_fetched
-        if self._host is not None and not self._host.arriving.isdisjoint(sequence.block_ids):
+        if self._host is None:
+            return
+        arriving = self._host.arriving
+        if not all(map(arriving.isdisjoint, sequence.tables)):
             self._arrivals[sequence.id] = self._host.last_arrival
 
     def released(self, sequence_id: int) -> None:

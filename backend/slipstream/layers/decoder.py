@@ -1,6 +1,6 @@
 """A stack of pre-norm blocks, from token ids to logits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,16 +25,12 @@ class AttentionLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Attention and MLP, each added to the residual sum of whose norm it is.
-
-    `window` is how many tokens a query sees, its own included; 0: all.
-    """
+    """Attention and MLP, each added to the residual sum of whose norm it is."""
 
     input_norm: Norm
     attention: AttentionLayer
     mlp_norm: Norm
     mlp: Callable[[Norm, Residual], None]
-    window: int = 0
 
     def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
         """One block further: `residual [n, hidden]` is changed in place."""
@@ -65,16 +61,16 @@ class Decoder:
     def __call__(
         self,
         token_ids: Tensor,
-        inputs: Mapping[int, AttentionInputs],
+        inputs: Sequence[AttentionInputs],
         caches: Sequence[Tensor],
         sample_rows: Tensor,
     ) -> Tensor:
         """`token_ids [n] i64` in; logits of some of them out, `[len(sample_rows), vocab]`.
 
-        `inputs` are by the windows of layers; `caches[i]` is layer i's,
+        `inputs[i]` and `caches[i]` are layer i's; a cache is
         `[num_blocks, num_kv_heads, 2, block_size, head_size]`.
         """
         residual = Residual(self.embedding(token_ids))
-        for block, cache in zip(self.blocks, caches, strict=True):
-            block(residual, inputs[block.window], cache)
+        for block, where, cache in zip(self.blocks, inputs, caches, strict=True):
+            block(residual, where, cache)
         return self.head.of_norm(self.norm, residual.values[sample_rows])

@@ -25,11 +25,11 @@ def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
 
     def block(i: int) -> Block:
         w = weights.at(f"model.layers.{i}")
-        own, window = w.at("self_attn"), config.windows[i]
+        own = w.at("self_attn")
         attention = Attention(
             own,
             d,
-            local if window else wide,
+            local if config.windows[i] else wide,
             qkv_bias=bias,
             out_bias=bias,
             qk_norms=(norm(own.at("q_norm"), d.head_size), norm(own.at("k_norm"), d.head_size)),
@@ -42,7 +42,6 @@ def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
             attention,
             norm(w.at("pre_feedforward_layernorm"), d.hidden_size),
             GeluMLP(w.at("mlp"), d, config.mlp_bias, mlp_out),
-            window,
         )
 
     blocks = [block(i) for i in range(d.num_layers)]

@@ -21,7 +21,6 @@ def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
             Attention(w.at("self_attn"), d, cos_sin),
             Norm(w.at("post_attention_layernorm"), d.hidden_size, d.eps),
             GatedMLP(w.at("mlp"), d),
-            config.windows[i],
         )
 
     blocks = [block(i) for i in range(d.num_layers)]
