@@ -47,8 +47,16 @@ DEVICE u32 to_e4m3(float value) {
 
 // Numbers that share a scale.
 class Quantizer {
-  float scale;
+  float scale, inverse;
   float zero = 0.0f;  // of int4
+
+  // value / scale, rounded once: what the first product leaves is exact (Markstein, 1990), unless it is so small that
+  // the number is zero anyway.
+  DEVICE float divide(float value) const {
+    const float quotient = value * inverse;
+    const float rest = fmaf(-quotient, scale, value);
+    return rest == 0.0f ? quotient : fmaf(rest, inverse, quotient);
+  }
 
  public:
   u8 code;
@@ -59,13 +67,14 @@ class Quantizer {
     const bool is_finite = range.largest < 0x7f800000u && wanted < INFINITE;
     code = is_finite ? code_of(wanted) : 255;
     scale = scale_of(code);
-    if (FORMAT == INT4 && is_finite) zero = fminf(fmaxf(rintf(-range.low / scale), -127.0f), 127.0f);
+    inverse = 1.0f / scale;
+    if (FORMAT == INT4 && is_finite) zero = fminf(fmaxf(rintf(divide(-range.low)), -127.0f), 127.0f);
   }
   DEVICE u8 zero_byte() const { return u8(int(zero)); }
 
   // A byte's worth of bits, of int4 the lower half.
   DEVICE u32 operator()(float value) const {
-    float scaled = value / scale;
+    float scaled = divide(value);
     if (scaled != scaled) scaled = 0.0f;
     if (FORMAT == E4M3) return to_e4m3(fminf(fmaxf(scaled, -448.0f), 448.0f));
     if (FORMAT == INT8) return u32(int(fminf(fmaxf(rintf(scaled), -127.0f), 127.0f))) & 0xffu;

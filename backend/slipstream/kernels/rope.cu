@@ -139,7 +139,13 @@ struct Part {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(128)
+#if FORMAT == 0
+#define BOUNDS __launch_bounds__(128)
+#else
+#define BOUNDS __launch_bounds__(128, 4)  // told, ptxas for sm_100 spills no register
+#endif
+
+extern "C" __global__ void BOUNDS
     rope_and_cache(T* q, i64 q_stride, const T* k, i64 k_stride, const T* v, i64 v_stride,
                    const float* cos_sin, const i64* positions, const i64* slots, Cell* cache,
                    i64 num_q_heads, i64 num_kv_heads, i64 block_shift, const T* q_norm,
@@ -169,9 +175,6 @@ extern "C" __global__ void __launch_bounds__(128)
   T* cached = cache + (slot >> block_shift) * num_kv_heads * 2 * block_size * HEAD_SIZE +
               (slot & (block_size - 1)) * HEAD_SIZE;
   T* target = cached + (head * 2 + !is_key) * block_size * HEAD_SIZE;
-#else
-  const i64 part_of_block = ((slot >> block_shift) * num_kv_heads + head) * 2 + !is_key;
-  u8* block = cache + part_of_block * block_size * (ROW_CELLS + SCALE_BYTES);
 #endif
 
   Part part = {};
@@ -187,6 +190,8 @@ extern "C" __global__ void __launch_bounds__(128)
 #else
   if (real && (is_query || is_key)) part.rotate(angles, scale, norms ? &factors : nullptr);
   if (real && is_query) part.store_to(query);
+  const i64 part_of_block = ((slot >> block_shift) * num_kv_heads + head) * 2 + !is_key;
+  u8* block = cache + part_of_block * block_size * (ROW_CELLS + SCALE_BYTES);
   part.quantize_to(block, block_size, slot & (block_size - 1), real && !is_query);
 #endif
 }
