@@ -247,7 +247,8 @@ def test_its_load_is_told_for_as_long_as_anybody_waits(
     for number in range(8):
         bridge.say(wire.Submit(number, [1], ENDLESS, 1, deadline_ns=deadline_ns))
     roomy.turn_until(lambda: roomy.engine.status().running == 8)
-    assert file.read() is None
+    before = file.read()
+    assert before is None or before.num_requests == 0  # who was admitted may have waited
     for number in range(8, 24):
         bridge.say(wire.Submit(number, [1], ENDLESS, 1, deadline_ns=deadline_ns))
     roomy.turn_until(lambda: roomy.engine.load().num_requests == 16)
