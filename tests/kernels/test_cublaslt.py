@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from kernels.checking import Judge
@@ -11,7 +12,9 @@ from slipstream.kernels.cublaslt import matmul
 from slipstream.kernels.cublaslt_api import WORKSPACE, Algorithm, Shape
 from slipstream.kernels.op import KernelError
 
-GUESS, SPLIT, TUNED = (Algorithm(bytes([i]) * 64, size) for i, size in ((1, 0), (2, 9), (3, 0)))
+GUESS, SPLIT, TUNED, TUNED_TO_ADD = (
+    Algorithm(bytes([i]) * 64, size) for i, size in ((1, 0), (2, 9), (3, 0), (4, 0))
+)
 
 
 # ---- the reference ----
@@ -20,6 +23,7 @@ GUESS, SPLIT, TUNED = (Algorithm(bytes([i]) * 64, size) for i, size in ((1, 0), 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_reference(dtype: torch.dtype) -> None:
     judge = Judge("reference")
+    torch.manual_seed(0)
     x, weight = torch.randn(7, 40).to(dtype), (torch.randn(12, 40) / 7).to(dtype)
     exact = x.double() @ weight.double().t()
     judge.close("product", matmul(x, weight), exact, x @ weight.t())
@@ -35,6 +39,7 @@ def test_reference(dtype: torch.dtype) -> None:
 
 
 def test_reference_fp8() -> None:
+    torch.manual_seed(0)
     x, weight = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (5, 16))
     exact = x.double() @ weight.double().t()
     assert matmul(x, weight).dtype == torch.bfloat16
@@ -76,11 +81,15 @@ def lt(monkeypatch: pytest.MonkeyPatch) -> type[FakeProblem]:
     class Fresh(FakeProblem):
         heard: list[int] = []
 
-    product = tuning.Product(128, 256, "bfloat16", "bfloat16")
-    choice = tuning.Choice(product, 64, TUNED.blob.hex(), "", 1.0, 2.0)
+    product = tuning.Product(128, 256, "bfloat16", "bfloat16", adds=False)
+    adding = msgspec.structs.replace(product, adds=True)
+    choices = [
+        tuning.Choice(product, 64, TUNED.blob.hex(), "", 1.0, 2.0),
+        tuning.Choice(adding, 32, TUNED_TO_ADD.blob.hex(), "", 1.0, 2.0),
+    ]
     monkeypatch.setattr(cublaslt, "Problem", Fresh)
     monkeypatch.setattr(cublaslt, "Plan", lambda problem, algorithm: (problem.shape, algorithm))
-    monkeypatch.setattr(tuning, "choices", lambda device: tuning.Choices([choice]))
+    monkeypatch.setattr(tuning, "choices", lambda device: tuning.Choices(choices))
     cublaslt._plan.cache_clear()
     return Fresh
 
@@ -92,10 +101,11 @@ def plan(
     weight_strides: tuple[int, int] = (128, 1),
     alignment: int = 16,
     dtype: torch.dtype = torch.bfloat16,
+    adds: bool = False,
 ) -> tuple[Shape, Algorithm]:
     shapes = ((rows, 128), outputs, (rows, outputs), dtype, dtype)
     strides = (x_strides, weight_strides, (outputs, 1))
-    return cublaslt._plan(*shapes, *strides, alignment, 0)  # type: ignore[return-value]
+    return cublaslt._plan(*shapes, *strides, alignment, adds, 0)  # type: ignore[return-value]
 
 
 def test_the_sum_is_split_only_where_it_must_be(lt: type[FakeProblem]) -> None:
@@ -123,6 +133,13 @@ def test_tuned_where_it_was_measured(lt: type[FakeProblem]) -> None:
     assert plan(64, 256, x_strides=(136, 1))[1] == TUNED
 
 
+def test_what_adds_is_tuned_apart(lt: type[FakeProblem]) -> None:
+    assert plan(32, 256)[1] == GUESS
+    shape, algorithm = plan(32, 256, adds=True)
+    assert (shape.adds, algorithm) == (True, TUNED_TO_ADD)
+    assert plan(64, 256, adds=True)[1] == TUNED  # measured, if not so
+
+
 def test_tuned_kernels_need_alignment(lt: type[FakeProblem]) -> None:
     assert plan(64, 256, alignment=8)[1] == GUESS
     assert plan(64, 256, x_strides=(132, 1))[1] == GUESS
@@ -147,7 +164,7 @@ def test_strides(lt: type[FakeProblem]) -> None:
         plan(2, dtype=torch.float64)
     strides = ((8, 1), (8, 1), (4, 1))
     with pytest.raises(KernelError, match=r"out is \[2, 4\], not \[2, 3\]"):
-        cublaslt._plan((2, 8), 3, (2, 4), torch.half, torch.half, *strides, 16, 0)
+        cublaslt._plan((2, 8), 3, (2, 4), torch.half, torch.half, *strides, 16, False, 0)
 
 
 # ---- the search ----

@@ -165,26 +165,37 @@ def save(operands: search.Operands, rows: int, algorithm: bytes) -> None:
     cublaslt.forget()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_tuned(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "adds"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float8_e4m3fn, False)],
+    ids=str,
+)
+def test_tuned(dtype: torch.dtype, adds: bool) -> None:
     """What the search finds is right, is what then runs, and repeats its bits."""
-    judge = Judge(f"tuned {dtype}")
-    operands = search.Operands(4096, 2048, dtype, 128)
-    guessed = matmul(operands.x, operands.weights[0])
+    judge = Judge(f"tuned {dtype}{' to add' if adds else ''}")
+    operands = search.Operands(4096, 2048, dtype, 128, adds)
+    weight = operands.weights[0]
+
+    def product(n: int) -> torch.Tensor:
+        return matmul(operands.x[:n], weight, operands.before[:n].clone(), adds)
+
+    guessed = product(128)
     for rows in (16, 64, 128):
         found = search.search(operands, rows)
         print(rows, search.describe(found.algorithm), found.seconds, found.default_seconds)
         assert found.seconds <= found.default_seconds
         save(operands, rows, found.algorithm.blob)
-        weight = operands.weights[0]
         for n in (rows - 5, rows):
             x = operands.x[:n]
             exact = x.double() @ weight.double().t()
-            judge.close(f"{n}", matmul(x, weight), exact, exact.bfloat16())
-            judge.repeats(f"{n}", lambda x=x, weight=weight: matmul(x, weight))
-            plan = cublaslt.plan_of(x, weight, operands.out[:n])
+            naive = exact.bfloat16()
+            if adds:
+                exact, naive = exact + operands.before[:n].double(), naive + operands.before[:n]
+            judge.close(f"{n}", product(n), exact, naive)
+            judge.repeats(f"{n}", lambda n=n: product(n))
+            plan = cublaslt.plan_of(x, weight, operands.out[:n], adds)
             judge.true(f"{n} runs the choice", plan.algorithm.blob == found.algorithm.blob)
-            judge.true(f"{n} has the default's bits", same_bits(matmul(x, weight), guessed[:n]))
+            judge.true(f"{n} has the default's bits", same_bits(product(n), guessed[:n]))
     judge.verdict()
 
 

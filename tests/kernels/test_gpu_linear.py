@@ -268,3 +268,25 @@ def test_functions(dtype: torch.dtype) -> None:
                 linear_add(x, weight, total, bias)
                 judged("linear_add", total, Case(x, weight, None, bias, residual=residual))
     judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_sums_in_place(dtype: torch.dtype) -> None:
+    """Of every kernel: one rounding, the same bits every time, nothing beside the rows changed."""
+    judge = Judge(f"linear_add {short(dtype)}")
+    for outputs, width in ((4096, 4096), (4096, 14336), (1000, 520)):
+        weight = random(outputs, width, dtype=dtype, seed=1) * width**-0.5
+        for rows in (1, 2, 3, 7, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 256, 257):
+            x = random(rows, width, dtype=dtype, seed=rows)
+            before = random(rows + 2, outputs, dtype=dtype, seed=4)
+            after = [before.clone() for _ in range(8)]
+            for total in after:
+                linear_add(x, weight, total[1:-1])
+            first, name = after[0], f"{rows} x {outputs, width}"
+            case = Case(x, weight, None, None, residual=before[1:-1])
+            expected = (case.expected(torch.float64), case.expected(dtype))
+            judge.close(name, first[1:-1], *expected)
+            judge.true(f"{name} repeats", all(same_bits(first, total) for total in after))
+            ends = torch.stack((first[0], first[-1]))
+            judge.true(f"{name} around", same_bits(ends, torch.stack((before[0], before[-1]))))
+    judge.verdict()

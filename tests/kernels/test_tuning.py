@@ -12,7 +12,7 @@ from slipstream.kernels.cublaslt_api import Shape
 from slipstream.kernels.tuning import Choice, Choices, Machine, Product
 
 H200 = Machine(gpu="NVIDIA H200", num_sms=132, driver=13000, cublaslt=130100)
-QKV = Product(inputs=4096, outputs=6144, dtype="bfloat16", out_dtype="bfloat16")
+QKV = Product(inputs=4096, outputs=6144, dtype="bfloat16", out_dtype="bfloat16", adds=False)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_other_machines_have_other_files(change: dict[str, object]) -> None:
 
 def test_a_format_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     tuning.save(H200, [choice(8)])
-    monkeypatch.setattr(tuning, "_FORMAT", 2)
+    monkeypatch.setattr(tuning, "_FORMAT", 3)
     assert tuning.load(H200) == []
 
 
@@ -68,7 +68,7 @@ def test_a_format_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda text: text.replace("0707", "07"),
         lambda text: text.replace("0707", "zz07"),
         lambda text: text.replace("NVIDIA H200", "NVIDIA B200"),
-        lambda text: text.replace('"format": 1', '"format": 3'),
+        lambda text: text.replace('"format": 2', '"format": 3'),
     ],
 )
 def test_a_damaged_file_is_ignored(damage, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,14 +97,15 @@ def test_rows_are_rounded_up_but_not_far() -> None:
     assert {rows: (found.find(QKV, rows) or b"?")[0] for rows in numbers} == numbers
     for rows in (17, 47, 65, 227, 257, 4096):
         assert found.find(QKV, rows) is None
-    assert found.find(msgspec.structs.replace(QKV, dtype="float16"), 8) is None
+    for change in ({"dtype": "float16"}, {"adds": True}):
+        assert found.find(msgspec.structs.replace(QKV, **change), 8) is None
     assert Choices([]).find(QKV, 8) is None
 
 
 def test_product_of_a_shape() -> None:
     types = (torch.float8_e4m3fn, torch.bfloat16)
-    product = Product.of(Shape(5, 64, 32, *types, (64, 64, 32), 16))
-    assert product == Product(64, 32, "float8_e4m3fn", "bfloat16")
+    product = Product.of(Shape(5, 64, 32, *types, (64, 64, 32), 16, True))
+    assert product == Product(64, 32, "float8_e4m3fn", "bfloat16", True)
 
 
 @pytest.mark.parametrize(("saved", "said"), [(0, "`slipstream tune`"), (2, "2 products")])

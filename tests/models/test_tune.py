@@ -57,14 +57,17 @@ def test_matrices_are_those_of_the_model(
 def test_fp8_leaves_the_head_alone(checkpoint: Path) -> None:
     config = EngineConfig(checkpoint=str(checkpoint), device="cpu", quantization="fp8")
     plan = resolve(config)
+    assert not any(matrix.adds for matrix in tune.matrices(plan))  # scales come between
     types = {matrix.name: matrix.dtype for matrix in tune.matrices(plan)}
     assert types.pop("head") == torch.float32
     assert set(types.values()) == {torch.float8_e4m3fn}
 
 
 class FakeOperands:
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, max_rows: int) -> None:
-        self.sizes = (inputs, outputs, dtype, dtype, (inputs, inputs, outputs), 16)
+    def __init__(
+        self, inputs: int, outputs: int, dtype: torch.dtype, max_rows: int, adds: bool
+    ) -> None:
+        self.sizes = (inputs, outputs, dtype, dtype, (inputs, inputs, outputs), 16, adds)
         self.max_rows = max_rows
 
     def shape(self, rows: int) -> Shape:
@@ -118,7 +121,11 @@ def test_what_is_found_is_kept(
     assert lines[-3].split() == ["step", "16", str(9 * 20.0), str(9 * 16.0), "20.0%"]
     assert lines[-1].startswith(str(tuning.path(MACHINE)))
     choices = Choices(tuning.load(MACHINE))
-    assert choices.find(Product(128, 1009, "bfloat16", "bfloat16"), 64) == bytes([64] * 64)
+    head = Product(128, 1009, "bfloat16", "bfloat16", adds=False)
+    assert choices.find(head, 64) == bytes([64] * 64)
+    adding = [choice.product for choice in tuning.load(MACHINE) if choice.product.adds]
+    assert {product.outputs for product in adding} == {128}  # to the residual sum
+    assert len(adding) == 2 * 2
 
 
 @pytest.mark.usefixtures("gpu")

@@ -38,6 +38,7 @@ class Matrix:
     inputs: int
     count: int  # of such matrices in the model
     dtype: torch.dtype
+    adds: bool  # its product, to the residual sum
 
 
 def matrices(plan: Plan) -> list[Matrix]:
@@ -45,12 +46,13 @@ def matrices(plan: Plan) -> list[Matrix]:
     d, dtype = plan.model.dims, plan.dtype
     inner = torch.float8_e4m3fn if plan.config.quantization == "fp8" else dtype
     queries, keys = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
+    adds = inner == dtype  # e4m3's products are scaled before they are added
     return [
-        Matrix("qkv", queries + 2 * keys, d.hidden_size, d.num_layers, inner),
-        Matrix("o", d.hidden_size, queries, d.num_layers, inner),
-        Matrix("gate_up", 2 * d.intermediate_size, d.hidden_size, d.num_layers, inner),
-        Matrix("down", d.hidden_size, d.intermediate_size, d.num_layers, inner),
-        Matrix("head", d.vocab_size, d.hidden_size, 1, dtype),
+        Matrix("qkv", queries + 2 * keys, d.hidden_size, d.num_layers, inner, False),
+        Matrix("o", d.hidden_size, queries, d.num_layers, inner, adds),
+        Matrix("gate_up", 2 * d.intermediate_size, d.hidden_size, d.num_layers, inner, False),
+        Matrix("down", d.hidden_size, d.intermediate_size, d.num_layers, inner, adds),
+        Matrix("head", d.vocab_size, d.hidden_size, 1, dtype, False),
     ]
 
 
@@ -87,7 +89,8 @@ def tune(plan: Plan, rows: list[int]) -> None:
 
 
 def _tune(matrix: Matrix, rows: list[int]) -> Iterable[tuning.Choice]:
-    operands = search.Operands(matrix.inputs, matrix.outputs, matrix.dtype, max(rows))
+    sizes = (matrix.inputs, matrix.outputs)
+    operands = search.Operands(*sizes, matrix.dtype, max(rows), matrix.adds)
     for num_rows in rows:
         found = search.search(operands, num_rows)
         yield tuning.Choice(

@@ -8,6 +8,7 @@ Splitting it costs a second kernel, and bits that depend on how many rows there 
 import functools
 import logging
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -61,9 +62,9 @@ def _matmul(
         return out
     if x.dtype == torch.float32:  # torch knows whether the operator allows tf32
         return torch.addmm(out, x, weight.t(), beta=int(accumulate), out=out)
-    plan = plan_of(x, weight, out)
+    plan = plan_of(x, weight, out, accumulate)
     stream = torch.cuda.current_stream(x.get_device()).cuda_stream
-    plan.launch(x.data_ptr(), weight.data_ptr(), out.data_ptr(), accumulate, stream)
+    plan.launch(x.data_ptr(), weight.data_ptr(), out.data_ptr(), stream)
     return out
 
 
@@ -77,7 +78,7 @@ def _out(x: Tensor, weight: Tensor, dtype: torch.dtype | None, accumulate: bool)
 # ---- plans ----
 
 
-def plan_of(x: Tensor, weight: Tensor, out: Tensor) -> Plan:
+def plan_of(x: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False) -> Plan:
     """What was worked out for tensors that lie in memory like these."""
     device = torch.cuda.current_device()
     if not x.get_device() == out.get_device() == device:
@@ -86,7 +87,7 @@ def plan_of(x: Tensor, weight: Tensor, out: Tensor) -> Plan:
     bits = x.data_ptr() | weight.data_ptr() | out.data_ptr() | _ALIGNED
     return _plan(
         *(x.shape, len(weight), out.shape, x.dtype, out.dtype),
-        *(x.stride(), weight.stride(), out.stride(), bits & -bits, device),
+        *(x.stride(), weight.stride(), out.stride(), bits & -bits, accumulate, device),
     )
 
 
@@ -101,6 +102,7 @@ def _plan(
     weight_strides: tuple[int, ...],
     out_strides: tuple[int, ...],
     alignment: int,
+    accumulate: bool,
     device: int,
 ) -> Plan:
     rows, inputs = x_shape
@@ -113,7 +115,7 @@ def _plan(
         _row_stride("weight", outputs, inputs, weight_strides),
         _row_stride("out", rows, outputs, out_strides),
     )
-    shape = Shape(rows, inputs, outputs, dtype, out_dtype, strides, alignment)
+    shape = Shape(rows, inputs, outputs, dtype, out_dtype, strides, alignment, accumulate)
     problem = Problem(shape, device)
     return Plan(problem, _tuned(problem) or default(problem))
 
@@ -144,8 +146,10 @@ def _tuned(problem: Problem) -> Algorithm | None:
     strides = (stride * size for stride, size in zip(shape.strides, sizes, strict=True))
     if shape.alignment < _ALIGNED or any(stride % _ALIGNED for stride in strides):
         return None
-    product = tuning.Product.of(shape)
-    blob = tuning.choices(problem.device).find(product, shape.rows)
+    product, choices = tuning.Product.of(shape), tuning.choices(problem.device)
+    blob = choices.find(product, shape.rows)
+    if blob is None and product.adds:  # to biases, which nobody measures
+        blob = choices.find(msgspec.structs.replace(product, adds=False), shape.rows)
     algorithm = None if blob is None else problem.check(blob)
     if blob is not None and algorithm is None:
         _log.warning("%s: the tuned kernel cannot do it: tune again", shape)

@@ -157,7 +157,10 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`out [rows, outputs] = x [rows, inputs] weight [outputs, inputs]^T` as it lies in memory."""
+    """`out [rows, outputs] = x [rows, inputs] weight [outputs, inputs]^T` as it lies in memory.
+
+    Or `+=`, if it adds.
+    """
 
     rows: int
     inputs: int
@@ -166,12 +169,14 @@ class Shape:
     out_dtype: torch.dtype
     strides: tuple[int, int, int]  # elements from a row to the next, of x, weight and out
     alignment: int  # bytes, of all three
+    adds: bool
 
     def __str__(self) -> str:
         types = f"{self.dtype}".removeprefix("torch.")
         if self.out_dtype != self.dtype:
             types += f" to {self.out_dtype}".replace("torch.", "")
-        return f"[{self.rows}, {self.inputs}] x [{self.outputs}, {self.inputs}]^T, {types}"
+        added = " added" if self.adds else ""
+        return f"[{self.rows}, {self.inputs}] x [{self.outputs}, {self.inputs}]^T{added}, {types}"
 
 
 class Problem:
@@ -277,9 +282,10 @@ class Plan:
         self._blob = _Blob.from_buffer_copy(algorithm.blob)
         self._workspace = _workspace(problem.device).data_ptr() if algorithm.workspace else None
         self._blob_address = ctypes.addressof(self._blob)
+        self._beta = _ONE if problem.shape.adds else _ZERO
 
-    def launch(self, x: int, weight: int, out: int, accumulate: bool, stream: int) -> None:
-        """`out = x weight^T`, `+=` if it accumulates; addresses, and the stream's handle."""
+    def launch(self, x: int, weight: int, out: int, stream: int) -> None:
+        """`out = x weight^T`, `+=` if the shape adds; addresses, and the stream's handle."""
         handle, description, weight_layout, x_layout, out_layout = self._arguments
         status = self._matmul(
             handle,
@@ -289,7 +295,7 @@ class Plan:
             weight_layout,
             x,
             x_layout,
-            _ONE if accumulate else _ZERO,
+            self._beta,
             out,
             out_layout,
             out,

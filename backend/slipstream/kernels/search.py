@@ -68,23 +68,30 @@ class Found:
 
 
 class Operands:
-    """Random inputs of one product: as many matrices as an L2 cache does not hold, rows for all."""
+    """Random inputs of one product: as many matrices as an L2 cache does not hold, rows for all.
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, max_rows: int) -> None:
+    One that `adds` is timed as it is used: `out` is what is there already.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, dtype: torch.dtype, max_rows: int, adds: bool = False
+    ) -> None:
         num_bytes = inputs * outputs * dtype.itemsize
         copies = min(_MAX_COPIES, math.ceil(_PASSED / num_bytes))
         self.dtype = dtype
         self.weights = [_random(outputs, inputs, dtype) for _ in range(copies)]
         self.x = _random(max_rows, inputs, dtype)
         self.out_dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
-        self.out = torch.empty(max_rows, outputs, dtype=self.out_dtype, device="cuda")
+        self.adds = adds
+        self.before = _random(max_rows, outputs, self.out_dtype)
+        self.out = self.before.clone()
         torch.cuda.synchronize()
 
     def shape(self, rows: int) -> Shape:
         """The product of the first rows."""
         outputs, inputs = self.weights[0].shape
         strides = (inputs, inputs, outputs)
-        return Shape(rows, inputs, outputs, self.dtype, self.out_dtype, strides, 16)
+        return Shape(rows, inputs, outputs, self.dtype, self.out_dtype, strides, 16, self.adds)
 
 
 def _random(rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -250,7 +257,7 @@ class _Trial:
         for index in range(count):
             weight = operands.weights[index % len(operands.weights)]
             addresses = (operands.x.data_ptr(), weight.data_ptr(), operands.out.data_ptr())
-            plan.launch(*addresses, False, self._stream)
+            plan.launch(*addresses, self._stream)
 
     def _elapsed(self, work: Callable[[], None]) -> float:
         """Seconds on the GPU."""
@@ -271,8 +278,12 @@ class _Trial:
         return graph
 
     def _output(self, algorithm: Algorithm) -> Tensor:
-        out = self._operands.out[: self._problem.shape.rows]
-        out.fill_(float("nan"))
+        rows = self._problem.shape.rows
+        out = self._operands.out[:rows]
+        if self._operands.adds:
+            out.copy_(self._operands.before[:rows])
+        else:
+            out.fill_(float("nan"))
         self._launch(Plan(self._problem, algorithm), 1)
         return out.float()
 

@@ -19,7 +19,7 @@ import torch
 from slipstream.kernels import cache, cublaslt_api
 from slipstream.kernels.cublaslt_api import Shape
 
-_FORMAT = 1  # of the file, and of what an algorithm is written as
+_FORMAT = 2  # of the file, and of what an algorithm is written as
 _BLOB_SIZE = 64
 _log = logging.getLogger(__name__)
 
@@ -47,18 +47,21 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A matrix of weights and the types that it is multiplied in; the rows are left open."""
+    """A matrix of weights, and how it is multiplied; the rows are left open."""
 
     inputs: int
     outputs: int
     dtype: str
     out_dtype: str
+    adds: bool  # to what is there
 
     @staticmethod
     def of(shape: Shape) -> "Product":
         """The product of a shape."""
-        names = (str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype))
-        return Product(shape.inputs, shape.outputs, *names)
+        dtype, out_dtype = (
+            str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype)
+        )
+        return Product(shape.inputs, shape.outputs, dtype, out_dtype, shape.adds)
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
