@@ -9,6 +9,9 @@ from torch.nn import functional
 from slipstream.kernels import jit
 from slipstream.kernels.op import op
 
+_PACKS = 4  # accesses of a thread at most
+_MAX_THREADS = 256
+
 
 @op("gate_up[n,_]:T")
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -46,6 +49,7 @@ def _gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _launch(name: str, gate_up: Tensor) -> Tensor:
+    """A row is spread over more threads where there are few rows."""
     jit.type_name(gate_up.dtype)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     jit.require(gate_up.shape[1] % 2 == 0, f"{name}: width {gate_up.shape[1]} is odd")
@@ -54,8 +58,11 @@ def _launch(name: str, gate_up: Tensor) -> Tensor:
     if out.numel() == 0:
         return out
     vector = jit.vector_width(width, gate_up)
-    grid = (num_rows, min(64, -(-width // (256 * vector))))
+    accesses = -(-width // vector)
+    packs = _PACKS if num_rows >= jit.num_multiprocessors(out.get_device()) else 1
+    shares = -(-accesses // (_MAX_THREADS * packs))
+    threads = 32 * -(-accesses // (32 * packs * shares))
     wanted = _variant(gate_up.dtype, vector)
     args = (gate_up, gate_up.stride(0), out, width)
-    jit.launch(wanted, name, grid, 256, *args, overlaps=True)
+    jit.launch(wanted, name, (num_rows, shares), threads, *args, overlaps=True)
     return out
