@@ -39,14 +39,14 @@ from soak_storm import Books, ServerLostError, Storm
 from soak_watch import Held, growth, held, metric, table
 
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
-KV_CACHE_TOKENS = 1280  # about a tenth of what 64 of these requests would like
+KV_CACHE_TOKENS = 896  # about a tenth of what 64 of these requests would like
 CRASH = "Signal (11) received"  # in the log of a tritonserver that crashes by itself
 MAX_CRASHES = 1 / 250  # of the requests: more would be another bug than the one that is known
 _SETTLE_S = 15.0  # until connections that were left are closed
 _WARM_UP = (48, 28)  # requests, cancels: threads and buffers that a server makes once
 _BATCH = 1000  # requests between two looks at the accounts
 _SHOWN = 8  # of the errors
-_MANY = 500  # requests, among which some must have been preempted
+_MANY = 5000  # requests, among which some must have been preempted
 
 
 @dataclass

@@ -42,7 +42,7 @@ def test_a_server_that_crashes_is_told_and_its_requests_are_made_again(load, tmp
                 server.log.write_text("Signal (11) received.")
                 os.kill(server.pid, signal.SIGSEGV)
 
-            asyncio.get_running_loop().call_later(12.0, kill)
+            asyncio.get_running_loop().call_later(8.0, kill)
         return await count(server, books, accounts, items, seed)
 
     load.soak.count = killed_once
