@@ -9,13 +9,13 @@ from array import array
 from pathlib import Path
 
 VARIABLE = "PACED_HANDOVERS"  # a directory
-_ROWS_A_WRITE = 1024
+_ROWS_A_WRITE = 64
 
 
 class HandoverJournal:
     """Appends to a file of the directory that the environment names.
 
-    Rows of one seed come from one thread at a time; a write of many takes 20 us, once in 10 s.
+    Rows of one seed come from one thread at a time. A write takes 5 us, once for so many rows.
     """
 
     def __init__(self, model: str) -> None:
@@ -23,15 +23,20 @@ class HandoverJournal:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._rows: dict[str, array[int]] = {}
 
-    def add(self, request_id: str, time_ns: int, num_tokens: int) -> None:
-        """Tokens of the stream whose request id is its seed; others are nobody's."""
+    def add(self, request_id: str, time_ns: int, num_tokens: int, is_last: bool = False) -> None:
+        """Tokens of the stream whose request id is its seed; others are nobody's.
+
+        After the last nothing of the stream is kept here.
+        """
         rows = self._rows.get(request_id)
         if rows is None:
             if not request_id.isdigit():
                 return
             rows = self._rows[request_id] = array("q")
         rows.extend((int(request_id), time_ns, num_tokens))
-        if len(rows) >= 3 * _ROWS_A_WRITE:
+        if is_last:
+            os.write(self._file, self._rows.pop(request_id))
+        elif len(rows) >= 3 * _ROWS_A_WRITE:
             os.write(self._file, rows)
             del rows[:]
 

@@ -23,7 +23,7 @@ class _NotingReply(TritonReply):
             num_tokens = len(outputs["text_output"].ravel()[0])  # the source's are a byte each
         else:
             num_tokens = int(outputs["sequence_length"].ravel()[0]) if outputs else 0
-        _journals[0].add(self._request_id, now_ns, num_tokens)
+        _journals[0].add(self._request_id, now_ns, num_tokens, is_final)
 
 
 class TritonPythonModel(model.TritonPythonModel):

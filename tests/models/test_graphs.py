@@ -202,6 +202,8 @@ def test_padding_decodes_changes_nothing(
     batch = make_batch(tables, random.Random(seed), sizes, len(sizes))
     count = len(sizes) + more_rows
     check_padding(tables, batch, Shape(count, count, count, count, 0))
+    untold = Batch(batch.rows, seed % len(sizes))  # who has one token that samples is a decode
+    check_padding(tables, untold, Shape(count, count, count, count, 0))
 
 
 @settings(max_examples=20, deadline=None)

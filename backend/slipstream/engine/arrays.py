@@ -147,10 +147,11 @@ class _Gap(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, shape: Shape) -> "_Gap":
-        """None, of size 0, where the decodes are chunks, or there is nothing but decodes."""
-        has_chunks = batch.num_decodes < len(batch.rows)
-        size = max(0, shape.num_decodes - batch.num_decodes) if has_chunks else 0
-        return cls(batch.num_decodes, size)
+        """None, of size 0, where the decodes are chunks, or the shape has nothing but decodes."""
+        if shape.num_rows == shape.num_decodes:
+            return cls(len(batch.rows), 0)
+        begin = min(batch.num_decodes, shape.num_decodes)
+        return cls(begin, shape.num_decodes - begin)
 
     def open(self, array: NDArray[_Int], fill: int) -> NDArray[_Int]:
         """`array`, with the gap in it."""
@@ -302,7 +303,6 @@ class StepBuilder:
         gap, n = _Gap.of(batch, shape), shape.num_tokens
         sampled = ends - 1
         sampled[gap.begin :] += gap.size
-        num_decodes = min(batch.num_decodes, shape.num_decodes)
         return slots, StepArrays(
             np.zeros(3, np.int32),
             _filled(gap.open(token_ids, 0), n, 0),
@@ -310,7 +310,7 @@ class StepBuilder:
             _filled(sampled[samples], shape.num_samples, 0),
             _filled(gap.open(positions, 0), n, 0),
             self._places(slots[owners], places, gap, n),
-            _query_starts(row_ends, num_decodes, shape.num_rows - shape.num_decodes),
+            _query_starts(row_ends, gap.begin, shape.num_rows - shape.num_decodes),
             _filled(gap.open(lengths, 0), shape.num_rows, 0).astype(np.int32),
             drawn.rows,
             drawn.edits,
