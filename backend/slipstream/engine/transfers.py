@@ -10,6 +10,7 @@ parts; DMA gets as far only with parts of several megabytes.
 """
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
@@ -31,17 +32,25 @@ _NUM_SAMPLES = 7
 _TRIAL_BYTES = 64 << 20
 
 
-def _memory(num_bytes: int, is_pinned: bool) -> Tensor:
-    """Host memory, page-locked if asked. torch's own allocator would round up to a power of two."""
+def _memory(num_bytes: int) -> Tensor:
+    """Host memory. torch's own allocator of page-locked memory would round up to a power of two."""
     try:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8)
     except RuntimeError:
         raise ConfigError(f"kv_cache_host_bytes: {num_bytes} bytes cannot be had") from None
-    if is_pinned:
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
-        if int(status) != 0:
-            raise ConfigError(f"kv_cache_host_bytes: {num_bytes} bytes cannot be pinned: {status}")
-    return memory
+
+
+def _pin(memory: Tensor, owner: object) -> None:
+    """Page-lock memory for as long as its owner lives: the next to get these addresses may ask,
+    too.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address, num_bytes = memory.data_ptr(), memory.nbytes
+    status = cudart.cudaHostRegister(address, num_bytes, 0)
+    if int(status) != 0:
+        reason = cudart.cudaGetErrorString(status)
+        raise ConfigError(f"kv_cache_host_bytes: {num_bytes} bytes cannot be pinned: {reason}")
+    weakref.finalize(owner, cudart.cudaHostUnregister, address).atexit = False
 
 
 def _aligned(size: int) -> int:
@@ -142,7 +151,9 @@ class Transfers:
         self.block_bytes = host_block_bytes(parts)
         self.num_bytes = num_slots * self.block_bytes
         self._is_pinned = device.type == "cuda"
-        memory = _memory(self.num_bytes, self._is_pinned).view(num_slots, self.block_bytes)
+        memory = _memory(self.num_bytes).view(num_slots, self.block_bytes)
+        if self._is_pinned:
+            _pin(memory, self)
         sizes = [part[0].nbytes for part in parts]
         ends = accumulate(map(_aligned, sizes))
         hosts = [

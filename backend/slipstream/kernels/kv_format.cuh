@@ -24,7 +24,13 @@ enum : int {
 #if FORMAT != 0
 constexpr int NUMBERS = FORMAT == INT4 ? 8 : 4;  // in 32 bits
 constexpr int PAIRS = NUMBERS / 2;
-constexpr float UNIT = FORMAT == E4M3 ? 256.0f : 1.0f;  // what a number of `unpack` counts, in scales
+#if __CUDA_ARCH__ >= 890
+#define CONVERTS_E4M3 1
+#else
+#define CONVERTS_E4M3 0
+#endif
+// What a number of `unpack` counts, in scales.
+constexpr float UNIT = FORMAT == E4M3 && !CONVERTS_E4M3 ? 256.0f : 1.0f;
 
 DEVICE float scale_of(u8 code) {
   return code == 255 ? __uint_as_float(0x7fffffff) : __uint_as_float((u32(code) + 840) << 20);
@@ -35,6 +41,13 @@ DEVICE u32 permute(u32 low, u32 high, u32 selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
   return result;
 }
+#if CONVERTS_E4M3
+DEVICE u32 convert_e4m3(u16 pair) {
+  u32 result;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(pair));
+  return result;
+}
+#endif
 DEVICE u32 subtract_halves(u32 a, u32 b) {
   u32 result;
   asm("sub.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -50,7 +63,11 @@ DEVICE u32 zero_of(u8 byte) {
 // Numbers of 32 bits as pairs of float16, exactly: pair j is numbers j and j + PAIRS. `zeros`: of int4, 1,024 and the
 // zero of either.
 DEVICE void unpack(u32 (&pairs)[PAIRS], u32 word, u32 zeros) {
-#if FORMAT == E4M3
+#if FORMAT == E4M3 && CONVERTS_E4M3
+  word = permute(word, 0, 0x3120);
+  pairs[0] = convert_e4m3(u16(word));
+  pairs[1] = convert_e4m3(u16(word >> 16));
+#elif FORMAT == E4M3
   // In a float16's place, sign, exponent and mantissa mean 1 / 256 of the number.
   const u32 upper[2] = {word << 8, word};
 #pragma unroll
