@@ -20,6 +20,9 @@ MIXES: dict[str, Mix] = {
     "8 x 512": [(512, 512)] * 8,
     "512 after 8192": [(512, 8704)],
     "4 x 512 after 4096": [(512, 4608)] * 4,
+    "16 after 8192": [(16, 8208)],
+    "64 after 32768": [(64, 32832)],
+    "256 after 32768": [(256, 33024)],
     "2048, 30 x 17": [(2048, 2048)] + [(17, 17)] * 30,
 }
 
@@ -31,7 +34,9 @@ def over_pages(mix: Mix, name: str = "auto") -> Callable[[], object]:
     cache, tables, lengths = paged([length for _, length in mix], name)
     starts = torch.tensor([0, *chunks]).cumsum(0).to(torch.int32).cuda()
     scale = HEAD_SIZE**-0.5
-    return lambda: prefill_attention(q, cache, tables, starts, lengths, scale, max(chunks))
+    return lambda: prefill_attention(
+        q, cache, tables, starts, lengths, scale, max(chunks), splits=True
+    )
 
 
 def dense(mix: Mix) -> Callable[[], object]:

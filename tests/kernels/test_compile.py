@@ -60,6 +60,7 @@ ENTRIES = {
     "skinny.cu": {"skinny"},
     "stage.cu": {"begin_step"},
 }
+ADDITIONS = ("WINDOWED", "SHARES", "SPLITS")
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
@@ -87,7 +88,7 @@ def is_quantized(wanted: Variant) -> bool:
 
 def is_addition(wanted: Variant) -> bool:
     """To a kernel that is there without."""
-    adds = not {("WINDOWED", "1"), ("SHARES", "1")}.isdisjoint(wanted.defines)
+    adds = not {(name, "1") for name in ADDITIONS}.isdisjoint(wanted.defines)
     return adds or is_quantized(wanted)
 
 

@@ -24,6 +24,7 @@ from slipstream.kernels.pages import (
 
 _WGMMA_HEAD_SIZES = (64, 128)
 _WGMMA_ROWS, _WGMMA_TILE, _WGMMA_STAGES = 128, 128, 2  # as in prefill_wgmma.cu
+_MOST_PARTS, _WARP_ROWS = 384, 16  # as in prefill_items.cuh, prefill_parts.cuh
 
 
 @op(
@@ -39,6 +40,7 @@ def prefill_attention(
     max_queries: int,
     out: Tensor | None = None,
     window: int = 0,
+    splits: bool = False,
 ) -> Tensor:
     """Causal attention of chunks: rows `query_starts[s] : query_starts[s+1]` of `q` are the last
     positions of the `lengths[s]` tokens cached for sequence s; `[n, hq, d]`.
@@ -46,7 +48,9 @@ def prefill_attention(
     With a `window`, a token sees the last so many up to itself (pages.py). `max_queries` is the
     longest chunk (it sizes the grid). The result goes to `out` if given; rows of no chunk are left
     as they are, or undefined. A row's bits depend on its position and the tokens up to it alone:
-    not on where chunks begin and end, nor on other sequences.
+    not on where chunks begin and end, nor on other sequences. With `splits` they may: where chunks
+    are few and small, several multiprocessors share what one attends to. Equal calls still have
+    equal bits.
     """
     kv_format.check("prefill_attention", cache, q)
     if out is None:
@@ -70,33 +74,44 @@ def prefill_attention(
     return out
 
 
-def _wgmma_variant(dtype: torch.dtype, head_size: int) -> jit.Variant:
-    return jit.variant("prefill_wgmma.cu", dtype, only="sm_90a", HEAD_SIZE=head_size)
+def _wgmma_variant(dtype: torch.dtype, head_size: int, splits: bool) -> jit.Variant:
+    return jit.variant(
+        "prefill_wgmma.cu", dtype, only="sm_90a", HEAD_SIZE=head_size, SPLITS=int(splits)
+    )
 
 
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
     yield from tiles_variants("prefill_attention.cu", 2)
     for dtype in (torch.float16, torch.bfloat16):
-        for head_size in _WGMMA_HEAD_SIZES:
-            yield _wgmma_variant(dtype, head_size)
+        for head_size, splits in itertools.product(_WGMMA_HEAD_SIZES, (False, True)):
+            yield _wgmma_variant(dtype, head_size, splits)
 
 
-_NUM_COUNTERS = 1024
+_ITEM_WARPS = _WGMMA_ROWS // _WARP_ROWS
+_NUM_COUNTERS = 1 + _MOST_PARTS * _ITEM_WARPS  # of items; of arrivals
+_COUNTED_LAUNCHES = 256
 _launches = itertools.count()
 
 
 @functools.cache
-def _counters(device: int) -> Tensor:
-    """Zeros; a launch counts with one of them, which others that run meanwhile do not use."""
-    zeros = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=f"cuda:{device}")
+def _all_counters(device: int) -> Tensor:
+    """Zeros, 3 MiB; a launch counts with a row, which others that run meanwhile do not use."""
+    shape = (_COUNTED_LAUNCHES, _NUM_COUNTERS)
+    zeros = torch.zeros(shape, dtype=torch.int32, device=f"cuda:{device}")
     torch.cuda.synchronize(device)  # other streams may be the next to use them
     return zeros
 
 
-def _counter(device: int) -> int:
-    """The address of a launch's counter, which the kernel leaves as it was: zero."""
-    return _counters(device).data_ptr() + next(_launches) % _NUM_COUNTERS * 4
+def _counters(device: int) -> int:
+    """The address of a launch's counters, which the kernel leaves as they were: zero."""
+    row = next(_launches) % _COUNTED_LAUNCHES
+    return _all_counters(device).data_ptr() + row * _NUM_COUNTERS * 4
+
+
+def parts_size(head_size: int) -> int:
+    """Floats for the sums of all parts of a launch (27 MB where heads are of 128)."""
+    return _MOST_PARTS * _ITEM_WARPS * 32 * (head_size // 2 + 4)
 
 
 @prefill_attention.cuda
@@ -110,6 +125,7 @@ def _prefill_attention(
     max_queries: int,
     out: Tensor | None = None,
     window: int = 0,
+    splits: bool = False,
 ) -> Tensor:
     check("prefill_attention", q, cache, block_tables, query_starts, lengths)
     jit.require(
@@ -130,13 +146,29 @@ def _prefill_attention(
     arguments = (q, cache, block_tables, query_starts, lengths, out, scale, max_queries)
     has_wgmma &= window == 0 and not kv_format.is_quantized(cache)
     if has_wgmma and jit.is_hopper(q.device):
-        _launch_wgmma(*arguments)
+        splits &= _may_split(q, cache, max_queries)
+        size = parts_size(q.shape[2]) if splits else 0
+        parts = torch.empty(size, dtype=torch.float32, device=q.device)
+        launch_wgmma(*arguments, parts)
     else:
         _launch_tiles(*arguments, window)
     return out
 
 
-def _launch_wgmma(
+def _row_tiles(q: Tensor, cache: Tensor, max_queries: int) -> int:
+    """Items of a kv head of the longest chunk."""
+    return -(-max_queries * (q.shape[1] // cache.shape[1]) // _WGMMA_ROWS)
+
+
+def _may_split(q: Tensor, cache: Tensor, max_queries: int) -> bool:
+    """Whether a chunk leaves half of the multiprocessors idle; where it does not, little is gained,
+    and tiles take up to a tenth longer in the kernel that can split.
+    """
+    items = _row_tiles(q, cache, max_queries) * cache.shape[1]
+    return 2 * items <= jit.num_multiprocessors(q.get_device())
+
+
+def launch_wgmma(
     q: Tensor,
     cache: Tensor,
     block_tables: Tensor,
@@ -145,18 +177,24 @@ def _launch_wgmma(
     out: Tensor,
     scale: float,
     max_queries: int,
+    parts: Tensor,
 ) -> None:
+    """`prefill_attention` on Hopper; items are cut into parts if there is room for `parts`."""
     num_q_heads, head_size = q.shape[1:]
     num_blocks, num_kv_heads, _, block_size, _ = cache.shape
     group_size = num_q_heads // num_kv_heads
-    most = -(-max_queries * group_size // _WGMMA_ROWS) * len(lengths) * num_kv_heads
+    num_ctas = jit.num_multiprocessors(q.get_device())
+    splits = len(parts) > 0
+    if not splits:
+        most = _row_tiles(q, cache, max_queries) * num_kv_heads * len(lengths)
+        num_ctas = min(num_ctas, most)
     rows = _WGMMA_ROWS + 2 * _WGMMA_STAGES * _WGMMA_TILE
     num_rows = num_blocks * num_kv_heads * 2 * block_size
     jit.require(num_rows < 2**31, f"prefill_attention: {num_blocks} blocks are too many")
     jit.launch(
-        _wgmma_variant(q.dtype, head_size),
+        _wgmma_variant(q.dtype, head_size, splits),
         "prefill_wgmma",
-        (min(jit.num_multiprocessors(q.get_device()), most),),
+        (num_ctas,),
         384,
         tensor_map.boxes(cache, num_rows, head_size, min(block_size, _WGMMA_TILE)),
         q,
@@ -167,12 +205,13 @@ def _launch_wgmma(
         lengths,
         out,
         out.stride(0),
-        _counter(q.get_device()),
+        _counters(q.get_device()),
         scale * math.log2(math.e),
         len(lengths),
         num_kv_heads,
         group_size,
         jit.block_shift(block_size),
+        *([parts] if splits else []),
         shared_memory=rows * head_size * q.element_size() + 256,  # barriers, items
         overlaps=True,
     )

@@ -22,6 +22,9 @@ class GroupRows {
   float maximum[2], factor[2];
 
  public:
+#if SPLITS
+  static constexpr int PART_FLOATS = 32 * (HEAD_SIZE / 2 + 4);  // that a warp stores
+#endif
   float total[2];  // this lane's share of the sum of exponentials
 
   DEVICE GroupRows() {
@@ -139,6 +142,39 @@ class GroupRows {
 #pragma unroll
     for (int i = 0; i < HEAD_SIZE / 2; ++i) output[i] *= factor[i / 2 % 2];
   }
+
+#if SPLITS
+  // Writes the unnormalised sums of this warp, each lane its own.
+  DEVICE void store_part(float* place) const {
+    place += lane * 4;
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 2; i += 4)
+      store<4>(place + i * 32, Pack<float, 4>{{output[i], output[i + 1], output[i + 2], output[i + 3]}});
+    store<4>(place + HEAD_SIZE / 2 * 32, Pack<float, 4>{{maximum[0], maximum[1], total[0], total[1]}});
+  }
+
+  // Adds what the same warp of another CTA stored of other tokens. a + b has the bits of b + a: no product is fused.
+  DEVICE void add_part(const float* place, float scale) {
+    place += lane * 4;
+    const Pack<float, 4> other = load_fresh<4>(place + HEAD_SIZE / 2 * 32);
+    float mine[2], theirs[2];  // what either counts
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float now = fmaxf(maximum[half], other.at[half]);
+      mine[half] = exp2_fast((maximum[half] - now) * scale);
+      theirs[half] = exp2_fast((other.at[half] - now) * scale);
+      maximum[half] = now;
+      total[half] = __fadd_rn(__fmul_rn(total[half], mine[half]), __fmul_rn(other.at[2 + half], theirs[half]));
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 2; i += 4) {
+      const Pack<float, 4> sums = load_fresh<4>(place + i * 32);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        output[i + j] = __fadd_rn(__fmul_rn(output[i + j], mine[j / 2]), __fmul_rn(sums.at[j], theirs[j / 2]));
+    }
+  }
+#endif
 
   // Writes row h of this lane, over its sum of exponentials, to place[h].
   DEVICE void store_rows(T* out, const u32 (&place)[2], const float (&totals)[2]) {

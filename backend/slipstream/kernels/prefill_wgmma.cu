@@ -1,7 +1,8 @@
 // Paged prefill attention on Hopper's tensor cores, after FlashAttention-3 (Shah et al., 2024): two warpgroups of 64
 // query rows attend to tiles of 128 tokens, one multiplies while the other exponentiates; a third fetches.
-// -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128)
-#include "prefill_rows.cuh"
+// -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128), SPLITS (1: several CTAs may share an item, which makes the
+// others a little slower)
+#include "prefill_parts.cuh"
 
 constexpr int GROUPS = 2;  // warpgroups that multiply, of ROWS query rows each
 constexpr int STAGES = 2;  // tiles of K, and of V, in shared memory
@@ -68,7 +69,7 @@ class Items {
     ring.advance();
     if (ring.count > 0) release(shared.items_free(before));
     barrier_wait(shared.items_full(ring.slot()), ring.parity());
-    return current().num_tiles > 0 ? &current() : nullptr;
+    return current().end > 0 ? &current() : nullptr;
   }
 
   DEVICE u32 number() const { return ring.count; }
@@ -86,7 +87,7 @@ DEVICE void hand_out_items(const Arguments& a, const Shared& shared) {
       *shared.item(ring.slot()) = item;
       barrier_arrive(shared.items_full(ring.slot()));
     }
-    more = item.num_tiles > 0;
+    more = item.end > 0;
   }
 }
 
@@ -103,11 +104,11 @@ DEVICE void fetch_tiles(const Arguments& a, const Shared& shared, const TensorMa
   while (const Item* next = items.next()) {
     const Item item = *next;
     const int* table = a.block_tables + item.sequence * a.table_stride;
-    int token = piece * piece_tokens;
+    int token = item.begin() * TILE + piece * piece_tokens;
     // Pieces past the sequence's end are not fetched: their tokens are hidden and their values cleared.
-    bool inside = token < TILE && token < item.length;
+    bool inside = piece * piece_tokens < TILE && token < item.length;
     int block = inside ? table[token >> a.block_shift] : 0;
-    for (int tile = 0; tile < item.num_tiles; ++tile) {
+    for (int tile = item.begin(); tile < item.end; ++tile) {
       const int bytes = __popc(__ballot_sync(ALL_LANES, inside)) * piece_bytes;
       const int block_row = (block * a.num_kv_heads + item.kv_head) * 2 + part;
       const int row = (block_row << a.block_shift) + (token & block_mask);
@@ -181,7 +182,7 @@ DEVICE void clear_values(u32 values, int first, int group) {
 }
 
 // A warpgroup's rows of one item after the other. The scores of a tile are multiplied while the one before becomes
-// output; that goes on over the end of an item.
+// output; that goes on over the end of an item, unless that is a part.
 class Attention {
   const Arguments& a;
   const Shared& shared;
@@ -190,7 +191,7 @@ class Attention {
   Items items;
   Ring<STAGES> keys, values;
   GroupRows rows;
-  int num_tiles, lowest, position[2];  // of the item, the group's first row, this lane's rows
+  int begin = 0, end, lowest, position[2];  // of the item, the group's first row, this lane's rows
   bool ends_half;  // only the first half of the last tile is seen
   u32 target[2];                       // of this lane's rows
 
@@ -198,10 +199,11 @@ class Attention {
   DEVICE bool take() {
     const Item* item = items.next();
     if (!item) return false;
-    num_tiles = item->num_tiles;
+    begin = item->begin();
+    end = item->end;
     const int last_row = min(item->first_row + ITEM_ROWS, item->num_rows) - 1;
     const int last = item->position + last_row / a.group_size;
-    ends_half = __shfl_sync(ALL_LANES, last % TILE < TILE / 2, 0);
+    ends_half = __shfl_sync(ALL_LANES, last % TILE < TILE / 2 && (!SPLITS || last / TILE < end), 0);
     lowest = item->position + (item->first_row + group * ROWS) / a.group_size;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -262,12 +264,12 @@ class Attention {
 
   // From the first tile's probabilities to the last's.
   DEVICE void attend() {
-    const int whole = ends_half ? num_tiles - 1 : num_tiles;
-    for (int tile = 1; tile < whole; ++tile) step<TILE>(tile);
-    if (ends_half && num_tiles > 1) step<TILE / 2>(num_tiles - 1);
+    const int whole = ends_half ? end - 1 : end;
+    for (int tile = begin + 1; tile < whole; ++tile) step<TILE>(tile);
+    if (ends_half && end > begin + 1) step<TILE / 2>(end - 1);
     aim();
     barrier_wait(shared.values_full(values.slot()), values.parity());
-    const int real = items.current().length - (num_tiles - 1) * TILE;
+    const int real = items.current().length - (end - 1) * TILE;
     if (real < (ends_half ? TILE / 2 : TILE)) clear_values(shared.values(values.slot()), real, group);
   }
 
@@ -283,20 +285,44 @@ class Attention {
     rows.wait_scores<1>();
     const float totals[2] = {rows.total[0], rows.total[1]};
     rows.restart();
-    softmax<TILE>(0);
+    softmax<TILE>(begin);
     finish_output();
     rows.store_rows(a.out, target, totals);
     rows.clear_output();
     rows.pack<TILE>();
   }
 
+  // The first scores of an item, with nothing left of one before.
+  DEVICE void start() {
+    start_item();
+    rows.start_scores(shared.keys(keys.slot()));
+    release(shared.queries_free(group));
+    rows.wait_scores<0>();
+    softmax<TILE>(begin);
+    rows.pack<TILE>();
+  }
+
   // The last output of the last item, to which TOKENS of a tile contribute.
   template <int TOKENS>
-  DEVICE void end() {
+  DEVICE void finish() {
     rows.start_output<TOKENS>(shared.values(values.slot()));
     finish_output();
     rows.store_rows(a.out, target, rows.total);
   }
+
+#if SPLITS
+  // The last output of a part.
+  DEVICE void finish_part() {
+    if (ends_half)
+      rows.start_output<TILE / 2>(shared.values(values.slot()));
+    else
+      rows.start_output<TILE>(shared.values(values.slot()));
+    finish_output();
+    if (merge(a, items.current(), group * 4 + threadIdx.x % 128 / 32, rows)) rows.store_rows(a.out, target, rows.total);
+    rows.clear_output();
+    rows.restart();
+  }
+#endif
 
  public:
   DEVICE Attention(const Arguments& arguments, const Shared& memory, int number)
@@ -305,14 +331,17 @@ class Attention {
   DEVICE void run() {
     if (group == 1) turn_end(group);
     if (!take()) return;
-    start_item();
-    rows.start_scores(shared.keys(keys.slot()));
-    release(shared.queries_free(group));
-    rows.wait_scores<0>();
-    softmax<TILE>(0);
-    rows.pack<TILE>();
+    start();
     for (;;) {
       attend();
+#if SPLITS
+      if (items.current().parts > 1) {
+        finish_part();
+        if (!take()) return;
+        start();
+        continue;
+      }
+#endif
       const bool ended_half = ends_half;  // take() leaves it where there is no next item
       if (!take()) break;
       if (ended_half)
@@ -321,9 +350,9 @@ class Attention {
         change<TILE>();
     }
     if (ends_half)
-      end<TILE / 2>();
+      finish<TILE / 2>();
     else
-      end<TILE>();
+      finish<TILE>();
   }
 };
 
@@ -331,10 +360,18 @@ class Attention {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_wgmma(const __grid_constant__ TensorMap cache, const T* q, i64 q_stride,
                   const int* block_tables, i64 table_stride, const int* query_starts,
-                  const int* lengths, T* out, i64 out_stride, u32* counter, float scale, i64 num_sequences,
-                  i64 num_kv_heads, i64 group_size, i64 block_shift) {
-  const Arguments a = {q, q_stride, block_tables, table_stride, query_starts, lengths, out, out_stride, counter, scale,
-                       int(num_sequences), int(num_kv_heads), int(group_size), int(block_shift)};
+                  const int* lengths, T* out, i64 out_stride, u32* counters, float scale, i64 num_sequences,
+                  i64 num_kv_heads, i64 group_size, i64 block_shift
+#if SPLITS
+                  ,
+                  float* parts
+#endif
+    ) {
+#if !SPLITS
+  float* const parts = nullptr;
+#endif
+  const Arguments a = {q, q_stride, block_tables, table_stride, query_starts, lengths, out, out_stride, counters, scale,
+                       int(num_sequences), int(num_kv_heads), int(group_size), int(block_shift), parts};
   const Shared shared;
   if (threadIdx.x == 0) {
     prefetch_map(&cache);

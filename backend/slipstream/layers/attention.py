@@ -162,5 +162,6 @@ class Attention:
                 inputs.max_queries,
                 out[n:],
                 inputs.window,
+                splits=not self._is_invariant,
             )
         return out
