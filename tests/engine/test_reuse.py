@@ -238,6 +238,24 @@ def test_nothing_is_found_of_a_sequence_that_gave_nan(max_in_flight: int) -> Non
     assert ask(client, PROMPT) == (0, 18)
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_nothing_is_found_of_what_was_found_before_it_gave_nan(
+    max_in_flight: int, is_shared: bool
+) -> None:
+    client, runner = make(max_in_flight=max_in_flight, num_tokens=8)
+    if is_shared:
+        ask(client, PROMPT)
+    number = client.submit(PROMPT, greedy(9))
+    (sequence,) = client.engine._requests[client.name, number].sequences
+    while len(sequence.token_ids) < len(PROMPT) + 3:
+        client.step()
+    runner.poisoned.add(sequence.id)
+    client.drain()
+    assert client.streams[number, 0].reason is FinishReason.ERROR
+    assert ask(client, PROMPT) == (0, 18)
+
+
 def test_nothing_is_found_of_a_prompt_that_was_not_computed_to_its_end() -> None:
     """There may be a NaN in it that no sample has shown."""
     client, runner = make(max_in_flight=1, num_tokens=8)

@@ -251,7 +251,7 @@ class KVCache:
     def release(self, sequence: Sequence, is_sound: bool = True) -> None:
         """Take all blocks from a sequence; what it has computed counts no more.
 
-        If not sound, nothing can be found that was not before.
+        If not sound, nothing of what it had is found any more.
         """
         self._reuse.end(sequence, is_sound)
         self.tier.released(sequence.id)

@@ -181,11 +181,22 @@ class Reuse:
             self._forget_leader(sequence)
 
     def end(self, sequence: Sequence, is_sound: bool) -> None:
-        """It lets go of its blocks: if sound, what it has computed since it sampled is found."""
-        if is_sound and sequence.is_proven:
+        """It lets go of its blocks: if sound, what it has computed since it sampled is found, if
+        not, nothing that it had, whoever computed it: that may be what was wrong.
+        """
+        if not is_sound:
+            self._withdraw(sequence)
+        elif sequence.is_proven:
             self._register(sequence)
             self._register_rest(sequence)
         self._forget_leader(sequence)
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        for table, blocks in enumerate(sequence.tables):
+            for block in blocks[self._first(sequence, table) :]:
+                if block in self._index:
+                    self._index.forget(block)
+                    self._blocks.drop(block)
 
     def _forget_leader(self, sequence: Sequence) -> None:
         if self._leaders.get(sequence.leads) is sequence:
