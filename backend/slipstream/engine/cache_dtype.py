@@ -8,12 +8,10 @@ from slipstream.kernels import kv_format
 from slipstream.models.hf import ModelConfig
 
 
-def cache_dtype(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> torch.dtype:
+def cache_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """Of a layer's cache (kernels/kv_format.py); auto: that of the activations.
 
-    Raises `ConfigError` for a format that this model, block size or device cannot have.
+    Raises `ConfigError` for a format that this model or block size cannot have.
     """
     name, head_size = config.kv_cache_dtype, model.dims.head_size
     if name == "auto":
@@ -29,6 +27,4 @@ def cache_dtype(
             f"{asked} needs heads that are equal groups of at most {kv_format.GROUP} numbers, "
             f"and even: config.json has head_dim = {head_size}"
         )
-    if device.type == "cuda":
-        raise ConfigError(f"{asked} has no CUDA kernels yet; device = 'cpu' has it")
     return kv_format.FORMATS[name]

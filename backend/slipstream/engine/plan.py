@@ -337,7 +337,7 @@ def resolve(config: EngineConfig) -> Plan:
         model=model,
         device=device,
         dtype=dtype,
-        cache_dtype=cache_dtype(config, model, device, dtype),
+        cache_dtype=cache_dtype(config, model, dtype),
         max_model_len=max_model_len if config.attention_window is None else ENDLESS,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
