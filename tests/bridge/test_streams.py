@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from slipstream import wire
 from slipstream.bridge.pieces import merge
-from slipstream.bridge.streams import Call, Calls, Senders, Stream
+from slipstream.bridge.senders import Senders
+from slipstream.bridge.streams import Call, Calls, Stream
 from slipstream_contract.errors import Code, ContractError
 
 PERF = wire.Perf(1, 2, 3, 4, 5, 6, 7)

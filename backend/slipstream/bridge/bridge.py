@@ -20,7 +20,8 @@ from slipstream_contract.urgency import Urgency
 from slipstream import wire
 from slipstream.bridge.connection import Connection
 from slipstream.bridge.flow import Flow
-from slipstream.bridge.streams import Call, Calls, Reply, Senders, Stream
+from slipstream.bridge.senders import Senders
+from slipstream.bridge.streams import Call, Calls, Reply, Stream
 from slipstream.bridge.watch import Watch
 from slipstream.config import EngineConfig
 from slipstream.launch import Supervision

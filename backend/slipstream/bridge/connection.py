@@ -19,6 +19,7 @@ import zmq.utils.monitor
 from slipstream_contract.errors import Code, ContractError
 
 from slipstream import __version__, wire
+from slipstream.bridge.cores import stay_together
 from slipstream.bridge.ledger import Ledger
 
 _log = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class Connection:
     # --- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        stay_together()
         while not self._is_closing:
             self._ledger, self._num_unanswered = Ledger(), 0
             socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from slipstream_contract.credit import NUM_SLOTS, CreditFile
 from slipstream_contract.errors import Code, ContractError
 
+from slipstream.bridge.cores import stay_together
 from slipstream.bridge.streams import Call, Stream
 
 _log = logging.getLogger(__name__)
@@ -216,6 +217,7 @@ class Flow:
     # --- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        stay_together()
         last_ns = 0
         while self._settling or not self._is_closing:
             if not self._watched and not self._settling:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Set
-from queue import SimpleQueue
 from typing import Protocol
 
 import msgspec
@@ -351,100 +350,3 @@ class Calls:
         if requests:
             with contextlib.suppress(ContractError):  # no engine: nothing to cancel
                 self._send(*(wire.Cancel(request, cause, now_ns) for request in sorted(requests)))
-
-
-class Senders:
-    """The threads in which responses are built and sent.
-
-    Sending blocks for a round trip to the server, so several threads share one queue; what a client
-    waits for most, a stream's first and last response, has a queue and a thread of its own.
-    """
-
-    def __init__(self, num_threads: int = 4) -> None:
-        self.calls: Calls | None = None
-        self._shared: SimpleQueue[Stream | None] = SimpleQueue()
-        self._fast: SimpleQueue[Stream | None] = SimpleQueue()
-        queues = [self._shared] * num_threads + [self._fast]
-        self._threads = [
-            threading.Thread(target=self._run, args=(each,), name=f"sender-{index}", daemon=True)
-            for index, each in enumerate(queues)
-        ]
-        self._queues = queues
-        for thread in self._threads:
-            thread.start()
-
-    def hand_over(self, stream: Stream) -> None:
-        """Send what is pending in a stream that the caller holds."""
-        is_urgent, credit = stream.is_urgent, stream.credit
-        if credit is None or credit.enter(is_urgent):
-            (self._fast if is_urgent else self._shared).put(stream)
-
-    def close(self) -> None:
-        """End the threads after what was handed over before."""
-        for each in self._queues:
-            each.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, streams: SimpleQueue[Stream | None]) -> None:
-        while (stream := streams.get()) is not None:
-            try:
-                self._send(stream)
-            except Exception:
-                _log.exception("a response could not be sent")
-                self._fail(stream)
-
-    def _fail(self, stream: Stream) -> None:
-        assert self.calls is not None
-        assert stream.call is not None
-        try:
-            error = ContractError("the response could not be made", Code.INTERNAL)
-            self.calls.fail(stream.call, error)
-        except Exception:
-            _log.exception("a call could not be ended")
-
-    def _send(self, stream: Stream) -> None:
-        call, calls = stream.call, self.calls
-        assert calls is not None
-        assert call is not None, "handed over before it was opened"
-        with call.lock:
-            if call.is_over or call.is_failing:
-                return
-            tokens, is_last = stream.take()
-            expiry = call.expiry if is_last else None
-            if expiry is None:
-                is_held = self._tell(calls, call, stream, tokens, is_last)
-            else:  # the error ends the call, after what there is to tell of every stream
-                call.num_open -= 1
-                is_held = True
-                if stream.is_streaming and any(each.token_ids for each in tokens):
-                    self._tell(calls, call, stream, tokens, False)
-        if expiry is not None and call.num_open == 0:
-            calls.fail(call, expiry)
-        if not is_held and not stream.let_go():
-            self.hand_over(stream)
-
-    def _tell(
-        self, calls: Calls, call: Call, stream: Stream, tokens: list[wire.Tokens], is_last: bool
-    ) -> bool:
-        """Send one response; whether nobody else may have the stream now."""
-        outputs = stream.write(tokens, is_last)
-        calls.count_response()
-        if is_last:
-            call.num_open -= 1
-            is_final = call.num_open == 0
-            if is_final:
-                calls.forget(call)  # first: the client may use the id again at once
-            call.reply.send(outputs, is_final)
-            call.is_over = is_final
-            if stream.credit is not None:
-                stream.credit.leave()
-            return True
-        if not stream.has_sent:
-            stream.has_sent = True
-            calls.add_first_token_time(time.monotonic() - call.begin_s)
-        if stream.credit is not None:
-            stream.credit.spend(lambda: call.reply.send(outputs, False))
-            return True  # held until the credit comes back
-        call.reply.send(outputs, False)
-        return False

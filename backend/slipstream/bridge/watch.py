@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from slipstream_contract.errors import Code, ContractError
 
+from slipstream.bridge.cores import stay_together
 from slipstream.bridge.streams import Call, Calls
 from slipstream.wire import CancelCause
 
@@ -44,6 +45,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
+        stay_together()
         while not self._closed.is_set():
             begin = time.monotonic()
             try:
