@@ -13,6 +13,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -84,8 +85,13 @@ def listening(pids: list[int]) -> Iterator[Listening]:
 
 def assert_exposed(pids: list[int], host: str, ports: set[int], runtime: Path, server: int) -> None:
     """The three ports, on that address and by tritonserver alone; all else in the directory."""
-    found = list(listening(pids))
-    network = [(each.address, each.port) for each in found if each.kind != "unix"]
+    deadline = time.monotonic() + 30  # the page of metrics comes last, a moment after the others
+    while True:
+        found = list(listening(pids))
+        network = [(each.address, each.port) for each in found if each.kind != "unix"]
+        if len(network) >= len(ports) or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
     assert sorted(port for _, port in network) == sorted(ports)
     # Who asks gRPC for all addresses gets those of IPv6 with them.
     assert {address for address, _ in network} - {"::" if host == "0.0.0.0" else host} <= {host}
