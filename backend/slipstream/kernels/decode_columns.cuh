@@ -3,8 +3,7 @@
 // query heads its 8 columns.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WINDOWED
 #pragma once
-#include "decode_part.cuh"
-#include "mma.cuh"
+#include "decode_sums.cuh"
 #include "rotation.cuh"
 
 enum { STATES_AT_ONCE = 2 };
@@ -38,23 +37,10 @@ struct Query {
   }
 };
 
-class Columns {
-  const int lane = threadIdx.x % 32;
-  float output[STEPS][4];  // dimensions g and g + 8 of every step, each of columns 2t, 2t + 1
-  float maximum[2];        // of columns 2t, 2t + 1
-  float total[2];          // this lane's share: its tokens
-
+// Of every step dimensions g and g + 8.
+class Columns : public Sums {
  public:
   using Weights = u32[4];  // exponentials of a tile, as fragments B
-
-  DEVICE void clear() {
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) output[step][j] = 0.0f;
-    maximum[0] = maximum[1] = -INFINITE;
-    total[0] = total[1] = 0.0f;
-  }
 
   // Add what `num_states` times `count` columns have, `stride` apart; loads of several are in flight together.
   DEVICE void merge(const State* states, int num_states, int stride, int count) {
@@ -120,40 +106,9 @@ class Columns {
       }
   }
 
-  // Scores of `count` tokens, of which the first `hidden` do not count, become exponentials, as fragments B; what was
-  // summed so far is rescaled.
+  // `Sums::exponentiate`, then the exponentials as fragments B.
   DEVICE void exponentiate(float (&scores)[2][4], Weights& weights, int count, int hidden, float scale) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int token = i * 16 + lane / 4 + j / 2 * 8;
-        scores[i][j] =
-            token < count && !(WINDOWED && token < hidden) ? scores[i][j] * scale : -INFINITE;
-      }
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      float highest = fmaxf(fmaxf(scores[0][c], scores[0][c + 2]), fmaxf(scores[1][c], scores[1][c + 2]));
-      highest = fmaxf(highest, maximum[c]);
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2)
-        highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, mask));
-      const float factor = exp2_fast(maximum[c] - highest);
-      maximum[c] = highest;
-      total[c] *= factor;
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        output[step][c] *= factor;
-        output[step][c + 2] *= factor;
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = c; j < 4; j += 2) {
-          scores[i][j] = exp2_fast(scores[i][j] - highest);
-          total[c] += scores[i][j];
-        }
-    }
+    Sums::exponentiate(scores, count, hidden, scale);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -174,13 +129,6 @@ class Columns {
       }
   }
 
-  DEVICE void sum_totals() {
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2)
-        total[c] += __shfl_xor_sync(ALL_LANES, total[c], mask);
-  }
   // The result: rows of `count` heads.
   DEVICE void write(T* heads, int count) const {
     const float low = 1.0f / total[0], high = 1.0f / total[1];

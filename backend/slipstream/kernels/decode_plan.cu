@@ -2,6 +2,7 @@
 // of the plan.
 // -D WINDOWED, SHARES
 #include "decode_plan.cuh"
+#include "scan.cuh"
 
 constexpr int THREADS = 512;
 
@@ -43,25 +44,6 @@ struct Tiles {
   }
 };
 
-// Sums of `value` over the threads up to and with this one, and over all.
-DEVICE void scan(u64 value, u64& up_to_here, u64& all) {
-  __shared__ u64 sums[THREADS / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const u64 other = __shfl_up_sync(ALL_LANES, value, distance);
-    if (lane >= distance) value += other;
-  }
-  __syncthreads();  // the sums of the call before are read
-  if (lane == 31) sums[warp] = value;
-  __syncthreads();
-  all = 0;
-  for (int w = 0; w < THREADS / 32; ++w) {
-    if (w == warp) up_to_here = all + value;
-    all += sums[w];
-  }
-}
-
 DEVICE int first_tile_of(const RowPrefix* prefixes, int row, int length, int window) {
 #if SHARES
   return length > 0 ? prefixes[row].first_tile : 0;
@@ -72,13 +54,14 @@ DEVICE int first_tile_of(const RowPrefix* prefixes, int row, int length, int win
 
 // Fills `tiles` with the sequences that have tokens.
 DEVICE void collect(const int* lengths, const RowPrefix* prefixes, int num_rows, Tiles& tiles) {
+  __shared__ u64 sums[THREADS / 32];
   u64 done = 0;  // sequences in the high half, tiles in the low
   for (int base = 0; base < num_rows; base += THREADS) {
     const int row = base + threadIdx.x;
     const int length = row < num_rows ? lengths[row] : 0;
     u64 here, all;
     const int own = (length + TILE - 1) / TILE - first_tile_of(prefixes, row, length, tiles.window);
-    scan((u64(length > 0) << 32) + own, here, all);
+    scan((u64(length > 0) << 32) + own, sums, THREADS / 32, here, all);
     if (length > 0) {
       const int index = int((done + here) >> 32) - 1;
       tiles.ends[index] = int(u32(done + here));

@@ -2,8 +2,7 @@
 // scores and weights. A fragment's rows and columns take the dimensions in the order in which `unpack` gives them.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WINDOWED, FORMAT (not 0)
 #pragma once
-#include "decode_part.cuh"
-#include "mma.cuh"
+#include "decode_sums.cuh"
 
 static_assert(FORMAT != INT4 || HEAD_SIZE % 64 == 0, "16-byte accesses, of one group each");
 
@@ -51,12 +50,8 @@ struct Query {
   }
 };
 
-class Columns {
-  const int lane = threadIdx.x % 32;
-  float output[STEPS][4];  // dimensions of every step, as `dimension` says, each of columns 2t, 2t + 1
-  float maximum[2];        // of columns 2t, 2t + 1
-  float total[2];          // this lane's share: its tokens
-
+// Of every step the dimensions that `dimension` says.
+class Columns : public Sums {
   // Of rows g (half 0) and g + 8 (half 1) of a step.
   DEVICE int dimension(int step, int half) const {
     constexpr int STEPS_OF_CHUNK = PAIRS / 2;
@@ -65,15 +60,6 @@ class Columns {
 
  public:
   using Weights = float[2][4];  // exponentials of a tile, as scores are
-
-  DEVICE void clear() {
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) output[step][j] = 0.0f;
-    maximum[0] = maximum[1] = -INFINITE;
-    total[0] = total[1] = 0.0f;
-  }
 
   // K q^T: scores of tokens 16 i + g and 16 i + g + 8, each of columns 2t, 2t + 1.
   DEVICE void score(float (&scores)[2][4], const Query& query, u32 keys) const {
@@ -111,40 +97,13 @@ class Columns {
     }
   }
 
-  // Scores of `count` tokens, of which the first `hidden` do not count, become exponentials; what was summed so far is
-  // rescaled.
+  // `Sums::exponentiate`; what `accumulate` takes.
   DEVICE void exponentiate(float (&scores)[2][4], Weights& weights, int count, int hidden, float scale) {
+    Sums::exponentiate(scores, count, hidden, scale);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int token = i * 16 + lane / 4 + j / 2 * 8;
-        scores[i][j] =
-            token < count && !(WINDOWED && token < hidden) ? scores[i][j] * scale : -INFINITE;
-      }
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      float highest = fmaxf(fmaxf(scores[0][c], scores[0][c + 2]), fmaxf(scores[1][c], scores[1][c + 2]));
-      highest = fmaxf(highest, maximum[c]);
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2)
-        highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, mask));
-      const float factor = exp2_fast(maximum[c] - highest);
-      maximum[c] = highest;
-      total[c] *= factor;
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        output[step][c] *= factor;
-        output[step][c + 2] *= factor;
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = c; j < 4; j += 2) {
-          weights[i][j] = exp2_fast(scores[i][j] - highest);
-          total[c] += weights[i][j];
-        }
-    }
+      for (int j = 0; j < 4; ++j) weights[i][j] = scores[i][j];
   }
 
   // output += V^T weights
@@ -182,13 +141,6 @@ class Columns {
     }
   }
 
-  DEVICE void sum_totals() {
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2)
-        total[c] += __shfl_xor_sync(ALL_LANES, total[c], mask);
-  }
   // The result: rows of `count` heads.
   DEVICE void write(T* heads, int count) const {
 #pragma unroll

@@ -4,6 +4,7 @@
 // what all of them have in common with the first. That is a run if it pays; else the runs of its classes begin where it
 // would. Rows are compared by units of whole blocks, of a tile of the plan at least.
 #include "prefixes.cuh"
+#include "scan.cuh"
 
 constexpr int MAX_ROWS = 1024, MAX_WARPS = MAX_ROWS / 32;
 constexpr int OWN_TILE = 32;      // of decode_plan.cuh
@@ -58,24 +59,6 @@ struct Arguments {
   DEVICE int unit() const { return columns() << block_shift; }            // tokens
   DEVICE int block(int row, int column) const { return tables[row * table_stride + column]; }
 };
-
-// Sums of `value` over the threads up to and with this one, and over all.
-DEVICE void scan(u64 value, u64* sums, u64& up_to_here, u64& all) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const u64 other = __shfl_up_sync(ALL_LANES, value, distance);
-    if (lane >= distance) value += other;
-  }
-  __syncthreads();  // the sums of the call before are read
-  if (lane == 31) sums[warp] = value;
-  __syncthreads();
-  all = 0;
-  for (int w = 0; w < int(blockDim.x) / 32; ++w) {
-    if (w == warp) up_to_here = all + value;
-    all += sums[w];
-  }
-}
 
 // The first row with this key; FREE is no key.
 DEVICE int first_of(Table& table, u64 key, int row) {
@@ -199,7 +182,7 @@ DEVICE bool find_level(const Arguments& a, Shared& shared, int level, Row& mine,
   // Row tiles, members and runs of the rows up to this one.
   const u64 own = pays ? u64(row_tiles) << 32 | u64(size) << 12 | 1 : 0;
   u64 here, all;
-  scan(own, shared.sums, here, all);
+  scan(own, shared.sums, int(blockDim.x) / 32, here, all);
   const bool fits = pays && found.row_tiles + int(here >> 32) <= a.max_row_tiles;
   if (fits) {
     const int segment = found.num_segments + int(here & 0xfff) - 1;
@@ -303,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(MAX_ROWS)
   for (int level = 0; level < LEVELS; ++level)
     if (pays && mine.runs[level] >= 0) num_states += shared.segments[mine.runs[level]].num_splits;
   u64 up_to_here, all;
-  scan(num_states, shared.sums, up_to_here, all);
+  scan(num_states, shared.sums, int(blockDim.x) / 32, up_to_here, all);
   const int first_state = int(up_to_here) - num_states;
   if (row < num_rows)
     prefixes.rows[row] = pays ? RowPrefix{mine.own / OWN_TILE, first_state << STATES_BITS | num_states}
