@@ -111,14 +111,17 @@ class TokenBytes:
 
         `drop_bytes` are cut from the end of what the last of them adds.
         """
-        parts: list[bytes] = []
+        parts: list[bytes]
+        if not is_first:  # as nearly all are: then a token's bytes do not depend on others
+            hidden = self.special if skip_special else ()
+            parts = [b"" if token_id in hidden else self.raw(token_id) for token_id in token_ids]
+            return _cut(parts, drop_bytes), False
+        parts = []
         for token_id in token_ids:
             data = self.visible(token_id, is_first, skip_special)
             parts.append(data)
             is_first = is_first and not self._begins_text(token_id, skip_special)
-        if drop_bytes and parts:
-            parts[-1] = parts[-1][: max(0, len(parts[-1]) - drop_bytes)]
-        return b"".join(parts), is_first
+        return _cut(parts, drop_bytes), is_first
 
     def _begins_text(self, token_id: int, skip_special: bool) -> bool:
         """Whether the tokens after this one no longer count as first."""
@@ -128,6 +131,13 @@ class TokenBytes:
         return (
             bool(self._known[token_id]) if self._chain.is_positional else self.raw(token_id) != b""
         )
+
+
+def _cut(parts: list[bytes], drop_bytes: int) -> bytes:
+    """All parts, of which the last loses so many bytes at its end."""
+    if drop_bytes and parts:
+        parts[-1] = parts[-1][: max(0, len(parts[-1]) - drop_bytes)]
+    return b"".join(parts)
 
 
 def split_incomplete(data: bytes) -> tuple[bytes, bytes]:

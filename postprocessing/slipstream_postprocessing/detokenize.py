@@ -25,9 +25,23 @@ def detokenize(
     Bytes of a character that has only begun are left to the next response, whose state holds them
     as its tail (`slipstream_contract.vocab.state_after`); at the end they become U+FFFD.
     """
-    data, _ = vocab.join(token_ids, state.is_first, skip_special, state.drop_bytes)
-    text, _ = codecs.utf_8_decode(state.tail + data, "replace", state.is_last)
-    return text
+    return detokenize_next(vocab, token_ids, state, skip_special)[0]
+
+
+def detokenize_next(
+    vocab: TokenBytes, token_ids: Iterable[int], state: StreamState, skip_special: bool = True
+) -> tuple[str, StreamState]:
+    """As `detokenize`, and the state with what these tokens change of it.
+
+    That is `is_first` and `tail`, the same object where neither changes, as in most responses.
+    """
+    data, is_first = vocab.join(token_ids, state.is_first, skip_special, state.drop_bytes)
+    data = state.tail + data
+    text, size = codecs.utf_8_decode(data, "replace", state.is_last)
+    tail = data[size:]
+    if is_first != state.is_first or tail != state.tail:
+        state = state._replace(is_first=is_first, tail=tail)
+    return text, state
 
 
 def detokenize_batch(

@@ -12,6 +12,7 @@ from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
 from slipstream_contract.stream_state import StreamState
+from slipstream_contract.stub import quicken_bytes, rest_collector
 from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
 
@@ -26,6 +27,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Read the vocabulary and map the credit file. Raises where either cannot be had."""
         hide_shared_memory()
+        quicken_bytes(pb)
         parameters = StageParameters(args)
         self._vocab = TokenBytes.load(parameters.tokenizer_directory())
         self._skip_special = parameters.flag("skip_special_tokens", True)
@@ -35,6 +37,7 @@ class TritonPythonModel:
         self._credits = CreditFile(runtime.credits)
         self._heartbeat = Heartbeat(self._credits)
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
+        rest_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response a request, in their order."""

@@ -14,6 +14,7 @@ from slipstream_contract.admission import LoadFile, path_of
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
+from slipstream_contract.stub import quicken_bytes, rest_collector
 from slipstream_contract.vitals import Vitals
 
 from slipstream_preprocessing.batch import encode_batch
@@ -37,6 +38,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Read the tokenizer. Raises where it cannot be had."""
         hide_shared_memory()
+        quicken_bytes(pb)
         parameters = StageParameters(args)
         directory = parameters.tokenizer_directory()
         self._names = [spec["name"] for spec in parameters.config["input"]]
@@ -50,6 +52,7 @@ class TritonPythonModel:
         self._load_file = LoadFile(path_of(runtime.socket))
         self._refusals = Refusals(parameters.model)
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
+        rest_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response a request, in their order."""

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from slipstream import wire
 from slipstream.bridge.ledger import Ledger
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 REASON = wire.FinishReason.LENGTH
@@ -67,7 +68,7 @@ def test_every_request_is_whole_or_missed(seed: int, chance: float) -> None:
         if queue and rng.random() < 0.3:
             number = queue.pop()
             sampling = SamplingParams(max_tokens=lengths[number], n=asked[number])
-            message = wire.Submit(number, [1], sampling, 0)
+            message = wire.Submit(number, pack([1]), sampling, 0)
             ledger.submit(message)
             for each in spoil(rng, message, chance):
                 engine.submit(each)
@@ -108,11 +109,11 @@ def test_every_request_is_whole_or_missed(seed: int, chance: float) -> None:
 
 def test_a_status_that_nobody_asked_for_says_nothing() -> None:
     ledger = Ledger()
-    ledger.submit(wire.Submit(1, [1], SamplingParams(max_tokens=1), 0))
+    ledger.submit(wire.Submit(1, pack([1]), SamplingParams(max_tokens=1), 0))
     status = wire.Status(9, "", 1, 1, 1, 0, 0, 0.0, 0, 0, [], requests=[])
     assert ledger.compare(status) == (set(), set())
     ledger.ask(9)
-    ledger.submit(wire.Submit(2, [1], SamplingParams(max_tokens=1), 0))  # after the question
+    ledger.submit(wire.Submit(2, pack([1]), SamplingParams(max_tokens=1), 0))  # after the question
     assert ledger.compare(status) == ({1}, set())
     assert ledger.compare(status) == (set(), set())  # repeated
     ledger.ask(10)

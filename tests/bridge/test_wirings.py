@@ -27,7 +27,7 @@ class Begun:
         pass
 
     def submit(self, call, token_ids, sampling, streams, question):
-        return token_ids
+        return token_ids.tolist()
 
     def begin(self, call, submits, has_flow=False):
         self.texts += submits

@@ -14,6 +14,7 @@ from slipstream.bridge.fused import FusedWriter
 from slipstream.bridge.pieces import merge
 from slipstream.bridge.text import Text
 from slipstream.bridge.vllm import VllmWriter
+from slipstream_contract.ids import pack
 from slipstream_contract.request import LlmRequest, text_request
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.stream_state import StreamState
@@ -71,7 +72,7 @@ def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places, other_place
     ids = [i for i in ids if i not in TEXT.vocab.special]
     tokens = cut(ids, places)
     request = LlmRequest(
-        [1, 2], SamplingParams(max_tokens=9), streaming=True, return_num_output_tokens=True
+        pack([1, 2]), SamplingParams(max_tokens=9), streaming=True, return_num_output_tokens=True
     )
     composed = ComposedWriter(request, VOCAB, None, None)
     asked = text_request(text_inputs(stream=True, return_num_output_tokens=True), {})
@@ -132,7 +133,7 @@ def test_pieces_that_are_merged_are_the_whole(ids, places):
 
 
 def test_the_prompt_comes_first_where_it_is_echoed():
-    request = LlmRequest([7, 8], SamplingParams(max_tokens=9))
+    request = LlmRequest(pack([7, 8]), SamplingParams(max_tokens=9))
     outputs = ComposedWriter(request, VOCAB, 3, 1).write(cut([9, 10], []), True, None)
     assert outputs["output_ids"].tolist() == [[[7, 8, 9, 10]]]
     assert outputs["sequence_length"].tolist() == [[4]]
@@ -143,7 +144,7 @@ def test_the_prompt_comes_first_where_it_is_echoed():
 
 def test_a_cut_word_loses_its_bytes_in_both_wirings():
     ids = TEXT.encode("abc defg")
-    request = LlmRequest([1], SamplingParams(max_tokens=9), streaming=True)
+    request = LlmRequest(pack([1]), SamplingParams(max_tokens=9), streaming=True)
     tokens = cut(ids, [], drop_bytes=1)
     outputs = ComposedWriter(request, VOCAB, None, None).write(tokens, True, None)
     state = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())

@@ -19,6 +19,12 @@ def run(url: str, body: Callable[[AsyncSlipstreamClient], Awaitable[None]]) -> N
     asyncio.run(main())
 
 
+async def wait_arrived(triton, request_id: str) -> None:
+    async with asyncio.timeout(30):
+        while request_id not in triton.cancelled:
+            await asyncio.sleep(0.01)
+
+
 async def wait_cancelled(triton, request_id: str) -> None:
     event = triton.cancelled[request_id]
     assert await asyncio.to_thread(event.wait, 30), "the server never heard of the cancel"
@@ -89,7 +95,7 @@ def test_a_call_that_ends_while_it_is_read_is_late_only_after_its_deadline():
 def test_a_cancelled_task_cancels_on_the_server(served):
     async def body(client):
         task = asyncio.create_task(client.complete("silent", max_tokens=4, request_id="task"))
-        await asyncio.sleep(0.2)
+        await wait_arrived(served[0], "task")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -101,8 +107,14 @@ def test_a_cancelled_task_cancels_on_the_server(served):
 def test_cancel_in_another_task_ends_the_iteration(served):
     async def body(client):
         chunks = client.stream("silent", max_tokens=4, request_id="other")
-        asyncio.get_running_loop().call_later(0.2, chunks.cancel)
+
+        async def cancel():
+            await wait_arrived(served[0], "other")
+            chunks.cancel()
+
+        cancelling = asyncio.create_task(cancel())
         assert [chunk async for chunk in chunks] == []
+        await cancelling
         await wait_cancelled(served[0], "other")
 
     run(served[1], body)

@@ -3,6 +3,7 @@
 What the stand-in cannot show (dtypes on the wire, ordering, dynamic batching) is in tests/server.
 """
 
+import gc
 import importlib
 import json
 import sys
@@ -64,7 +65,10 @@ def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     stages = ("slipstream_preprocessing.stage", "slipstream_postprocessing.stage")
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    thresholds = gc.get_threshold()
     yield
+    gc.unfreeze()  # a stage puts its process's collector to rest
+    gc.set_threshold(*thresholds)
     for name in stages:
         sys.modules.pop(name, None)
 

@@ -102,7 +102,7 @@ class ComposedWriter:
         sequence_index: int | None,
     ) -> None:
         is_echo = not request.streaming and not request.exclude_input_in_output
-        self._prompt = request.token_ids if is_echo else []
+        self._prompt = request.token_ids.tolist() if is_echo else []
         self._vocab = vocab
         self._state = StreamState(number=1)
         self._extras = Extras(
@@ -121,10 +121,11 @@ class ComposedWriter:
         """The new tokens; the prompt before them if it is to be echoed."""
         piece = merge(tokens)
         token_ids = self._prompt + piece.token_ids
-        state = self._state._replace(is_last=is_last, drop_bytes=piece.drop_bytes)
+        slot, number, is_first, _, _, tail = self._state
         if credit is not None:
             slot = -1 if is_last else credit.slot  # nobody waits for a last one to be taken
-            state = state._replace(slot=slot, number=credit.next_number)
+            number = credit.next_number
+        state = StreamState(slot, number, is_first, is_last, piece.drop_bytes, tail)
         vocab = self._vocab
         if vocab.tokens is not None and not is_last:
             self._state = state_after(vocab.tokens, token_ids, state, vocab.skip_special)

@@ -38,22 +38,22 @@ class Ledger:
         """Those tokens that are what must come next, and the requests that miss some before."""
         right, lost = [], set()
         for tokens in outputs.tokens:
-            told = self._told.get(tokens.request)
-            if told is None or not 0 <= tokens.index < len(told):
+            request, index, start = tokens.request, tokens.index, tokens.start
+            told = self._told.get(request)
+            if told is None or not 0 <= index < len(told):
                 continue
-            if tokens.start < told[tokens.index]:
-                continue  # repeated
-            if tokens.start > told[tokens.index]:
-                lost.add(tokens.request)
-                self.reject(tokens.request)
+            if start != told[index]:
+                if start > told[index]:  # else it is repeated
+                    lost.add(request)
+                    self.reject(request)
                 continue
-            if not told[tokens.index]:
-                self._fresh.pop(tokens.request, None)
-            told[tokens.index] += len(tokens.token_ids)
+            if not start:
+                self._fresh.pop(request, None)
+            told[index] = start + len(tokens.token_ids)
             if tokens.finished is not None:
-                told[tokens.index] = _ENDED
+                told[index] = _ENDED
                 if min(told) == _ENDED:
-                    del self._told[tokens.request]
+                    del self._told[request]
             right.append(tokens)
         return right, lost
 

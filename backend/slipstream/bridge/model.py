@@ -17,6 +17,7 @@ from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.retention import split_salt
 from slipstream_contract.runtime import PROBE, hide_shared_memory, open_runtime
+from slipstream_contract.stub import quicken_bytes, rest_collector
 from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
@@ -71,6 +72,7 @@ class TritonPythonModel:
             format=f"%(asctime)s {args['model_name']} %(levelname)s %(message)s",
         )
         hide_shared_memory()
+        quicken_bytes(pb)
         parameters = StageParameters(args)
         wiring, config = read_settings(parameters.version_directory)
         self._is_decoupled = bool(
@@ -90,6 +92,7 @@ class TritonPythonModel:
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
         self._metrics = self._make_metrics(parameters.model)
         self._end_watch = EndWatch(runtime, server_pid) if self._wiring is None else None
+        rest_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Begin every request; never waits for a token."""

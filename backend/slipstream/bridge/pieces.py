@@ -4,9 +4,10 @@ Both wirings of the TensorRT-LLM tensors share it. All shapes have the batch dim
 a request of batch B is answered by B streams.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -14,8 +15,7 @@ from slipstream import wire
 from slipstream.bridge.streams import Outputs
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """Tokens of one sequence that leave in one response."""
 
     token_ids: list[int]
@@ -24,8 +24,11 @@ class Piece:
     finished: wire.Finished | None
 
 
-def merge(tokens: Iterable[wire.Tokens]) -> Piece:
+def merge(tokens: Sequence[wire.Tokens]) -> Piece:
     """Several `Tokens` of one sequence, in order, as one piece."""
+    if len(tokens) == 1:
+        [only] = tokens
+        return Piece(only.token_ids, only.log_probs, only.drop_bytes, only.finished)
     token_ids: list[int] = []
     log_probs: list[float] = []
     drop_bytes, finished = 0, None
@@ -58,6 +61,7 @@ class Extras:
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
+        self._is_wanted = wanted != Wanted(wanted.num_input_tokens)
         self._cum_log_prob = 0.0
 
     def make(self, piece: Piece) -> Outputs:
@@ -65,8 +69,10 @@ class Extras:
 
         `cum_log_probs` sums up all tokens so far; times and block counts come with the last.
         """
-        wanted = self._wanted
         outputs: dict[str, np.ndarray] = {}
+        if not self._is_wanted:
+            return outputs
+        wanted = self._wanted
         if wanted.batch_index is not None:
             outputs["batch_index"] = _scalar(wanted.batch_index, np.int32)
         if wanted.sequence_index is not None:

@@ -93,12 +93,13 @@ class Stream:
 
     def put(self, tokens: wire.Tokens) -> bool:
         """Add tokens. True if the caller must now hand the stream to a sender."""
-        is_last = tokens.finished is not None
-        if tokens.finished is not None and tokens.finished.reason is wire.FinishReason.DEADLINE:
+        finished = tokens.finished
+        if finished is not None and finished.reason is wire.FinishReason.DEADLINE:
             tokens = msgspec.structs.replace(tokens, finished=None)  # the call's error tells it
         with self._lock:
             self._pending.append(tokens)
-            self._num_running -= is_last
+            if finished is not None:
+                self._num_running -= 1
             if self._is_held or not (self.is_streaming or self._num_running == 0):
                 return False
             self._is_held = True
@@ -233,21 +234,23 @@ class Calls:
 
     def take(self, outputs: wire.StepOutputs) -> None:
         """Put tokens into their mailboxes."""
+        routes, hand_over = self._routes, self._hand_over
         for tokens in outputs.tokens:
-            call = self._routes.get(tokens.request)
+            request, finished = tokens.request, tokens.finished
+            call = routes.get(request)
             if call is None:
                 continue  # cancelled meanwhile
             self.num_tokens += len(tokens.token_ids)
-            if tokens.finished is not None and tokens.finished.reason is wire.FinishReason.ERROR:
-                message = tokens.finished.error or "the engine failed"
+            if finished is not None and finished.reason is wire.FinishReason.ERROR:
+                message = finished.error or "the engine failed"
                 self.fail(call, ContractError(message, Code.INTERNAL))
                 continue
-            if tokens.finished is not None and tokens.finished.reason is wire.FinishReason.DEADLINE:
-                message = tokens.finished.error or "the request took too long"
+            if finished is not None and finished.reason is wire.FinishReason.DEADLINE:
+                message = finished.error or "the request took too long"
                 call.expiry = ContractError(message, Code.DEADLINE_EXCEEDED)
-            stream = call.routes[tokens.request][tokens.index]
+            stream = call.routes[request][tokens.index]
             if stream.put(tokens):
-                self._hand_over(stream)
+                hand_over(stream)
 
     def reject(self, rejected: wire.Rejected) -> None:
         """End the call of a request that the engine refuses."""

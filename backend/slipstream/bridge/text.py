@@ -10,8 +10,8 @@ from slipstream_contract.request import TextRequest
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vllm import VllmRequest
-from slipstream_contract.vocab import TokenBytes, state_after
-from slipstream_postprocessing.detokenize import detokenize
+from slipstream_contract.vocab import TokenBytes
+from slipstream_postprocessing.detokenize import detokenize_next
 from slipstream_preprocessing.encode import Encoder
 from slipstream_preprocessing.tokenizer import load_tokenizer, read_end_ids
 
@@ -96,15 +96,15 @@ class Detokenizer:
     def __init__(self, vocab: TokenBytes, skip_special: bool) -> None:
         self._vocab = vocab
         self._skip_special = skip_special
-        self._state = StreamState(number=1)
+        self._state = StreamState(is_last=False)
 
     def decode(self, prompt: Sequence[int], piece: Piece, is_last: bool) -> str:
         """What the tokens add to the text; `prompt` comes before them and may be empty."""
-        token_ids = [*prompt, *piece.token_ids]
-        state = self._state._replace(is_last=is_last, drop_bytes=piece.drop_bytes)
-        text = detokenize(self._vocab, token_ids, state, self._skip_special)
-        if not is_last:
-            self._state = state_after(self._vocab, token_ids, state, self._skip_special)
+        token_ids = [*prompt, *piece.token_ids] if prompt else piece.token_ids
+        state = self._state
+        if is_last != state.is_last or piece.drop_bytes != state.drop_bytes:
+            state = state._replace(is_last=is_last, drop_bytes=piece.drop_bytes)
+        text, self._state = detokenize_next(self._vocab, token_ids, state, self._skip_special)
         return text
 
 

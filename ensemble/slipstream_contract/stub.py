@@ -1,0 +1,60 @@
+"""What every model's process does at its start so that its responses cost less and never stall."""
+
+import gc
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+_NUM_NEW = 20_000  # objects made and not freed again, after which new ones are looked at
+_LENGTH = struct.Struct("<I")
+_PROBE = np.array([b"", b"some\0bytes"], dtype=object)
+
+Serialize = Callable[[np.ndarray], Any]
+
+
+def rest_collector() -> None:
+    """Let Python's garbage collector look at nothing that is there by now, and seldom at the rest.
+
+    Call it when all that stays has been loaded. With a tokenizer's tables to go through, a
+    collection takes 50 ms and more, in which no stream gets a token; and tokens that wait to be
+    sent, hundreds at a time, bring it about every few seconds. Garbage in cycles, which ended
+    requests leave, is a few MB before it is found.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NUM_NEW, 10, 10)
+
+
+def quicken_bytes(utilities: Any) -> None:
+    """Replace the function by which Triton's Python backend writes a tensor of bytes.
+
+    `utilities` is its module `triton_python_backend_utils`. Its own takes 4 us for one element, a
+    tenth of a response. A version that writes otherwise than 24.10 keeps its own.
+    """
+    theirs = getattr(utilities, "serialize_byte_tensor", None)
+    if theirs is None:
+        return
+    written = theirs(_PROBE)
+    if type(written) is bytes and written == _serialize(_PROBE.tolist()):
+        utilities.serialize_byte_tensor = _quicker(theirs)
+
+
+def _quicker(theirs: Serialize) -> Serialize:
+    def serialize(array: np.ndarray) -> Any:
+        if array.dtype == object and array.size:
+            items = array.ravel().tolist()
+            if all(type(item) is bytes for item in items):
+                return _serialize(items)
+        return theirs(array)
+
+    return serialize
+
+
+def _serialize(items: list[bytes]) -> bytes:
+    """Each with its length before it."""
+    if len(items) == 1:
+        [only] = items
+        return _LENGTH.pack(len(only)) + only
+    return b"".join([part for item in items for part in (_LENGTH.pack(len(item)), item)])

@@ -1,0 +1,78 @@
+"""What a model's process does at its start: bytes written faster, a collector that rests."""
+
+import gc
+import struct
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream_contract.stub import quicken_bytes, rest_collector
+
+
+def of_2410(array: np.ndarray) -> Any:
+    """What Triton's Python backend did in 24.10: each element behind its length."""
+    if array.size == 0:
+        return ()
+    parts = []
+    for item in array.ravel():
+        data = item if type(item) is bytes else str(item).encode()
+        parts += [struct.pack("<I", len(data)), data]
+    return b"".join(parts)
+
+
+def of_another(array: np.ndarray) -> np.ndarray:
+    return np.frombuffer(of_2410(array), np.uint8)
+
+
+def quickened(theirs: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
+    utilities = SimpleNamespace(serialize_byte_tensor=theirs)
+    quicken_bytes(utilities)
+    serialize: Callable[[np.ndarray], Any] = utilities.serialize_byte_tensor
+    return serialize
+
+
+@given(st.lists(st.binary(max_size=9) | st.text(max_size=5), max_size=6), st.booleans())
+def test_bytes_are_written_as_before(items: list[bytes | str], is_column: bool) -> None:
+    array = np.empty((len(items), 1) if is_column else len(items), dtype=object)
+    array.ravel()[:] = items
+    serialize = quickened(of_2410)
+    assert serialize is not of_2410
+    assert serialize(array) == of_2410(array)
+
+
+def test_arrays_of_fixed_sizes_are_left_to_the_server() -> None:
+    array = np.array([b"ab", b"c"])
+    assert quickened(of_2410)(array) == of_2410(array)
+
+
+def test_a_server_that_writes_otherwise_keeps_its_own() -> None:
+    assert quickened(of_another) is of_another
+    quicken_bytes(SimpleNamespace())  # and one that has none is as it was
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("collector")
+def test_waiting_tokens_bring_no_collection_about() -> None:
+    """Of 512 streams, of which each has 4 that wait; what ended requests leave is still found."""
+    rest_collector()
+    before = [each["collections"] for each in gc.get_stats()]
+    for _ in range(20):
+        waiting = [[[number], []] for number in range(4 * 512)]
+        del waiting
+    assert [each["collections"] for each in gc.get_stats()] == before
+    collected = gc.get_stats()[0]["collected"]
+    for _ in range(30_000):
+        cycle: list[Any] = []
+        cycle.append(cycle)
+    assert gc.get_stats()[0]["collected"] > collected
