@@ -7,7 +7,7 @@ import torch
 from slipstream.kernels import kv_format
 from torch import Tensor
 
-HEAD_SIZES = (64, 80, 96, 128)
+HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 HEADS = ((1, 1), (32, 8), (8, 8), (7, 1), (6, 2), (28, 4), (16, 1), (32, 1), (48, 2), (40, 5))
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from slipstream.kernels import jit
+from slipstream.kernels.prefill_attention import wgmma_tile
 
 Mix = list[tuple[int, int]]  # (queries, tokens cached after them) of each sequence
 
@@ -17,7 +18,7 @@ def constant(name: str) -> int:
     return int(eval(found[1]))
 
 
-ROWS, TILE = constant("ITEM_ROWS"), constant("TILE")
+ROWS, TILE = constant("ITEM_ROWS"), wgmma_tile(128)
 MIN_PART, MOST_PARTS = constant("MIN_PART"), constant("MOST_PARTS")
 PART_TILES, UNCUT = constant("PART_TILES"), constant("UNCUT")
 

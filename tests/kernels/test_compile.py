@@ -14,6 +14,7 @@ from slipstream.kernels import (
     prefill_attention,
     rope,
     sample,
+    sinks,
     skinny,
     stage,
 )
@@ -31,6 +32,7 @@ MODULES = (
     prefill_attention,
     rope,
     sample,
+    sinks,
     skinny,
     stage,
 )
@@ -60,7 +62,7 @@ ENTRIES = {
     "skinny.cu": {"skinny"},
     "stage.cu": {"begin_step"},
 }
-ADDITIONS = ("WINDOWED", "SHARES", "SPLITS")
+ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
@@ -93,10 +95,12 @@ def is_addition(wanted: Variant) -> bool:
 
 
 def is_everyday(wanted: Variant) -> bool:
-    """All without additions, and one of each source with."""
+    """All without additions, but of heads of 256 one 16-bit type; one of each source with."""
     defines = dict(wanted.defines)
     wide = (defines.get("HEAD_SIZE", "128"), defines.get("ELEMENT", "BFloat16"))
     is_smaller = defines.get("SLOTS") == "2"  # a CTA for other GPUs
+    if wide == ("256", "Half"):  # shapes and registers of BFloat16
+        return False
     is_one = wide == ("128", "BFloat16") and not is_smaller
     if is_quantized(wanted):
         tiled = "STAGES" in defines  # the formats have little code of their own there
@@ -118,11 +122,11 @@ def test_hopper(wanted: Variant) -> None:
 
 
 def is_widest(wanted: Variant) -> bool:
-    """The variants that need most: the largest head, the widest accesses."""
+    """The variants that need most: the largest heads of either shape, the widest accesses."""
     defines = dict(wanted.defines)
     if wanted.only or is_quantized(wanted) or (is_addition(wanted) and not is_everyday(wanted)):
         return False
-    return defines.get("HEAD_SIZE", "128") == "128" and defines.get("VECTOR") != "1"
+    return defines.get("HEAD_SIZE", "128") in ("128", "256") and defines.get("VECTOR") != "1"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])

@@ -8,8 +8,10 @@ import torch
 from kernels.attention_cases import Case, attend, configurations, make_case
 from kernels.checking import DTYPES, Judge, poison, same_bits, short
 from slipstream.kernels import decode_attention as module
-from slipstream.kernels import jit
-from slipstream.kernels.decode_attention import Newest, decode_attention, plan_decode
+from slipstream.kernels import decode_shapes, jit
+from slipstream.kernels.decode_attention import decode_attention, plan_decode
+from slipstream.kernels.decode_shapes import part_words
+from slipstream.kernels.newest import Newest
 from slipstream.kernels.rope import rope_and_cache
 
 pytestmark = [
@@ -21,6 +23,9 @@ LENGTHS = [1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 1100, 64, 5000, 8193]
 SHORT = [0, 1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 0, 64, 1100, 0]
 LONG = [9001, 300, 0, 5000, 1]
 HALVES = (torch.float16, torch.bfloat16)
+
+
+shapes_of = decode_shapes.shapes  # as they are, whatever a test makes of them
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,9 +40,9 @@ def decode(case: Case, poisoned: bool = False) -> torch.Tensor:
     if poisoned:
         poison(case.q.shape, dtype=case.q.dtype)
         num_ctas = torch.cuda.get_device_properties(0).multi_processor_count
-        for warps in (4, 8):
+        for warps in (2, 4, 8):
             poison((module._plan_size(len(case.lengths), num_ctas, warps),), dtype=torch.float32)
-        poison((num_ctas * 2 * module._part_words(case.q.shape[2]),), dtype=torch.float32)
+        poison((num_ctas * 2 * part_words(case.q.shape[2]),), dtype=torch.float32)
     plan = plan_decode(case.lengths, case.cache, case.q.shape[1], case.window)
     where = (case.cache, case.block_tables, case.lengths, plan, case.scale)
     return decode_attention(case.q, *where, window=case.window)
@@ -56,7 +61,7 @@ def test_decode_attention(dtype: torch.dtype) -> None:
     for heads, d, block in configurations()[:: 1 if dtype == torch.bfloat16 else 4]:
         case = make_case([1] * len(SHORT), SHORT, heads, d, block, dtype)
         check(judge, f"heads {heads} d {d} block {block}", case)
-    for heads, d, block in (((8, 2), 128, 32), ((7, 1), 80, 8)):
+    for heads, d, block in (((8, 2), 128, 32), ((7, 1), 80, 8), ((8, 4), 256, 32)):
         case = make_case([1] * len(LONG), LONG, heads, d, block, dtype)
         check(judge, f"long, heads {heads} d {d} block {block}", case)
     judge.verdict()
@@ -84,7 +89,7 @@ def test_without_a_plan(dtype: torch.dtype) -> None:
     """Neighbours and the table's width change no bit."""
     judge = Judge(f"by split {short(dtype)}")
     none = torch.empty(0, dtype=torch.int32, device="cuda")
-    for heads, d, block in configurations()[:: 8 if dtype == torch.float32 else 16]:
+    for heads, d, block in configurations()[:: 8 if dtype == torch.float32 else 12]:
         name = f"heads {heads} d {d} block {block}"
         case = make_case([1] * len(LENGTHS), LENGTHS, heads, d, block, dtype)
 
@@ -109,11 +114,11 @@ def test_without_a_plan(dtype: torch.dtype) -> None:
 def test_smaller_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes of a CTA for other GPUs."""
     judge = Judge("smaller shapes")
-    for shape in module._SHAPES[1:]:
-        monkeypatch.setattr(module, "_SHAPES", (shape,))
-        module._device.cache_clear()
-        for d in (80, 128):
-            case = make_case([1] * len(SHORT), SHORT, (8, 2), d, 16, torch.bfloat16)
+    for d in (80, 128, 256):
+        case = make_case([1] * len(SHORT), SHORT, (8, 2), d, 16, torch.bfloat16)
+        for shape in shapes_of(torch.bfloat16, d)[1:]:
+            monkeypatch.setattr(decode_shapes, "shapes", lambda *_, shape=shape: (shape,))
+            module._device.cache_clear()
             check(judge, f"{shape} d {d}", case)
     module._device.cache_clear()
     judge.verdict()

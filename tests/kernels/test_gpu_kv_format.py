@@ -115,6 +115,36 @@ def test_what_is_written(dtype: torch.dtype, name: str) -> None:
     judge.verdict()
 
 
+@pytest.mark.parametrize("scale", [1e-6, 0.0137, 1.0, 2.7, 2.0**60])
+@by_dtype
+def test_what_is_written_in_static_scales(dtype: torch.dtype, scale: float) -> None:
+    """The CPU's bytes, numbers far beyond the scale among them; V's scale is another."""
+    compile_all(rope, dtype, "fp8")
+    judge = Judge(f"rope_and_cache {short(dtype)} scale {scale}")
+    largest = torch.finfo(dtype).max
+    for heads, d, block in legal(dtype):
+        n = 37
+        q, k, v = rows_of(dtype, heads, d, n)
+        v[10, 0, 1], v[11, 0, 2] = largest, -largest
+        angles = torch.rand(500, d // 2, device="cuda") * 6.3
+        cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+        positions = torch.randint(0, 500, (n,), device="cuda")
+        slots = torch.randperm(6 * block, device="cuda")[:n]
+        plain = torch.zeros((6, heads[1], 2, block, d), dtype=dtype, device="cuda")
+        rope_and_cache(q.clone(), k, v, cos_sin, positions, slots, plain)
+        at, token = (x.cpu() for x in (slots // block, slots % block))
+        static = kv_format.Static(*torch.tensor([scale, scale * 0.7]).tolist())
+        shape = (6, heads[1], 2, block, kv_format.row_size(FORMATS["fp8"], d))
+        want = torch.zeros(shape, dtype=torch.uint8).view(FORMATS["fp8"])
+        numbers = (plain.cpu()[at, :, part, token] for part in (0, 1))
+        kv_format.write(want, slots.cpu(), *numbers, static=static)
+        cache = torch.zeros(shape, dtype=torch.uint8, device="cuda").view(FORMATS["fp8"])
+        rope_and_cache(q, k, v, cos_sin, positions, slots, cache, static=static)
+        differing = int((cache.view(torch.uint8).cpu() != want.view(torch.uint8)).sum())
+        judge.true(f"heads {heads} d {d} block {block}: {differing} bytes differ", differing == 0)
+    judge.verdict()
+
+
 @pytest.mark.parametrize("window", [0, 77])
 @by_format
 @by_dtype
@@ -173,7 +203,7 @@ def test_chunks_change_nothing(dtype: torch.dtype, name: str) -> None:
     """A prompt cut anywhere gives a row the same bits; so do neighbours and the table's width."""
     judge = Judge(f"chunk cuts {short(dtype)} {name}")
     length = 700
-    for heads, d in (((6, 2), 64), ((6, 2), 80), ((7, 1), 128)):
+    for heads, d in (((6, 2), 64), ((6, 2), 80), ((7, 1), 128), ((4, 2), 256)):
         case, _ = in_format(make_case([length], [length], heads, d, 16, dtype), FORMATS[name])
 
         def rows(begin: int, end: int, case=case) -> torch.Tensor:

@@ -83,7 +83,14 @@ def test_chunks_change_nothing(dtype: torch.dtype) -> None:
     """A prompt cut anywhere gives a row the same bits: tiles of keys always start at token 0."""
     judge = Judge(f"chunk cuts {short(dtype)}")
     length = 700
-    for heads, d in (((6, 2), 64), ((6, 2), 80), ((6, 2), 128), ((4, 4), 128), ((7, 1), 128)):
+    for heads, d in (
+        ((6, 2), 64),
+        ((6, 2), 80),
+        ((6, 2), 128),
+        ((4, 4), 128),
+        ((7, 1), 128),
+        ((6, 2), 256),
+    ):
         case = make_case([length], [length], heads, d, 16, dtype)
         want = rows_of(case, 0, length)
         for size in (1, 31, 32, 33, 63, 65, 127, 128, 129, 300, 699):
@@ -99,7 +106,7 @@ def test_chunks_change_nothing(dtype: torch.dtype) -> None:
 def test_long_prefill(dtype: torch.dtype) -> None:
     """More work than multiprocessors: every one of them takes several tiles of queries."""
     judge = Judge(f"long prefill {short(dtype)}")
-    for d in (64, 128):
+    for d in (64, 128, 256):
         case = make_case([2100, 0, 1, 515], [2100, 7, 900, 2000], (16, 4), d, 32, dtype)
 
         def run(case=case) -> torch.Tensor:

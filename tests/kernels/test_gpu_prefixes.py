@@ -11,7 +11,7 @@ from kernels.checking import Judge, poison, same_bits, short
 from kernels.prefix_cases import Rows, Words, shared_case
 from kernels.test_gpu_decode import HALVES, newest_of
 from slipstream.kernels import decode_attention as module
-from slipstream.kernels import decode_prefixes, jit
+from slipstream.kernels import decode_prefixes, decode_shapes, jit
 from slipstream.kernels.decode_attention import decode_attention, plan_decode
 from slipstream.kernels.decode_prefixes import Work, find_prefixes, num_words
 from slipstream.kernels.rope import rope_and_cache
@@ -68,8 +68,8 @@ def poison_scratch(case: Case) -> None:
     """What plan, parts and states are given may hold anything."""
     num_ctas, shape = module._device(0, case.cache.dtype, case.q.shape[2])
     rows, heads, size = case.q.shape
-    words = num_ctas * 2 * module._part_words(size)
-    states = work_of(case).max_states(rows) * heads * module._state_words(size)
+    words = num_ctas * 2 * decode_shapes.part_words(size)
+    states = work_of(case).max_states(rows) * heads * decode_shapes.state_words(size)
     plan = module._plan_size(rows, num_ctas, shape.warps, True) + num_words(work_of(case), rows)
     poison(case.q.shape, dtype=case.q.dtype)
     poison((words + states,), (plan,), dtype=torch.float32)
@@ -168,8 +168,8 @@ def test_configurations() -> None:
 def test_smaller_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes of a CTA for other GPUs."""
     judge = Judge("smaller shapes")
-    for shape in module._SHAPES[1:]:
-        monkeypatch.setattr(module, "_SHAPES", (shape,))
+    for shape in decode_shapes.shapes(torch.bfloat16, 128)[1:]:
+        monkeypatch.setattr(decode_shapes, "shapes", lambda *_, shape=shape: (shape,))
         module._device.cache_clear()
         for d in (80, 128):
             case = shared_case(MIXES["levels"], (8, 2), d, 16, torch.bfloat16, "cuda")

@@ -99,7 +99,7 @@ def prefill(q: Tensor, cache: Tensor, tables: Tensor, lengths: Tensor) -> object
     ("changes", "message"),
     [
         ({"head_size": 112}, "head size 112"),
-        ({"head_size": 256}, "head size 256"),
+        ({"head_size": 512}, "head size 512"),
         ({"block_size": 24}, "block size 24"),
         ({"block_size": 4}, "block size 4"),
         ({"block_size": 512}, "block size 512"),

@@ -1,11 +1,13 @@
 """What a configuration resolves to, and the impossible ones: field, value and limit in one line."""
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from models.checkpoints import edit_config, make_model, save
 from slipstream.config import EngineConfig
+from slipstream.engine import plan as plans
 from slipstream.engine.memory import num_blocks
 from slipstream.engine.plan import ENDLESS, resolve
 from slipstream.engine.window import Window
@@ -94,6 +96,33 @@ def test_windows_in_some_layers(tmp_path: Path) -> None:
     assert short.window == Window(0, 0, 16)  # all of which every layer sees
 
 
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_endless_on_a_gpu_in_16_bits_only(
+    name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(plans, "_check_cuda", lambda *_: None)
+    options = {"checkpoint": str(checkpoint), "dtype": "bfloat16", "attention_window": 64}
+    assert resolve(EngineConfig(**options)).window.has_gaps
+    words = f"attention_window = 64 needs kv_cache_dtype = 'auto' on a GPU, not '{name}'"
+    with pytest.raises(ConfigError, match=words):
+        resolve(EngineConfig(kv_cache_dtype=name, **options))
+
+
+def test_endless_on_a_gpu_with_heads_up_to_128(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = copytree(checkpoint, tmp_path / "wide")
+    edit_config(wide, head_dim=256)
+    options = {"checkpoint": str(wide), "dtype": "bfloat16", "attention_window": 64}
+    assert resolve(EngineConfig(device="cpu", **options)).window.has_gaps
+    monkeypatch.setattr(plans, "_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(plans, "_check_cuda", lambda *_: None)
+    words = "attention_window = 64 on a GPU has no kernels for heads of 256 .*head_dim"
+    with pytest.raises(ConfigError, match=words):
+        resolve(EngineConfig(**options))
+
+
 def test_endless(checkpoint: Path) -> None:
     config = EngineConfig(
         checkpoint=str(checkpoint), device="cpu", attention_window=128, sink_tokens=4
@@ -172,7 +201,7 @@ def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_tokens = 10000000 takes .* GB"):
         resolve(EngineConfig(checkpoint=str(checkpoint), kv_cache_tokens=10_000_000))
     edit_config(checkpoint, head_dim=48)
-    with pytest.raises(ConfigError, match="64, 80, 96, 128"):
+    with pytest.raises(ConfigError, match="64, 80, 96, 128, 256 have kernels"):
         resolve(EngineConfig(checkpoint=str(checkpoint)))
     edit_config(checkpoint, head_dim=64)
     monkeypatch.setattr("slipstream.engine.plan.find_spec", lambda _: None)

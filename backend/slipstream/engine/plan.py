@@ -14,7 +14,7 @@ from slipstream.engine.groups import Groups, group
 from slipstream.engine.window import Window
 from slipstream.errors import ConfigError
 from slipstream.kernels import fp8, jit
-from slipstream.kernels.kv_format import row_size
+from slipstream.kernels.kv_format import name_of, row_size
 from slipstream.models.hf import ModelConfig, read_config, weights_dtype
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -100,7 +100,7 @@ class Plan:
                 length += f" with the first {self.window.num_sinks}"
         dtype = str(self.dtype).removeprefix("torch.")
         dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
-        cache = "" if self.cache_dtype == self.dtype else f"{self.config.kv_cache_dtype}, "
+        cache = "" if self.cache_dtype == self.dtype else f"{name_of(self.cache_dtype)}, "
         host = f", {self.tokens_of(num_slots):,} tokens more in host memory" if num_slots else ""
         return (
             f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
@@ -224,8 +224,15 @@ def _check_streaming(
         raise ConfigError(f"{asked} is above max_model_len = {max_model_len}")
     if any(model.windows):
         raise ConfigError(f"{asked}: {model.architecture} has windows of its own in config.json")
-    if device.type != "cpu":
-        raise ConfigError(f"{asked} is not implemented on a GPU; device = 'cpu' has it")
+    if device.type != "cpu" and config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"{asked} needs kv_cache_dtype = 'auto' on a GPU, not {config.kv_cache_dtype[:64]!r}"
+        )
+    if device.type != "cpu" and jit.is_wide(model.dims.head_size):
+        raise ConfigError(
+            f"{asked} on a GPU has no kernels for heads of {model.dims.head_size} (config.json's "
+            "head_dim); device = 'cpu' takes any"
+        )
 
 
 def _weight_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -337,7 +344,7 @@ def resolve(config: EngineConfig) -> Plan:
         model=model,
         device=device,
         dtype=dtype,
-        cache_dtype=cache_dtype(config, model, dtype),
+        cache_dtype=cache_dtype(config, model, device, dtype),
         max_model_len=max_model_len if config.attention_window is None else ENDLESS,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,

@@ -1,7 +1,7 @@
 """Executes a `Batch` on the device: stage inputs, run the model, draw tokens. Knows no request."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.engine.arrays import Layout, Shape, Slots, StepArrays, StepBuilder, histories
 from slipstream.engine.batch import Batch, Sampled
+from slipstream.engine.cache_dtype import log_scales
 from slipstream.engine.graphs import Buckets, Graphs
 from slipstream.engine.host import Mover
 from slipstream.engine.laps import Laps
@@ -105,8 +106,10 @@ class ModelRunner:
         self._places = [place for _, place in places]
         num_positions = window.size if window.has_gaps else plan.max_model_len
         self._model = build(plan.model, _load(plan), num_positions)
+        log_scales(plan.cache_dtype, self._model)
+        self._streaming = None
         if window.has_gaps:
-            stream(self._model, plan.model.rope, window.size, window.num_sinks)
+            self._streaming = stream(self._model, plan.model.rope, window.size, window.num_sinks)
         laps.lap("weights")
         buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, _layout(plan))
         self._make_buffers(plan, buckets)
@@ -310,12 +313,25 @@ class ModelRunner:
         tables: Tensor,
         query_starts: Tensor,
         lengths: Tensor,
-    ) -> list[AttentionInputs]:
+    ) -> Sequence[AttentionInputs]:
         """Of each layer. A plan without a window says what is shared in its table; others are of
         lengths alone, and serve all tables of the window.
         """
         slots = slots.view(self._num_tables, shape.num_tokens)
         tables = tables.view(shape.num_rows, self._num_tables, tables.shape[1])
+        if self._streaming is not None:
+            streaming = self._streaming.inputs(
+                self._caches[0],
+                self._num_heads,
+                positions,
+                slots[0],
+                tables[:, 0],
+                query_starts,
+                lengths,
+                shape.num_decodes,
+                shape.max_queries,
+            )
+            return [streaming] * len(self._layers)
         made: dict[tuple[int, int], AttentionInputs] = {}
         of_window: dict[int, AttentionInputs] = {}
         for table, window in self._kinds:

@@ -3,9 +3,10 @@
 // in shared memory; what several CTAs have, the last of them to arrive. Every sum has one order, whoever is last.
 // What sequences share is attended to first, for all of them together (decode_prefixes.cuh); what is left of it is where
 // the sums of their own tokens begin.
-// -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K come as
-// projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SHARES (1: there may be
-// what sequences share), FORMAT (of the cache: kv_format.cuh)
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, TILE (tokens), WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K
+// come as projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SINKS (1: the
+// first tokens are seen too, by queries that are turned further: sinks.py), SHARES (1: there may be what sequences
+// share), FORMAT (of the cache: kv_format.cuh)
 #include "decode_heads.cuh"
 #include "decode_newest.cuh"
 #if SHARES
@@ -14,9 +15,16 @@
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int AT_ONCE = 18;  // parts whose loads are in flight together: of 8 heads on 132 SMs, all
+// Whether the query of the next (sequence, head) is loaded while tiles of this one go by. Wide heads leave no registers
+// for that; a full ring waits meanwhile.
+constexpr bool LOADS_AHEAD = HEAD_SIZE <= 128;
+constexpr bool ANGLES_AHEAD = LOADS_AHEAD && ROTATES && !SINKS;  // nor do angles of sinks
+constexpr int SPANS = (HEAD_SIZE + 127) / 128;  // of a column: four dimensions for each lane
 enum { PRESENT = 1, BEGINS = 2, ENDS = 4 };
 
 static_assert(FORMAT == 0 || !ROTATES, "a quantised cache is written by rope.cu alone");
+static_assert(FORMAT == 0 || !SINKS, "queries over a quantised cache are not turned");
+static_assert(HEAD_SIZE <= 128 || !SINKS, "no registers for two queries of a wide head");
 static_assert(WARPS <= 16, "a lane for each entry");
 static_assert(sizeof(Part) <= RING_BYTES, "the second part of a worker lies in its ring");
 
@@ -64,21 +72,21 @@ class Worker {
   // Before the kernels in front have ended.
   DEVICE int begin() {
     const int filled = ring.fill_early();
-    if (ROTATES && left > 0) next.load_angles(inputs.angles(cursor.now));
+    if (ANGLES_AHEAD && left > 0) next.load_angles(inputs.angles(cursor.now));
     return filled;
   }
 
   DEVICE void run(int filled) {
     ring.fill_up(filled);
-    if (left > 0) load_heads();
+    if (LOADS_AHEAD && left > 0) load_heads();
     for (bool is_first = true; left > 0; is_first = false) {
+      if (ROTATES && !ANGLES_AHEAD) next.load_angles(inputs.angles(cursor.now));
+      if (!LOADS_AHEAD) load_heads();
       Query query = next;
       Newest newest;
       const int row = cursor.now.row, head = cursor.head;
-      if (ROTATES) {
-        if (left * TILE >= cursor.num_tokens()) load_newest(newest);
-        query.rotate();
-      }
+      if (ROTATES && cursor.ends_within(left)) load_newest(newest);
+      query.prepare();
       Columns columns;
       columns.clear();
 #if SHARES
@@ -109,7 +117,7 @@ class Worker {
     newest.load(inputs.k + row * inputs.k_stride + offset, inputs.v + row * inputs.v_stride + offset,
                 inputs.angles(cursor.now),
                 reinterpret_cast<T*>(cache.memory) +
-                    cache.offset(cache.block(row, token), token, cursor.head));
+                    cache.offset(cache.block(row, token), token, cursor.head / heads.parts));
   }
 
 #if SHARES
@@ -123,6 +131,16 @@ class Worker {
   }
 #endif
 
+#if SINKS
+  // `query`, as sinks are seen from it.
+  DEVICE Query turned(const Query& query) const {
+    Query result = query;
+    result.load_angles(inputs.sink_angles + i64(cursor.now.row) * HEAD_SIZE);
+    result.rotate();
+    return result;
+  }
+#endif
+
   // Tiles of one (sequence, head), as many as are the worker's. Returns what it had of it.
   DEVICE int attend(const Query& query, Newest& newest, Columns& columns) {
     int flags = PRESENT | (cursor.is_first() ? BEGINS : 0);
@@ -131,22 +149,34 @@ class Worker {
       const int count = cursor.num_tokens(), hidden = cursor.num_hidden();
       if (count <= TILE) flags |= ENDS;
       goes_on = --left > 0 && count > TILE;
+#if SINKS
+      const int sinks = cursor.num_sinks();
+      Query sink_query;
+      if (sinks > 0) sink_query = turned(query);
+#endif
       cursor.advance(heads.count);
-      if (!goes_on && left > 0) {
-        if (ROTATES) next.load_angles(inputs.angles(cursor.now));
+      if (LOADS_AHEAD && !goes_on && left > 0) {
+        if (ANGLES_AHEAD) next.load_angles(inputs.angles(cursor.now));
         load_heads();
       }
       u8* slot = ring.front();
       if (ROTATES && count <= TILE) newest.put_key(slot, count - 1, is_writer);
-      float scores[2][4];
+      float scores[BANDS][4];
       columns.score(scores, query, shared_address(slot));
-      ring.pop();
+#if SINKS
+      if (sinks > 0) columns.score_sinks(scores, sink_query, shared_address(slot), sinks);
+#endif
+      ring.pop<false>();
       Columns::Weights weights;
+#if SINKS
+      columns.exponentiate(scores, weights, count, hidden, scale, sinks);
+#else
       columns.exponentiate(scores, weights, count, hidden, scale);
+#endif
       slot = ring.front();
       if (ROTATES && count <= TILE) newest.put_value(slot, count - 1, is_writer, cache.from_k_to_v());
       columns.accumulate(weights, shared_address(slot));
-      ring.pop();
+      ring.pop<true>();
     }
     return flags;
   }
@@ -159,9 +189,11 @@ DEVICE float warp_max(float value) {
   return value;
 }
 
-// Merge one column of the parts whose bits are set in `members`, in their order, into a row of `out` or of `part`.
-DEVICE void merge_column(Shared& shared, u32 members, int column, T* out, Part* part) {
-  const int lane = threadIdx.x % 32, dimension = min(lane * 4, HEAD_SIZE - 4);
+// Merge a span of one column of the parts whose bits are set in `members`, in their order, into a row of `out` or of
+// `part`.
+DEVICE void merge_column(Shared& shared, u32 members, int column, int span, T* out, Part* part) {
+  const int lane = threadIdx.x % 32, own_dimension = span * 128 + lane * 4;
+  const int dimension = min(own_dimension, HEAD_SIZE - 4);
   const int first = __ffs(members) - 1;
   const bool is_member = members >> lane & 1;
   const Part& own = shared.part(is_member ? lane : first);
@@ -185,7 +217,7 @@ DEVICE void merge_column(Shared& shared, u32 members, int column, T* out, Part* 
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum.at[j] = fmaf(factors[i], values[i].at[j], sum.at[j]);
   }
-  if (lane * 4 >= HEAD_SIZE) return;
+  if (own_dimension >= HEAD_SIZE) return;
   if (part == nullptr) {
     Pack<T, 4> result;
 #pragma unroll
@@ -194,13 +226,13 @@ DEVICE void merge_column(Shared& shared, u32 members, int column, T* out, Part* 
     return;
   }
   store<4>(&part->output[column][dimension], sum);
-  if (lane == 0) {
+  if (own_dimension == 0) {
     part->maximum[column] = maximum;
     part->total[column] = total;
   }
 }
 
-// Merge what the CTA's workers have of the same (sequence, head): a warp for each column of each. What other CTAs
+// Merge what the CTA's workers have of the same (sequence, head): a warp for each span of each column. What other CTAs
 // also have a part of goes to `parts`: [0] where an earlier CTA begins, [1] where this one does.
 DEVICE void merge_workers(const Heads& heads, const Output& out, Shared& shared, Part* parts) {
   const int lane = threadIdx.x % 32;
@@ -212,10 +244,10 @@ DEVICE void merge_workers(const Heads& heads, const Output& out, Shared& shared,
   const bool is_same = __shfl_sync(ALL_LANES, mine.row, previous) == mine.row &
                        __shfl_sync(ALL_LANES, mine.head, previous) == mine.head;
   const u32 firsts = __ballot_sync(ALL_LANES, mine.flags != 0 && !(before && is_same));
-  const int num_items = __popc(firsts) * heads.width;
+  const int num_items = __popc(firsts) * heads.width * SPANS;
   for (int item = threadIdx.x / 32; item < num_items; item += WARPS) {
     u32 rest = firsts;
-    for (int i = item / heads.width; i > 0; --i) rest &= rest - 1;
+    for (int i = item / SPANS / heads.width; i > 0; --i) rest &= rest - 1;
     const int first = __ffs(rest) - 1;
     const u32 later = rest & (rest - 1);
     const u32 members = present & (ALL_LANES << first) & (later ? (later & -later) - 1 : ALL_LANES);
@@ -223,9 +255,9 @@ DEVICE void merge_workers(const Heads& heads, const Output& out, Shared& shared,
     const int head = __shfl_sync(ALL_LANES, mine.head, first);
     const bool begins = __shfl_sync(ALL_LANES, mine.flags, first) & BEGINS;
     const bool ends = __shfl_sync(ALL_LANES, mine.flags, 31 - __clz(members)) & ENDS;
-    const int column = item % heads.width;
+    const int column = item / SPANS % heads.width;
     if (column < heads.num_queries(head))
-      merge_column(shared, members, column, out.at(heads, row, head),
+      merge_column(shared, members, column, item % SPANS, out.at(heads, row, head),
                    begins && ends ? nullptr : parts + begins);
   }
 }
@@ -299,12 +331,20 @@ DEVICE void arrive(const Plan& plan, const Heads& heads, const Output& out, Shar
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
+// The plan, whose place no register has kept meanwhile.
+DEVICE Plan find_again(int* memory) {
+  int num_ctas;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(num_ctas), "+l"(memory));
+  return {memory, num_ctas, WARPS};
+}
+
 // Grid: a CTA for each SM, of any lengths. Rows of length 0 become zeros.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_attention(const T* q, i64 q_stride, const T* k, i64 k_stride, const T* v, i64 v_stride,
                      const float* cos_sin, Cell* memory, const int* block_tables, i64 table_stride,
                      const int* lengths, int* plan_memory, T* rows, Part* partials, float scale,
-                     i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window) {
+                     i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window,
+                     i64 num_sinks, const float* sink_angles) {
   start_next();
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -329,10 +369,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Heads heads{int(num_kv_heads), int(group_size)};
   const Output out = {rows, num_kv_heads * group_size * HEAD_SIZE};
   const Cache cache = {memory,       block_tables,     table_stride,
-                       num_kv_heads, int(block_shift), heads.parts};
-  const Inputs inputs = {q, q_stride, k, k_stride, v, v_stride, cos_sin};
+                       int(num_kv_heads), int(block_shift), heads.parts};
+  const Inputs inputs = {q, q_stride, k, k_stride, v, v_stride, cos_sin, sink_angles};
   State* const states = reinterpret_cast<State*>(partials + gridDim.x * 2);
-  const Cursor first(plan, start, int(window));
+  const Cursor first(plan, start, {int(window), int(num_sinks)});
 #if SHARES
   if (num_items > 0) {
     const Ahead ahead(cache, first, start.count, heads.count);
@@ -355,5 +395,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   worker.run(filled);
   __syncthreads();
   merge_workers(heads, out, shared, partials + blockIdx.x * 2);
-  arrive(plan, heads, out, shared, partials);
+  arrive(LOADS_AHEAD ? plan : find_again(plan_memory), heads, out, shared, partials);
 }

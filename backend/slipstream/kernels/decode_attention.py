@@ -7,32 +7,38 @@ asks for.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import decode_prefixes, jit, kv_format
+from slipstream.kernels import decode_prefixes, decode_shapes, jit, kv_format
 from slipstream.kernels.decode_prefixes import Work, find_prefixes
+from slipstream.kernels.decode_shapes import (
+    COLUMNS,
+    Shape,
+    attention_variant,
+    is_planned,
+    part_words,
+    plan_variant,
+    state_words,
+    tile_of,
+)
+from slipstream.kernels.newest import Newest, rotate_and_cache
+from slipstream.kernels.newest import check as check_newest
 from slipstream.kernels.op import op
 from slipstream.kernels.pages import (
+    TileShape,
     check,
     first_seen,
     gather,
-    stages_of,
-    tiles_memory,
     tiles_variant,
     tiles_variants,
-    warps_of,
 )
-from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.sinks import Sinks, check_angles, sink_attention
 
-# decode_part.cuh: query heads that a worker takes at once; decode_plan.cuh: tokens of a tile.
-_COLUMNS, _TILE = 8, 32
 # Tiles: what a CTA gets at least; how long its run may be, or how much longer than others, for the
 # sake of whole sequences.
 _MIN_RUN, _WHOLE_RUN, _WHOLE_MORE = 4, 16, 8
@@ -49,6 +55,7 @@ def plan_decode(
     num_q_heads: int,
     window: int = 0,
     block_tables: Tensor | None = None,
+    num_sinks: int | None = None,
 ) -> Tensor:
     """How the tiles of sequences of these lengths are shared out, for all layers of a step that
     have this window.
@@ -56,16 +63,9 @@ def plan_decode(
     `cache` is that of any of them. What `decode_attention` of the same lengths and window takes,
     one call after the other; i32, opaque. With `block_tables`, which must be those of the calls,
     and no window, tokens that lie in the same blocks of several sequences are read once for them.
+    `num_sinks` of the window's tokens are the first of a sequence that streams; None: none streams.
     """
     return torch.empty(0, dtype=torch.int32, device=lengths.device)
-
-
-class Newest(NamedTuple):
-    """What `rope_and_cache` takes of the newest token of each sequence."""
-
-    k: Tensor  # [s, h, d]
-    v: Tensor  # [s, h, d]
-    cos_sin: Tensor  # [positions, d] f32
 
 
 @op("q[s,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
@@ -79,21 +79,30 @@ def decode_attention(
     out: Tensor | None = None,
     newest: Newest | None = None,
     window: int = 0,
+    sinks: Sinks | None = None,
 ) -> Tensor:
     """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.
 
-    With a `window`, over the last so many of them. Length 0 gives zeros. The result goes to `out`
-    if given. `plan` is `plan_decode` of the lengths and the window, made earlier in the stream;
-    without one, of no elements, a sequence's bits do not depend on others. All but the newest token
-    of a sequence must be from earlier steps: the kernel reads it while the kernels in front of it
-    still run.
+    With a `window`, over the last so many of them. Length 0 gives zeros. `scale` is positive. The
+    result goes to `out` if given. `plan` is `plan_decode` of the lengths and the window, made
+    earlier in the stream; without one, of no elements, a sequence's bits do not depend on others.
+    All but the newest token of a sequence must be from earlier steps: the kernel reads it while the
+    kernels in front of it still run.
 
     With `newest` (and a plan, and 16-bit elements) it begins with `rope_and_cache`: `q` is rotated
     as it is read, K and V of the newest tokens are written to `cache`.
+
+    With `sinks` (and a plan of as many, a window, a cache of 16 bits) sequences stream, as
+    `sink_attention` has it: `window` is all that a query sees, lengths are those of tables.
     """
     kv_format.check("decode_attention", cache, q)
+    _check_scale(scale)
     if newest is not None:
-        q = _rotate_and_cache(q, newest, cache, block_tables, lengths)
+        q = rotate_and_cache(q, newest, cache, block_tables, lengths, sinks is not None)
+    if sinks is not None:
+        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        where = (cache, block_tables, starts, lengths, scale, 1, window, sinks.num_sinks, out)
+        return sink_attention.reference(q, sinks.angles, lengths.long(), *where)
     out = torch.empty_like(q) if out is None else out
     out.zero_()
     num_kv_heads = cache.shape[1]
@@ -108,111 +117,26 @@ def decode_attention(
     return out
 
 
-def _rotate_and_cache(
-    q: Tensor, newest: Newest, cache: Tensor, block_tables: Tensor, lengths: Tensor
-) -> Tensor:
-    """The rotated `q`; `newest` goes into `cache`."""
-    positions = (lengths.long() - 1).clamp(min=0)
-    block_size = cache.shape[3]
-    blocks = block_tables.long().gather(1, (positions // block_size)[:, None])[:, 0]
-    slots = torch.where(lengths > 0, blocks * block_size + positions % block_size, -1)
-    q = q.clone()
-    rope_and_cache.reference(q, newest.k, newest.v, newest.cos_sin, positions, slots, cache)
-    return q
+def _check_scale(scale: float) -> None:
+    # decode_sums.cuh takes the maximum of scores before it multiplies them.
+    jit.require(scale > 0, f"decode_attention: scale is {scale}, must be greater than 0")
 
 
 # ---- by plan ----
 
 
-def _part_words(head_size: int) -> int:
-    """Of `Part` in decode_part.cuh."""
-    return _COLUMNS * (head_size + 4 + 2)
-
-
-def _state_words(head_size: int) -> int:
-    """Of `State` in decode_part.cuh."""
-    return head_size + 4
-
-
-class _Shape(NamedTuple):
-    """Of a CTA of decode_attention.cu."""
-
-    warps: int
-    slots: int  # of a warp's ring, each of a tile's K or V
-
-    def shared_memory(self, dtype: torch.dtype, head_size: int) -> int:
-        """Bytes, over such a cache: for each warp a ring, a part and two entries; two flags."""
-        scales = kv_format.num_scales(dtype, head_size)
-        chunks = (kv_format.row_size(dtype, head_size) - scales) * dtype.itemsize // 16
-        row = 16 * (chunks if chunks in (8, 16) or chunks % 2 else chunks + 1)
-        slot = _TILE * row + -(-_TILE * scales // 128) * 128
-        return self.warps * (self.slots * slot + 4 * _part_words(head_size) + 2 * 16) + 16
-
-
-_SHAPES = (_Shape(8, 3), _Shape(8, 2), _Shape(4, 2))  # the first that fits is best
-# In fewer bits it is arithmetic that takes the time, and more warps hide more of it.
-_QUANTIZED_SHAPES = (_Shape(12, 3), *_SHAPES)
-
-
-def _variant(
-    dtype: torch.dtype,
-    head_size: int,
-    shape: _Shape,
-    rotates: bool,
-    window: int,
-    shares: bool = False,
-    cached: torch.dtype | None = None,
-) -> jit.Variant:
-    jit.head_size_of(dtype, head_size)
-    return jit.variant(
-        "decode_attention.cu",
-        dtype,
-        HEAD_SIZE=head_size,
-        WARPS=shape.warps,
-        SLOTS=shape.slots,
-        ROTATES=int(rotates),
-        **_mode(window, shares),
-        **kv_format.macros(cached or dtype),
-    )
-
-
-def _is_planned(cached: torch.dtype, head_size: int) -> bool:
-    """Whether attention over such a cache is by plan; else it is by split, a plan or not."""
-    is_whole = cached != torch.uint8 or head_size % kv_format.GROUP == 0  # vectors of one group
-    return cached != torch.float32 and is_whole
-
-
-def _mode(window: int, shares: bool) -> dict[str, int]:
-    return {"WINDOWED": int(window > 0)} | ({"SHARES": 1} if shares else {})
-
-
-def _plan_variant(window: int, shares: bool = False) -> jit.Variant:
-    return jit.variant("decode_plan.cu", **_mode(window, shares))
-
-
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
-    yield from (_plan_variant(window) for window in (0, 1))
-    yield _plan_variant(0, shares=True)
+    yield from decode_shapes.variants()
     yield from decode_prefixes.variants()
-    yield from tiles_variants("decode_split.cu", 3)
-    dtypes = (torch.float16, torch.bfloat16)
-    for case in itertools.product(dtypes, jit.HEAD_SIZES, _SHAPES, (False, True), (0, 1), (False,)):
-        yield _variant(*case)
-    for case in itertools.product(dtypes, jit.HEAD_SIZES, _SHAPES, (False, True), (0,), (True,)):
-        yield _variant(*case)
-    formats = kv_format.FORMATS.values()
-    for dtype, head_size, shape in itertools.product(dtypes, jit.HEAD_SIZES, _QUANTIZED_SHAPES):
-        for cached, window in itertools.product(formats, (0, 1)):
-            if _is_planned(cached, head_size):
-                yield _variant(dtype, head_size, shape, False, window, False, cached)
+    yield from tiles_variants("decode_split.cu", _split_shape)
 
 
 @functools.cache
-def _device(index: int, dtype: torch.dtype, head_size: int) -> tuple[int, _Shape]:
+def _device(index: int, dtype: torch.dtype, head_size: int) -> tuple[int, Shape]:
     """CTAs of the grid, one for each SM, and their shape, for a cache of this dtype."""
     limit = jit.shared_memory_limit(index)
-    shapes = _QUANTIZED_SHAPES if dtype in kv_format.FORMATS.values() else _SHAPES
+    shapes = decode_shapes.shapes(dtype, head_size)
     shape = next(s for s in shapes if s.shared_memory(dtype, head_size) <= limit)
     return jit.num_multiprocessors(index), shape
 
@@ -226,10 +150,11 @@ def _plan_size(num_sequences: int, num_ctas: int, num_warps: int, shares: bool =
 
 def _can_share(cache: Tensor, num_sequences: int, window: int) -> bool:
     is_plain = cache.dtype in (torch.float16, torch.bfloat16) and not window
+    is_plain &= not jit.is_wide(cache.shape[4])  # two tiles of 64 tokens would not fit the rings
     return is_plain and 1 < num_sequences <= decode_prefixes.MAX_ROWS
 
 
-def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: _Shape) -> Work:
+def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: Shape) -> Work:
     """Of sequences that share."""
     return Work.of(cache, num_q_heads, 16 * shape.warps, num_ctas)
 
@@ -241,10 +166,11 @@ def _plan_decode(
     num_q_heads: int,
     window: int = 0,
     block_tables: Tensor | None = None,
+    num_sinks: int | None = None,
 ) -> Tensor:
     num_sequences, num_kv_heads = len(lengths), cache.shape[1]
     head_size = kv_format.head_size_of(cache)
-    if not _is_planned(cache.dtype, head_size) or num_sequences == 0:
+    if not is_planned(cache.dtype, head_size) or num_sequences == 0:
         return torch.empty(0, dtype=torch.int32, device=lengths.device)
     jit.head_size_of(torch.float16, head_size)
     jit.require(lengths.is_contiguous(), "plan_decode: lengths must be contiguous")
@@ -252,6 +178,7 @@ def _plan_decode(
         num_sequences <= _MOST_SEQUENCES, f"plan_decode: more than {_MOST_SEQUENCES} sequences"
     )
     num_ctas, shape = _device(lengths.get_device(), cache.dtype, head_size)
+    streams = num_sinks is not None
     shares = block_tables is not None and _can_share(cache, num_sequences, window)
     size = own_size = _plan_size(num_sequences, num_ctas, shape.warps, shares)
     if shares:
@@ -260,9 +187,9 @@ def _plan_decode(
     plan = torch.empty(size, dtype=torch.int32, device=lengths.device)
     if shares and block_tables is not None:
         find_prefixes(block_tables, lengths, plan[own_size:], work)
-    parts = -(-(num_q_heads // num_kv_heads) // _COLUMNS)
+    parts = -(-(num_q_heads // num_kv_heads) // COLUMNS)
     jit.launch(
-        _plan_variant(window, shares),
+        plan_variant(tile_of(cache.dtype, head_size), window, shares, streams),
         "plan_decode",
         (_PLAN_CTAS,),
         _PLAN_THREADS,
@@ -275,7 +202,8 @@ def _plan_decode(
         _MIN_RUN,
         _WHOLE_RUN,
         _WHOLE_MORE,
-        window,
+        window - (num_sinks or 0),
+        num_sinks or 0,
         shared_memory=4 * (2 * num_sequences + num_ctas + 1),
     )
     return plan
@@ -292,8 +220,10 @@ def _decode_attention(
     out: Tensor | None = None,
     newest: Newest | None = None,
     window: int = 0,
+    sinks: Sinks | None = None,
 ) -> Tensor:
     check("decode_attention", q, cache, block_tables, lengths, plan)
+    _check_scale(scale)
     jit.block_shift(cache.shape[3])
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -308,25 +238,34 @@ def _decode_attention(
         f"decode_attention: over a cache of {cache.dtype}, rope_and_cache comes before",
     )
     if len(plan) > 0 and q.dtype != torch.float32:
-        _launch_by_plan(q, cache, block_tables, lengths, plan, scale, out, newest, window)
+        _launch_by_plan(q, cache, block_tables, lengths, plan, scale, out, newest, window, sinks)
     elif len(q) > 0:
         jit.require(newest is None, "decode_attention: without a plan, q must be rotated")
+        jit.require(sinks is None, "decode_attention: without a plan, sinks are sink_attention's")
         _launch_by_split(q, cache, block_tables, lengths, scale, out, window)
     return out
 
 
-def _check_newest(q: Tensor, cache: Tensor, newest: Newest) -> None:
-    num_rows, _, head_size = q.shape
-    for name, x in (("k", newest.k), ("v", newest.v)):
-        is_like_q = x.shape == (num_rows, cache.shape[1], head_size) and x.dtype == q.dtype
-        jit.require(is_like_q, f"decode_attention: {name} does not fit q and cache")
-        is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
-        jit.require(is_row, f"decode_attention: heads of a row of {name} must be contiguous")
-        is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
-        jit.require(is_aligned, f"decode_attention: rows of {name} must be aligned to 16 bytes")
-    table = newest.cos_sin
-    is_table = table.dtype == torch.float32 and table.shape[1] == head_size
-    jit.require(is_table and table.is_contiguous(), "decode_attention: cos_sin is no fp32 table")
+def _streaming(
+    q: Tensor, cache: Tensor, sinks: Sinks | None, window: int
+) -> tuple[int, Tensor | int]:
+    """How many tokens of each sequence are sinks, and their angles, as the kernel takes them."""
+    if sinks is None:
+        return 0, 0
+    check_angles("decode_attention", sinks.angles, q.shape[2])
+    is_window = 0 <= sinks.num_sinks < window and q.dtype == cache.dtype
+    jit.require(is_window, f"decode_attention: {sinks.num_sinks} sinks, {window}, {cache.dtype}")
+    return sinks.num_sinks, sinks.angles
+
+
+def _state_words(q: Tensor, cache: Tensor, plan_size: int, work: Work) -> int:
+    """Of what is left of shared tokens; checks the size of a plan that has such."""
+    num_sequences, num_q_heads, head_size = q.shape
+    num_ctas, shape = _device(q.get_device(), cache.dtype, head_size)
+    size = _plan_size(num_sequences, num_ctas, shape.warps, shares=True)
+    size += decode_prefixes.num_words(work, num_sequences)
+    jit.require(plan_size == size, "decode_attention: the plan is of other sequences")
+    return work.max_states(num_sequences) * num_q_heads * state_words(head_size)
 
 
 def _launch_by_plan(
@@ -339,25 +278,25 @@ def _launch_by_plan(
     out: Tensor,
     newest: Newest | None,
     window: int,
+    sinks: Sinks | None,
 ) -> None:
     if newest is not None:
-        _check_newest(q, cache, newest)
+        check_newest("decode_attention", q, cache, newest)
+    num_sinks, angles = _streaming(q, cache, sinks, window)
     k, v, cos_sin = newest or (q, q, q)  # q stands for what is not read
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     num_ctas, shape = _device(q.get_device(), cache.dtype, head_size)
-    num_words = num_ctas * 2 * _part_words(head_size)
     shares = len(plan) != _plan_size(num_sequences, num_ctas, shape.warps)
+    jit.require(not (shares and window), "decode_attention: the plan is of other sequences")
+    num_words = num_ctas * 2 * part_words(head_size)
     if shares:
-        work = _work(cache, num_q_heads, num_ctas, shape)
-        size = _plan_size(num_sequences, num_ctas, shape.warps, shares=True)
-        size += decode_prefixes.num_words(work, num_sequences)
-        is_fit = len(plan) == size and not window
-        jit.require(is_fit, "decode_attention: the plan is of other sequences")
-        num_words += work.max_states(num_sequences) * num_q_heads * _state_words(head_size)
+        num_words += _state_words(q, cache, len(plan), _work(cache, num_q_heads, num_ctas, shape))
     parts = torch.empty(num_words, dtype=torch.float32, device=q.device)
     jit.launch(
-        _variant(q.dtype, head_size, shape, newest is not None, window, shares, cache.dtype),
+        attention_variant(
+            q.dtype, head_size, shape, newest is not None, window, shares, cache.dtype, bool(sinks)
+        ),
         "decode_attention",
         (num_ctas,),
         32 * shape.warps,
@@ -380,13 +319,23 @@ def _launch_by_plan(
         num_kv_heads,
         num_q_heads // num_kv_heads,
         jit.block_shift(block_size),
-        window,
+        window - num_sinks,
+        num_sinks,
+        angles,
         shared_memory=shape.shared_memory(cache.dtype, head_size),
         overlaps=True,
     )
 
 
 # ---- by split ----
+
+
+def _split_shape(dtype: torch.dtype, head_size: int) -> TileShape:
+    """Of a CTA of decode_split.cu: a warp for 16 tokens of a tile."""
+    is_wide = jit.is_wide(head_size)
+    if dtype == torch.float32:
+        return TileShape(1, 16, 2) if is_wide else TileShape(2, 32, 2)
+    return TileShape(2, 32, 3) if is_wide else TileShape(4, 64, 3)
 
 
 def _launch_by_split(
@@ -405,13 +354,16 @@ def _launch_by_split(
     size = num_sequences * num_q_heads * splits * (head_size + 2) if splits > 1 else 1
     partial = torch.empty(size, dtype=torch.float32, device=q.device)
     group_size = num_q_heads // num_kv_heads
-    stages = stages_of(q, cache, 3 if q.element_size() == 2 else 2)
-    wanted = tiles_variant("decode_split.cu", q.dtype, head_size, stages, window, cache.dtype)
+    shape = _split_shape(q.dtype, head_size)
+    stages = shape.stages_of(q, cache)
+    wanted = tiles_variant(
+        "decode_split.cu", q.dtype, head_size, shape, stages, window, cache.dtype
+    )
     jit.launch(
         wanted,
         "decode_split",
         (splits, num_kv_heads * -(-group_size // 16), num_sequences),
-        32 * warps_of(q.dtype),
+        32 * shape.warps,
         q,
         q.stride(0),
         cache,
@@ -425,7 +377,7 @@ def _launch_by_split(
         group_size,
         jit.block_shift(block_size),
         window,
-        shared_memory=tiles_memory(q.dtype, head_size, stages, cache.dtype),
+        shared_memory=shape.shared_memory(q.dtype, head_size, stages, cache.dtype),
     )
     if splits > 1:
         grid = (num_q_heads, num_sequences)

@@ -1,7 +1,7 @@
 // The running softmax of up to 8 query heads over the tiles of one (sequence, kv head), kept by one warp
 // (FlashAttention-2; Dao, 2023). Products are transposed: tokens, then dimensions, are the 16 rows of a fragment,
 // query heads its 8 columns.
-// -D ELEMENT (T: 16 bits), HEAD_SIZE, WINDOWED
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, ROTATES, WINDOWED, SINKS
 #pragma once
 #include "decode_sums.cuh"
 #include "rotation.cuh"
@@ -18,8 +18,8 @@ struct Query {
     const float* own = angles + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < CHUNKS / 2; ++i) {
-      cosines[i] = load<2>(own + i * 8);
-      sines[i] = load<2>(own + HEAD_SIZE / 2 + i * 8);
+      cosines[i] = load_angle(own + i * 8);
+      sines[i] = load_angle(own + HEAD_SIZE / 2 + i * 8);
     }
   }
   DEVICE void load_heads(const T* heads, int count) {
@@ -29,6 +29,9 @@ struct Query {
     for (int i = 0; i < CHUNKS; ++i)
       pairs[i] =
           lane / 4 < count ? load_fresh<1>(reinterpret_cast<const u32*>(own + i * 8)).at[0] : 0;
+  }
+  DEVICE void prepare() {
+    if (ROTATES) rotate();
   }
   DEVICE void rotate() {
 #pragma unroll
@@ -40,7 +43,7 @@ struct Query {
 // Of every step dimensions g and g + 8.
 class Columns : public Sums {
  public:
-  using Weights = u32[4];  // exponentials of a tile, as fragments B
+  using Weights = u32[2 * BANDS];  // exponentials of a tile, as fragments B
 
   // Add what `num_states` times `count` columns have, `stride` apart; loads of several are in flight together.
   DEVICE void merge(const State* states, int num_states, int stride, int count) {
@@ -90,27 +93,41 @@ class Columns : public Sums {
   }
 
   // K q^T: scores of tokens 16 i + g and 16 i + g + 8, each of columns 2t, 2t + 1.
-  DEVICE void score(float (&scores)[2][4], const Query& query, u32 keys) const {
+  DEVICE void score(float (&scores)[BANDS][4], const Query& query, u32 keys) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < BANDS; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) scores[i][j] = 0.0f;
     const u32 own = keys + chunk_offset(lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < BANDS; ++i) {
         u32 key[4];
         load_matrices(key, at_step(own, step) + i * 16 * ROW_BYTES);
         multiply_add(scores[i], key, query.pairs[step * 2], query.pairs[step * 2 + 1], T{});
       }
   }
 
-  // `Sums::exponentiate`, then the exponentials as fragments B.
-  DEVICE void exponentiate(float (&scores)[2][4], Weights& weights, int count, int hidden, float scale) {
-    Sums::exponentiate(scores, count, hidden, scale);
+#if SINKS
+  // The same, but of the first `sinks` tokens as `turned` sees them.
+  DEVICE void score_sinks(float (&scores)[BANDS][4], const Query& turned, u32 keys, int sinks) const {
+    float others[BANDS][4];
+    score(others, turned, keys);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < BANDS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (i * 16 + lane / 4 + j / 2 * 8 < sinks) scores[i][j] = others[i][j];
+  }
+#endif
+
+  // `Sums::exponentiate`, then the exponentials as fragments B.
+  DEVICE void exponentiate(float (&scores)[BANDS][4], Weights& weights, int count, int hidden, float scale,
+                           int sinks = 0) {
+    Sums::exponentiate(scores, count, hidden, scale, sinks);
+#pragma unroll
+    for (int i = 0; i < BANDS; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
         weights[i * 2 + j] = transpose(pack_pair(scores[i][j * 2], scores[i][j * 2 + 1]));
@@ -122,7 +139,7 @@ class Columns : public Sums {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < BANDS; ++i) {
         u32 value[4];
         load_transposed(value, at_step(own, step) + i * 16 * ROW_BYTES);
         multiply_add(output[step], value, weights[i * 2], weights[i * 2 + 1], T{});

@@ -1,11 +1,13 @@
 // The rows of a step of decodes, and their heads as the plan has them.
-// -D ELEMENT (T: 16 bits), HEAD_SIZE, ROTATES, FORMAT (of the cache: kv_format.cuh)
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, ROTATES, SINKS, FORMAT (of the cache: kv_format.cuh)
 #pragma once
 #include "kv_format.cuh"
 #if FORMAT == 0
 #include "decode_columns.cuh"
+#elif FORMAT == INT4
+#include "decode_int4.cuh"
 #else
-#include "decode_quantized.cuh"
+#include "decode_bytes.cuh"
 #endif
 
 // The heads of the plan: each kv head `parts` times, with at most `width` of its query heads.
@@ -41,10 +43,11 @@ struct Inputs {
   i64 k_stride;
   const T* v;
   i64 v_stride;
-  const float* cos_sin;  // [position, HEAD_SIZE]: cosines, then sines
+  const float* cos_sin;      // [position, HEAD_SIZE]: cosines, then sines; if SINKS [row, HEAD_SIZE]
+  const float* sink_angles;  // the same, by which a rotated query is turned further for sinks; if SINKS
 
   // Of the newest token of a sequence.
   DEVICE const float* angles(const Sequence& sequence) const {
-    return cos_sin + i64(sequence.length - 1) * HEAD_SIZE;
+    return cos_sin + i64(SINKS ? sequence.row : sequence.length - 1) * HEAD_SIZE;
   }
 };

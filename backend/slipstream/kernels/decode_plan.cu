@@ -1,6 +1,6 @@
 // Makes the plan of decode attention (decode_plan.cuh) from the lengths. Every CTA cuts all tiles, and writes a share
 // of the plan.
-// -D WINDOWED, SHARES
+// -D TILE, WINDOWED, SINKS, SHARES
 #include "decode_plan.cuh"
 #include "scan.cuh"
 
@@ -14,7 +14,7 @@ struct Tiles {
   int* rows;
   int count;  // of sequences
   int num_heads;
-  int window;
+  Window window;
 
   struct Place {
     int index, head;
@@ -44,11 +44,19 @@ struct Tiles {
   }
 };
 
-DEVICE int first_tile_of(const RowPrefix* prefixes, int row, int length, int window) {
+// Tiles of a head that are left out, and the number of tile `index` of the others.
+DEVICE int num_left_out(const RowPrefix* prefixes, int row, int length, const Window& window) {
 #if SHARES
   return length > 0 ? prefixes[row].first_tile : 0;
 #else
-  return first_tile(length, window);
+  return window.num_left_out(length);
+#endif
+}
+DEVICE int tile_at(const RowPrefix* prefixes, int row, int length, const Window& window, int index) {
+#if SHARES
+  return index + prefixes[row].first_tile;
+#else
+  return window.tile(index, length);
 #endif
 }
 
@@ -60,7 +68,7 @@ DEVICE void collect(const int* lengths, const RowPrefix* prefixes, int num_rows,
     const int row = base + threadIdx.x;
     const int length = row < num_rows ? lengths[row] : 0;
     u64 here, all;
-    const int own = (length + TILE - 1) / TILE - first_tile_of(prefixes, row, length, tiles.window);
+    const int own = (length + TILE - 1) / TILE - num_left_out(prefixes, row, length, tiles.window);
     scan((u64(length > 0) << 32) + own, sums, THREADS / 32, here, all);
     if (length > 0) {
       const int index = int((done + here) >> 32) - 1;
@@ -130,8 +138,8 @@ DEVICE Start start_of(const Tiles& tiles, const int* lengths, const RowPrefix* p
   const auto place = tiles.find(begin);
   return {place.index,
           place.head,
-          place.tile + first_tile_of(prefixes, tiles.rows[place.index],
-                                     lengths[tiles.rows[place.index]], tiles.window),
+          tile_at(prefixes, tiles.rows[place.index], lengths[tiles.rows[place.index]], tiles.window,
+                  place.tile),
           end - begin,
           sequence_at(tiles, lengths, prefixes, place.index),
           sequence_at(tiles, lengths, prefixes, place.index + 1)};
@@ -161,9 +169,9 @@ DEVICE void write_shares(const Plan& plan, const Tiles& tiles, const int* cuts, 
 // Starts no kernel before it has ended: those that follow read the plan without waiting for it.
 extern "C" __global__ void __launch_bounds__(THREADS)
     plan_decode(const int* lengths, int* memory, i64 num_rows, i64 num_heads, i64 num_ctas,
-                i64 num_workers, i64 min_run, i64 whole_run, i64 whole_more, i64 window) {
+                i64 num_workers, i64 min_run, i64 whole_run, i64 whole_more, i64 window, i64 num_sinks) {
   const Plan plan(memory, int(num_ctas), int(num_workers));
-  Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads), int(window)};
+  Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads), {int(window), int(num_sinks)}};
   int* cuts = shared_ints + 2 * num_rows;
   const RowPrefix* prefixes = plan.prefixes(int(num_rows)).rows;
   collect(lengths, prefixes, int(num_rows), tiles);

@@ -2,9 +2,10 @@
 //
 // A tile is TILE tokens of one (sequence, head); a head stands for the query heads that share a kv head, or for some
 // of them where they are many. Tiles lie in the order sequence, head, token: each CTA gets a run of them, each
-// worker a run of its CTA's. With a window, tiles in front of it are left out; the others keep their numbers. So it is
-// with what is attended to together with other sequences (prefixes.cuh).
-// -D WINDOWED (1: the newest token sees the last `window` tokens alone), SHARES (1: there may be what sequences share)
+// worker a run of its CTA's. With a window, tiles in front of it are left out, but for those of sinks; the others keep
+// their numbers. So it is with what is attended to together with other sequences (prefixes.cuh).
+// -D TILE, WINDOWED (1: the newest token sees the last tokens alone), SINKS (1: and the first ones), SHARES (1: there
+// may be what sequences share)
 #pragma once
 #include "common.cuh"
 #include "prefixes.cuh"
@@ -12,12 +13,26 @@
 #ifndef SHARES
 #define SHARES 0
 #endif
+#ifndef SINKS
+#define SINKS 0
+#endif
+static_assert(WINDOWED || !SINKS, "without a window there is nothing between sinks and others");
 
-constexpr int TILE = 32;
+// What the newest token of a sequence sees: the last `size` tokens if WINDOWED, with the first `sinks` if SINKS.
+struct Window {
+  int size;
+  int sinks;
 
-// The first token that the newest of a sequence sees, and that token's tile.
-DEVICE int first_seen(int length, int window) { return WINDOWED ? max(0, length - window) : 0; }
-DEVICE int first_tile(int length, int window) { return first_seen(length, window) / TILE; }
+  // The first of the last tokens.
+  DEVICE int first_seen(int length) const { return WINDOWED ? max(0, length - size) : 0; }
+  DEVICE int sink_tiles() const { return SINKS ? (sinks + TILE - 1) / TILE : 0; }
+  // Tiles that are left out: those behind the sinks' in front of the last tokens'.
+  DEVICE int num_left_out(int length) const { return max(0, first_seen(length) / TILE - sink_tiles()); }
+  // The number of the tile that is number `index` among those that are not left out.
+  DEVICE int tile(int index, int length) const {
+    return index < sink_tiles() ? index : index + num_left_out(length);
+  }
+};
 
 #if SHARES
 static_assert(!WINDOWED, "a window hides what sequences share");
@@ -26,13 +41,13 @@ struct alignas(16) Sequence {
   int length;
   RowPrefix prefix;
 };
-DEVICE int first_tile(const Sequence& sequence, int) { return sequence.prefix.first_tile; }
+DEVICE int first_tile(const Sequence& sequence, const Window&) { return sequence.prefix.first_tile; }
 #else
 struct alignas(8) Sequence {
   int row;  // of the batch
   int length;
 };
-DEVICE int first_tile(const Sequence& sequence, int window) { return first_tile(sequence.length, window); }
+DEVICE int first_tile(const Sequence& sequence, const Window& window) { return window.tile(0, sequence.length); }
 #endif
 
 // The first tile of a worker, and what it must know to go on from there.

@@ -170,7 +170,7 @@ class SharedTiles {
   // The next tile, if there is one. Tokens past the end become zeros: what their memory holds meets no arithmetic.
   DEVICE void start_copy(int stage) {
     if (first < item.end) {
-      const i64 piece = cache.offset(block, own_token(), item.head * cache.parts);
+      const i64 piece = cache.offset(block, own_token(), item.head);
       u8* slot = memory + stage * 2 * SHARED_BYTES;
 #pragma unroll 2
       for (int step = 0; step < (COPIES + AT_ONCE - 1) / AT_ONCE; ++step) {
@@ -210,7 +210,8 @@ class Ahead {
     for (int i = 0; i < min(count, AHEAD); ++i) {
       const int token = cursor.tile * TILE + lane % PIECES * PIECE;
       if (lane / PIECES == i && token < cursor.now.length)
-        place = cache.memory + cache.offset(cache.block(cursor.now.row, token), token, cursor.head);
+        place = cache.memory +
+                cache.offset(cache.block(cursor.now.row, token), token, cursor.head / cache.parts);
       cursor.advance(num_heads);
     }
   }

@@ -1,11 +1,12 @@
 // Paged decode attention whose bits depend on a sequence alone (flash-decoding): its tokens are split over CTAs by its
 // own length, then over warps, and combined in a fixed order.
-// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED (1: the last `window`
-// tokens alone), FORMAT (of the cache: kv_format.cuh)
+// -D ELEMENT (T), HEAD_SIZE, WARPS, TILE (tokens), STAGES (in flight), MMA (1: tensor cores), WINDOWED (1: the last
+// `window` tokens alone), FORMAT (of the cache: kv_format.cuh)
 #include "tiles.cuh"
 
 constexpr int MIN_SPLIT = 256;  // tokens
 constexpr int MAX_SPLITS = 32;
+static_assert(TILE == 16 * WARPS, "each warp has 16 tokens of a tile");
 
 // How many tokens are seen.
 DEVICE int num_seen(int length, int window) { return WINDOWED ? min(length, window) : length; }

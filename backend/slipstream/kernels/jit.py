@@ -25,7 +25,7 @@ from slipstream.kernels import cache
 from slipstream.kernels.op import KernelError
 
 DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
-HEAD_SIZES = (64, 80, 96, 128)
+HEAD_SIZES = (64, 80, 96, 128, 256)
 MIN_CAPABILITY = (8, 0)  # cp.async, bf16 mma
 
 FOLDER = Path(__file__).parent
@@ -77,6 +77,13 @@ def head_size_of(dtype: torch.dtype, head_size: int) -> int:
     if head_size not in HEAD_SIZES:
         raise KernelError(f"head size {head_size} has no kernels; they are built for {HEAD_SIZES}")
     return head_size
+
+
+def is_wide(head_size: int) -> bool:
+    """Whether heads take so many registers, and so much shared memory, that kernels of attention
+    have shapes of their own for them.
+    """
+    return head_size > 128
 
 
 def block_shift(block_size: int) -> int:

@@ -14,9 +14,13 @@ loads of 16 bytes are aligned. A scale is a byte too, the upper bits of a float3
 five bits of exponent and three of mantissa: `2 ** -22 .. 832`. K is cached after its rotation, as
 in 16 bits. Numbers of one scale among which is NaN or infinity are NaN as a whole; beyond 1e5, in
 int4 1e4, they are cut off.
+
+In fp8 a layer may have scales of its own (`Static`). Then a token's scale is 1 and its numbers are
+over the layer's: who reads the cache multiplies by that.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +33,20 @@ MIN_BLOCK_SIZE = 16  # of quantised blocks: smaller ones would not be whole vect
 _NUMBERS = {torch.float8_e4m3fn: 1, torch.int8: 2, torch.uint8: 3}  # FORMAT in kv_format.cuh
 _MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _FIRST, _SHIFT, _NAN = 840, 20, 255  # upper bits of 2 ** -22; mantissa bits left out; a code
+_ONE = 176  # the code of 1
+
+
+class Static(NamedTuple):
+    """Scales of all K and of all V of a layer, exact in fp32, 2 ** -64 .. 2 ** 64."""
+
+    k: float
+    v: float
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Of a cache of this dtype, as it is asked for."""
+    names = {kept: name for name, kept in FORMATS.items()}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def is_quantized(cache: Tensor) -> bool:
@@ -70,12 +88,14 @@ def is_legal(dtype: torch.dtype, head_size: int) -> bool:
     return dtype != torch.uint8 or (head_size % 2 == 0 and head_size % num_groups(head_size) == 0)
 
 
-def check(op_name: str, cache: Tensor, x: Tensor) -> None:
-    """Raise `KernelError` unless a cache is for heads like `x [n, heads, d]`."""
+def check(op_name: str, cache: Tensor, x: Tensor, static: Static | None = None) -> None:
+    """Raise `KernelError` unless a cache is for heads like `x [n, heads, d]`, and such scales."""
     if cache.dtype != x.dtype and not is_quantized(cache):
         raise KernelError(f"{op_name}: a cache of {cache.dtype} for {x.dtype}")
     if head_size_of(cache) != x.shape[2]:
         raise KernelError(f"{op_name}: rows of {cache.shape[4]} do not hold heads of {x.shape[2]}")
+    if static is not None and cache.dtype != torch.float8_e4m3fn:
+        raise KernelError(f"{op_name}: static scales for a cache of {cache.dtype}, not of fp8")
 
 
 def _cut(x: Tensor, count: int) -> Tensor:
@@ -109,13 +129,20 @@ def _meaning(codes: Tensor) -> Tensor:
 # ---- numbers ----
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Heads `x [..., d]` as bytes: numbers `[..., d or d / 2]`, scales `[..., 1 or 2 groups]`."""
+def quantize(x: Tensor, dtype: torch.dtype, static: float | None = None) -> tuple[Tensor, Tensor]:
+    """Heads `x [..., d]` as bytes: numbers `[..., d or d / 2]`, scales `[..., 1 or 2 groups]`.
+
+    With `static`, of fp8, numbers are those of `x / static`, and scales 1, or NaN.
+    """
     x = x.float()
     if dtype == torch.uint8:
         return _quantize_groups(x)
     codes = _codes(x.abs().amax(-1, keepdim=True) / _MAX[dtype])
-    scaled = (x / _meaning(codes)).nan_to_num(0.0)
+    scales = _meaning(codes)
+    if static is not None:
+        codes = torch.where(codes == _NAN, codes, _ONE).to(torch.uint8)
+        scales = torch.where(codes == _NAN, scales, static)
+    scaled = (x / scales).nan_to_num(0.0)
     if dtype == torch.int8:
         scaled = scaled.round()
     return scaled.clamp(-_MAX[dtype], _MAX[dtype]).to(dtype).view(torch.uint8), codes
@@ -161,7 +188,7 @@ def _parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _cut(numbers, size), _cut(scales, size)
 
 
-def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, static: Static | None = None) -> None:
     """K and V of tokens, `[n, kv head, d]` each, go to their slots in the cache."""
     block, offset = slots // cache.shape[3], slots % cache.shape[3]
     if not is_quantized(cache):
@@ -169,8 +196,8 @@ def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         cache[block, :, 1, offset] = v
         return
     numbers, scales = _parts(cache)
-    for part, x in enumerate((k, v)):
-        for target, source in zip((numbers, scales), quantize(x, cache.dtype), strict=True):
+    for part, (x, scale) in enumerate(zip((k, v), static or (None, None), strict=True)):
+        for target, source in zip((numbers, scales), quantize(x, cache.dtype, scale), strict=True):
             target[block, :, part, offset] = source
 
 

@@ -55,18 +55,21 @@ class Quantizer {
   DEVICE float divide(float value) const {
     const float quotient = value * inverse;
     const float rest = fmaf(-quotient, scale, value);
-    return rest == 0.0f ? quotient : fmaf(rest, inverse, quotient);
+    return rest == 0.0f || fabsf(quotient) == INFINITE ? quotient : fmaf(rest, inverse, quotient);
   }
 
  public:
   u8 code;
 
-  DEVICE explicit Quantizer(const Range& range) {
+  // With a `layers` scale, of e4m3, numbers are over that and their own is 1; 0: there is none.
+  DEVICE Quantizer(const Range& range, float layers) {
+    const bool is_static = FORMAT == E4M3 && layers > 0.0f;
     float wanted = __uint_as_float(range.largest) / (FORMAT == E4M3 ? 448.0f : 127.0f);
     if (FORMAT == INT4) wanted = fmaxf((range.high - range.low) / 15.0f, fmaxf(-range.low, range.high) / 127.0f);
+    if (is_static) wanted = 1.0f;
     const bool is_finite = range.largest < 0x7f800000u && wanted < INFINITE;
     code = is_finite ? code_of(wanted) : 255;
-    scale = scale_of(code);
+    scale = is_static && is_finite ? layers : scale_of(code);
     inverse = 1.0f / scale;
     if (FORMAT == INT4 && is_finite) zero = fminf(fmaxf(rintf(divide(-range.low)), -127.0f), 127.0f);
   }

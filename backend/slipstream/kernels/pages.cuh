@@ -1,16 +1,24 @@
 // Tiles of a paged cache: asynchronous 16-byte copies from pages into shared memory, rows padded by 16 bytes
 // so that neither ldmatrix nor a lane-a-row read meets a bank conflict.
-// -D ELEMENT (T), HEAD_SIZE, WARPS, WINDOWED (1: a row sees its last `window` tokens alone), FORMAT (kv_format.cuh)
+// -D ELEMENT (T), HEAD_SIZE, WARPS, TILE (tokens), WINDOWED (1: a row sees its last `window` tokens alone), SINKS (1:
+// of these, those within bounds), FORMAT (kv_format.cuh)
 #pragma once
 #include "copies.cuh"
 #include "kv_format.cuh"
 
+#ifndef SINKS
+#define SINKS 0
+#endif
+static_assert(WINDOWED || !SINKS, "without a window there is nothing between sinks and others");
+static_assert(HEAD_SIZE <= 128 || !SINKS, "turning wide queries takes more registers than there are");
+
 constexpr int THREADS = 32 * WARPS;
-constexpr int TILE = 16 * WARPS;           // tokens of a tile: 16 for each warp
 constexpr int VECTOR = 16 / sizeof(T);     // elements of a 16-byte access
 constexpr int CHUNKS = HEAD_SIZE / VECTOR;  // 16-byte accesses of a head
 constexpr int PITCH = HEAD_SIZE + VECTOR;  // elements between two tokens of a tile
 constexpr int TILE_ELEMENTS = TILE * PITCH;
+constexpr int COPIES = TILE * CHUNKS / THREADS;       // of K, and of V, by a thread
+constexpr int UNROLL = HEAD_SIZE > 128 ? 2 : COPIES;  // rows of wide heads leave no registers for more
 static_assert(TILE * CHUNKS % THREADS == 0, "every thread copies as much as every other");
 
 #if FORMAT == 0
@@ -25,8 +33,8 @@ struct Pages {
   // what an unused row holds (NaN even) meets no arithmetic, and no table's entry is read that may be anything.
   DEVICE void start_copy(T* tile, int first, int begin, int end) const {
     const int mask = (1 << block_shift) - 1;
-#pragma unroll
-    for (int step = 0; step < TILE * CHUNKS / THREADS; ++step) {
+#pragma unroll UNROLL
+    for (int step = 0; step < COPIES; ++step) {
       const int i = threadIdx.x + step * THREADS;
       const int row = i / CHUNKS, column = i % CHUNKS * VECTOR;
       const int token = first + row;
@@ -57,7 +65,15 @@ struct Rows {
   int step;
   float scale;  // of the scores, times log2(e): the softmax is in base 2
   int window;
+  int begin, end;  // if SINKS: of these, tokens [begin, end) alone
 
-  DEVICE int last_visible(int row) const { return first_position + row * step; }
-  DEVICE int first_visible(int row) const { return last_visible(row) - window + 1; }  // if WINDOWED
+  DEVICE int last_visible(int row) const {
+    const int position = first_position + row * step;
+    return SINKS ? min(position, end - 1) : position;
+  }
+  // If WINDOWED.
+  DEVICE int first_visible(int row) const {
+    const int first = first_position + row * step - window + 1;
+    return SINKS ? max(begin, first) : first;
+  }
 };

@@ -6,7 +6,9 @@
 not read: those past a sequence's length, and those in front of the window.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,19 +65,26 @@ def check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors
 # ---- tiles.cuh ----
 
 
-def warps_of(dtype: torch.dtype) -> int:
-    """Warps of a CTA; a tile holds 16 tokens for each."""
-    return 2 if dtype == torch.float32 else 4
+class TileShape(NamedTuple):
+    """Of a CTA; with two stages it fits the 99 KiB of small GPUs, whatever the cache's format."""
 
+    warps: int
+    tokens: int  # of a tile
+    stages: int  # tiles in flight, at most
 
-def tiles_memory(
-    dtype: torch.dtype, head_size: int, stages: int, cached: torch.dtype | None = None
-) -> int:
-    """Bytes of shared memory for `stages` tiles; `cached` is the cache's dtype."""
-    tokens = 16 * warps_of(dtype)
-    tiles = stages * 2 * tokens * (head_size * dtype.itemsize + 16)
-    scratch = tokens * head_size * 4 if dtype == torch.float32 else 0  # the queries, per warp
-    return tiles + scratch + 2 * tokens * _staged(cached, head_size)
+    def shared_memory(
+        self, dtype: torch.dtype, head_size: int, stages: int, cached: torch.dtype | None = None
+    ) -> int:
+        """Bytes for `stages` tiles; `cached` is the cache's dtype."""
+        tiles = stages * 2 * self.tokens * (head_size * dtype.itemsize + 16)
+        scratch = 16 * self.warps * head_size * 4 if dtype == torch.float32 else 0  # the queries
+        return tiles + scratch + 2 * self.tokens * _staged(cached, head_size)
+
+    def stages_of(self, q: Tensor, cache: Tensor) -> int:
+        """Tiles in flight: two where shared memory is small, or the cache is in fewer bits."""
+        most = self.shared_memory(q.dtype, q.shape[2], self.stages)
+        fits = most <= jit.shared_memory_limit(q.device.index)
+        return self.stages if fits and not kv_format.is_quantized(cache) else 2
 
 
 def _staged(cached: torch.dtype | None, head_size: int) -> int:
@@ -85,44 +94,43 @@ def _staged(cached: torch.dtype | None, head_size: int) -> int:
     return kv_format.row_size(cached, head_size) - kv_format.num_scales(cached, head_size)
 
 
-def stages_of(q: Tensor, cache: Tensor, wish: int) -> int:
-    """Tiles in flight: as many as wished, or two where shared memory is small, or the cache is in
-    fewer bits.
-    """
-    wished = tiles_memory(q.dtype, q.shape[2], wish)
-    fits = wished <= jit.shared_memory_limit(q.device.index)
-    return wish if fits and not kv_format.is_quantized(cache) else 2
-
-
 def tiles_variant(
     source: str,
     dtype: torch.dtype,
     head_size: int,
+    shape: TileShape,
     stages: int,
     window: int,
     cached: torch.dtype | None = None,
+    sinks: bool = False,
 ) -> jit.Variant:
     """The instantiation of a kernel that includes tiles.cuh; `cached` is the cache's dtype."""
     jit.head_size_of(dtype, head_size)
+    jit.require(not (sinks and jit.is_wide(head_size)), f"no sinks of heads of {head_size}")
     return jit.variant(
         source,
         dtype,
         HEAD_SIZE=head_size,
-        WARPS=warps_of(dtype),
+        WARPS=shape.warps,
+        TILE=shape.tokens,
         STAGES=stages,
         MMA=int(dtype != torch.float32),
         WINDOWED=int(window > 0),
+        **({"SINKS": 1} if sinks else {}),
         **kv_format.macros(cached or dtype),
     )
 
 
-def tiles_variants(source: str, stages: int) -> Iterator[jit.Variant]:
-    """Every legal instantiation, for up to `stages` tiles in flight."""
-    for dtype in jit.DTYPES:
-        for head_size in jit.HEAD_SIZES:
-            for count in range(2, stages + 1 if dtype != torch.float32 else 3):
-                for window in (0, 1):
-                    yield tiles_variant(source, dtype, head_size, count, window)
-            for cached in kv_format.FORMATS.values():
-                for window in (0, 1):
-                    yield tiles_variant(source, dtype, head_size, 2, window, cached)
+def tiles_variants(
+    source: str, shape_of: Callable[[torch.dtype, int], TileShape], sinks: bool = False
+) -> Iterator[jit.Variant]:
+    """Every legal instantiation; `shape_of` dtype and head size is a CTA's."""
+    windows = (1,) if sinks else (0, 1)
+    for dtype, head_size in itertools.product(jit.DTYPES, jit.HEAD_SIZES):
+        if sinks and jit.is_wide(head_size):
+            continue
+        shape = shape_of(dtype, head_size)
+        for stages, window in itertools.product(range(2, shape.stages + 1), windows):
+            yield tiles_variant(source, dtype, head_size, shape, stages, window, None, sinks)
+        for cached, window in itertools.product(kv_format.FORMATS.values(), windows):
+            yield tiles_variant(source, dtype, head_size, shape, 2, window, cached, sinks)

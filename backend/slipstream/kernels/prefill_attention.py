@@ -12,18 +12,16 @@ from torch.nn import functional
 from slipstream.kernels import jit, kv_format, tensor_map
 from slipstream.kernels.op import op
 from slipstream.kernels.pages import (
+    TileShape,
     check,
     first_seen,
     gather,
-    stages_of,
-    tiles_memory,
     tiles_variant,
     tiles_variants,
-    warps_of,
 )
 
-_WGMMA_HEAD_SIZES = (64, 128)
-_WGMMA_ROWS, _WGMMA_TILE, _WGMMA_STAGES = 128, 128, 2  # as in prefill_wgmma.cu
+_WGMMA_HEAD_SIZES = (64, 128, 256)
+_WGMMA_ROWS, _WGMMA_STAGES = 128, 2  # as in prefill_wgmma.cu
 _MOST_PARTS, _WARP_ROWS = 384, 16  # as in prefill_items.cuh, prefill_parts.cuh
 
 
@@ -74,18 +72,43 @@ def prefill_attention(
     return out
 
 
+def wgmma_tile(head_size: int) -> int:
+    """Tokens of a tile of prefill_wgmma.cu."""
+    return 64 if jit.is_wide(head_size) else 128
+
+
+def wgmma_memory(head_size: int) -> int:
+    """Bytes of shared memory of a CTA of prefill_wgmma.cu, whose elements have 16 bits."""
+    rows = _WGMMA_ROWS + 2 * _WGMMA_STAGES * wgmma_tile(head_size)
+    return rows * head_size * 2 + 256  # barriers, items
+
+
 def _wgmma_variant(dtype: torch.dtype, head_size: int, splits: bool) -> jit.Variant:
     return jit.variant(
-        "prefill_wgmma.cu", dtype, only="sm_90a", HEAD_SIZE=head_size, SPLITS=int(splits)
+        "prefill_wgmma.cu",
+        dtype,
+        only="sm_90a",
+        HEAD_SIZE=head_size,
+        TILE=wgmma_tile(head_size),
+        SPLITS=int(splits),
     )
+
+
+def tiles_shape(dtype: torch.dtype, head_size: int) -> TileShape:
+    """Of a CTA of prefill_attention.cu: a warp for 16 queries."""
+    is_wide = jit.is_wide(head_size)
+    if dtype == torch.float32:
+        return TileShape(1, 16, 2) if is_wide else TileShape(2, 32, 2)
+    return TileShape(4, 16, 3) if is_wide else TileShape(4, 64, 2)
 
 
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
-    yield from tiles_variants("prefill_attention.cu", 2)
+    yield from tiles_variants("prefill_attention.cu", tiles_shape)
     for dtype in (torch.float16, torch.bfloat16):
         for head_size, splits in itertools.product(_WGMMA_HEAD_SIZES, (False, True)):
-            yield _wgmma_variant(dtype, head_size, splits)
+            if not (splits and jit.is_wide(head_size)):
+                yield _wgmma_variant(dtype, head_size, splits)
 
 
 _ITEM_WARPS = _WGMMA_ROWS // _WARP_ROWS
@@ -110,7 +133,7 @@ def _counters(device: int) -> int:
 
 
 def parts_size(head_size: int) -> int:
-    """Floats for the sums of all parts of a launch (27 MB where heads are of 128)."""
+    """Floats for the sums of all parts of a launch (27 MB where heads are of 128, 52 of 256)."""
     return _MOST_PARTS * _ITEM_WARPS * 32 * (head_size // 2 + 4)
 
 
@@ -146,12 +169,12 @@ def _prefill_attention(
     arguments = (q, cache, block_tables, query_starts, lengths, out, scale, max_queries)
     has_wgmma &= window == 0 and not kv_format.is_quantized(cache)
     if has_wgmma and jit.is_hopper(q.device):
-        splits &= _may_split(q, cache, max_queries)
+        splits &= not jit.is_wide(q.shape[2]) and _may_split(q, cache, max_queries)
         size = parts_size(q.shape[2]) if splits else 0
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
         launch_wgmma(*arguments, parts)
     else:
-        _launch_tiles(*arguments, window)
+        launch_tiles(*arguments, window)
     return out
 
 
@@ -188,7 +211,7 @@ def launch_wgmma(
     if not splits:
         most = _row_tiles(q, cache, max_queries) * num_kv_heads * len(lengths)
         num_ctas = min(num_ctas, most)
-    rows = _WGMMA_ROWS + 2 * _WGMMA_STAGES * _WGMMA_TILE
+    tile = wgmma_tile(head_size)
     num_rows = num_blocks * num_kv_heads * 2 * block_size
     jit.require(num_rows < 2**31, f"prefill_attention: {num_blocks} blocks are too many")
     jit.launch(
@@ -196,7 +219,7 @@ def launch_wgmma(
         "prefill_wgmma",
         (num_ctas,),
         384,
-        tensor_map.boxes(cache, num_rows, head_size, min(block_size, _WGMMA_TILE)),
+        tensor_map.boxes(cache, num_rows, head_size, min(block_size, tile)),
         q,
         q.stride(0),
         block_tables,
@@ -212,12 +235,12 @@ def launch_wgmma(
         group_size,
         jit.block_shift(block_size),
         *([parts] if splits else []),
-        shared_memory=rows * head_size * q.element_size() + 256,  # barriers, items
+        shared_memory=wgmma_memory(head_size),
         overlaps=True,
     )
 
 
-def _launch_tiles(
+def launch_tiles(
     q: Tensor,
     cache: Tensor,
     block_tables: Tensor,
@@ -227,14 +250,27 @@ def _launch_tiles(
     scale: float,
     max_queries: int,
     window: int,
+    sinks: tuple[int, Tensor, Tensor] | None = None,
 ) -> None:
+    """`prefill_attention` on any GPU; with `sinks` (number, angles, positions) `sink_attention`."""
     num_q_heads, head_size = q.shape[1:]
-    num_kv_heads, warps, stages = cache.shape[1], warps_of(q.dtype), stages_of(q, cache, 2)
+    num_kv_heads, shape = cache.shape[1], tiles_shape(q.dtype, head_size)
+    stages = shape.stages_of(q, cache)
+    num_sinks, angles, positions = sinks or (0, 0, 0)
     jit.launch(
-        tiles_variant("prefill_attention.cu", q.dtype, head_size, stages, window, cache.dtype),
+        tiles_variant(
+            "prefill_attention.cu",
+            q.dtype,
+            head_size,
+            shape,
+            stages,
+            window,
+            cache.dtype,
+            sinks is not None,
+        ),
         "prefill_attention",
-        (num_q_heads, -(-max_queries // (16 * warps)), len(lengths)),
-        32 * warps,
+        (num_q_heads, -(-max_queries // (16 * shape.warps)), len(lengths)),
+        32 * shape.warps,
         q,
         q.stride(0),
         cache,
@@ -248,6 +284,9 @@ def _launch_tiles(
         num_kv_heads,
         num_q_heads // num_kv_heads,
         jit.block_shift(cache.shape[3]),
-        window,
-        shared_memory=tiles_memory(q.dtype, head_size, stages, cache.dtype),
+        window - num_sinks,
+        num_sinks,
+        angles,
+        positions,
+        shared_memory=shape.shared_memory(q.dtype, head_size, stages, cache.dtype),
     )

@@ -1,12 +1,11 @@
 // What is to do in a step's chunks, cut into items, and in which order: the longest first, so that all end together.
 // A query row is one head of one query: the heads that share a kv head share its tiles. With SPLITS, where items are
 // fewer than CTAs, those of chunks behind many tokens are cut into parts, whose sums prefill_parts.cuh puts together.
-// -D ELEMENT (T), HEAD_SIZE, SPLITS
+// -D ELEMENT (T), HEAD_SIZE, TILE (tokens), SPLITS
 #pragma once
 #include "tma.cuh"
 
 constexpr int ITEM_ROWS = 128;  // query rows of an item
-constexpr int TILE = 128;       // tokens
 constexpr i64 CACHED_BYTES = 20 << 20;  // of K and V that stay in the L2 cache while CTAs share them
 #if SPLITS
 constexpr int MIN_PART = 4;      // tiles, nearly: all rows of an item see a token of two or more

@@ -1,7 +1,7 @@
 // Puts together what several CTAs have of an item that is cut into parts: two by two, then by fours, and so on, each
 // warp with those that have the same rows. The later of two adds up both, so nobody waits; a sum of two has the same
 // bits whoever adds, so equal launches give equal bits.
-// -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128), SPLITS
+// -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128, 256), TILE, SPLITS
 #pragma once
 #include "prefill_rows.cuh"
 

@@ -1,6 +1,6 @@
 // 64 query rows of a warpgroup against tiles of tokens in shared memory, on Hopper's tensor cores, with the online
 // softmax of FlashAttention-2 (Dao, 2023). Fragments are those of wgmma.cuh.
-// -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128)
+// -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128, 256), TILE
 #pragma once
 #include "prefill_items.cuh"
 #include "wgmma.cuh"
@@ -9,13 +9,19 @@ constexpr int ROWS = 64;                 // query rows
 constexpr int COLUMNS = HEAD_SIZE / 64;  // of 128 bytes, as swizzled operands have
 constexpr int QUERY_COLUMN = ROWS * 128, QUERY_BYTES = COLUMNS * QUERY_COLUMN;
 constexpr int TILE_COLUMN = TILE * 128, TILE_BYTES = COLUMNS * TILE_COLUMN;
+// Whether products read queries from shared memory; else registers have room for them.
+constexpr bool QUERIES_STAY = HEAD_SIZE > 128;
 constexpr u32 NOWHERE = ~0u;  // instead of a place in q or in the output, in 16-byte chunks
 
 // 64 rows of a warpgroup: unnormalised sums, and what the online softmax keeps; rows g and g + 8 of a lane.
 class GroupRows {
   static constexpr int STEPS = TILE / 16;
   const int lane = threadIdx.x % 32;
+#if HEAD_SIZE > 128
+  u64 queries_at;
+#else
   u32 query[HEAD_SIZE / 16][4];
+#endif
   float scores[TILE / 2];
   float output[HEAD_SIZE / 2];
   u32 probabilities[STEPS][4];
@@ -28,8 +34,7 @@ class GroupRows {
   float total[2];  // this lane's share of the sum of exponentials
 
   DEVICE GroupRows() {
-#pragma unroll
-    for (int i = 0; i < TILE / 2; ++i) scores[i] = 0.0f;
+    clear_scores();
     clear_output();
     restart();
   }
@@ -39,12 +44,23 @@ class GroupRows {
     maximum[0] = maximum[1] = -INFINITE;
     total[0] = total[1] = 0.0f;
   }
+  DEVICE void clear_scores() {
+#pragma unroll
+    for (int i = 0; i < TILE / 2; ++i) scores[i] = 0.0f;
+  }
   DEVICE void clear_output() {
 #pragma unroll
     for (int i = 0; i < HEAD_SIZE / 2; ++i) output[i] = 0.0f;
   }
 
   // From shared memory, where they lie as tiles do.
+#if HEAD_SIZE > 128
+  DEVICE void load_queries(u32 queries) {
+    fence_async();  // they came by cp.async
+    queries_at = rows_descriptor(queries);
+  }
+  DEVICE u64 queries_of(int step) const { return advance(queries_at, step / 4 * QUERY_COLUMN + step % 4 * 32); }
+#else
   DEVICE void load_queries(u32 queries) {
     const int row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
@@ -57,6 +73,8 @@ class GroupRows {
                    : "memory");
     }
   }
+  DEVICE const u32 (&queries_of(int step) const)[4] { return query[step]; }
+#endif
 
   // Starts scores = Q K^T.
   DEVICE void start_scores(u32 keys) {
@@ -65,7 +83,7 @@ class GroupRows {
     products_begin();
 #pragma unroll
     for (int step = 0; step < HEAD_SIZE / 16; ++step)
-      multiply(scores, query[step], advance(b, step / 4 * TILE_COLUMN + step % 4 * 32), step > 0, T{});
+      multiply(scores, queries_of(step), advance(b, step / 4 * TILE_COLUMN + step % 4 * 32), step > 0, T{});
     products_commit();
   }
 

@@ -1,7 +1,7 @@
 // Paged prefill attention on Hopper's tensor cores, after FlashAttention-3 (Shah et al., 2024): two warpgroups of 64
-// query rows attend to tiles of 128 tokens, one multiplies while the other exponentiates; a third fetches.
-// -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128), SPLITS (1: several CTAs may share an item, which makes the
-// others a little slower)
+// query rows attend to tiles of tokens, one multiplies while the other exponentiates; a third fetches.
+// -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128, 256), TILE (tokens), SPLITS (1: several CTAs may share
+// an item, which makes the others a little slower; not of wide heads, whose sums leave no registers to add others)
 #include "prefill_parts.cuh"
 
 constexpr int GROUPS = 2;  // warpgroups that multiply, of ROWS query rows each
@@ -267,6 +267,7 @@ class Attention {
     const int whole = ends_half ? end - 1 : end;
     for (int tile = begin + 1; tile < whole; ++tile) step<TILE>(tile);
     if (ends_half && end > begin + 1) step<TILE / 2>(end - 1);
+    if (QUERIES_STAY) release(shared.queries_free(group));
     aim();
     barrier_wait(shared.values_full(values.slot()), values.parity());
     const int real = items.current().length - (end - 1) * TILE;
@@ -294,9 +295,10 @@ class Attention {
 
   // The first scores of an item, with nothing left of one before.
   DEVICE void start() {
+    if (QUERIES_STAY) rows.clear_scores();  // no register keeps them from one item to the next
     start_item();
     rows.start_scores(shared.keys(keys.slot()));
-    release(shared.queries_free(group));
+    if (!QUERIES_STAY) release(shared.queries_free(group));
     rows.wait_scores<0>();
     softmax<TILE>(begin);
     rows.pack<TILE>();
@@ -310,19 +312,20 @@ class Attention {
     rows.store_rows(a.out, target, rows.total);
   }
 
-#if SPLITS
-  // The last output of a part.
-  DEVICE void finish_part() {
+  // The last output of a part, or of an item with which no scores of the next go.
+  DEVICE void finish_apart() {
     if (ends_half)
       rows.start_output<TILE / 2>(shared.values(values.slot()));
     else
       rows.start_output<TILE>(shared.values(values.slot()));
     finish_output();
-    if (merge(a, items.current(), group * 4 + threadIdx.x % 128 / 32, rows)) rows.store_rows(a.out, target, rows.total);
+#if SPLITS
+    if (merge(a, items.current(), group * 4 + threadIdx.x % 128 / 32, rows))
+#endif
+      rows.store_rows(a.out, target, rows.total);
     rows.clear_output();
     rows.restart();
   }
-#endif
 
  public:
   DEVICE Attention(const Arguments& arguments, const Shared& memory, int number)
@@ -335,13 +338,16 @@ class Attention {
     for (;;) {
       attend();
 #if SPLITS
-      if (items.current().parts > 1) {
-        finish_part();
+      const bool ends_apart = items.current().parts > 1;
+#else
+      constexpr bool ends_apart = QUERIES_STAY;
+#endif
+      if (ends_apart) {
+        finish_apart();
         if (!take()) return;
         start();
         continue;
       }
-#endif
       const bool ended_half = ends_half;  // take() leaves it where there is no next item
       if (!take()) break;
       if (ended_half)

@@ -11,7 +11,7 @@ constexpr int HALF = HEAD_SIZE / 2;
 constexpr int CHUNKS = HALF / VECTOR;  // of half a head: a thread takes a chunk of the first half and its partner
 constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;
 constexpr int ITEMS = (CHUNKS + LANES - 1) / LANES;  // pairs of chunks a thread
-static_assert(HALF % VECTOR == 0 && CHUNKS <= 2 * LANES, "a few lanes hold a head");
+static_assert(HALF % VECTOR == 0 && CHUNKS <= 4 * LANES, "a few lanes hold a head");
 
 using Chunk = Pack<T, VECTOR>;
 
@@ -91,10 +91,12 @@ struct Part {
   }
 
 #if FORMAT != 0
-  static_assert(VECTOR > 1 && HALF * 2 == HEAD_SIZE, "pairs of numbers in one thread; groups are halves or the whole");
+  static_assert(VECTOR > 1 && HALF * 2 == HEAD_SIZE, "pairs of numbers in one thread");
+  static_assert(GROUPS <= 2 || (GROUPS == 4 && CHUNKS == LANES), "groups are the whole, halves or quarters");
+  static constexpr int SHARERS = GROUPS == 4 ? LANES / 2 : LANES;  // lanes that have numbers of one group
   // As the row of token `token` of `block`, K or V of `size` tokens. By all threads of a warp; only what is `real` is
-  // written.
-  DEVICE void quantize_to(u8* block, i64 size, i64 token, bool real) const {
+  // written. `scale`: of the layer, of e4m3, or 0.
+  DEVICE void quantize_to(u8* block, i64 size, i64 token, bool real, float scale) const {
     Range ranges[2];  // of both halves
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
@@ -105,10 +107,10 @@ struct Part {
           ranges[1].add(to_float(second[i].at[j]));
         }
     if (GROUPS == 1) ranges[0].add(ranges[1]);
-    ranges[0].join<LANES>();
-    if (GROUPS == 2) ranges[1].join<LANES>();
+    ranges[0].join<SHARERS>();
+    if (GROUPS > 1) ranges[1].join<SHARERS>();
     if (!real) return;
-    const Quantizer low(ranges[0]), high(ranges[GROUPS - 1]);
+    const Quantizer low(ranges[0], scale), high(ranges[GROUPS > 1], scale);
     u8* row = block + token * ROW_CELLS;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
@@ -116,13 +118,13 @@ struct Part {
         store_quantized(row, at(i), first[i], low);
         store_quantized(row, HALF + at(i), second[i], high);
       }
-    if (threadIdx.x % LANES != 0) return;
-    u8* scales = block + size * ROW_CELLS + token * SCALE_BYTES;
+    if (threadIdx.x % SHARERS != 0) return;
+    u8* scales = block + size * ROW_CELLS + token * SCALE_BYTES + threadIdx.x % LANES / SHARERS * 2;
     scales[0] = low.code;
     if (FORMAT == INT4) scales[1] = low.zero_byte();
-    if (GROUPS == 2) {
-      scales[2] = high.code;
-      scales[3] = high.zero_byte();
+    if (GROUPS > 1) {
+      scales[GROUPS] = high.code;
+      scales[GROUPS + 1] = high.zero_byte();
     }
   }
   static DEVICE void store_quantized(u8* row, int element, const Chunk& chunk, const Quantizer& quantizer) {
@@ -150,7 +152,7 @@ extern "C" __global__ void BOUNDS
                    const float* cos_sin, const i64* positions, const i64* slots, Cell* cache,
                    i64 num_q_heads, i64 num_kv_heads, i64 block_shift, const T* q_norm,
                    const T* k_norm, float eps, const float* row_scales, const float* column_scales,
-                   const T* bias) {
+                   const T* bias, float cache_k_scale, float cache_v_scale) {
   start_next();
   int head = (blockIdx.y * blockDim.x + threadIdx.x) / LANES;
   const i64 column = i64(head) * HEAD_SIZE;
@@ -192,6 +194,7 @@ extern "C" __global__ void BOUNDS
   if (real && is_query) part.store_to(query);
   const i64 part_of_block = ((slot >> block_shift) * num_kv_heads + head) * 2 + !is_key;
   u8* block = cache + part_of_block * block_size * (ROW_CELLS + SCALE_BYTES);
-  part.quantize_to(block, block_size, slot & (block_size - 1), real && !is_query);
+  part.quantize_to(block, block_size, slot & (block_size - 1), real && !is_query,
+                   is_key ? cache_k_scale : cache_v_scale);
 #endif
 }

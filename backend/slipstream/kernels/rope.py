@@ -49,18 +49,20 @@ def rope_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     scales: fp8.Scales | None = None,
+    static: kv_format.Static | None = None,
 ) -> None:
     """Rotate `q` in place; write rotated `k`, and `v`, into `cache` at `slots`.
 
     With `q_norm` and `k_norm [d]`, every head of q and k is first normalised (`rms_norm`, Qwen3).
     `scales`, of an e4m3 product `[q | k | v]` (fp8.py; all is bf16 then), come before that.
+    `static`, of an fp8 cache, are the layer's scales, instead of each token's own.
 
     `cos_sin[p]` holds d/2 cosines, then d/2 sines, of position p. `cache` is
     `[block, kv head, K or V, token in block, row]` (kv_format.py); slot s is token `s % block_size`
     of block `s // block_size`; a negative slot writes nothing. Rows of q, k, v may be strided
     (views of one qkv matrix); heads and elements within a row are contiguous.
     """
-    kv_format.check("rope_and_cache", cache, k)
+    kv_format.check("rope_and_cache", cache, k, static)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     out = q
     if scales is not None and len(q) > 0:
@@ -68,7 +70,7 @@ def rope_and_cache(
     out.copy_(rotate(_normalised(q, q_norm, eps), cos, sin))
     keep = slots >= 0
     rotated = rotate(_normalised(k, k_norm, eps), cos, sin).to(k.dtype)
-    kv_format.write(cache, slots[keep], rotated[keep], v[keep])
+    kv_format.write(cache, slots[keep], rotated[keep], v[keep], static)
 
 
 def _variant(
@@ -100,7 +102,6 @@ def _check_layout(
     """What the kernel assumes beyond the signature, or `KernelError`."""
     head_size = jit.head_size_of(q.dtype, q.shape[2])
     jit.block_shift(cache.shape[3])
-    kv_format.check("rope_and_cache", cache, k)
     is_whole = not kv_format.is_quantized(cache) or (
         cache.shape[3] >= kv_format.MIN_BLOCK_SIZE and cache.data_ptr() % 16 == 0
     )
@@ -130,9 +131,11 @@ def _rope_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     scales: fp8.Scales | None = None,
+    static: kv_format.Static | None = None,
 ) -> None:
     num_tokens, num_q_heads, head_size = q.shape
     _check_layout(q, k, v, cos_sin, positions, slots, cache)
+    kv_format.check("rope_and_cache", cache, k, static)
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
     jit.require(len(norms) != 1, "rope_and_cache: norms of both q and k, or none")
     jit.require(
@@ -167,5 +170,6 @@ def _rope_and_cache(
         *(norms or (0, 0)),
         eps,
         *(0 if scale is None else scale for scale in scales or (0, 0, 0)),
+        *(static or (0.0, 0.0)),
         overlaps=True,
     )

@@ -1,7 +1,16 @@
 // Rotary embedding (Su et al., 2021; Llama's halves) of pairs of 16-bit elements.
-// -D ELEMENT (T: 16 bits)
+// -D ELEMENT (T: 16 bits), SINKS (1: angles are the step's own, not a table's)
 #pragma once
 #include "mma.cuh"
+
+// Cosines, or sines, of two pairs.
+DEVICE Pack<float, 2> load_angle(const float* address) {
+#if SINKS
+  return load_fresh<2>(address);
+#else
+  return load<2>(address);
+#endif
+}
 
 // Two elements of the first half of a head, and the two half a head on.
 DEVICE void rotate_pairs(u32& first, u32& second, const Pack<float, 2>& cosines,

@@ -1,14 +1,16 @@
 // 16 query rows of one warp against tokens in shared memory, in fp32 (the same interface as rows_mma.cuh).
 //
-// Scores: lane = token (16) x half of the head. Output: lane = 4 columns, of all rows.
+// Scores: lane = token (16) x half of the head. Output: lane = 4 columns of every 128, of all rows.
 #pragma once
 #include "pages.cuh"
 
 class WarpRows {
+  static constexpr int QUADS = (HEAD_SIZE + 127) / 128;
+  static_assert(HEAD_SIZE <= 128 || HEAD_SIZE % 128 == 0, "lanes have as many columns as each other");
   const int lane = threadIdx.x % 32;
   const int count;
-  const T* query;  // [16][HEAD_SIZE] of shared memory
-  float4 output[16];
+  T* const query;  // [16][HEAD_SIZE] of shared memory
+  float4 output[16][QUADS];
   float maximum[16];
   float total[16];
 
@@ -16,17 +18,39 @@ class WarpRows {
   static constexpr int SCRATCH = 16 * HEAD_SIZE * sizeof(T);
 
   DEVICE WarpRows(const Rows& rows, T* scratch) : count(rows.count), query(scratch) {
-    for (int row = 0; row < count; ++row)
-      for (int column = lane; column < HEAD_SIZE; column += 32)
-        scratch[row * HEAD_SIZE + column] = rows.queries[row * rows.stride + column];
-    __syncwarp();
+    load(rows);
 #pragma unroll
     for (int row = 0; row < 16; ++row) {
-      output[row] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int quad = 0; quad < QUADS; ++quad) output[row][quad] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       maximum[row] = -INFINITE;
       total[row] = 0.0f;
     }
   }
+
+  // The queries, as they are in memory.
+  DEVICE void load(const Rows& rows) {
+    __syncwarp();
+    for (int row = 0; row < count; ++row)
+      for (int column = lane; column < HEAD_SIZE; column += 32)
+        query[row * HEAD_SIZE + column] = rows.queries[row * rows.stride + column];
+    __syncwarp();
+  }
+
+#if SINKS
+  // Turn the queries by `angles [row, HEAD_SIZE]`: cosines, then sines.
+  DEVICE void turn(const float* angles, int) {
+    for (int row = 0; row < count; ++row)
+      for (int i = lane; i < HEAD_SIZE / 2; i += 32) {
+        T* own = query + row * HEAD_SIZE + i;
+        const float a = own[0], b = own[HEAD_SIZE / 2];
+        const float cosine = angles[row * HEAD_SIZE + i], sine = angles[row * HEAD_SIZE + HEAD_SIZE / 2 + i];
+        own[0] = a * cosine - b * sine;
+        own[HEAD_SIZE / 2] = b * cosine + a * sine;
+      }
+    __syncwarp();
+  }
+#endif
 
   template <int TOKENS>
   DEVICE void attend(const T* keys, const T* values, int first, const Rows& rows) {
@@ -39,10 +63,14 @@ class WarpRows {
   DEVICE void visit(const Visit& f) {
     if (lane >= HEAD_SIZE / 4) return;
 #pragma unroll
-    for (int row = 0; row < 16; ++row) {
-      f(row, lane * 4, output[row].x, output[row].y, maximum[row], total[row]);
-      f(row, lane * 4 + 2, output[row].z, output[row].w, maximum[row], total[row]);
-    }
+    for (int row = 0; row < 16; ++row)
+#pragma unroll
+      for (int quad = 0; quad < QUADS; ++quad) {
+        const int column = quad * 128 + lane * 4;
+        const float4& sums = output[row][quad];
+        f(row, column, sums.x, sums.y, maximum[row], total[row]);
+        f(row, column + 2, sums.z, sums.w, maximum[row], total[row]);
+      }
   }
 
  private:
@@ -68,10 +96,13 @@ class WarpRows {
       for (int mask = 8; mask > 0; mask /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, mask);
       maximum[row] = highest;
       total[row] = total[row] * factor + sum;
-      output[row].x *= factor;
-      output[row].y *= factor;
-      output[row].z *= factor;
-      output[row].w *= factor;
+#pragma unroll
+      for (int quad = 0; quad < QUADS; ++quad) {
+        output[row][quad].x *= factor;
+        output[row][quad].y *= factor;
+        output[row][quad].z *= factor;
+        output[row][quad].w *= factor;
+      }
     }
     accumulate(scores, values + lane % (HEAD_SIZE / 4) * 4);
   }
@@ -94,15 +125,22 @@ class WarpRows {
   DEVICE void accumulate(const float (&scores)[16], const T* values) {
 #pragma unroll
     for (int token = 0; token < 16; ++token) {
-      const float4 v = *reinterpret_cast<const float4*>(values + token * PITCH);
+      float4 v[QUADS];
+#pragma unroll
+      for (int quad = 0; quad < QUADS; ++quad)
+        v[quad] = *reinterpret_cast<const float4*>(values + token * PITCH + quad * 128);
 #pragma unroll
       for (int row = 0; row < 16; ++row) {
         if (row >= count) break;
         const float p = __shfl_sync(ALL_LANES, scores[row], token);
-        output[row].x = fmaf(p, v.x, output[row].x);
-        output[row].y = fmaf(p, v.y, output[row].y);
-        output[row].z = fmaf(p, v.z, output[row].z);
-        output[row].w = fmaf(p, v.w, output[row].w);
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad) {
+          float4& sums = output[row][quad];
+          sums.x = fmaf(p, v[quad].x, sums.x);
+          sums.y = fmaf(p, v[quad].y, sums.y);
+          sums.z = fmaf(p, v[quad].z, sums.z);
+          sums.w = fmaf(p, v[quad].w, sums.w);
+        }
       }
     }
   }

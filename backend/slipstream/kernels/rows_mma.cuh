@@ -3,8 +3,8 @@
 //
 // A fragment C of scores is, packed, a fragment A of probabilities (mma.cuh).
 #pragma once
-#include "mma.cuh"
 #include "pages.cuh"
+#include "rotation.cuh"
 
 class WarpRows {
   static constexpr int STEPS = HEAD_SIZE / 16;
@@ -18,6 +18,17 @@ class WarpRows {
   static constexpr int SCRATCH = 0;  // bytes of shared memory a warp needs
 
   DEVICE WarpRows(const Rows& rows, T*) {
+    load(rows);
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) output[i][j] = 0.0f;
+    maximum[0] = maximum[1] = -INFINITE;
+    total[0] = total[1] = 0.0f;
+  }
+
+  // The queries, as they are in memory.
+  DEVICE void load(const Rows& rows) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
@@ -29,13 +40,26 @@ class WarpRows {
             real ? *reinterpret_cast<const u32*>(rows.queries + row * rows.stride + column) : 0;
       }
     }
-#pragma unroll
-    for (int i = 0; i < HEAD_SIZE / 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) output[i][j] = 0.0f;
-    maximum[0] = maximum[1] = -INFINITE;
-    total[0] = total[1] = 0.0f;
   }
+
+#if SINKS
+  // Turn the `count` queries by `angles [row, HEAD_SIZE]`: cosines, then sines.
+  DEVICE void turn(const float* angles, int count) {
+    constexpr int PAIRS = HEAD_SIZE / 16;  // chunks of 8 elements, and their partners half a head on
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + half * 8;
+      if (row >= count) continue;
+#pragma unroll
+      for (int i = 0; i < PAIRS; ++i) {
+        const float* own = angles + row * HEAD_SIZE + i * 8 + lane % 4 * 2;
+        const int other = i + PAIRS;
+        rotate_pairs(query[i / 2][i % 2 * 2 + half], query[other / 2][other % 2 * 2 + half],
+                     load_angle(own), load_angle(own + HEAD_SIZE / 2));
+      }
+    }
+  }
+#endif
 
   // Attend to TOKENS tokens from absolute position `first` on.
   template <int TOKENS>
@@ -44,7 +68,7 @@ class WarpRows {
     if (WINDOWED && first + TOKENS <= rows.first_visible(0)) return;
     float scores[TOKENS / 8][4];
     score<TOKENS>(scores, keys);
-    const bool masked = first + TOKENS - 1 > rows.first_position ||
+    const bool masked = first + TOKENS - 1 > rows.last_visible(0) ||
                         (WINDOWED && first < rows.first_visible(15));
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i)

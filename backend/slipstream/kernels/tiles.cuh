@@ -1,5 +1,6 @@
 // The tiles of a sequence, one after the other through a CTA's shared memory, several copies ahead.
-// -D ELEMENT (T), HEAD_SIZE, WARPS, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED, FORMAT (kv_format.cuh)
+// -D ELEMENT (T), HEAD_SIZE, WARPS, TILE, STAGES (tiles in flight), MMA (1: tensor cores), WINDOWED, SINKS, FORMAT
+// (kv_format.cuh)
 #pragma once
 #if MMA
 #include "rows_mma.cuh"

@@ -42,12 +42,20 @@ DEVICE void pin(float (&sums)[N]) {
       "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
 #define SUMS_32 SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24)
 #define SUMS_64 SUMS_32, SUMS_8(32), SUMS_8(40), SUMS_8(48), SUMS_8(56)
+#define SUMS_128                                                                                  \
+  SUMS_64, SUMS_8(64), SUMS_8(72), SUMS_8(80), SUMS_8(88), SUMS_8(96), SUMS_8(104), SUMS_8(112),   \
+      SUMS_8(120)
 #define NAMES_32                                                                                  \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
   "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64                                                                                  \
   NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_128                                                                                 \
+  NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
+  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "  \
+  "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, " \
+  "%116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // Overloads by element type (the last argument) and by the number of sums.
 #define PRODUCTS(ELEMENT_TYPE, TYPE)                                                              \
@@ -58,6 +66,14 @@ DEVICE void pin(float (&sums)[N]) {
                  "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                                   \
                  : SUMS_64                                                                        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));            \
+  }                                                                                               \
+  /* the same, A by rows */                                                                       \
+  DEVICE void multiply(float (&sums)[32], u64 a, u64 b, bool add, ELEMENT_TYPE) {                 \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                     \
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NAMES_32        \
+                 "}, %32, %33, p, 1, 1, 0, 0;\n}"                                                 \
+                 : SUMS_32                                                                        \
+                 : "l"(a), "l"(b), "r"(int(add)));                                                \
   }                                                                                               \
   /* sums += A B, A in registers, B by columns */                                                 \
   DEVICE void multiply_add(float (&sums)[64], const u32 (&a)[4], u64 b, ELEMENT_TYPE) {           \
@@ -72,6 +88,13 @@ DEVICE void pin(float (&sums)[N]) {
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NAMES_32        \
                  "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"                                   \
                  : SUMS_32                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                           \
+  }                                                                                               \
+  DEVICE void multiply_add(float (&sums)[128], const u32 (&a)[4], u64 b, ELEMENT_TYPE) {          \
+    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                       \
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" NAMES_128      \
+                 "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}"                              \
+                 : SUMS_128                                                                       \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                           \
   }
 PRODUCTS(Half, "f16")

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import rope
-from slipstream.kernels.decode_attention import Newest, decode_attention, plan_decode
+from slipstream.kernels.decode_attention import decode_attention, plan_decode
 from slipstream.kernels.fp8 import Scales
+from slipstream.kernels.kv_format import Static
+from slipstream.kernels.newest import Newest
 from slipstream.kernels.prefill_attention import prefill_attention
+from slipstream.layers.cache_scales import static_scales
 from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm
 from slipstream.layers.projection import normed, project
@@ -107,6 +110,7 @@ class Attention:
         self.q_norm = None if q_norm is None else q_norm.weight
         self.k_norm = None if k_norm is None else k_norm.weight
         self.eps = dims.eps
+        self.static = static_scales(w)
         self._is_invariant = w.deterministic
         # Of decodes, where nothing but rotation comes between projection and attention.
         self._rotates_decodes = not (qk_norms or w.deterministic)
@@ -119,15 +123,49 @@ class Attention:
         Writes this step's K and V into the layer's `cache`.
         """
         (q, k, v), scales = self.project(norm, residual)
-        n = inputs.num_decodes
+        n, angles = inputs.num_decodes, (self.cos_sin, inputs.positions)
+        newest = self.rotate(q, k, v, scales, n, *angles, inputs.slots, cache)
+        out = self._attend(q, newest, inputs, cache)
+        self.out.add_to(residual, self.unscaled(out, cache).flatten(1))
+
+    def rotate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scales: Scales | None,
+        num_decodes: int,
+        cos_sin: Tensor,
+        places: Tensor,
+        slots: Tensor,
+        cache: Tensor,
+    ) -> Newest | None:
+        """Rotate queries and write K and V, by rows `places` of `cos_sin`; what of the decodes is
+        left to their attention.
+        """
         newest, first = None, 0
         if self._rotates_decodes and scales is None and q.dtype == cache.dtype != torch.float32:
-            newest, first = Newest(k[:n], v[:n], self.cos_sin), n
+            newest, first = Newest(k[:num_decodes], v[:num_decodes], cos_sin), num_decodes
         if first < len(q):
-            where = (self.cos_sin, inputs.positions[first:], inputs.slots[first:], cache)
+            where = (cos_sin, places[first:], slots[first:], cache)
             rows = (q[first:], k[first:], v[first:])
-            rope.rope_and_cache(*rows, *where, self.q_norm, self.k_norm, self.eps, scales)
-        self.out.add_to(residual, self._attend(q, newest, inputs, cache).flatten(1))
+            norms, static = (self.q_norm, self.k_norm, self.eps), self.static_of(cache)
+            rope.rope_and_cache(*rows, *where, *norms, scales, static)
+        return newest
+
+    def static_of(self, cache: Tensor) -> Static | None:
+        """The checkpoint's scales of the cache, if it has any and this is of their format."""
+        return self.static if cache.dtype == torch.float8_e4m3fn else None
+
+    def scale_of(self, cache: Tensor) -> float:
+        """Of the products of queries and what is cached of keys."""
+        static = self.static_of(cache)
+        return self.scale if static is None else self.scale * static.k
+
+    def unscaled(self, out: Tensor, cache: Tensor) -> Tensor:
+        """Means of what is cached of values to means of values, in place."""
+        static = self.static_of(cache)
+        return out if static is None else out.mul_(static.v)
 
     def project(self, norm: Norm, residual: Residual) -> tuple[list[Tensor], Scales | None]:
         """Queries, keys and values of `norm(residual)`, `[n, heads, d]` each, and their scales."""
@@ -146,10 +184,11 @@ class Attention:
     ) -> Tensor:
         """Decodes and chunks by a kernel each; `[n, heads, d]`."""
         n, tables, lengths = inputs.num_decodes, inputs.block_tables, inputs.lengths
+        scale = self.scale_of(cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n > 0:
             plan = inputs.plan[:0] if self._is_invariant else inputs.plan
-            where = (cache, tables[:n], lengths[:n], plan, self.scale, out[:n])
+            where = (cache, tables[:n], lengths[:n], plan, scale, out[:n])
             decode_attention(q[:n], *where, newest, inputs.window)
         if inputs.max_queries > 0:
             prefill_attention(
@@ -158,7 +197,7 @@ class Attention:
                 tables[n:],
                 inputs.query_starts,
                 lengths[n:],
-                self.scale,
+                scale,
                 inputs.max_queries,
                 out[n:],
                 inputs.window,

@@ -28,6 +28,9 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
 
+    def number(self, name: str) -> float:
+        """The one number of a tensor: a scale, above zero."""
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One tensor, which must have this shape."""
 
