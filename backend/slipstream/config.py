@@ -12,7 +12,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str = "auto"  # auto | float32 | float16 | bfloat16
     quantization: str = "none"  # fp8: matrices of the blocks and what they multiply in e4m3
     load_format: str = "safetensors"  # or "random": weights drawn at start, for benchmarks
-    kv_cache_dtype: str = "auto"  # auto: dtype | fp8 | int8 | int4
+    kv_cache_dtype: str = "auto"  # auto: dtype, or as the checkpoint says | fp8 | int8 | int4
     kv_cache_tokens: int | None = None
     kv_cache_reuse: bool = True  # what was computed for other requests is not computed again
     kv_cache_host_bytes: int = 0  # pinned; blocks of the cache move there rather than being lost

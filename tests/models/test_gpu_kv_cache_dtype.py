@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import test_static_scales as static_scales
 from models.checkpoints import Asker, make_model, make_runner, random_prompts, save
 from models.test_kv_cache_dtype import row
 from slipstream.engine.batch import Batch
@@ -36,7 +37,7 @@ def logits_of(runner: ModelRunner) -> torch.Tensor:
 
 
 @by_format
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_logits_as_on_the_cpu(name: str, head_dim: int, tmp_path: Path) -> None:
     """In fp32, nearly: a number of K that lies between two of the format's may go to the other."""
     path = checkpoint(tmp_path, head_dim)
@@ -46,6 +47,17 @@ def test_logits_as_on_the_cpu(name: str, head_dim: int, tmp_path: Path) -> None:
         got = logits_of(make_runner(path, kv_cache_dtype=name, dtype=dtype, **ON_GPU))
         error, lost = ((x - wanted).pow(2).mean().sqrt() / plain.std() for x in (got, plain))
         assert float(error) < 0.25 * float(lost) + {"float32": 1e-4}.get(dtype, 2e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_static_scales(dtype: str, tmp_path: Path) -> None:
+    """As transformers computes with a cache of just these numbers."""
+    model = make_model("llama", head_dim=128)
+    path = static_scales.add(save(model, tmp_path), static_scales.scales())
+    (prompt,) = random_prompts([50])
+    runner = make_runner(path, kv_cache_dtype="fp8", dtype=dtype, **ON_GPU)
+    got = static_scales.logits_of(runner, prompt)
+    assert static_scales.is_near(got, model, prompt, {"float32": 1e-3}.get(dtype, 3e-2))
 
 
 def run(runner: ModelRunner, numbers: list[int], limits: Limits) -> list[object]:

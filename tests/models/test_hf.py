@@ -44,7 +44,7 @@ def write(directory: Path, **changes: object) -> Path:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types ="),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config = "),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method = "),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),

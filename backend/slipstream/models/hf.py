@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.errors import CheckpointError
 from slipstream.layers.dims import Dims, RopeConfig
+from slipstream.models.cache_scheme import says_fp8
 from slipstream.models.files import read_json, tensor_entries
 from slipstream.models.reader import Reader, words
 from slipstream.models.registry import supported
@@ -21,7 +22,7 @@ _READ = words(
     "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings "
     "attention_bias mlp_bias dtype torch_dtype eos_token_id rope_theta rope_scaling "
     "rope_parameters original_max_position_embeddings partial_rotary_factor sliding_window "
-    "use_sliding_window max_window_layers layer_types"
+    "use_sliding_window max_window_layers layer_types quantization_config"
 )
 # Training, generation defaults, labels, bookkeeping: inference is the same whatever they say.
 _HARMLESS = words(
@@ -96,6 +97,7 @@ class ModelConfig:
     ties_embeddings: bool
     dtype: str | None  # the checkpoint's own, if config.json says
     eos_ids: tuple[int, ...]
+    fp8_cache: bool  # whether the checkpoint says that its cache is to be e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,7 @@ def read_config(directory: Path) -> ModelConfig:
         ties_embeddings=config.flag("tie_word_embeddings", default=False),
         dtype=_dtype(config),
         eos_ids=_eos_ids(config, directory, dims.vocab_size),
+        fp8_cache=says_fp8(config, directory),
     )
 
 

@@ -5,6 +5,7 @@ dtype on its device (packed matrices are allocated whole and filled together).
 """
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ _DTYPES = {
 }
 # Buffers that old checkpoints saved and that are computed from config.json.
 _HARMLESS_LEFTOVERS = (".rotary_emb.inv_freq",)
+_MOST = 64  # powers of two: a scale is no further from 1, so that quotients are exact
 
 
 class Source(Protocol):
@@ -38,6 +40,9 @@ class Source(Protocol):
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Write each tensor into its `out`; `CheckpointError` if absent or of another shape."""
+
+    def number(self, name: str) -> float:
+        """A scale; `CheckpointError` if absent, or not one."""
 
     def finish(self) -> None:
         """All is read: raises `CheckpointError` for what was not."""
@@ -69,6 +74,25 @@ class _Checkpoint:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
         self._unread.discard(name)
         return entry
+
+    def number(self, name: str) -> float:
+        """The scale that a tensor of one number is."""
+        entry = self._entries.get(name)
+        if entry is not None and math.prod(entry.shape) != 1:
+            raise CheckpointError(
+                f"{entry.file}: tensor {name} is {list(entry.shape)}: a scale is one number"
+            )
+        entry = self._take(name, entry.shape if entry else ())
+        with entry.file.open("rb") as file:
+            file.seek(entry.begin)
+            number = bytearray(file.read(entry.end - entry.begin))
+        scale = torch.frombuffer(number, dtype=_DTYPES[entry.dtype]).float().item()
+        if not 2.0**-_MOST <= scale <= 2.0**_MOST:
+            raise CheckpointError(
+                f"{entry.file}: tensor {name} = {scale:g} is not a scale: a number of "
+                f"2 ** -{_MOST} to 2 ** {_MOST}"
+            )
+        return scale
 
     def finish(self) -> None:
         """Refuse tensors nobody asked for."""
@@ -163,6 +187,10 @@ class RandomSource:
             is_norm = out.ndim == 1 and name.endswith(".weight")
             out.normal_(float(is_norm), 0.02, generator=self._generator)
 
+    def number(self, name: str) -> float:
+        """No scale is drawn."""
+        raise CheckpointError(f"random weights have no {name}")
+
     def finish(self) -> None:
         """Nothing can be left over."""
         _log.info("drew random weights")
@@ -211,6 +239,10 @@ class Weights:
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
         return self._source.has(self._prefix + name)
+
+    def number(self, name: str) -> float:
+        """The one number of a tensor: a scale, above zero."""
+        return self._source.number(self._prefix + name)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """One tensor, which must have this shape."""
