@@ -16,6 +16,7 @@ from engine import build, run
 from slipstream import wire
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 Answer = tuple[list[int], list[float]]
@@ -39,7 +40,7 @@ def answers(engine: Engine, together: int, num_requests: int, num_outputs: int) 
             seed=number,
             log_probs=True,
         )
-        engine.submit(b"bench", wire.Submit(number, prompt, sampling, time.time_ns()))
+        engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.time_ns()))
     while engine.has_work:
         for tokens in engine.step().get(b"bench", ()):
             found[tokens.request][0].extend(tokens.token_ids)

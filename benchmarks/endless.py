@@ -34,6 +34,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
 from slipstream.layers.streaming import StreamingAttention
 from slipstream.wire import Submit
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -111,7 +112,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     judge.losses = torch.zeros(len(judge.tokens))
     engine = Engine(Limits(1, CHUNK, long_prompt_tokens=1 << 30), judge, None)
-    engine.submit(b"", Submit(0, judge.tokens, SamplingParams(max_tokens=1, temperature=0.0), 1))
+    engine.submit(
+        b"", Submit(0, pack(judge.tokens), SamplingParams(max_tokens=1, temperature=0.0), 1)
+    )
     blocks, memory, begin = [], [], time.monotonic()
     while engine.has_work:
         engine.step()

@@ -6,6 +6,7 @@ Prints one JSON line per workload and writes them to `--output`. Times are wall 
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -24,6 +25,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.plan import resolve
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from workloads import Workload
 
@@ -48,7 +50,7 @@ class EngineTarget:
     def submit(self, number: int, prompt: list[int], max_tokens: int) -> None:
         """Offer a greedy request."""
         sampling = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens, temperature=0.0)
-        self._engine.submit(b"bench", wire.Submit(number, prompt, sampling, time.time_ns()))
+        self._engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.time_ns()))
 
     def step(self) -> tuple[int, int]:
         """One step of the engine."""
@@ -108,7 +110,10 @@ def build(
         config.max_waiting,
         kv_cache_reuse=config.kv_cache_reuse,
     )
-    return Engine(limits, runner, None, shape)
+    engine = Engine(limits, runner, None, shape)
+    gc.collect()
+    gc.freeze()  # as the engine's process does
+    return engine
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from slipstream.engine.engine import Engine  # noqa: E402
 from slipstream.engine.plan import resolve  # noqa: E402
 from slipstream.engine.runner import ModelRunner  # noqa: E402
 from slipstream.engine.scheduler import Limits  # noqa: E402
+from slipstream_contract.ids import pack  # noqa: E402
 from slipstream_contract.sampling import SamplingParams  # noqa: E402
 
 
@@ -43,7 +44,7 @@ def main() -> int:
     engine = Engine(limits, runner, None)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     prompt = list(range(1, args.num_input + 1))
-    engine.submit(b"start", wire.Submit(0, prompt, sampling, time.time_ns()))
+    engine.submit(b"start", wire.Submit(0, pack(prompt), sampling, time.time_ns()))
     while not engine.step():
         pass
     lap("first step")

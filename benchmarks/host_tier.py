@@ -25,6 +25,7 @@ from engine import build
 from host_copies import Ways, dma_rates, endless
 from slipstream import wire
 from slipstream.engine.engine import Engine
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from workloads import VOCABULARY
 
@@ -80,7 +81,7 @@ class Drive:
         sampling = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens, temperature=0.0)
         self._began[number] = time.perf_counter()
         self.num_tokens[number] = 0
-        self.engine.submit(b"bench", wire.Submit(number, prompt, sampling, time.time_ns()))
+        self.engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.time_ns()))
         return number
 
     def step(self) -> None:

@@ -4,17 +4,20 @@ The engine binds a ROUTER, every bridge connects a DEALER: one frame is one mess
 with `Hello` and waits for `Welcome`; another protocol or version is answered by `Refused`. The
 engine sends each bridge at most one `StepOutputs` a step, holding all that bridge's sequences.
 Nothing here is ever pickled, and a frame that does not decode is counted and dropped, never
-asserted on.
+asserted on. What comes with every token can be in no cycle, and there is much of it: Python's
+garbage collector does not look at it (`gc=False`).
 """
 
+from array import array
 from enum import StrEnum
 
 import msgspec
+from slipstream_contract.ids import TokenIds
 from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class FinishReason(StrEnum):
@@ -59,7 +62,7 @@ class Submit(ToEngine, frozen=True):
     """Generate. `request` is the bridge's own number, used once per connection."""
 
     request: int
-    token_ids: list[int]
+    token_ids: TokenIds  # as bytes on the way
     sampling: SamplingParams
     arrival_ns: int  # time.time_ns() when Triton handed the request over
     priority: int = DEFAULT_PRIORITY  # 0 is admitted first
@@ -114,7 +117,7 @@ class Refused(ToBridge, frozen=True):
     reason: str
 
 
-class Perf(msgspec.Struct, frozen=True, array_like=True):
+class Perf(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What `return_perf_metrics` reports; times in ns since the epoch."""
 
     arrival_ns: int
@@ -126,7 +129,7 @@ class Perf(msgspec.Struct, frozen=True, array_like=True):
     kv_alloc_total_blocks: int
 
 
-class Finished(msgspec.Struct, frozen=True, array_like=True):
+class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The end of one sequence, carried by its last `Tokens`."""
 
     reason: FinishReason
@@ -137,7 +140,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
 
 
-class Tokens(msgspec.Struct, frozen=True, array_like=True):
+class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one sequence: those no stop word can take back any more."""
 
     request: int
@@ -202,8 +205,22 @@ class Status(ToBridge, frozen=True):
 EngineMessage = Hello | Submit | Cancel | Ping | Bye
 BridgeMessage = Welcome | Refused | StepOutputs | Rejected | Status
 
-_encoder = msgspec.msgpack.Encoder()
-_engine_decoder = msgspec.msgpack.Decoder(EngineMessage)
+
+def _to_bytes(token_ids: object) -> bytes:
+    assert isinstance(token_ids, array)
+    assert token_ids.typecode == "i"
+    return token_ids.tobytes()
+
+
+def _from_bytes(kind: type, data: object) -> TokenIds:
+    assert kind is array
+    if not isinstance(data, bytes):
+        raise ValueError("token ids that are no bytes")
+    return array("i", data)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_engine_decoder = msgspec.msgpack.Decoder(EngineMessage, dec_hook=_from_bytes)
 _bridge_decoder = msgspec.msgpack.Decoder(BridgeMessage)
 
 

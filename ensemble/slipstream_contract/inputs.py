@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.ids import TokenIds
 from slipstream_contract.limits import INT32_MAX
 from slipstream_contract.tensors import DType, Model, Tensor
 
@@ -256,12 +257,11 @@ def decode(field: str, value: object) -> str:
     raise ContractError(f"{field} is {clip(value)}, not a text")
 
 
-def token_ids(field: str, array: Array) -> list[int]:
-    """Ids of an integer array, none of them negative. Raises ContractError."""
+def token_ids(field: str, array: Array) -> TokenIds:
+    """Ids of an int32 array, none of them negative. Raises ContractError."""
     if array.size and int(array.min()) < 0:
         at = int(array.argmin())
         raise ContractError(
             f"{field}[{at}] is {int(array[at])}, not a token id from 0 to {INT32_MAX}"
         )
-    ids: list[int] = array.tolist()
-    return ids
+    return TokenIds("i", array.tobytes())

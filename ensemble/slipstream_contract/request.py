@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from slipstream_contract import limits
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import (
     Inputs,
     is_triton_parameter,
@@ -54,7 +55,7 @@ class Vocabulary(Protocol):
 class LlmRequest(msgspec.Struct, frozen=True):
     """One element of the batch of a `tensorrt_llm` request."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
     sampling: SamplingParams
     retention: Retention | None = None
     stop: bool = False  # cancel the request of the same id; nothing else of this one counts
@@ -174,7 +175,7 @@ def llm_request(
     scalars, own = _split(parameters)
     read = Inputs(MODELS["tensorrt_llm"], inputs, scalars, ALIASES | _LLM_NAMES, _LLM_LABELS)
     if read.flag("stop"):
-        return LlmRequest([], SamplingParams(max_tokens=1), stop=True)
+        return LlmRequest(TokenIds("i"), SamplingParams(max_tokens=1), stop=True)
     prompt = _prompt(read, max_model_len)
     sampling = _sampling(read, own, _LLM_NAMES)
     stop_words, stop_token_ids = _stop_words(_word_ids(read, "stop_words_list"), vocab)
@@ -320,7 +321,7 @@ def _weighted(read: Inputs) -> tuple[tuple[str, ...], tuple[float, ...]]:
 # --- tokens --------------------------------------------------------------------------------------
 
 
-def _prompt(read: Inputs, max_model_len: int | None) -> list[int]:
+def _prompt(read: Inputs, max_model_len: int | None) -> TokenIds:
     """`input_ids` as far as `input_lengths` says; what follows is padding."""
     array = read.array("input_ids")
     if array is None:

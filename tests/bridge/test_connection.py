@@ -12,6 +12,7 @@ import zmq
 from slipstream import __version__, wire
 from slipstream.bridge.connection import Connection
 from slipstream_contract.errors import ContractError
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 # A peer in a process of its own: answers everything, and echoes the prompt of a Submit as tokens.
@@ -30,11 +31,11 @@ _PEER = textwrap.dedent(
             case wire.Ping(number):
                 answer = wire.Status(number, "m", 42, 1, 2, 3, 4, 0.5, 6, 7, [])
             case wire.Submit(request, ids) if "silent" in sys.argv:
-                print(request, ids, flush=True)
+                print(request, ids.tolist(), flush=True)
                 continue
             case wire.Submit(request, ids):
                 socket.send_multipart([who, b"garbage"])
-                answer = wire.StepOutputs(1, 2, [wire.Tokens(request, 0, ids, [])])
+                answer = wire.StepOutputs(1, 2, [wire.Tokens(request, 0, ids.tolist(), [])])
             case wire.Cancel(request):
                 answer = wire.Rejected(request, "CANCELLED", "as you say")
             case wire.Bye():
@@ -113,7 +114,7 @@ def test_a_request_goes_out_and_its_tokens_come_back_past_a_broken_frame(link):
     welcome = connection.wait_welcome(60)
     assert welcome is not None
     assert (welcome.model, welcome.vocab_size) == ("m", 9)
-    connection.send(wire.Submit(5, [1, 2, 3], SamplingParams(max_tokens=1), 0))
+    connection.send(wire.Submit(5, pack([1, 2, 3]), SamplingParams(max_tokens=1), 0))
     assert ear.wait() == wire.StepOutputs(1, 2, [wire.Tokens(5, 0, [1, 2, 3], [])])
     assert connection.num_dropped == 1
     connection.send(wire.Cancel(5))
@@ -126,7 +127,7 @@ def test_what_nothing_was_told_of_is_given_to_the_next_engine_once(link):
     peer = start("silent")
     assert connection.wait_welcome(60)
     for number in (5, 6, 7):
-        connection.send(wire.Submit(number, [number], SamplingParams(max_tokens=1), 0))
+        connection.send(wire.Submit(number, pack([number]), SamplingParams(max_tokens=1), 0))
     said = [peer.process.stdout.readline() for _ in range(3)]
     assert said == [b"5 [5]\n", b"6 [6]\n", b"7 [7]\n"]
     peer.kill()
@@ -135,7 +136,7 @@ def test_what_nothing_was_told_of_is_given_to_the_next_engine_once(link):
     peer = start("silent")
     said = [peer.process.stdout.readline() for _ in range(2)]
     assert said == [b"5 [5]\n", b"7 [7]\n"]
-    connection.send(wire.Submit(8, [8], SamplingParams(max_tokens=1), 0))
+    connection.send(wire.Submit(8, pack([8]), SamplingParams(max_tokens=1), 0))
     assert peer.process.stdout.readline() == b"8 [8]\n"
     peer.kill()
     assert ear.wait() == ("lost but", {8})  # the others may be what ended it
@@ -145,7 +146,7 @@ def test_what_was_told_in_part_is_not_asked_again(link):
     connection, ear, start = link
     peer = start()
     assert connection.wait_welcome(60)
-    connection.send(wire.Submit(5, [1, 2, 3], SamplingParams(max_tokens=9), 0))
+    connection.send(wire.Submit(5, pack([1, 2, 3]), SamplingParams(max_tokens=9), 0))
     assert isinstance(ear.wait(), wire.StepOutputs)
     peer.kill()
     assert ear.wait() == "lost"
@@ -156,7 +157,7 @@ def test_requests_do_not_wait_for_ever_for_the_next_engine(link, monkeypatch):
     connection, ear, start = link
     peer = start("silent")
     assert connection.wait_welcome(60)
-    connection.send(wire.Submit(5, [1], SamplingParams(max_tokens=9), 0))
+    connection.send(wire.Submit(5, pack([1]), SamplingParams(max_tokens=9), 0))
     peer.process.stdout.readline()
     peer.kill()
     assert ear.wait() == ("lost but", {5})

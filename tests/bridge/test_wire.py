@@ -1,5 +1,6 @@
 """Any bytes as a frame: a message, or `DecodeError`; nothing else, and at no cost."""
 
+import gc
 import time
 
 import msgspec
@@ -7,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream import wire
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=9, n=2, stop_words=(b"ab",), bias=((4, 0.5),))
 FINISHED = wire.Finished(wire.FinishReason.STOP, 3, 2, wire.Perf(1, 2, 3, 4, 5, 6, 7), "ab")
 TO_ENGINE: list[wire.ToEngine] = [
     wire.Hello(wire.PROTOCOL, "1.0", "a model"),
-    wire.Submit(2, list(range(40)), SAMPLING, 1),
+    wire.Submit(2, pack(list(range(40))), SAMPLING, 1),
     wire.Cancel(1),
     wire.Ping(1),
     wire.Bye(),
@@ -41,6 +43,15 @@ def test_every_message_comes_back_and_no_beginning_of_it_is_one(message: object)
             decode(frame[:size])
     with pytest.raises(msgspec.DecodeError):
         decode(frame + b"\x00")
+
+
+@pytest.mark.parametrize("data", [[1, 2], "abcd", b"abcdef", None])
+def test_token_ids_are_bytes_four_of_each(data: object) -> None:
+    fields = msgspec.msgpack.decode(wire.encode(TO_ENGINE[1]))
+    assert isinstance(fields[2], bytes)
+    fields[2] = data
+    with pytest.raises(msgspec.DecodeError):
+        wire.decode_engine(msgspec.msgpack.encode(fields))
 
 
 def damaged() -> st.SearchStrategy[bytes]:
@@ -77,3 +88,10 @@ def test_a_frame_that_lies_about_its_size_costs_nothing(frame: bytes) -> None:
         with pytest.raises(msgspec.DecodeError):
             decode(frame)
     assert time.thread_time() - begin < 2
+
+
+def test_the_collector_looks_at_nothing_that_comes_with_every_token():
+    outputs = wire.StepOutputs(1, 2, [wire.Tokens(1, 0, [5], [])])
+    decoded = wire.decode_bridge(wire.encode(outputs))
+    assert isinstance(decoded, wire.StepOutputs)
+    assert not gc.is_tracked(decoded.tokens[0])

@@ -14,6 +14,7 @@ from math import inf
 from zlib import crc32
 
 import msgspec
+from slipstream.engine import prefix
 from slipstream.engine.batch import Batch, Row, Sampled
 from slipstream.engine.edits import EDIT
 from slipstream.engine.engine import Engine
@@ -21,8 +22,11 @@ from slipstream.engine.host import Mover
 from slipstream.engine.sequence import mix_seed
 from slipstream.engine.window import Window
 from slipstream.wire import FinishReason, Submit, Tokens
+from slipstream_contract.ids import pack
 from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
+
+prefix.SEGMENT = 2  # so that prompts of a few tokens have some
 
 VOCAB_SIZE = 61
 ALPHABET = b"abc"
@@ -110,6 +114,7 @@ class CountingRunner:
         self.samples: list[int] = []  # of the last step that was waited for
         self._cache: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._owners: dict[int, int] = {}  # slot -> sequence
+        self._tables: dict[int, list[list[int]]] = {}  # of each slot
 
     def launch(self, batch: Batch) -> Counted:
         assert len(self.in_flight) < self.max_in_flight
@@ -117,7 +122,10 @@ class CountingRunner:
         self._check_fences(batch)
         rows = [
             msgspec.structs.replace(
-                row, tables=tuple(map(list, row.tables)), token_ids=list(row.token_ids)
+                row,
+                tables=tuple(map(list, row.tables)),
+                token_ids=list(row.token_ids),
+                history=None if row.history is None else list(row.history),
             )
             for row in batch.rows
         ]
@@ -181,6 +189,10 @@ class CountingRunner:
             if row.is_new:
                 self._owners[row.slot] = row.sequence_id
             assert self._owners[row.slot] == row.sequence_id
+            # Of a row that is not new a runner looks at no more than what its tables grew by.
+            known = [] if row.is_new else self._tables[row.slot]
+            assert all(new[: len(old)] == old for new, old in zip(row.tables, known, strict=False))
+            self._tables[row.slot] = list(map(list, row.tables))
             if row.source >= 0:
                 assert row.source < num_before
                 assert self._is_sample(row)
@@ -369,7 +381,7 @@ class Client:
         timeout_ns = 5_000_000 if deadline_ns else 0
         urgency = (priority, deadline_ns, timeout_ns)
         cache = {"cache_salt": salt, "retention": retention}
-        self.engine.submit(self.name, Submit(number, prompt, sampling, 1, *urgency, **cache))
+        self.engine.submit(self.name, Submit(number, pack(prompt), sampling, 1, *urgency, **cache))
         for index in range(sampling.n):
             self.streams[number, index] = Stream()
         return number

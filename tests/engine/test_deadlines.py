@@ -9,6 +9,7 @@ from slipstream.engine.scheduler import Limits
 from slipstream.engine.stop import Ending
 from slipstream.wire import FinishReason, Submit
 from slipstream_contract.errors import ContractError
+from slipstream_contract.ids import pack
 
 MS = 1_000_000
 
@@ -95,7 +96,7 @@ def test_a_number_that_is_used_again_has_its_own_deadline() -> None:
     number = timed.client.submit([1], greedy(30), deadline_ns=105 * MS)
     engine.cancel(name, number)
     timed.client.step()
-    engine.submit(name, Submit(number, [1], greedy(30), 1, 5, 200 * MS, 90 * 10**6 * MS))
+    engine.submit(name, Submit(number, pack([1]), greedy(30), 1, 5, 200 * MS, 90 * 10**6 * MS))
     timed.now_ns = 150 * MS
     engine.step()
     assert (name, number) in engine._requests
@@ -110,7 +111,7 @@ def test_a_priority_that_is_none_is_refused() -> None:
     engine = Timed(2).client.engine
     for priority in (-1, 10):
         with pytest.raises(ContractError, match=f"priority is {priority}, not from 0 to 9"):
-            engine.submit(b"x", Submit(0, [1], greedy(), 1, priority))
+            engine.submit(b"x", Submit(0, pack([1]), greedy(), 1, priority))
     assert not engine.has_work
 
 

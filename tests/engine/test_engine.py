@@ -18,6 +18,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import MAX_PREEMPTIONS, Limits
 from slipstream.wire import FinishReason, Submit
 from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 token_ids = st.integers(0, VOCAB_SIZE - 1)
@@ -355,7 +356,7 @@ def test_a_full_queue_and_a_number_in_use_are_refused() -> None:
     ):
         client.submit([1], greedy())
     with pytest.raises(ContractError, match="ALREADY_EXISTS: request 0 is already running"):
-        client.engine.submit(client.name, Submit(0, [1], greedy(), 1))
+        client.engine.submit(client.name, Submit(0, pack([1]), greedy(), 1))
     client.step()
     client.submit([1], greedy())
     client.drain()
@@ -364,7 +365,7 @@ def test_a_full_queue_and_a_number_in_use_are_refused() -> None:
 def test_without_a_vocabulary_stop_words_are_refused() -> None:
     engine = Engine(Limits(), CountingRunner(9, 4), None)
     with pytest.raises(ContractError, match="stop_words need a tokenizer"):
-        engine.submit(b"x", Submit(0, [1], greedy(stop_words=(b"a",)), 1))
+        engine.submit(b"x", Submit(0, pack([1]), greedy(stop_words=(b"a",)), 1))
 
 
 def test_cancel_in_every_state() -> None:

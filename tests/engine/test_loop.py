@@ -20,6 +20,7 @@ from slipstream.engine.scheduler import Limits
 from slipstream_contract import admission
 from slipstream_contract.admission import LoadFile, path_of
 from slipstream_contract.errors import ContractError
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -91,7 +92,7 @@ class Bridge:
                 return message
 
     def complete(self, request: int, prompt: list[int], sampling: SamplingParams = GREEDY) -> None:
-        self.say(wire.Submit(request, prompt, sampling, 1))
+        self.say(wire.Submit(request, pack(prompt), sampling, 1))
         tokens: list[int] = []
         while True:
             message = self.hear()
@@ -134,7 +135,7 @@ def test_hello_tokens_and_status(house: House) -> None:
 
 def test_two_bridges_use_the_same_numbers(house: House) -> None:
     first, second = house.bridge("first"), house.bridge("second")
-    first.say(wire.Submit(5, [9], LONG, 1))
+    first.say(wire.Submit(5, pack([9]), LONG, 1))
     second.complete(5, [4])
     assert sorted(first.ask().bridges) == ["first", "second"]
 
@@ -152,14 +153,14 @@ def test_another_version_is_refused(house: House, protocol: int, version: str) -
 
 def test_a_stranger_is_told_to_say_hello(house: House) -> None:
     stranger = house.bridge(greet=False)
-    stranger.say(wire.Submit(0, [1], GREEDY, 1))
+    stranger.say(wire.Submit(0, pack([1]), GREEDY, 1))
     assert isinstance(stranger.hear(), wire.Refused)
     assert not house.engine.has_work
 
 
 def test_what_cannot_be_served_is_rejected(house: House) -> None:
     bridge = house.bridge()
-    bridge.say(wire.Submit(3, [VOCAB_SIZE], GREEDY, 1))
+    bridge.say(wire.Submit(3, pack([VOCAB_SIZE]), GREEDY, 1))
     answer = bridge.hear()
     assert isinstance(answer, wire.Rejected)
     assert (answer.request, answer.code) == (3, "INVALID_ARGUMENT")
@@ -169,7 +170,7 @@ def test_what_cannot_be_served_is_rejected(house: House) -> None:
 
 def test_cancel_and_bye_free_everything(roomy: House) -> None:
     bridge = roomy.bridge()
-    bridge.say(wire.Submit(0, [1], ENDLESS, 1))
+    bridge.say(wire.Submit(0, pack([1]), ENDLESS, 1))
     roomy.turn_until(lambda: roomy.engine.has_work)
     bridge.say(wire.Cancel(0))
     bridge.say(wire.Cancel(99))
@@ -180,7 +181,7 @@ def test_cancel_and_bye_free_everything(roomy: House) -> None:
         if message.tokens[0].finished is not None:
             assert message.tokens[0].finished.reason is wire.FinishReason.CANCELLED
             break
-    bridge.say(wire.Submit(0, [1], ENDLESS, 1))
+    bridge.say(wire.Submit(0, pack([1]), ENDLESS, 1))
     roomy.turn_until(lambda: roomy.engine.has_work)
     bridge.say(wire.Bye())
     roomy.turn_until(roomy.is_idle)
@@ -188,7 +189,7 @@ def test_cancel_and_bye_free_everything(roomy: House) -> None:
 
 def test_messages_that_come_twice_are_dropped_and_counted(house: House) -> None:
     bridge = house.bridge("twice")
-    submit = wire.Submit(4, [3, 1], LONG, 1)
+    submit = wire.Submit(4, pack([3, 1]), LONG, 1)
     for message in (submit, submit, wire.Hello(wire.PROTOCOL, __version__, "twice"), submit):
         bridge.say(message)
     tokens: list[wire.Tokens] = []
@@ -207,15 +208,15 @@ def test_messages_that_come_twice_are_dropped_and_counted(house: House) -> None:
 def test_a_bridge_is_told_which_of_its_requests_there_are(roomy: House) -> None:
     bridge, other = roomy.bridge(), roomy.bridge("other")
     for number in (7, 3):
-        bridge.say(wire.Submit(number, [1], ENDLESS, 1))
-    other.say(wire.Submit(5, [1], ENDLESS, 1))
+        bridge.say(wire.Submit(number, pack([1]), ENDLESS, 1))
+    other.say(wire.Submit(5, pack([1]), ENDLESS, 1))
     assert sorted(bridge.ask().requests or ()) == [3, 7]
     assert other.ask().requests == [5]
 
 
 def test_a_bridge_that_vanishes_is_cancelled(roomy: House) -> None:
     bridge, other = roomy.bridge("dying"), roomy.bridge("other")
-    bridge.say(wire.Submit(0, [1], ENDLESS, 1))
+    bridge.say(wire.Submit(0, pack([1]), ENDLESS, 1))
     roomy.turn_until(lambda: roomy.engine.has_work)
     bridge.socket.close(0)
     roomy.turn_until(roomy.is_idle)
@@ -245,12 +246,12 @@ def test_its_load_is_told_for_as_long_as_anybody_waits(
         monkeypatch.setattr(roomy.engine, "_clock", lambda: now_ns[0])
     now_ns = [time.monotonic_ns()]
     for number in range(8):
-        bridge.say(wire.Submit(number, [1], ENDLESS, 1, deadline_ns=deadline_ns))
+        bridge.say(wire.Submit(number, pack([1]), ENDLESS, 1, deadline_ns=deadline_ns))
     roomy.turn_until(lambda: roomy.engine.status().running == 8)
     before = file.read()
     assert before is None or before.num_requests == 0  # who was admitted may have waited
     for number in range(8, 24):
-        bridge.say(wire.Submit(number, [1], ENDLESS, 1, deadline_ns=deadline_ns))
+        bridge.say(wire.Submit(number, pack([1]), ENDLESS, 1, deadline_ns=deadline_ns))
     roomy.turn_until(lambda: roomy.engine.load().num_requests == 16)
     load = file.read()
     assert load is not None
@@ -272,7 +273,7 @@ class AcceleratorError(RuntimeError):
 
 def test_a_runner_beyond_repair_ends_the_loop_and_blames_no_request(house: House) -> None:
     bridge = house.bridge()
-    bridge.say(wire.Submit(0, [1], GREEDY, 1))
+    bridge.say(wire.Submit(0, pack([1]), GREEDY, 1))
     house.runner.error = AcceleratorError("illegal address")
     assert house.loop.run() == 1
     assert not bridge.socket.poll(200)  # its bridge learns it from the connection's end
@@ -290,8 +291,8 @@ def seeds() -> list[bytes]:
     )
     messages: list[wire.ToEngine] = [
         wire.Hello(wire.PROTOCOL, __version__, "fuzz"),
-        wire.Submit(1, [1, 2, 3], GREEDY, 1),
-        wire.Submit(2, list(range(30)), full, 1),
+        wire.Submit(1, pack([1, 2, 3]), GREEDY, 1),
+        wire.Submit(2, pack(list(range(30))), full, 1),
         wire.Cancel(1),
         wire.Ping(1),
         wire.Bye(),
@@ -394,7 +395,7 @@ def test_the_process_serves_a_checkpoint_and_ends_when_told(tmp_path: Path) -> N
         socket.connect(address)
         for message in (
             wire.Hello(wire.PROTOCOL, __version__, "test"),
-            wire.Submit(0, [1, 2, 3], LONG, 1),
+            wire.Submit(0, pack([1, 2, 3]), LONG, 1),
         ):
             socket.send(wire.encode(message))
         assert socket.poll(60_000), process.stderr

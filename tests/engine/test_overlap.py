@@ -206,10 +206,12 @@ def test_the_host_works_while_the_device_does(max_in_flight: int) -> None:
     client = Client(Engine(Limits(4, 32, 10), runner, None))
     client.submit([1], greedy(30))
     client.step()
-    begin = time.perf_counter()
+    times = []
     for _ in range(20):
+        begin = time.perf_counter()
         client.step()
-    seconds = (time.perf_counter() - begin) / 20
+        times.append(time.perf_counter() - begin)
+    seconds = sorted(times)[10]  # of a machine that is busy otherwise
     if max_in_flight == 1:
         assert seconds > 0.0595
     else:

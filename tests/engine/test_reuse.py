@@ -121,7 +121,7 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     for _ in range(10):
         client.step()
     (victim,) = client.engine._requests[client.name, number].sequences
-    num_known, before = len(victim.token_ids), len(runner.batches)
+    num_known, before = victim.num_known, len(runner.batches)
     client.engine._scheduler._preempt(victim)
     client.drain()
     check(client, number, PROMPT, greedy(30))
@@ -248,7 +248,7 @@ def test_nothing_is_found_of_what_was_found_before_it_gave_nan(
         ask(client, PROMPT)
     number = client.submit(PROMPT, greedy(9))
     (sequence,) = client.engine._requests[client.name, number].sequences
-    while len(sequence.token_ids) < len(PROMPT) + 3:
+    while sequence.num_outputs < 3:
         client.step()
     runner.poisoned.add(sequence.id)
     client.drain()

@@ -16,6 +16,7 @@ from slipstream.engine.scheduler import Limits
 from slipstream.engine.sequence import Request, Sequence
 from slipstream.engine.telemetry import Histogram, Telemetry
 from slipstream.wire import CancelCause, FinishReason
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 MS = 1_000_000
@@ -137,7 +138,7 @@ def test_a_value_is_in_the_first_bucket_that_is_not_below_it():
 
 def test_times_between_tokens_are_those_of_each_sequence():
     telemetry, request = Telemetry(), Request(b"", 0, GREEDY, arrival_ns=0)
-    sequences = [Sequence(i, request, 0, [1, 2], 0, 100, None) for i in range(6)]
+    sequences = [Sequence(i, request, 0, pack([1, 2]), 0, 100, None) for i in range(6)]
     now_ns = 1000 * MS
     for sequence, ago_ms in zip(sequences, (20, 20, 20, 300, 2, None), strict=True):
         sequence.first_scheduled_ns = 400 * MS
@@ -199,7 +200,15 @@ def test_the_request_log_has_a_line_a_request_and_nothing_of_what_was_said(tmp_p
 
     def ask(number: int, request_id: str, sampling: SamplingParams, deadline_ns: int = 0) -> None:
         message = wire.Submit(
-            number, [41, 42, 43], sampling, time.time_ns(), 2, deadline_ns, MS, request_id, "bls"
+            number,
+            pack([41, 42, 43]),
+            sampling,
+            time.time_ns(),
+            2,
+            deadline_ns,
+            MS,
+            request_id,
+            "bls",
         )
         client.engine.submit(client.name, message)
 

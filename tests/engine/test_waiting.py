@@ -9,6 +9,7 @@ from slipstream.engine.sequence import Request, Sequence
 from slipstream.engine.waiting import OLDEST_EVERY, WaitingQueue
 from slipstream_contract.admission import MAX_RETRY_MS, MIN_RETRY_MS
 from slipstream_contract.errors import ContractError
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 MS = 1_000_000
@@ -27,7 +28,7 @@ class Clock:
 def new(number: int, priority: int = 5, num_tokens: int = 1) -> Sequence:
     sampling = SamplingParams(max_tokens=4)
     request = Request(b"bridge", number, sampling, 1, priority)
-    return Sequence(number, request, 0, [1] * num_tokens, 0, 100, None)
+    return Sequence(number, request, 0, pack([1] * num_tokens), 0, 100, None)
 
 
 def admit(queue: WaitingQueue) -> Sequence:

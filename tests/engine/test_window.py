@@ -12,6 +12,8 @@ from slipstream.engine.window import Window
 from slipstream_contract.errors import ContractError
 from slipstream_contract.sampling import SamplingParams
 
+GREEDY = SamplingParams(max_tokens=200, temperature=0.0)
+
 
 @st.composite
 def windows(draw: st.DrawFn, num_ahead: int) -> Window:
@@ -92,6 +94,24 @@ def test_a_window_of_a_prompt_is_enough() -> None:
         Client(Engine(Limits(1, 4), CountingRunner(3, 2, 48, 1, window), Words())).submit(
             prompt, sampling
         )
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("num_sinks", [0, 3])
+def test_tables_that_close_up(num_sinks: int, max_in_flight: int) -> None:
+    """The runner is told, though a row's token is not known yet; the same blocks for ever."""
+    window = Window(8, num_sinks, max_in_flight * 5, has_gaps=True)
+    num_blocks = 2 * (window.most_blocks(2) or 0)
+    runner = CountingRunner(num_blocks, 2, 1000, max_in_flight, window)
+    client = Client(Engine(Limits(2, 5), runner, Words()))
+    prompts = {client.submit(list(range(n)), GREEDY): list(range(n)) for n in (3, 40)}
+    client.drain()
+    assert client.engine.num_steps == len(runner.batches), "a step was refused, and undone"
+    in_flight = [row for batch in runner.batches for row in batch.rows if row.source >= 0]
+    assert any(row.gap > 100 for row in in_flight) == (max_in_flight > 1)
+    for number, prompt in prompts.items():
+        text, _ = expected(prompt, GREEDY, 0, 1000, window)
+        assert client.streams[number, 0].text == text
 
 
 class Windowed(Machine):

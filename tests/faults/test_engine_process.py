@@ -14,6 +14,7 @@ from server.support import CHECKPOINT
 from slipstream import wire
 from slipstream.bridge.connection import Connection
 from slipstream.config import EngineConfig
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -98,7 +99,7 @@ class House:
             seed = VICTIM if victim and i == NUM - 1 else i
             prompt = [5 + (7 * i + j) % 900 for j in range(40 + 50 * (i % 3))]
             sampling = SamplingParams(max_tokens=48, temperature=0.9, top_p=0.95, seed=seed)
-            submits.append(wire.Submit(first + i, prompt, sampling, 0))
+            submits.append(wire.Submit(first + i, pack(prompt), sampling, 0))
         self.connection.send(*submits)
         return {first + i: Answer() for i in range(NUM)}
 

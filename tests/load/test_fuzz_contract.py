@@ -93,7 +93,7 @@ class Server:
             inputs = {name: array[row] for name, array in given.items()}
             request = llm_request(inputs, parameters, self.vocab, False, self.encoder.end_ids)
             if not request.stop:
-                submit(request.token_ids, request.sampling)
+                submit(request.token_ids.tolist(), request.sampling)
 
     def _tensorrt_llm_bls(self, given: Any, parameters: Any, size: int) -> None:
         for row in range(size):

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream import __version__, wire
 from slipstream_compose.server import repository_root, server_directory
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.vocab import TokenBytes
 
@@ -41,7 +42,7 @@ def scratch(tmp_path_factory) -> Path:
 
 
 def submit(number: int, max_tokens: int, **sampling: object) -> wire.Submit:
-    return wire.Submit(number, [1, 2], SamplingParams(max_tokens=max_tokens, **sampling), 5)
+    return wire.Submit(number, pack([1, 2]), SamplingParams(max_tokens=max_tokens, **sampling), 5)
 
 
 def test_neighbours_make_other_letters(bench):

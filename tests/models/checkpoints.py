@@ -15,6 +15,7 @@ from slipstream.engine.plan import resolve
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
 from slipstream.wire import FinishReason, Submit
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 FAMILIES = {
@@ -206,7 +207,7 @@ class Asker:
 
     def submit(self, prompt: list[int], sampling: SamplingParams) -> int:
         number = len(self.answers)
-        self.engine.submit(b"asker", Submit(number, prompt, sampling, 1))
+        self.engine.submit(b"asker", Submit(number, pack(prompt), sampling, 1))
         for index in range(sampling.n):
             self.answers[number, index] = Answer()
         return number

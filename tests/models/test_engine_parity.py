@@ -9,6 +9,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
 from slipstream.wire import Submit
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 LENGTHS = [1, 40, 7, 100, 23, 64, 5, 33]
@@ -20,7 +21,7 @@ def engine_greedy(runner: ModelRunner, limits: Limits, prompts: list[list[int]])
     engine = Engine(limits, runner, None)
     sampling = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0.0)
     for i, prompt in enumerate(prompts):
-        engine.submit(b"bridge", Submit(i, prompt, sampling, 0))
+        engine.submit(b"bridge", Submit(i, pack(prompt), sampling, 0))
     outputs: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
         for tokens in engine.step().get(b"bridge", []):

@@ -13,6 +13,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
 from slipstream.kernels.kv_format import FORMATS
 from slipstream.wire import Submit
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 LENGTH, BLOCK = 128, 16  # tokens
@@ -48,7 +49,7 @@ class Talk:
             max_tokens=max_tokens, temperature=0.7, seed=number, log_probs=True
         )
         self.answers[number] = ([], [])
-        self.engine.submit(b"test", Submit(number, prompt, sampling, 1))
+        self.engine.submit(b"test", Submit(number, pack(prompt), sampling, 1))
 
     @torch.inference_mode()
     def step(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from slipstream_contract.admission import LoadFile, path_of
 from slipstream_contract.credit import CreditFile
 from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.ids import TokenIds
 from slipstream_contract.retention import Retention
 from slipstream_contract.runtime import Runtime
 from slipstream_contract.sampling import SamplingParams
@@ -105,7 +106,7 @@ class Bridge:
     def submit(
         self,
         call: Call,
-        token_ids: list[int],
+        token_ids: TokenIds,
         sampling: SamplingParams,
         streams: Sequence[Stream],
         question: Question,

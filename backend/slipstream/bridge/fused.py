@@ -1,6 +1,7 @@
 """Text models served by the bridge itself: the ensemble's tensors without its two other steps."""
 
 import numpy as np
+from slipstream_contract.ids import pack
 from slipstream_contract.request import TextRequest, text_request
 
 from slipstream import wire
@@ -64,7 +65,7 @@ class Fused:
                 )
                 for sequence_index in range(sampling.n)
             ]
-            submits.append(self._bridge.submit(call, token_ids, sampling, streams, question))
+            submits.append(self._bridge.submit(call, pack(token_ids), sampling, streams, question))
         self._bridge.begin(call, submits)
 
 

@@ -5,6 +5,7 @@ One response holds all sequences of a prompt: text, reason and counts are arrays
 
 import msgspec
 import numpy as np
+from slipstream_contract.ids import pack
 from slipstream_contract.vllm import VllmRequest, vllm_request
 
 from slipstream import wire
@@ -52,7 +53,7 @@ class Vllm:
         writer = VllmWriter(request, len(token_ids), sampling.n, self._text)
         stream = Stream(writer, request.streaming, sampling.n)
         streams = [stream] * sampling.n
-        submit = self._bridge.submit(call, token_ids, sampling, streams, question)
+        submit = self._bridge.submit(call, pack(token_ids), sampling, streams, question)
         self._bridge.begin(call, [submit])
 
 
@@ -107,7 +108,8 @@ class VllmWriter:
         """What is new of every sequence; the prompt before it if it is to be echoed."""
         request, sequences = self._request, self._sequences
         pieces = [
-            merge(each for each in tokens if each.index == index) for index in range(len(sequences))
+            merge([each for each in tokens if each.index == index])
+            for index in range(len(sequences))
         ]
         pairs = list(zip(sequences, pieces, strict=True))
         texts = [self._prompt + sequence.decode(piece) for sequence, piece in pairs]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import msgspec
+from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 
 
@@ -14,12 +15,13 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     `gap` the token at position p has the place `p - gap`, unless it is a sink.
     If `samples`, the logits of the last token are turned into token number `num_outputs` of the
     sequence's output.
-    A `slot` is its sequence's alone from the first row after admission (`is_new`) on.
+    A `slot` is its sequence's alone from the first row after admission on. If `is_new`, what its
+    rows before said of tables and sampling does not count.
     """
 
     sequence_id: int
     slot: int  # 0 .. max_num_seqs - 1
-    token_ids: list[int]
+    token_ids: TokenIds
     start: int
     tables: tuple[list[int], ...]
     samples: bool
@@ -30,7 +32,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     source: int = -1  # >= 0: the one token is sample number `source` of the step launched before
     is_new: bool = True
     num_prompt: int = 0
-    history: list[int] | None = None  # prompt and output, when what was counted of it is not kept
+    history: TokenIds | None = None  # prompt and output, when what was counted of it is not kept
     gap: int = 0  # tokens behind the sinks that are no longer in `tables`
 
 

@@ -25,10 +25,10 @@ class BlockManager:
         self,
         num_blocks: int,
         clock: Callable[[], int] = monotonic_ns,
-        evict: Callable[[int, int], None] = lambda block, priority: None,
+        evict: Callable[[list[int], int], None] = lambda blocks, priority: None,
         has_host: bool = False,
     ) -> None:
-        """`evict` is told of a kept block that is handed out, with its priority; `clock` in ns.
+        """`evict` is told of kept blocks that are handed out, with their priority; `clock` in ns.
 
         If `has_host`, kept blocks are not handed out: only `take_kept` lets go of them.
         """
@@ -92,18 +92,19 @@ class BlockManager:
         assert num_blocks <= self.num_free, "allocation beyond the free blocks"
         empty = self._empty
         taken = [empty.pop() for _ in range(min(num_blocks, len(empty)))]
-        for _ in range(num_blocks - len(taken)):
-            block, priority = self._idle.pop()
-            self._is_kept[block] = False
-            self._evict(block, priority)
-            taken.append(block)
+        if len(taken) < num_blocks:
+            for blocks, priority in self._idle.pop(num_blocks - len(taken)):
+                for block in blocks:
+                    self._is_kept[block] = False
+                self._evict(blocks, priority)
+                taken += blocks
         for block in taken:
             self._references[block] = 1
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each, kept or in use; the sharer must never write to them."""
-        references, fence = self._references, self._fence
+        references, fence, idle = self._references, self._fence, []
         for block in blocks:
             if not references[block]:
                 assert self._is_kept[block], "sharing a block that nobody owns"
@@ -111,29 +112,33 @@ class BlockManager:
                     fence[block] = 0
                     self.num_fenced -= 1
                 elif block not in self.moving:
-                    self._idle.remove(block)
+                    idle.append(block)
             references[block] += 1
+        if idle:
+            self._idle.remove(idle)
 
     def free(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each; without references it waits for its fence, then is idle."""
-        references, step = self._references, self._num_launched
-        is_idle = self._num_completed == step
+        references, step, freed = self._references, self._num_launched, []
         for block in blocks:
             assert references[block] > 0, "double free"
             references[block] -= 1
-            if references[block]:
-                continue
-            if is_idle:
-                self._settle(block)
-            else:
-                self._fence[block] = step
-                self.num_fenced += 1
-                self._fenced.append((step, block))
+            if not references[block]:
+                freed.append(block)
+        if self._num_completed == step:
+            self._settle(freed)
+            return
+        for block in freed:
+            self._fence[block] = step
+            self._fenced.append((step, block))
+        self.num_fenced += len(freed)
 
-    def keep(self, block: int) -> None:
-        """What a block in use holds may be asked for again."""
-        assert self._references[block], "keeping a block that nobody owns"
-        self._is_kept[block] = True
+    def keep(self, blocks: Iterable[int]) -> None:
+        """What these blocks, which are in use, hold may be asked for again."""
+        references, is_kept = self._references, self._is_kept
+        for block in blocks:
+            assert references[block], "keeping a block that nobody owns"
+            is_kept[block] = True
 
     def retain(self, block: int, priority: int, duration_ns: int) -> None:
         """How much a block in use is worth once it is idle; a duration of 0 has no end."""
@@ -166,7 +171,7 @@ class BlockManager:
             self._is_kept[block] = False
             self._idle.forget(block)
         if not self.is_wanted(block):
-            self._settle(block)
+            self._settle([block])
 
     def launch(self) -> None:
         """A step begins that may touch all blocks in use now."""
@@ -176,20 +181,26 @@ class BlockManager:
         """The oldest launched step has ended: what only it could touch is idle."""
         assert self._num_completed < self._num_launched, "a step completed that never began"
         self._num_completed += 1
+        settled = []
         while self._fenced and self._fenced[0][0] <= self._num_completed:
             step, block = self._fenced.popleft()
             if self._fence[block] == step:  # else it was shared again
                 self._fence[block] = 0
-                self.num_fenced -= 1
-                self._settle(block)
+                settled.append(block)
+        self.num_fenced -= len(settled)
+        self._settle(settled)
 
-    def _settle(self, block: int) -> None:
-        if block in self.moving:
-            return
-        if self._is_kept[block]:
-            self._idle.add(block)
-        else:
-            self._empty.append(block)
+    def _settle(self, blocks: list[int]) -> None:
+        is_kept, moving, kept = self._is_kept, self.moving, []
+        for block in blocks:
+            if block in moving:
+                continue
+            if is_kept[block]:
+                kept.append(block)
+            else:
+                self._empty.append(block)
+        if kept:
+            self._idle.add(kept)
 
     def check_integrity(self, owned: Iterable[Iterable[int]]) -> None:
         """Compare with what the owners say they hold: one list of blocks an owner. O(blocks)."""

@@ -6,7 +6,9 @@ cost a whole step.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.ids import TokenIds
 from slipstream_contract.retention import check_retention, check_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.urgency import LOWEST_PRIORITY
@@ -35,7 +37,7 @@ class Bounds:
         if message.retention is not None:
             check_retention(message.retention)
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def _check_prompt(self, token_ids: TokenIds) -> None:
         if not token_ids:
             raise ContractError("the prompt is empty, 1 token is the least")
         length, limit = len(token_ids), self.max_model_len
@@ -50,7 +52,9 @@ class Bounds:
                 f"the prompt is {length} tokens long: with one to generate it needs {needed} "
                 f"blocks, the KV cache has {total} ({self.num_tokens} tokens)"
             )
-        self._check_ids("input_ids", token_ids)  # last: it looks at every one
+        # Last: it looks at every one. As unsigned numbers those below 0 are the largest.
+        if np.frombuffer(token_ids, np.uint32).max() >= self.vocab_size:
+            self._check_ids("input_ids", token_ids)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         check_sampling(sampling)

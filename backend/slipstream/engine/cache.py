@@ -21,6 +21,7 @@ What is not here may lie in host memory: see tier.py.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain, islice
 from sys import maxsize
 from time import monotonic_ns
 
@@ -126,10 +127,12 @@ class KVCache:
         match, shared, num_more = self._make_room(sequence, match, num_tokens, num_spare)
         num_fetched = [table.count(NOT_HERE) for table in match.tables]
         num_new = sum(num_more) + sum(num_fetched)
-        num_left = blocks.num_free - num_spare - num_new - blocks.num_shareable(shared)
-        if num_left < 0:
+        num_left = blocks.num_free - num_spare - num_new
+        # Who is shared is counted only if that can be too many.
+        if num_left < len(shared) and num_left < blocks.num_shareable(shared):
             return False
         blocks.share(shared)
+        num_left = blocks.num_free - num_spare - num_new
         is_copied = match.num_copied and blocks.num_shareable(match.sources) <= num_left
         if is_copied:
             blocks.share(match.sources)  # or they might be handed out here
@@ -137,7 +140,7 @@ class KVCache:
         for table, found in enumerate(match.tables):
             if num_fetched[table]:
                 self._reuse.fetch(sequence, table, found, own)
-            found += [next(own) for _ in range(num_more[table])]
+            found += islice(own, num_more[table])
         sequence.tables = tuple(match.tables)
         sequence.num_computed = match.num_blocks * size
         if is_copied:
@@ -179,7 +182,9 @@ class KVCache:
         num_full, num_local = self._num_full, self._num_local
         found = self._held(match)
         num_found = sum(map(len, found))
-        shared = [block for blocks in found for block in blocks if block != NOT_HERE]
+        shared = [*chain.from_iterable(found)]
+        if self._blocks.has_host:
+            shared = [block for block in shared if block != NOT_HERE]
         num_left = self.num_blocks - num_found
         num_more = ahead = -(-num_tokens // self.block_size) - match.num_blocks
         if num_local:
@@ -301,10 +306,11 @@ class KVCache:
             self._copies += [copy for copy in copies if not copy.is_void]
         self._launched.clear()
 
-    def _evict(self, block: int, priority: int) -> None:
-        self._index.forget(block)
+    def _evict(self, blocks: list[int], priority: int) -> None:
+        for block in blocks:
+            self._index.forget(block)
         above = (priority > DEFAULT_RETENTION) - (priority < DEFAULT_RETENTION)
-        self.num_evicted[EVICTIONS[1 + above]] += 1
+        self.num_evicted[EVICTIONS[1 + above]] += len(blocks)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Every block accounted for, no shared one written. O(blocks)."""

@@ -51,6 +51,8 @@ class Edits:
         for word in sampling.bad_words:
             if len(word) > 1:
                 self._heads.setdefault(word[-2], []).append(word)
+        # How many of the last tokens the edits depend on.
+        self.num_seen = max(0, *(len(word) - 1 for word in sampling.bad_words), 0)
         self._early = self._addends | dict.fromkeys(_ends(sampling), -inf)
         self._packed = _pack(self._addends)
         self._packed_early = _pack(self._early) if self._min_tokens else b""
@@ -58,12 +60,12 @@ class Edits:
     @property
     def needs_every_token(self) -> bool:
         """Do the next edits depend on the last token, not only on how many there are?"""
-        return bool(self._heads)
+        return self.num_seen > 0
 
     def pack(self, num_outputs: int, token_ids: Sequence[int] = ()) -> bytes:
         """`EDIT` records by rising token id, none twice, for output number `num_outputs`.
 
-        `token_ids`, prompt and output, are read only if the edits need them.
+        `token_ids`: at least the last `num_seen` of prompt and output, where there are so many.
         """
         is_early = num_outputs < self._min_tokens
         banned = dict.fromkeys(self._bans(token_ids), -inf) if self._heads else None

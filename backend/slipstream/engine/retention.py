@@ -6,8 +6,9 @@ the block had become idle just then (TensorRT-LLM's rules).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from slipstream_contract.limits import MAX_RETENTION
 from slipstream_contract.retention import DEFAULT_RETENTION
@@ -47,14 +48,21 @@ class IdleBlocks:
         else:
             self._retained[block] = (priority, duration_ns)
 
-    def add(self, block: int) -> None:
-        """It becomes idle."""
-        retained = self._retained.get(block)
-        if retained is None:
-            self._add(block, DEFAULT_RETENTION)
-            return
-        priority, duration_ns = retained
-        self._add(block, priority)
+    def add(self, blocks: Iterable[int]) -> None:
+        """They become idle, one after the other."""
+        usual, retained = self._levels[DEFAULT_RETENTION], self._retained
+        num_before = len(usual)
+        for block in blocks:
+            if block in retained:
+                self._add_retained(block)
+            else:
+                usual[block] = None
+        self._count(DEFAULT_RETENTION, len(usual) - num_before)
+
+    def _add_retained(self, block: int) -> None:
+        priority, duration_ns = self._retained[block]
+        self._levels[priority][block] = None
+        self._count(priority, 1)
         if duration_ns:
             self._end_of[block] = self._clock() + duration_ns
             heappush(self._ends, (self._end_of[block], block))
@@ -62,34 +70,60 @@ class IdleBlocks:
                 self._ends = [(when, block) for block, when in self._end_of.items()]
                 heapify(self._ends)
 
-    def remove(self, block: int) -> None:
-        """It is used again."""
-        retained = self._retained.get(block)
-        if retained is None:
-            self._remove(block, DEFAULT_RETENTION)
+    def remove(self, blocks: Iterable[int]) -> None:
+        """They are used again."""
+        usual, retained = self._levels[DEFAULT_RETENTION], self._retained
+        num_before = len(usual)
+        for block in blocks:
+            if block in retained:
+                self._remove_retained(block)
+            else:
+                del usual[block]
+        self._count(DEFAULT_RETENTION, len(usual) - num_before)
+
+    def _remove_retained(self, block: int) -> None:
+        priority, _ = self._retained[block]
+        del self._levels[priority][block]
+        self._count(priority, -1)
+        self._end_of.pop(block, None)
+
+    def _count(self, priority: int, num_more: int) -> None:
+        """So many more blocks of a priority are idle."""
+        self._size += num_more
+        if self._levels[priority]:
+            self._used |= 1 << priority
         else:
-            self._remove(block, retained[0])
-            self._end_of.pop(block, None)
+            self._used &= ~(1 << priority)
 
     def take(self) -> tuple[int, int, int]:
         """The first to go is idle no more; with its priority, and for how many ns it has that."""
         self._refresh()
-        priority = (self._used & -self._used).bit_length() - 1
+        priority = self._lowest()
         block = next(iter(self._levels[priority]))
-        self.remove(block)
+        self.remove([block])
         duration_ns = self._retained[block][1] if block in self._retained else 0
         return block, priority, duration_ns
 
-    def pop(self) -> tuple[int, int]:
-        """The first to go, and its priority; nothing is known of it any more."""
-        block, priority, _ = self.take()
-        self._retained.pop(block, None)
-        return block, priority
+    def pop(self, num_blocks: int) -> Iterator[tuple[list[int], int]]:
+        """The first to go, by their priority, and that; nothing is known of them any more."""
+        assert num_blocks <= self._size
+        self._refresh()
+        while num_blocks:
+            priority = self._lowest()
+            blocks = list(islice(self._levels[priority], num_blocks))
+            self.remove(blocks)
+            for block in blocks if priority != DEFAULT_RETENTION else ():
+                del self._retained[block]
+            num_blocks -= len(blocks)
+            yield blocks, priority
+
+    def _lowest(self) -> int:
+        return (self._used & -self._used).bit_length() - 1
 
     def forget(self, block: int) -> None:
         """It is worth nothing any more."""
         if block in self:
-            self.remove(block)
+            self.remove([block])
         self._retained.pop(block, None)
 
     def _refresh(self) -> None:
@@ -101,21 +135,9 @@ class IdleBlocks:
             when, block = heappop(self._ends)
             if self._end_of.get(block) != when:
                 continue
-            del self._end_of[block]
-            self._remove(block, self._retained.pop(block)[0])
-            self._add(block, DEFAULT_RETENTION)
-
-    def _add(self, block: int, priority: int) -> None:
-        self._levels[priority][block] = None
-        self._used |= 1 << priority
-        self._size += 1
-
-    def _remove(self, block: int, priority: int) -> None:
-        level = self._levels[priority]
-        del level[block]
-        self._size -= 1
-        if not level:
-            self._used &= ~(1 << priority)
+            self._remove_retained(block)
+            del self._retained[block]
+            self.add([block])
 
     def check_integrity(self) -> None:
         """What is counted is what is there."""

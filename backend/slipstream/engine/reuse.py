@@ -6,11 +6,11 @@ the first block on, local ones what their window shows of the tokens found.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from slipstream.engine.blocks import BlockManager
-from slipstream.engine.prefix import Chain, PrefixIndex, pack
+from slipstream.engine.prefix import Chain, PrefixIndex, split
 from slipstream.engine.sequence import Sequence
 from slipstream.engine.tier import Tier
 from slipstream.engine.window import Window
@@ -65,30 +65,27 @@ class Reuse:
 
     def match(self, sequence: Sequence) -> Match:
         """The longest beginning of its tokens, without the last one, that is computed."""
-        window, size, token_ids = self._window, self._size, sequence.token_ids
+        window, size, last = self._window, self._size, sequence.num_known - 1
         match = Match(tables=[[] for _ in range(window.num_tables)])
         if not self.finds(sequence):
             return match
-        digests, most = self._chain(sequence).digests, (len(token_ids) - 1) // size
+        digests, most = self._chain(sequence).digests, last // size
         number = most
         for table in self._full:
-            blocks = match.tables[table]
-            for block in self._find(digests[1 : number + 1], table):
-                if block is None:
-                    break
-                blocks.append(block)
-            number = len(blocks)
+            match.tables[table] = self._find(digests[1 : number + 1], table)
+            number = len(match.tables[table])
         if window.size:
             number = self._shown(digests, number)
             first = match.num_forgotten = window.forgotten(number * size, size).stop
             for table in self._full:
                 del match.tables[table][number:]
             for table in self._local:
-                found = self._find(digests[first + 1 : number + 1], table)
-                match.tables[table] = [0] * first + [block for block in found if block is not None]
+                match.tables[table] = [0] * first + self._find(
+                    digests[first + 1 : number + 1], table
+                )
         match.num_blocks = number
-        rest = token_ids[number * size : min((number + 1) * size, len(token_ids) - 1)]
-        self._match_rest(match, digests[number], rest)
+        rest = sequence.ids(number * size, min((number + 1) * size, last))
+        self._match_rest(match, digests[number], rest.tobytes())
         if number < most and (leader := self._leaders.get(digests[number + 1])) is not None:
             match.leader = leader
             theirs = self._chain(leader).digests
@@ -97,19 +94,27 @@ class Reuse:
             match.num_coming = (end - 1) * size
         return match
 
-    def _find(self, digests: list[bytes], table: int) -> Iterator[int | None]:
-        """The block of each, `NOT_HERE`, or None if it is nowhere."""
+    def _find(self, digests: list[bytes], table: int) -> list[int]:
+        """The blocks of the first of them, up to one that is nowhere; of others `NOT_HERE`."""
+        keys = digests if table == 0 else (_key(digest, table) for digest in digests)
+        return list(iter(map(self._finder(), keys).__next__, None))
+
+    def _finder(self) -> Callable[[bytes], int | None]:
+        """It tells the block of a key, `NOT_HERE`, or None if that is nowhere."""
         find, elsewhere = self._index.find, self._tier.fetchable()
-        for key in digests if table == 0 else (_key(digest, table) for digest in digests):
+
+        def find_both(key: bytes) -> int | None:
             block = find(key)
-            yield NOT_HERE if block is None and key in elsewhere else block
+            return NOT_HERE if block is None and key in elsewhere else block
+
+        return find_both if elsewhere else find
 
     def _shown(self, digests: list[bytes], number: int) -> int:
         """The most blocks, up to so many, of which there is all that their next token sees.
 
         Only local tables are looked at. O(blocks) for each, that is, of a window if all are there.
         """
-        find, elsewhere, size = self._index.find, self._tier.fetchable(), self._size
+        find, size = self._finder(), self._size
         while number:
             first = self._window.forgotten(number * size, size).stop
             if first == number:
@@ -119,18 +124,17 @@ class Reuse:
                 for table in self._local
                 for i in range(number - 1, first - 1, -1)
             )
-            missing = (i for i, key in keys if find(key) is None and key not in elsewhere)
+            missing = (i for i, key in keys if find(key) is None)
             hole = next(missing, None)
             if hole is None:
                 return number
             number = hole
         return 0
 
-    def _match_rest(self, match: Match, digest: bytes, rest: list[int]) -> None:
+    def _match_rest(self, match: Match, digest: bytes, rest: bytes) -> None:
         """What all tables have of the next block."""
-        packed = pack(rest)
         tables = range(self._window.num_tables)
-        found = [self._index.closest(_key(digest, table), packed) for table in tables]
+        found = [self._index.closest(_key(digest, table), rest) for table in tables]
         match.sources = [source for source, _ in found]
         match.num_copied = min(count for _, count in found)
         if any(map(self._tier.is_arriving, match.sources)):
@@ -144,21 +148,29 @@ class Reuse:
         if chain is None:
             if request.chain is None:
                 request.chain = self._index.chain(request.cache_salt)
-                request.chain.extend(sequence.token_ids[: sequence.num_prompt])
+                self._extend(request.chain, sequence, sequence.num_prompt)
             is_alone = len(request.sequences) == 1
             chain = sequence.chain = request.chain if is_alone else request.chain.copy()
-        chain.extend(sequence.token_ids)
+        self._extend(chain, sequence, sequence.num_known)
         return chain
+
+    def _extend(self, chain: Chain, sequence: Sequence, num_tokens: int) -> None:
+        """By its whole blocks up to so many tokens."""
+        begin, end = chain.num_blocks * self._size, num_tokens // self._size * self._size
+        if begin < end:
+            chain.extend(sequence.ids(begin, end).tobytes())
 
     def fetch(self, sequence: Sequence, table: int, found: list[int], own: Iterator[int]) -> None:
         """What of a table was found in host memory comes into the next of `own`."""
-        chain = self._chain(sequence)
-        digests = chain.digests
+        digests, size = self._chain(sequence).digests, self._size
         for i, block in enumerate(found):
             if block == NOT_HERE:
                 found[i] = next(own)
                 parent, key = (_key(digest, table) for digest in digests[i : i + 2])
-                self._tier.fetch(found[i], parent, key, chain.tokens(i, sequence.token_ids))
+                tokens = sequence.ids(i * size, (i + 1) * size).tobytes()
+                self._tier.fetch(found[i], parent, key, tokens)
+        if table == 0:
+            self._index.remember(digests, range(len(found)))
 
     def begin(self, sequence: Sequence, num_found: int) -> None:
         """It holds so many blocks of others in each table, and will compute what follows."""
@@ -219,19 +231,30 @@ class Reuse:
 
     def _put(self, sequence: Sequence, table: int, held: list[int], numbers: range) -> None:
         """These blocks of a table."""
-        chain, index, blocks = self._chain(sequence), self._index, self._blocks
-        digests, token_ids = chain.digests, sequence.token_ids
-        for i in numbers:
-            block, key = held[i], _key(digests[i + 1], table)
+        if not numbers:
+            return
+        begin, end, size = numbers.start, numbers.stop, self._size
+        index, blocks, digests = self._index, self._blocks, self._chain(sequence).digests
+        keys = digests[begin : end + 1]
+        if table:
+            keys = [_key(digest, table) for digest in keys]
+        packed = sequence.ids(begin * size, end * size).tobytes()
+        kept = []
+        for block, parent, key, tokens in zip(
+            held[begin:end], keys, keys[1:], split(packed, size), strict=False
+        ):
             other = index.find(key)
             if other is not None:
                 if not blocks.is_idle(other):
                     continue  # found there, while it is in use
                 index.forget(other)
                 blocks.drop(other)
-            index.put(block, _key(digests[i], table), key, chain.tokens(i, token_ids))
-            blocks.keep(block)
-            self._tier.forget(key)
+            index.put(block, parent, key, tokens)
+            kept.append(block)
+        blocks.keep(kept)
+        self._tier.forget(keys[1:])
+        if table == 0:
+            index.remember(digests, numbers)
 
     def _register_rest(self, sequence: Sequence) -> None:
         """So can what it has computed of one more block, unless others begin with all of it."""
@@ -239,14 +262,14 @@ class Reuse:
         begin, end = number * self._size, sequence.num_computed
         if begin == end:
             return
-        tokens = pack(sequence.token_ids[begin:end])
+        tokens = sequence.ids(begin, end).tobytes()
         digest = self._chain(sequence).digests[number]
         for table, blocks in enumerate(sequence.tables):
             parent = _key(digest, table)
             _, num_known = self._index.closest(parent, tokens)
             if num_known < end - begin:
                 self._index.put(blocks[number], parent, None, tokens)
-                self._blocks.keep(blocks[number])
+                self._blocks.keep([blocks[number]])
         self._retain(sequence, number, number + 1)
 
     def _retain(self, sequence: Sequence, begin: int, end: int) -> None:

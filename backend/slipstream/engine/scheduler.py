@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic_ns, time_ns
 
+from slipstream_contract.ids import TokenIds
+
 from slipstream.engine.batch import Batch, Row, Sampled
 from slipstream.engine.cache import Copies, KVCache
 from slipstream.engine.host import Mover
@@ -42,7 +44,7 @@ from slipstream.wire import FinishReason
 MAX_PREEMPTIONS = 3
 MAX_HELD = 3
 _MAX_HELD_A_STEP = 64  # each costs a look at its prompt
-_IN_FLIGHT = [0]  # in place of a token that is not known yet; any valid id
+_IN_FLIGHT = TokenIds("i", [0])  # in place of a token that is not known yet; any valid id
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +287,7 @@ class Scheduler:
         start = sequence.num_scheduled
         if not sequence.num_pending:
             return self._chunk(sequence, 1, sample)
-        num_outputs = start + 1 - sequence.num_prompt
-        edits = sequence.edits
+        edits, num_outputs = sequence.edits, start + 1 - sequence.num_prompt
         row = Row(
             sequence.id,
             sequence.slot,
@@ -299,11 +300,12 @@ class Scheduler:
             num_outputs,
             b"" if edits is None else edits.pack(num_outputs),
             sequence.sample,
-            False,
+            sequence.is_new,
             sequence.num_prompt,
             gap=sequence.gap,
         )
         sequence.num_scheduled = start + 1
+        sequence.is_new = False
         sequence.num_tokens += 1
         sequence.num_in_flight += 1
         sequence.num_pending += 1
@@ -312,26 +314,24 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, num_tokens: int, sample: int) -> Row:
         """The next `num_tokens` tokens, all known; the row sees the sequence's own block list."""
-        token_ids, start = sequence.token_ids, sequence.num_scheduled
+        start = sequence.num_scheduled
         end = start + num_tokens
-        samples = end == len(token_ids)
-        num_outputs = len(token_ids) - sequence.num_prompt
-        edits = sequence.edits
+        samples = end == sequence.num_known
         row = Row(
             sequence.id,
             sequence.slot,
-            token_ids[start:end],
+            sequence.ids(start, end),
             start,
             sequence.tables,
             samples,
             sequence.sampling,
             sequence.seed,
-            num_outputs,
-            edits.pack(num_outputs, token_ids) if samples and edits is not None else b"",
+            sequence.num_outputs,
+            sequence.pack_edits() if samples else b"",
             -1,
             sequence.is_new,
             sequence.num_prompt,
-            list(token_ids) if samples and sequence.needs_history else None,
+            sequence.ids(0, end) if samples and sequence.needs_history else None,
             sequence.gap,
         )
         sequence.num_scheduled = end
@@ -443,7 +443,7 @@ class Scheduler:
         assert sorted(slots) == list(range(self._max_running)), "a slot is lost or taken twice"
         for sequence in [*idle, *running]:
             assert sequence.num_preemptions <= MAX_PREEMPTIONS
-            assert sequence.num_tokens == len(sequence.token_ids) + sequence.num_pending
+            assert sequence.num_tokens == sequence.num_known + sequence.num_pending
             in_flight = sum(sequence in owners for owners in self._launched)
             assert sequence.num_pending <= sequence.num_in_flight == in_flight
         for sequence in running:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from sys import maxsize
 
+from slipstream_contract.ids import TokenIds, pack
 from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
@@ -60,14 +61,14 @@ class Request:
 class Sequence:
     """Sequence `index` of a request.
 
-    token_ids  prompt, then output:  [ computed | in flight | not yet ]  + `num_pending` unknown
-                                 num_computed ^           ^ num_scheduled             num_tokens ^
+    prompt, then outputs:  [ computed | in flight | not yet ]  + `num_pending` unknown
+                       num_computed ^           ^ num_scheduled             num_tokens ^
     tables     blocks of each group of layers, with room for `capacity` positions in each; none
                unless running. Of local tables the first `num_forgotten` are no longer its own, and
                `gap` tokens behind the sinks are missing
 
     A token is pending while the step that samples it is in flight: its place counts in
-    `num_tokens` and `num_scheduled`, its id is not in `token_ids` yet.
+    `num_tokens` and `num_scheduled`, its id is not in `outputs` yet.
     """
 
     __slots__ = (
@@ -107,6 +108,8 @@ class Sequence:
         "num_sent",
         "num_shared_blocks",
         "num_tokens",
+        "outputs",
+        "prompt",
         "request",
         "sample",
         "sampling",
@@ -115,7 +118,6 @@ class Sequence:
         "status",
         "stop",
         "tables",
-        "token_ids",
     )
 
     def __init__(
@@ -123,7 +125,7 @@ class Sequence:
         sequence_id: int,
         request: Request,
         index: int,
-        prompt: list[int],
+        prompt: TokenIds,
         seed: int,
         max_model_len: int,
         vocab: RawBytes | None,
@@ -134,7 +136,8 @@ class Sequence:
         self.index = index
         self.sampling = sampling
         self.seed = mix_seed(seed, index)
-        self.token_ids = prompt  # shared with the siblings until `start`
+        self.prompt = prompt  # shared with the siblings
+        self.outputs: list[int] = []
         self.num_prompt = len(prompt)
         max_outputs = min(sampling.max_tokens, max_model_len - len(prompt))
         self.num_tokens = len(prompt)
@@ -179,12 +182,31 @@ class Sequence:
     @property
     def num_outputs(self) -> int:
         """Tokens sampled so far; an end id does not count."""
-        return len(self.token_ids) - self.num_prompt
+        return len(self.outputs)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids are known: all but those that are pending."""
+        return self.num_prompt + len(self.outputs)
+
+    def ids(self, begin: int, end: int) -> TokenIds:
+        """The known tokens from one place of the sequence to another."""
+        num_prompt = self.num_prompt
+        if end <= num_prompt:
+            return self.prompt[begin:end]
+        outputs = pack(self.outputs[max(0, begin - num_prompt) : end - num_prompt])
+        return outputs if begin >= num_prompt else self.prompt[begin:] + outputs
+
+    def pack_edits(self) -> bytes:
+        """The edits of the next output, where all tokens before it are known."""
+        if self.edits is None:
+            return b""
+        end = self.num_known
+        return self.edits.pack(len(self.outputs), self.ids(max(0, end - self.edits.num_seen), end))
 
     def start(self, now_ns: int) -> None:
-        """First time scheduled: only now a copy of the prompt is worth its memory."""
+        """First time scheduled."""
         self.first_scheduled_ns = now_ns
-        self.token_ids = list(self.token_ids)
         if needs_edits(self.sampling):
             self.edits = Edits(self.sampling)
             self.needs_every_token = self.edits.needs_every_token
@@ -198,7 +220,7 @@ class Sequence:
     def roll_back(self) -> None:
         """Forget the rows in flight: what they computed will be computed again."""
         self.num_scheduled = self.num_computed
-        self.num_tokens = len(self.token_ids)
+        self.num_tokens = self.num_known
         self.num_pending = self.num_in_flight = 0
         self.is_new = True  # the runner may have taken in half of it
         self.needs_history = counts_tokens(self.sampling)
@@ -208,21 +230,22 @@ class Sequence:
         if not self.first_token_ns:
             self.first_token_ns = now_ns
         self.last_token_ns = now_ns
-        token_ids, stop = self.token_ids, self.stop
-        num_outputs = len(token_ids) - self.num_prompt
+        outputs, stop = self.outputs, self.stop
+        number = len(outputs) + 1  # of this one
+        num_tokens = self.num_prompt + number
         # Nearly always: nothing that `check` looks for can be there.
-        if stop.is_trivial and token_id not in stop.watched and len(token_ids) + 1 < self.num_final:
-            token_ids.append(token_id)
-            stop.num_kept = num_outputs + 1
+        if stop.is_trivial and token_id not in stop.watched and num_tokens < self.num_final:
+            outputs.append(token_id)
+            stop.num_kept = number
             if self.sampling.log_probs:
                 self.log_probs.append(log_prob)
             return None
-        if stop.is_end(token_id, num_outputs):
+        if stop.is_end(token_id, number - 1):
             return Ending(FinishReason.END)
-        token_ids.append(token_id)
+        outputs.append(token_id)
         if self.sampling.log_probs:
             self.log_probs.append(log_prob)
-        return stop.check(token_id, num_outputs + 1)
+        return stop.check(token_id, number)
 
     def finish(self, ending: Ending) -> None:
         """Close the books. Unless a stop word cut them, all tokens held back may leave."""
@@ -237,11 +260,12 @@ class Sequence:
         if begin == end and self.ending is None:
             return None
         self.num_sent = end
-        token_ids = self.token_ids[self.num_prompt + begin : self.num_prompt + end]
+        token_ids = self.outputs[begin:end]
         log_probs = self.log_probs[begin:end] if self.sampling.log_probs else []
         finished = None if self.ending is None else self._finished(self.ending)
         if finished is not None:  # all is told: a sibling may keep the request alive for long
-            self.token_ids, self.log_probs, self.edits = [], [], None
+            self.prompt, self.outputs, self.log_probs = TokenIds("i"), [], []
+            self.edits = None
         number, drop_bytes = self.request.number, self.stop.drop_bytes
         return Tokens(number, self.index, token_ids, log_probs, drop_bytes, finished, begin)
 

@@ -9,7 +9,7 @@ Without a `Mover` all of this is nothing, and the cache is as it was.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterable
 
 from slipstream.engine.blocks import BlockManager
 from slipstream.engine.host import Direction, HostMemory, Mover, Worth
@@ -28,9 +28,9 @@ class Tier:
         index: PrefixIndex,
         mover: Mover | None,
         compute_s: Callable[[], float | None],
-        evict: Callable[[int, int], None],
+        evict: Callable[[list[int], int], None],
     ) -> None:
-        """`compute_s` tells how long a block's tokens take; `evict` a block and its priority."""
+        """`compute_s` tells how long a block's tokens take; `evict` blocks and their priority."""
         self.counts = Counter[str]()  # by the names of `slipstream.figures`
         self._blocks = blocks
         self._index = index
@@ -73,10 +73,11 @@ class Tier:
         if self._host is not None:
             self._make_room(self._blocks.num_blocks // _EMPTY_SHARE)
 
-    def forget(self, digest: bytes) -> None:
-        """The device has it: it need not lie here, too."""
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """The device has these: they need not lie here, too."""
         if self._host is not None:
-            self._host.drop(digest)
+            for digest in digests:
+                self._host.drop(digest)
 
     def _num_leaving(self) -> int:
         """Blocks that will be empty once their copies have ended, unless they are wanted again."""
@@ -96,7 +97,7 @@ class Tier:
             block, *worth = blocks.take_kept()
             digest = self._index.digest(block)
             if not (is_worth_it and digest and host.send(digest, Worth(*worth), block)):
-                self._evict(block, worth[0])
+                self._evict([block], worth[0])
                 blocks.end_move(block, has_left=True)
 
     # --- in ------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class Tier:
         assert host is not None
         priority, duration_ns = host.fetch(digest, block)
         self._index.put(block, parent, digest, tokens)
-        blocks.keep(block)
+        blocks.keep([block])
         blocks.retain(block, priority, duration_ns)
         blocks.begin_move(block)
 
