@@ -2,13 +2,17 @@
 
 Steady decode on a device that takes no time and draws constants: schedule, staging arrays, commit
 and what is told. Prints the least and the median of microseconds a step. Then the same where every
-request that ends is followed by one of whose prompt nine tenths are cached, or would be; and what
-a prompt of 100,000 tokens takes on its way into the cache and out of it, in milliseconds.
+request that ends is followed by one of whose prompt nine tenths are cached, or would be; what a
+prompt of 100,000 tokens takes on its way into the cache and out of it, and what a process takes to
+read a vocabulary of 128,000 tokens when it starts, in milliseconds.
 """
 
+import json
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 from slipstream import wire
@@ -23,6 +27,7 @@ from slipstream.engine.window import Window
 from slipstream.wire import Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.vocab import TokenBytes
 
 MAX_SEQS, MAX_LEN, BLOCK_SIZE = 256, 4096, 32
 ALL = Window()
@@ -149,6 +154,25 @@ def cache_times(num_tokens: int = 100_000, num_rounds: int = 200) -> dict[str, l
     return laps
 
 
+def vocabulary_times() -> list[float]:
+    """Seconds to read a tokenizer.json of byte-level BPE with 128,000 tokens and merges."""
+    numbers = range(128_000)
+    model = {
+        "type": "BPE",
+        "vocab": {f"Ġpiece{i:06d}é": i for i in numbers},
+        "merges": [["Ġpiece", f"{i:06d}é"] for i in numbers],
+    }
+    spec = {"model": model, "added_tokens": [], "decoder": {"type": "ByteLevel"}}
+    times = []
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "tokenizer.json").write_text(json.dumps(spec))
+        for _ in range(5):
+            begin = time.perf_counter()
+            TokenBytes.load(Path(directory))
+            times.append(time.perf_counter() - begin)
+    return times
+
+
 def main() -> None:
     """Command line."""
     for window in (ALL, GEMMA):
@@ -168,6 +192,9 @@ def main() -> None:
     for name, took in cache_times().items():
         median = statistics.median(took)
         print(f"100,000 tokens, {name}: {min(took) * 1e3:.2f} ms, median {median * 1e3:.2f}")
+    took = vocabulary_times()
+    median = statistics.median(took)
+    print(f"128,000 names: {min(took) * 1e3:.0f} ms, median {median * 1e3:.0f}")
 
 
 if __name__ == "__main__":

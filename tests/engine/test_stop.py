@@ -106,8 +106,8 @@ def test_many_words_cost_one_transition_a_byte() -> None:
     # The worst case for one-by-one search: every word is a long prefix of the text, and fails late.
     many = tuple(b"a" * 500 + str(number).encode() for number in range(500))
     automaton = StopWords(many)
-    begin, state = time.perf_counter(), 0
+    begin, state = time.thread_time(), 0
     for byte in b"a" * 200_000:
         state = automaton.advance(state, byte)
     assert automaton.depth[state] == 500
-    assert time.perf_counter() - begin < 2.0
+    assert time.thread_time() - begin < 5.0  # 0.04 s; one by one it would be minutes

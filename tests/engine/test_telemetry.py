@@ -165,12 +165,12 @@ def test_time_without_work_is_nobodys():
     client.submit([1, 2], GREEDY)
     client.drain()
     before = client.engine.figures().counters
-    time.sleep(0.3)
+    time.sleep(1.0)
     client.submit([1, 2], GREEDY)
     client.drain()
     after = client.engine.figures().counters
     for name in ("cost:length", "step_s:host", "step_s:device"):
-        assert after[name] - before[name] < 0.2
+        assert after[name] - before[name] < 0.9
 
 
 def test_a_cancel_is_free_only_when_no_step_holds_its_blocks():

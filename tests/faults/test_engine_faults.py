@@ -52,7 +52,7 @@ def test_an_engine_that_stands_still_and_goes_on(oracle: Oracle, seconds: float)
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(RequestError, match="UNAVAILABLE: the engine did not answer"):
-                oracle.client.health()
+                oracle.client.ask_health()
             time.sleep(seconds - 1)
         finally:
             os.kill(pid, signal.SIGCONT)

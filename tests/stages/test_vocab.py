@@ -1,6 +1,5 @@
 import json
 import re
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -223,17 +222,13 @@ def test_directories_that_hold_no_tokenizer(tmp_path: Path) -> None:
         TokenBytes.load(tmp_path)
 
 
-def test_a_large_vocabulary_loads_fast(tmp_path: Path) -> None:
+def test_a_large_vocabulary(tmp_path: Path) -> None:
     spec = json.loads(byte_level_bpe().to_str())
     vocab = {f"Ġpiece{index:06d}é": index for index in range(128_000)}
     merges = [["Ġpiece", f"{index:06d}é"] for index in range(128_000)]
     spec["model"] |= {"vocab": vocab, "merges": merges}
     spec["added_tokens"] = []
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    seconds = []
-    for _ in range(3):
-        began = time.process_time()
-        table = TokenBytes.load(tmp_path)
-        seconds.append(time.process_time() - began)
+    table = TokenBytes.load(tmp_path)
     assert table.raw(7) == b" piece000007\xe9"
-    assert min(seconds) < 0.5
+    assert table.raw(127_999) == b" piece127999\xe9"
