@@ -163,8 +163,7 @@ def test_a_hung_engine_outlives_a_deadline_by_a_second_and_goes_on_unharmed(idle
     engine = idle.health()["engine_pid"]
     for thread in threads:
         thread.start()
-    for _ in range(2 * len(MODELS)):
-        assert begun.acquire(timeout=60)
+    assert all(begun.acquire(timeout=60) for _ in range(2 * len(MODELS)))
     os.kill(engine, signal.SIGSTOP)
     try:
         stopped.set()
