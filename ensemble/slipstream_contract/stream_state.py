@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _FIRST, _LAST = 1, 2
+_MAX_TAIL = 3  # bytes: a character of UTF-8 has four
 
 
 class StreamState(NamedTuple):
@@ -28,7 +29,11 @@ class StreamState(NamedTuple):
 
     @classmethod
     def unpack(cls, values: Sequence[int]) -> "StreamState":
-        """Inverse of `pack`."""
+        """Inverse of `pack`. Raises ValueError or OverflowError for what that never makes."""
         slot, number, flags, drop_bytes, size, tail = (int(v) for v in values)
+        if not 0 <= size <= _MAX_TAIL:  # before so many bytes are made
+            raise ValueError(f"a tail of {size} bytes")
+        if not 0 <= flags <= _FIRST | _LAST:
+            raise ValueError(f"flags {flags}")
         data = tail.to_bytes(size, "little")
         return cls(slot, number, bool(flags & _FIRST), bool(flags & _LAST), drop_bytes, data)

@@ -96,7 +96,7 @@ def _read_state(request: Any) -> StreamState | None:
         state = StreamState.unpack(values)
     except (ValueError, OverflowError):
         raise ContractError(f"STREAM_STATE is malformed: {clip(values)}") from None
-    if not -1 <= state.slot < NUM_SLOTS or state.drop_bytes < 0 or len(state.tail) > 3:
+    if not -1 <= state.slot < NUM_SLOTS or state.drop_bytes < 0:
         raise ContractError(f"STREAM_STATE is malformed: {clip(values)}")
     return state
 

@@ -120,7 +120,7 @@ class Server:
                 state = StreamState.unpack(given["STREAM_STATE"][0].tolist())
             except (ValueError, OverflowError):
                 raise ContractError("STREAM_STATE is malformed") from None
-            if state.slot != -1 or state.drop_bytes < 0 or len(state.tail) > 3:
+            if state.slot != -1 or state.drop_bytes < 0:
                 raise ContractError("STREAM_STATE is malformed")
         detokenize_batch(self.vocab, given["TOKENS_BATCH"], given["SEQUENCE_LENGTH"], state)
 

@@ -173,7 +173,15 @@ def test_a_made_up_state_does_not_reach_the_stream_that_has_the_slot(
 
 @pytest.mark.usefixtures("utils")
 @pytest.mark.parametrize(
-    "state", [[0, 1, 1], [-2, 1, 1, 0, 0, 0], [1 << 20, 1, 1, 0, 0, 0], [0, 1, 1, 0, 9, 0]]
+    "state",
+    [
+        [0, 1, 1],
+        [-2, 1, 1, 0, 0, 0],
+        [1 << 20, 1, 1, 0, 0, 0],
+        [0, 1, 4, 0, 0, 0],
+        [0, 1, 1, 0, 9, 0],
+        [0, 1, 1, 0, 1 << 62, 0],  # bytes, were they made
+    ],
 )
 def test_a_malformed_stream_state_is_refused(
     repository: Path, runtime: Path, state: list[int]
