@@ -50,7 +50,7 @@ class Given:
     raw: bytes
 
     def __repr__(self) -> str:
-        return f"{self.name} {self.dtype}{self.shape} {str(self.elements)[:80]}"
+        return f"{self.name} {self.dtype}{self.shape} {str(self.elements)[:300]}"
 
 
 @dataclass
@@ -277,7 +277,8 @@ class _Draft:
             if is_bad:
                 case.faults.append(ANY if name in ("stop_token_ids", "logit_bias") else (name,))
         if isinstance(asked.get("n"), int) and 1 < asked["n"] <= 3:
-            asked["temperature"] = 0.5  # greedy, there would be one answer
+            if bad != "temperature":
+                asked["temperature"] = 0.5  # greedy, there would be one answer
             case.num_sequences = asked["n"]
         text = json.dumps(asked)
         if self.rarely(5):
