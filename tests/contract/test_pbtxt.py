@@ -54,6 +54,9 @@ def test_who_serves_what():
         config = parse(name)
         is_stage = name in ("preprocessing", "postprocessing")
         assert config.HasField("dynamic_batching") == is_stage
+        # A text that lies about its length fails all that are handed over with it.
+        preferred = list(config.dynamic_batching.preferred_batch_size)
+        assert preferred == ([1] if name == "preprocessing" else [])
         # One instance: the responses of a stream keep their order.
         groups = [(group.count, group.Kind.Name(group.kind)) for group in config.instance_group]
         kind = "KIND_CPU" if is_stage else "KIND_MODEL"

@@ -2,8 +2,11 @@
 
 import os
 import shutil
+import signal
+import time
 
 import pytest
+import tritonclient.grpc as grpcclient
 from server.support import CHECKPOINT, PROMPT, TEXT_MODELS, RequestError, compose
 from slipstream_compose.triton import Endpoints, ServeError, TritonServer
 
@@ -30,6 +33,44 @@ def test_stop_is_not_for_the_ensemble(idle):
     status, text = idle.post("ensemble/generate", body)
     assert status != 200 or "error" in text
     assert "stop is no input of the ensemble" in text
+
+
+@pytest.mark.parametrize("model", [*TEXT_MODELS, "vllm_model"])
+def test_a_text_that_is_shorter_than_it_says_fails_alone(idle, model):
+    """Those that wait for a model's process together are not handed to it together."""
+    inputs = {"text_input": PROMPT} | ({} if model == "vllm_model" else {"max_tokens": 2})
+    good, bad = (idle.tensors(model, inputs) for _ in range(2))
+    bad[0]._raw_content = bad[0]._raw_content[:-1]
+    served, errors = [], []
+
+    def hear(result: object, error: object) -> None:
+        response = None if result is None else result.get_response()
+        if response is None:
+            errors.append(str(error))
+        elif response.parameters["triton_final_response"].bool_param:
+            served.append(int(response.id))
+
+    idle.stream(model, **inputs)  # its process is up
+    pid = idle.stub("preprocessing" if model == "ensemble" else model)
+    with grpcclient.InferenceServerClient(idle.address) as client:
+        client.start_stream(hear)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for number in range(9):
+                asked = bad if number in (2, 6) else good
+                client.async_stream_infer(
+                    model, asked, request_id=str(number), enable_empty_final_response=True
+                )
+            time.sleep(0.3)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while len(served) + len(errors) < 9 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        client.stop_stream()
+    assert sorted(served) == [0, 1, 3, 4, 5, 7, 8], errors
+    assert len(errors) == 2
+    assert all("incomplete string data" in error for error in errors), errors
 
 
 def test_a_bad_checkpoint_ends_a_bare_server_with_one_line(repository, tmp_path):

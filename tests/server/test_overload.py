@@ -36,6 +36,7 @@ FULL = re.compile(
 )
 # As a user may write it: three levels, of which 1 goes first, and at most 5 wait in each.
 QUEUES = """dynamic_batching {
+  preferred_batch_size: [ 1 ]
   priority_levels: 3
   default_priority_level: 2
   default_queue_policy {
@@ -273,7 +274,7 @@ def queued(tmp_path_factory) -> Iterator[Client]:
 
 
 def add_queues(path: Path) -> None:
-    plain = path.read_text().replace("dynamic_batching { }\n", "")
+    plain = re.sub(r"dynamic_batching \{.*\}\n", "", path.read_text())
     path.write_text(plain.replace("\ninstance_group", f"\n{QUEUES}\ninstance_group", 1))
 
 
