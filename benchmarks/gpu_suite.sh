@@ -1,7 +1,8 @@
 #!/bin/bash
-# The tests that need a GPU, every file in a process of its own, side by side (about 75 s on 16 cores), then the kernels'
-# table, on a machine where the project is not installed: python3 with torch, CuPy, cuda-bindings and pytest.
-# Runs everything, whatever fails; exit code 1 if a file failed. NO_BENCHMARK=1 leaves out the table.
+# The tests that need a GPU, every file in a process of its own, side by side (about 170 s on 16 cores; before them those
+# that must be alone), then the kernels' table, on a machine where the project is not installed: python3 with torch, CuPy,
+# cuda-bindings and pytest. Runs everything, whatever fails; exit code 1 if a file failed.
+# FILES="tests/... ..." runs these alone, NO_BENCHMARK=1 leaves out the table.
 # usage: benchmarks/gpu_suite.sh [pytest arguments]
 cd "$(dirname "$0")/.." || exit 1
 export PYTHONPATH=backend:ensemble:preprocessing:postprocessing:client:tests${PYTHONPATH:+:$PYTHONPATH}
@@ -21,15 +22,14 @@ run() {  # FILE [pytest arguments]
   "$python" -m pytest -m gpu -q -s --tb=short --no-header -p no:cacheprovider "$@" > "$logs/$(basename "$1").txt" 2>&1 ||
     touch "$logs/failed"
 }
-for file in $(grep -lE 'mark\.gpu|DEVICES' tests/*/test_*.py); do
-  case "$file" in
-    */test_gpu_memory.py | tests/faults/*) ;;
-    *) run "$file" "$@" & ;;
-  esac
+files=" $(echo ${FILES:-$(grep -lE 'mark\.gpu|DEVICES' tests/*/test_*.py)}) "
+# The first measures what is free, the second fills the device.
+for file in tests/models/test_gpu_memory.py tests/faults/test_engine_process.py; do
+  case "$files" in *" $file "*) run "$file" "$@" ;; esac
+  files=${files/" $file "/ }
 done
+for file in $files; do run "$file" "$@" & done
 wait
-run tests/models/test_gpu_memory.py "$@"  # measures what is free: alone
-run tests/faults/test_engine_process.py "$@"  # fills the device: likewise
 for log in "$logs"/*.txt; do
   echo "== $(basename "$log" .txt)"
   grep -aE "checks, [0-9]+ failed|FAILED|Error|passed|failed|skipped" "$log"
