@@ -25,7 +25,7 @@ from typing import Any
 
 from fuzz_cases import ANY, GENERATING, Case, Given, cases
 from fuzz_send import NO_END, Outcome, Sender
-from serving import REPORTS
+from serving import REPORTS, about
 from slipstream_client import SlipstreamClient
 from slipstream_compose.compose import compose, write
 from slipstream_compose.server import repository_root
@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--output", type=Path, help="the result, as JSON")
     args = parser.parse_args()
-    result = run(args.requests, args.seed, REPORTS / "fuzz-tritonserver.log")
+    result = about() | run(args.requests, args.seed, REPORTS / "fuzz-tritonserver.log")
     for problem in result["problems"]:
         print(f"fuzz: {problem}", file=sys.stderr)
     text = json.dumps(result, indent=1)
