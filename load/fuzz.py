@@ -7,8 +7,7 @@ one with faults must be refused by an error that names the field of one of them.
 internal one, or hold a path or a traceback; no process may end; a canary of each model must have
 the same answer all along; and in the end every block must be free.
 
-tritonserver 24.10 itself can end with SIGSEGV (see soak.py): that is counted apart, and a new
-server goes on.
+tritonserver 24.10 itself can crash (crashes.py): that is counted apart, and a new server goes on.
 """
 
 import argparse
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crashes import crashed_is_ended, has_crashed
 from fuzz_cases import ANY, GENERATING, Case, Given, cases
 from fuzz_send import NO_END, Outcome, Sender
 from serving import REPORTS, about
@@ -39,7 +39,6 @@ _ROUND = 500  # cases between two looks at the processes
 _CANARY_EVERY = 25  # cases
 _IDLE_S = 20.0
 _SHOWN = 12
-_CRASH = "Signal (11) received"  # in the log of a tritonserver that crashes by itself
 _MAX_CRASHES = 3
 _APART = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")  # a series of responses a sequence
 _NEVER = ("Traceback", 'File "', "INTERNAL:", "could not be begun", "failed to process", ".py")
@@ -201,7 +200,7 @@ def on_servers(repository: Path, log: Path, books: Books, drawn: Iterator[list[C
     while True:
         name = f"{log.name}-{len(books.crashes)}" if books.crashes else log.name
         server = TritonServer(repository, Endpoints.free(), log.with_name(name))
-        with server.running():
+        with server.running(), crashed_is_ended(server):
             while (
                 server.exit_code is None
                 and not books.problems
@@ -212,7 +211,7 @@ def on_servers(repository: Path, log: Path, books: Books, drawn: Iterator[list[C
             if server.exit_code is None:
                 return
             books.crashes.append(server.reason())
-            if _CRASH not in server.log.read_text() or len(books.crashes) > _MAX_CRASHES:
+            if not has_crashed(server) or len(books.crashes) > _MAX_CRASHES:
                 books.problems.append(f"the server has died: {server.reason()}")
                 return
 

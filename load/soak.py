@@ -9,9 +9,8 @@ its streams. Checked: every answer is the one that the same question got undistu
 that left, a beginning of it), every block is free soon after, and no process has more threads, file
 descriptors or shared memory than before.
 
-tritonserver 24.10 itself can end with SIGSEGV under cancels: a race in its gRPC front end, mended
-in 25.03. That is told, and counted apart from everything else: the requests that were under way are
-made once more, on a new server.
+tritonserver 24.10 itself can crash under cancels (crashes.py). That is told, and counted apart from
+everything else: the requests that were under way are made once more, on a new server.
 """
 
 import argparse
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import soak_timed
+from crashes import crashed_is_ended, has_crashed
 from serving import REPORTS, about
 from slipstream_client import AsyncSlipstreamClient
 from slipstream_compose.compose import compose, write
@@ -40,7 +40,6 @@ from soak_watch import Held, growth, held, metric, table
 
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 KV_CACHE_TOKENS = 896  # about a tenth of what 64 of these requests would like
-CRASH = "Signal (11) received"  # in the log of a tritonserver that crashes by itself
 MAX_CRASHES = 1 / 250  # of the requests: more would be another bug than the one that is known
 _SETTLE_S = 15.0  # until connections that were left are closed
 _WARM_UP = (48, 28)  # requests, cancels: threads and buffers that a server makes once
@@ -111,11 +110,6 @@ async def count(
         return items
 
 
-def is_own_crash(server: TritonServer) -> bool:
-    """Whether tritonserver crashed by itself, as it is known to."""
-    return CRASH in server.log.read_text(errors="replace")
-
-
 def on_servers(
     sit: Callable[[TritonServer], Coroutine[Any, Any, bool]],
     options: dict[str, object],
@@ -135,9 +129,11 @@ def on_servers(
         while True:
             with TritonServer(repository, Endpoints.free(), log).running() as server:
                 first_token(server.endpoints.http, check_repository(repository))
-                if asyncio.run(sit(server)):
+                with crashed_is_ended(server):
+                    is_done = asyncio.run(sit(server))
+                if is_done:
                     return crashes
-                if not is_own_crash(server) or len(crashes) == max_crashes:
+                if not has_crashed(server) or len(crashes) == max_crashes:
                     problems.append(f"the server has died: {server.reason()}")
                     return crashes
                 reason = server.reason().partition(" (log")[0]

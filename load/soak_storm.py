@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crashes import SAYS_S
 from slipstream_client import AsyncSlipstreamClient, Chunk, RequestTimeoutError
 from slipstream_compose.triton import TritonServer
 from soak_plan import CHILD_STREAMS, Ask, Child, Prompts, Question
@@ -18,7 +19,7 @@ from soak_plan import CHILD_STREAMS, Ask, Child, Prompts, Question
 MAX_STREAMS = 64
 DRAIN_S = 2.0  # until every block is free again
 ANSWER_S = 120.0  # longer than any request takes; one that takes longer hangs
-_CRASH_S = 5.0  # a server that crashes writes its stack first
+_CRASH_S = SAYS_S + 2.0  # a server that has crashed has ended by then
 
 Answer = dict[int, str] | dict[int, tuple[int, ...]]
 """By index of the sequence: text, or token ids."""

@@ -8,7 +8,7 @@ import pytest
 from slipstream_compose.server import repository_root, server_directory
 from slipstream_contract.tensors import MODELS
 
-NAMES = ("serving", "fuzz_fields", "fuzz_cases", "fuzz_send", "fuzz")
+NAMES = ("crashes", "serving", "fuzz_fields", "fuzz_cases", "fuzz_send", "fuzz")
 
 
 @pytest.mark.triton

@@ -9,7 +9,7 @@ import warnings
 import pytest
 from slipstream_compose.server import server_directory
 
-NAMES = ("serving", "soak_plan", "soak_watch", "soak_storm", "soak_timed", "soak")
+NAMES = ("crashes", "serving", "soak_plan", "soak_watch", "soak_storm", "soak_timed", "soak")
 
 
 @pytest.mark.triton
@@ -29,7 +29,14 @@ def test_150_requests_of_which_a_third_leaves(load, tmp_path):
 
 @pytest.mark.triton
 @pytest.mark.slow
-def test_a_server_that_crashes_is_told_and_its_requests_are_made_again(load, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "said", "end"),
+    [(signal.SIGSEGV, 11, "SIGSEGV"), (signal.SIGSTOP, 6, "SIGKILL")],
+    ids=["ends", "stands still"],
+)
+def test_a_server_that_crashes_is_told_and_its_requests_are_made_again(
+    load, tmp_path, how, said, end
+):
     args = argparse.Namespace(requests=400, cancels=100, seed=1)
     servers = []
     count = load.soak.count
@@ -39,8 +46,8 @@ def test_a_server_that_crashes_is_told_and_its_requests_are_made_again(load, tmp
         if len(servers) == 1:
 
             def kill():
-                server.log.write_text("Signal (11) received.")
-                os.kill(server.pid, signal.SIGSEGV)
+                server.log.write_text(f"Signal ({said}) received.")
+                os.kill(server.pid, how)
 
             asyncio.get_running_loop().call_later(8.0, kill)
         return await count(server, books, accounts, items, seed)
@@ -49,7 +56,7 @@ def test_a_server_that_crashes_is_told_and_its_requests_are_made_again(load, tmp
     result = load.soak.run(args, tmp_path / "log")
     assert len(servers) == 2
     assert len(result["crashes of tritonserver itself"]) == 1
-    assert "SIGSEGV" in result["crashes of tritonserver itself"][0]
+    assert end in result["crashes of tritonserver itself"][0]
     assert result["problems"] == []
     assert sum(result["ends"].values()) >= 400
 
