@@ -5,12 +5,14 @@ import warnings
 
 import pytest
 from _pytest.runner import runtestprotocol
+from hypothesis import HealthCheck, settings
 from slipstream_compose.triton import TritonServer
 
 # tritonserver 24.10 itself: rarely, in its gRPC streams under cancels; once in eight times where a
 # model's process is killed that has streams, for that may hold a lock which the server shares.
 CRASHES = ("Signal (11) received", "boost::interprocess::lock_exception")
 MAX_RUNS = 4
+TOO_SLOW = HealthCheck.too_slow
 _started: list[TritonServer] = []
 _start = TritonServer.start
 
@@ -23,6 +25,9 @@ def _start_noted(server: TritonServer) -> None:
 
 def pytest_configure() -> None:
     TritonServer.start = _start_noted
+    # How fast a machine draws is no property of what is drawn.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[TOO_SLOW])
+    settings.load_profile("any machine")
 
 
 def crashed() -> list[TritonServer]:
