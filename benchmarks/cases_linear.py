@@ -58,7 +58,7 @@ class Weights:
 def cases() -> list[Result]:
     weights = Weights()
     results = []
-    for n in (1, 2, 4, 8, 16):
+    for n in (1, 2, 8, 16, 32, 64, 128):
         total = 0
         for name, (outputs, inputs) in SHAPES.items():
             layers = range(len(weights.matrices[name]))

@@ -17,6 +17,7 @@ from slipstream.kernels import (
     sinks,
     skinny,
     stage,
+    wide,
 )
 from slipstream.kernels.jit import Variant
 
@@ -35,6 +36,7 @@ MODULES = (
     sinks,
     skinny,
     stage,
+    wide,
 )
 VARIANTS = [v for module in MODULES for v in module.variants()]
 ENTRIES = {
@@ -61,6 +63,7 @@ ENTRIES = {
     "sample.cu": {"sample"},
     "skinny.cu": {"skinny"},
     "stage.cu": {"begin_step"},
+    "wide.cu": {"wide"},
 }
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")
 REPORT = re.compile(
@@ -102,6 +105,8 @@ def is_everyday(wanted: Variant) -> bool:
     if wide == ("256", "Half"):  # shapes and registers of BFloat16
         return False
     is_one = wide == ("128", "BFloat16") and not is_smaller
+    if wanted.source == "wide.cu":  # the same for every width of a tile
+        return is_one and defines["ROWS"] in ("48", "64", "224")
     if is_quantized(wanted):
         tiled = "STAGES" in defines  # the formats have little code of their own there
         return is_one and defines.get("WINDOWED") != "1" and (not tiled or defines["FORMAT"] == "3")

@@ -8,7 +8,10 @@ import torch
 from kernels.checking import Judge, poison, same_bits, short
 from slipstream.kernels.gemv import FP8, MAX_ROWS, gemv, takes
 from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
+from slipstream.kernels.op import KernelError
 from slipstream.kernels.skinny import skinny
+from slipstream.kernels.wide import takes as wide_takes
+from slipstream.kernels.wide import wide
 from torch.nn import functional
 
 pytestmark = [
@@ -125,7 +128,7 @@ def test_skinny(dtype: torch.dtype) -> None:
     shapes = [(1, 256), (7, 4096), (130, 264), (130, 1000), (4096, 520), (4096, 4096)]
     shapes += [(6144, 4096), (28672, 4096), (4096, 14336), (1000, 28672), (70000, 512)]
     for shape in shapes if dtype == torch.bfloat16 else shapes[3:6]:
-        for rows in (1, 3, 8, 9, 16, 17, 32):
+        for rows in (1, 3, 8, 9, 15, 16):
             for what, case in cases(rows, *shape, dtype, fp8=False).items():
                 if case.norm is not None:
                     continue
@@ -133,6 +136,59 @@ def test_skinny(dtype: torch.dtype) -> None:
                 name = f"{rows} x {shape} {what}"
                 judge.close(name, case.run(), case.expected(torch.float64), case.expected(dtype))
                 judge.repeats(name, case.run)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_wide(dtype: torch.dtype) -> None:
+    """Up to 128 rows: tiles of every width, alone and by clusters, the last of them cut."""
+    judge = Judge(f"wide {short(dtype)}")
+    shapes = [(8, 256), (264, 320), (1000, 1024), (4096, 576), (4096, 4096), (6144, 4096)]
+    shapes += [(28672, 4096), (4096, 14336), (18944, 3584), (70000, 512), (128256, 4096)]
+    for shape in shapes if dtype == torch.bfloat16 else shapes[2:6]:
+        for rows in (17, 31, 33, 64, 65, 100, 128):
+            for what, case in cases(rows, *shape, dtype, fp8=False).items():
+                if case.norm is not None or not wide_takes(case.x, case.weight, case.gated):
+                    continue
+                case.kernel = wide
+                name = f"{rows} x {shape} {what}"
+                judge.close(name, case.run(), case.expected(torch.float64), case.expected(dtype))
+                judge.repeats(name, case.run)
+    judge.verdict()
+
+
+def test_wide_fp8() -> None:
+    """Plain products, bf16 and unscaled; terms of either sign, whose sums stay small."""
+    judge = Judge("wide e4m3")
+    for outputs, width in ((8, 512), (264, 640), (6144, 4096), (28672, 4096), (4096, 14336)):
+        weight = random(outputs, width, dtype=FP8, seed=outputs)
+        for rows in (1, 2, 9, 33, 64, 65, 128):
+            x = random(rows, width, dtype=FP8, seed=rows)
+            assert wide_takes(x, weight)
+            exact = x.double() @ weight.double().t()
+            name = f"{rows} x {outputs, width}"
+            poison(exact.shape, dtype=torch.bfloat16)
+            judge.close(name, wide(x, weight), exact, exact.bfloat16())
+            judge.repeats(name, lambda x=x, weight=weight: wide(x, weight))
+    judge.verdict()
+    with pytest.raises(KernelError, match="e4m3 has only plain products"):
+        wide(x, weight, gated=True)
+
+
+def test_wide_rows_do_not_see_their_neighbours() -> None:
+    """Nor how many there are: a sum's order is the weights' alone."""
+    judge = Judge("rows of wide, fewer and more")
+    for shape in ((6144, 4096), (4096, 14336), (28672, 4096)):
+        for what, case in cases(128, *shape, torch.bfloat16, fp8=False).items():
+            if case.norm is not None:
+                continue
+            case.kernel = wide
+            out = case.run()
+            for rows in (17, 40, 64, 65, 127):
+                residual = None if case.residual is None else case.residual[:rows]
+                around = {"bias": case.bias, "gated": case.gated, "residual": residual}
+                fewer = Case(case.x[:rows], case.weight, **around, kernel=wide)
+                judge.true(f"{rows} x {shape} {what}", same_bits(fewer.run(), out[:rows]))
     judge.verdict()
 
 
@@ -219,7 +275,7 @@ def chain() -> Chain:
     return Chain()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 64, 128])
 def test_a_chain_of_products(chain: Chain, rows: int) -> None:
     """200 replays of one graph, in which each kernel starts before the one ahead has ended."""
     judge = Judge(f"chain of {rows}")
@@ -246,7 +302,7 @@ def test_a_chain_of_products(chain: Chain, rows: int) -> None:
 def test_functions(dtype: torch.dtype) -> None:
     """The public functions, whichever kernels they choose."""
     judge = Judge(f"linear {short(dtype)}")
-    for rows in (1, 2, 5, 32, 33):
+    for rows in (1, 2, 5, 16, 17, 64, 128, 129):
         for outputs, width in ((130, 1000), (512, 37), (4096, 4096)):
             x = random(rows, width, dtype=dtype, seed=rows)
             weight = random(outputs, width, dtype=dtype, seed=1) * width**-0.5

@@ -16,7 +16,7 @@ from models.checkpoints import FAMILIES, make_model, save
 from slipstream.config import EngineConfig
 from slipstream.engine import tune
 from slipstream.engine.plan import resolve
-from slipstream.kernels import search, tuning
+from slipstream.kernels import search, tuning, wide
 from slipstream.kernels.cublaslt_api import Algorithm, Shape
 from slipstream.kernels.tuning import Choices, Machine, Product
 from slipstream.models.registry import build
@@ -69,6 +69,8 @@ class FakeOperands:
     ) -> None:
         self.sizes = (inputs, outputs, dtype, dtype, (inputs, inputs, outputs), 16, adds)
         self.max_rows = max_rows
+        self.x = torch.empty(max_rows, inputs)
+        self.weights = [torch.empty(outputs, inputs)]
 
     def shape(self, rows: int) -> Shape:
         assert rows <= self.max_rows
@@ -126,6 +128,21 @@ def test_what_is_found_is_kept(
     adding = [choice.product for choice in tuning.load(MACHINE) if choice.product.adds]
     assert {product.outputs for product in adding} == {128}  # to the residual sum
     assert len(adding) == 2 * 2
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_runs_by_our_own_kernels_is_left_out(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+        return len(x) == 16 and len(weight) != 1009
+
+    monkeypatch.setattr(wide, "takes", takes)
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))
+    assert run(monkeypatch, config, "--rows", "16", "32") == 0
+    assert [choice.rows for choice in tuning.load(MACHINE)].count(16) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["32"]
 
 
 @pytest.mark.usefixtures("gpu")

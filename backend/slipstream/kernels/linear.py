@@ -7,7 +7,7 @@ once, after what follows it.
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import gemv, skinny
+from slipstream.kernels import gemv, skinny, wide
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.cublaslt import matmul
 from slipstream.kernels.norm import rms_norm
@@ -50,8 +50,8 @@ def norm_gate_up(
 
 
 # ---- on a GPU ----
-# One or two rows are multiplied by `gemv`, all in one kernel; up to 32 by `skinny`, behind that of
-# the norm; more by cuBLASLt, between those of the norm and the gate.
+# One or two rows are multiplied by `gemv`, all in one kernel; up to 16 by `skinny` and up to 128 by
+# `wide`, behind that of the norm; more by cuBLASLt, between those of the norm and the gate.
 
 
 @linear.cuda
@@ -60,6 +60,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return gemv.gemv(x, weight, bias=bias)
     if skinny.takes(x, weight):
         return skinny.skinny(x, weight, bias=bias)
+    if wide.takes(x, weight):
+        return wide.wide(x, weight, bias=bias)
     if bias is None:
         return matmul(x, weight)
     return matmul(x, weight, bias.repeat(len(x), 1), accumulate=True)
@@ -71,6 +73,8 @@ def _linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None
         gemv.gemv(x, weight, bias=bias, residual=residual)
     elif skinny.takes(x, weight):
         skinny.skinny(x, weight, bias=bias, residual=residual)
+    elif wide.takes(x, weight):
+        wide.wide(x, weight, bias=bias, residual=residual)
     else:
         if bias is not None:
             residual += bias
@@ -100,4 +104,6 @@ def _norm_gate_up(
     normed = rms_norm(x, norm, eps)
     if skinny.takes(normed, weight, gated=True):
         return skinny.skinny(normed, weight, bias=bias, gated=True)
+    if wide.takes(normed, weight, gated=True):
+        return wide.wide(normed, weight, bias=bias, gated=True)
     return silu_mul(_linear(normed, weight, bias))

@@ -1,8 +1,8 @@
-// y = x W^T for up to 32 rows of x on Hopper's tensor cores, as fast as W can be read. A tile of up to 256 weight rows
+// y = x W^T for up to 16 rows of x on Hopper's tensor cores, as fast as W can be read. A tile of up to 256 weight rows
 // belongs to a cluster, whose CTAs share out the width: each streams its part of the tile and of x through a ring, by
 // steps of 64 elements, and multiplies; then each adds up, in rank order, what the cluster has for its share of the
 // outputs. Weights are copied from before the previous kernel's end on.
-// -D ELEMENT (T: Half or BFloat16), COLUMNS (rows of x, which are the product's: 8, 16, 32), CLUSTER (1, 4)
+// -D ELEMENT (T: Half or BFloat16), COLUMNS (rows of x, which are the product's: 8, 16), CLUSTER (1, 4)
 #include "copies.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -100,13 +100,9 @@ DEVICE void fetch(const Task& task, const Shared& shared, const TensorMap* weigh
 #if COLUMNS == 8
 #define OPERANDS "{%0, %1, %2, %3}, %4, %5"
 #define ALL_SUMS SUM(0), SUM(1), SUM(2), SUM(3)
-#elif COLUMNS == 16
+#else
 #define OPERANDS "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9"
 #define ALL_SUMS LIST_8(SUM, 0)
-#else
-#define OPERANDS \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17"
-#define ALL_SUMS LIST_8(SUM, 0), LIST_8(SUM, 8)
 #endif
 #define TEXT(x) TEXT_OF(x)
 #define TEXT_OF(x) #x

@@ -1,4 +1,4 @@
-"""Products of up to 32 rows with a weight matrix on Hopper's tensor cores (sm_90a), memory-bound.
+"""Products of up to 16 rows with a weight matrix on Hopper's tensor cores (sm_90a), memory-bound.
 
 A tile of weight rows belongs to a cluster of CTAs that share out the width, or to one CTA where
 there are rows enough for all.
@@ -15,9 +15,9 @@ from slipstream.kernels import jit, tensor_map
 from slipstream.kernels.gemv import gemv
 from slipstream.kernels.op import op
 
-MAX_ROWS = 32
+MAX_ROWS = 16
 DTYPES = (torch.float16, torch.bfloat16)
-COLUMNS = (8, 16, 32)  # rows of x, rounded up
+COLUMNS = (8, 16)  # rows of x, rounded up
 CLUSTERS = (1, 4)
 STEP = 64  # elements of the width; 128 bytes
 ROW_BYTES = 128

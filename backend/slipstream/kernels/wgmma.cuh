@@ -9,9 +9,10 @@
 #pragma once
 #include "common.cuh"
 
-// Rows are m or n, their elements follow k: a k-step of 16 is 32 bytes further.
-DEVICE u64 rows_descriptor(u32 address) {
-  return u64(address >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+// Rows are m or n, their elements follow k: a k-step of 16 is 32 bytes further. Between two groups of eight lie those of
+// `columns` columns.
+DEVICE u64 rows_descriptor(u32 address, int columns = 1) {
+  return u64(address >> 4) | u64(1) << 16 | u64(columns * 1024 >> 4) << 32 | u64(1) << 62;
 }
 // Rows are k, their elements follow n, `column_bytes` between columns of 64: a k-step of 16 is 2,048 bytes further.
 DEVICE u64 columns_descriptor(u32 address, u32 column_bytes) {

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.kernels import fp8, gemv
+from slipstream.kernels import fp8, gemv, wide
 from slipstream.kernels.cublaslt import matmul
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
@@ -56,7 +56,8 @@ class QuantizedLinear:
         residual.add_later(*self._product(fp8.quantize(x) if isinstance(x, Tensor) else x))
 
     def _product(self, x: fp8.Quantized) -> tuple[Tensor, fp8.Scales]:
-        product = matmul(x.values, self.weight.values)
+        pair = (x.values, self.weight.values)
+        product = wide.wide(*pair) if wide.takes(*pair) else matmul(*pair)
         return product, fp8.Scales(x.scales, self.weight.scales, self.bias)
 
     def _is_for_few(self, norm: Norm, residual: Residual, gated: bool) -> bool:

@@ -1,0 +1,359 @@
+// y = x W^T for up to 64 * GROUPS rows of x on Hopper's tensor cores, as fast as W can be read. A tile of ROWS weight
+// rows, and all rows of x, belong to a cluster, whose CTAs share out the width: each streams its part of both through a
+// ring and multiplies, a warpgroup for each 64 rows of x; then each adds up, in rank order, what the cluster has for
+// every CLUSTER-th piece of eight columns. Weights are copied from before the previous kernel's end on.
+// -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3 rather than T), ROWS (a multiple of 16 up to 224),
+// GROUPS (1, 2), CLUSTER (1, 2, 4)
+#include "copies.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+struct E4m3 {};
+#if FP8
+using Input = E4m3;
+#else
+using Input = T;
+#endif
+
+constexpr int THREADS = 128 * GROUPS;  // that multiply; one warp more copies
+constexpr int CHUNKS = GROUPS == 1 ? 2 : 1;  // of a step
+constexpr int ROW_BYTES = 128;               // of a chunk
+constexpr int CHUNK = ROW_BYTES / (FP8 ? 1 : sizeof(T));
+constexpr int X_BYTES = 64 * GROUPS * ROW_BYTES;  // of a chunk
+constexpr int SLOT_BYTES = CHUNKS * (ROWS * ROW_BYTES + X_BYTES);
+constexpr int SUMS = ROWS / 2;    // of a thread
+constexpr int PIECES = ROWS / 8;  // of eight columns, of which a thread has two in each of two rows
+constexpr int BATCH = 4;          // pieces whose loads are on their way at once
+
+extern __shared__ __align__(1024) u8 shared_bytes[];
+
+struct Task {
+  const T* bias;  // of each weight row, or null
+  T* out;
+  i64 out_stride;
+  int num_rows, num_outputs;
+  int num_slots;
+  int x_rows;      // that are copied: num_rows, rounded up to 8
+  bool gated;      // silu(gate) * up: a tile has the rows of its gates, and then those of its ups
+  bool adds;       // to `out`
+  int first;       // output of the tile
+  int rank;        // in the cluster
+  int begin, end;  // this CTA's steps
+};
+
+// A slot holds a step: x, a chunk behind the other, and the weights, eight rows of all chunks after the other. When all
+// are multiplied, the sums lie where the slots were.
+struct Shared {
+  const u32 base = shared_address(shared_bytes);
+  const u32 barriers;
+
+  DEVICE explicit Shared(const Task& task) : barriers(base + task.num_slots * SLOT_BYTES) {}
+  DEVICE u32 x(int slot) const { return base + slot * SLOT_BYTES; }
+  DEVICE u32 weights(int slot) const { return x(slot) + CHUNKS * X_BYTES; }
+  DEVICE u32 full(int slot) const { return barriers + slot * 16; }
+  DEVICE u32 empty(int slot) const { return full(slot) + 8; }
+};
+
+// ---- the lane that copies ----
+
+// The box of a map by eights of rows (tensor_map.py).
+DEVICE void copy_eights(u32 target, const TensorMap* map, int chunk, int eight, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %2, %3, %4}], [%5], %6;" ::"r"(target),
+      "l"(map), "r"(0), "r"(chunk), "r"(eight), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+DEVICE void copy_weights(const Task& task, const Shared& shared, const TensorMap* weights, int step,
+                         int slot, u64 policy) {
+  const u32 target = shared.weights(slot), full = shared.full(slot);
+  barrier_expect(full, CHUNKS * (ROWS + task.x_rows) * ROW_BYTES);
+  copy_eights(target, weights, step * CHUNKS, task.first / 8, full, policy);
+  if (task.gated)
+    copy_eights(target + CHUNKS * ROWS / 2 * ROW_BYTES, weights, step * CHUNKS,
+                (task.num_outputs + task.first) / 8, full, policy);
+}
+DEVICE void copy_x(const Shared& shared, const TensorMap* x, int step, int slot) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c)
+    copy_box(shared.x(slot) + c * X_BYTES, x, (step * CHUNKS + c) * CHUNK, 0, shared.full(slot));
+}
+
+DEVICE void fetch(const Task& task, const Shared& shared, const TensorMap* weights,
+                  const TensorMap* x) {
+  const u64 policy = evict_first();
+  const int ahead = min(task.end - task.begin, task.num_slots);
+  for (int i = 0; i < ahead; ++i) copy_weights(task, shared, weights, task.begin + i, i, policy);
+  wait_for_previous();
+  for (int i = 0; i < ahead; ++i) copy_x(shared, x, task.begin + i, i);
+  int slot = 0;
+  u32 parity = 0;
+  for (int step = task.begin + ahead; step < task.end; ++step) {
+    barrier_wait(shared.empty(slot), parity);
+    copy_weights(task, shared, weights, step, slot, policy);
+    copy_x(shared, x, step, slot);
+    if (++slot == task.num_slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+}
+
+// ---- the warpgroups that multiply ----
+
+// sums += A B^T, both in shared memory by rows; 64 rows of A, ROWS of B, 32 bytes of k. The operands are the descriptors and
+// then, for every 16 rows, eight sums.
+#define OPERANDS_16 "%2, %3, %4, %5, %6, %7, %8, %9"
+#define OPERANDS_32 OPERANDS_16 ", %10, %11, %12, %13, %14, %15, %16, %17"
+#define OPERANDS_48 OPERANDS_32 ", %18, %19, %20, %21, %22, %23, %24, %25"
+#define OPERANDS_64 OPERANDS_48 ", %26, %27, %28, %29, %30, %31, %32, %33"
+#define OPERANDS_80 OPERANDS_64 ", %34, %35, %36, %37, %38, %39, %40, %41"
+#define OPERANDS_96 OPERANDS_80 ", %42, %43, %44, %45, %46, %47, %48, %49"
+#define OPERANDS_112 OPERANDS_96 ", %50, %51, %52, %53, %54, %55, %56, %57"
+#define OPERANDS_128 OPERANDS_112 ", %58, %59, %60, %61, %62, %63, %64, %65"
+#define OPERANDS_144 OPERANDS_128 ", %66, %67, %68, %69, %70, %71, %72, %73"
+#define OPERANDS_160 OPERANDS_144 ", %74, %75, %76, %77, %78, %79, %80, %81"
+#define OPERANDS_176 OPERANDS_160 ", %82, %83, %84, %85, %86, %87, %88, %89"
+#define OPERANDS_192 OPERANDS_176 ", %90, %91, %92, %93, %94, %95, %96, %97"
+#define OPERANDS_208 OPERANDS_192 ", %98, %99, %100, %101, %102, %103, %104, %105"
+#define OPERANDS_224 OPERANDS_208 ", %106, %107, %108, %109, %110, %111, %112, %113"
+#define OF_16 SUMS_8(0)
+#define OF_32 OF_16, SUMS_8(8)
+#define OF_48 OF_32, SUMS_8(16)
+#define OF_64 OF_48, SUMS_8(24)
+#define OF_80 OF_64, SUMS_8(32)
+#define OF_96 OF_80, SUMS_8(40)
+#define OF_112 OF_96, SUMS_8(48)
+#define OF_128 OF_112, SUMS_8(56)
+#define OF_144 OF_128, SUMS_8(64)
+#define OF_160 OF_144, SUMS_8(72)
+#define OF_176 OF_160, SUMS_8(80)
+#define OF_192 OF_176, SUMS_8(88)
+#define OF_208 OF_192, SUMS_8(96)
+#define OF_224 OF_208, SUMS_8(104)
+#define JOIN(a, b) JOINED(a, b)
+#define JOINED(a, b) a##b
+#define OPERANDS JOIN(OPERANDS_, ROWS)
+#define ALL_SUMS JOIN(OF_, ROWS)
+#define TEXT(x) TEXT_OF(x)
+#define TEXT_OF(x) #x
+#define MULTIPLY_ADD(NAME, K_AND_TYPES, TRANSPOSED)                                           \
+  DEVICE void multiply_rows(float (&sums)[SUMS], u64 a, u64 b, NAME) {                        \
+    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" TEXT(ROWS) K_AND_TYPES " {" OPERANDS      \
+                 "}, %0, %1, p, 1, 1" TRANSPOSED ";\n}"                                       \
+                 : "+l"(a), "+l"(b), ALL_SUMS);                                               \
+  }
+MULTIPLY_ADD(Half, "k16.f32.f16.f16", ", 0, 0")
+MULTIPLY_ADD(BFloat16, "k16.f32.bf16.bf16", ", 0, 0")
+MULTIPLY_ADD(E4m3, "k32.f32.e4m3.e4m3", "")
+#undef MULTIPLY_ADD
+
+DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)[SUMS]) {
+  const u32 rows_of_x = threadIdx.x / 128 * 64 * ROW_BYTES;
+  int slot = 0, before = 0;
+  u32 parity = 0;
+  pin(sums);
+  for (int step = task.begin; step < task.end; ++step) {
+    barrier_wait(shared.full(slot), parity);
+    products_begin();
+    const u64 a = rows_descriptor(shared.x(slot) + rows_of_x);
+    const u64 b = rows_descriptor(shared.weights(slot), CHUNKS);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+      for (int k = 0; k < ROW_BYTES; k += 32)
+        multiply_rows(sums, advance(a, c * X_BYTES + k), advance(b, c * 8 * ROW_BYTES + k), Input{});
+    products_commit();
+    if (step > task.begin) {
+      products_wait<1>();
+      if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(before));
+    }
+    before = slot;
+    if (++slot == task.num_slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+  products_wait<0>();
+  pin(sums);
+}
+
+// ---- the end ----
+
+// A thread's part of a piece: of row g and of row g + 8, two columns each.
+struct alignas(16) Four {
+  float at[4];
+};
+
+DEVICE void meet_begin() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void meet_end() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+DEVICE u32 place_of(int piece) {
+  return shared_address(shared_bytes) + (piece * THREADS + threadIdx.x) * sizeof(Four);
+}
+
+DEVICE void store_sums(const float (&sums)[SUMS]) {
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i)
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place_of(i)), "f"(sums[4 * i]),
+                 "f"(sums[4 * i + 1]), "f"(sums[4 * i + 2]), "f"(sums[4 * i + 3])
+                 : "memory");
+}
+
+// What the CTAs of the cluster have of a piece, in rank order.
+DEVICE Four gather(int piece) {
+  Four parts[CLUSTER];
+#pragma unroll
+  for (int rank = 0; rank < CLUSTER; ++rank)
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+        : "=f"(parts[rank].at[0]), "=f"(parts[rank].at[1]), "=f"(parts[rank].at[2]),
+          "=f"(parts[rank].at[3])
+        : "r"(place_of(piece)), "r"(rank)
+        : "memory");
+  Four total = parts[0];
+#pragma unroll
+  for (int rank = 1; rank < CLUSTER; ++rank)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) total.at[j] += parts[rank].at[j];
+  return total;
+}
+
+using Pair = Pack<T, 2>;
+
+struct Output {
+  const Task& task;
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+
+  DEVICE int column(int piece) const { return task.first + piece * 8 + threadIdx.x % 4 * 2; }
+  DEVICE bool has(int piece, int half) const {
+    return row + 8 * half < task.num_rows && column(piece) < task.num_outputs;
+  }
+  DEVICE T* target(int piece, int half) const {
+    return task.out + (row + 8 * half) * task.out_stride + column(piece);
+  }
+  DEVICE void load(int piece, Pair (&before)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (has(piece, half)) before[half] = load_fresh<2>(target(piece, half));
+  }
+  // `stream` 1: that of the ups.
+  DEVICE void add_bias(int piece, int stream, Four& sums) const {
+    if (task.bias == nullptr || column(piece) >= task.num_outputs) return;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      sums.at[j] += to_float(task.bias[stream * task.num_outputs + column(piece) + j % 2]);
+  }
+  DEVICE void store(int piece, const Four& sums, const Pair (&before)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!has(piece, half)) continue;
+      Pair pair;
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        pair.at[j] = from_float<T>(sums.at[2 * half + j] +
+                                   (task.adds ? to_float(before[half].at[j]) : 0.0f));
+      ::store<2>(target(piece, half), pair);
+    }
+  }
+};
+
+DEVICE void gate(Four& value, const Four& up) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    value.at[j] = __fdividef(value.at[j], 1.0f + __expf(-value.at[j])) * up.at[j];
+}
+
+// `sum_of(piece, i)` is the sum of a piece of this rank, which is i for rank 0.
+template <class SumOf>
+DEVICE void finish(const Task& task, SumOf sum_of) {
+  const Output output{task};
+  const int num_pieces = task.gated ? PIECES / 2 : PIECES;
+  wait_for_previous();
+#pragma unroll
+  for (int base = 0; base < PIECES; base += BATCH * CLUSTER) {
+    Pair before[BATCH][2];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int piece = base + i * CLUSTER + task.rank;
+      if (task.adds && piece < num_pieces) output.load(piece, before[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int piece = base + i * CLUSTER + task.rank;
+      if (piece >= num_pieces) break;
+      Four value = sum_of(piece, base + i * CLUSTER);
+      output.add_bias(piece, 0, value);
+      if (task.gated) {
+        Four up = sum_of(piece + PIECES / 2, base + i * CLUSTER + PIECES / 2);
+        output.add_bias(piece, 1, up);
+        gate(value, up);
+      }
+      output.store(piece, value, before[i]);
+    }
+  }
+}
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
+    wide(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
+         const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps,
+         i64 gated, i64 num_slots, i64 x_rows, i64 adds) {
+  const int rank = blockIdx.x % CLUSTER;
+  const Task task{bias,
+                  out,
+                  out_stride,
+                  int(num_rows),
+                  int(num_outputs),
+                  int(num_slots),
+                  int(x_rows),
+                  gated != 0,
+                  adds != 0,
+                  int(blockIdx.x / CLUSTER) * (gated != 0 ? ROWS / 2 : ROWS),
+                  rank,
+                  rank * int(num_steps) / CLUSTER,
+                  (rank + 1) * int(num_steps) / CLUSTER};
+  const Shared shared(task);
+  const bool copies = threadIdx.x == THREADS;
+  if (copies) {
+    start_next();
+    for (int i = 0; i < num_slots; ++i) {
+      barrier_init(shared.full(i), 1);
+      barrier_init(shared.empty(i), THREADS / 32);
+    }
+    barrier_init_done();
+  }
+  __syncthreads();
+  float sums[SUMS] = {};
+  if (copies) {
+    fetch(task, shared, &weights, &x);
+  } else if (threadIdx.x < THREADS) {
+    multiply_steps(task, shared, sums);
+#if CLUSTER > 1
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // the slots are free
+    store_sums(sums);
+#endif
+  }
+  __syncwarp();
+#if CLUSTER > 1
+  meet_begin();
+  meet_end();
+  if (threadIdx.x < THREADS) finish(task, [](int piece, int) { return gather(piece); });
+  __syncwarp();
+  meet_begin();  // nobody leaves while others read its sums
+  meet_end();
+#else
+  if (threadIdx.x < THREADS)
+    finish(task, [&](int, int i) {
+      i = min(i, PIECES - 1);  // what is behind is never asked for, and yet compiled
+      return Four{{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]}};
+    });
+#endif
+}

@@ -1,0 +1,193 @@
+"""Products of up to 128 rows with a weight matrix on Hopper's tensor cores (sm_90a), memory-bound.
+
+A tile of weight rows belongs to one CTA, or to a cluster of CTAs that share out the width where
+there are few rows. Those of e4m3 are bf16 and unscaled, as cuBLASLt's (fp8.py).
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import fp8, jit, tensor_map
+from slipstream.kernels.cublaslt import matmul
+from slipstream.kernels.gemv import gemv
+from slipstream.kernels.op import op
+
+MIN_ROWS = {torch.float16: 17, torch.bfloat16: 17, torch.float8_e4m3fn: 1}
+MAX_ROWS = 128
+GROUP_ROWS = 64  # of x, for each group of warps
+CLUSTERS = (1, 2, 4)
+TILE_ROWS = range(16, 225, 16)
+_FEWEST_TILE_ROWS = 48  # a narrower tile reads more of x than of the weights
+CHUNK_BYTES = 128  # of a row
+MAX_SLOTS = 16
+MEMORY = 226 << 10  # of a CTA; a kernel of a norm finds room beside it
+
+
+@op("x[n,k]:T, weight[_,k]:T")
+def wide(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`x W^T + b`, accumulated in fp32 and rounded once; `[n, m]`, `[n, m / 2]` if `gated`.
+
+    `gated` makes `silu(gate) * up` of `[gate | up]`. With `residual`, that is what is changed and
+    returned. Nothing of all this goes with e4m3.
+    """
+    if x.dtype == fp8.E4M3:
+        jit.require(
+            bias is None and residual is None and not gated, "wide: e4m3 has only plain products"
+        )
+        return matmul.reference(x, weight)
+    return gemv.reference(x, weight, bias=bias, gated=gated, residual=residual)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a product is shared out: tiles of `rows` weight rows, a cluster of CTAs for each."""
+
+    rows: int
+    groups: int  # of 64 rows of x
+    cluster: int
+
+    @property
+    def chunks(self) -> int:
+        """Of 128 bytes of each row, in a slot."""
+        return 2 if self.groups == 1 else 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the weights and of x."""
+        return (self.rows + GROUP_ROWS * self.groups) * self.chunks * CHUNK_BYTES
+
+    @property
+    def num_slots(self) -> int:
+        """That fit into the shared memory of a multiprocessor."""
+        return min(MEMORY // (self.slot_bytes + 16), MAX_SLOTS)
+
+    @property
+    def bytes(self) -> int:
+        """Of shared memory."""
+        return self.num_slots * (self.slot_bytes + 16)
+
+
+@functools.cache
+def tiling(num_rows: int, num_weight_rows: int, multiprocessors: int) -> Tiling:
+    """For `num_rows` rows of x: every multiprocessor gets a part of the weights, the same for all.
+
+    The sums of an output are added in an order that does not depend on `num_rows`.
+    """
+    groups = -(-num_rows // GROUP_ROWS)
+    for cluster in CLUSTERS:
+        tiles = multiprocessors // cluster
+        if cluster == 4:  # not every multiprocessor finds three others of its cluster
+            tiles = tiles * 10 // 11
+        waves = -(-num_weight_rows // (tiles * TILE_ROWS[-1]))
+        rows = -(-num_weight_rows // (tiles * waves * 16)) * 16
+        if rows >= _FEWEST_TILE_ROWS:
+            break
+    return Tiling(rows, groups, cluster)
+
+
+def takes(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
+    """Whether the kernel is built for this product, and the fastest."""
+    num_rows, width = x.shape
+    if x.dtype not in MIN_ROWS or weight.dtype != x.dtype or not jit.is_hopper(x.device):
+        return False
+    if not MIN_ROWS[x.dtype] <= num_rows <= MAX_ROWS:
+        return False
+    chunk = CHUNK_BYTES // x.itemsize
+    if width % chunk or width < chunk * max(CLUSTERS) or len(weight) % (16 if gated else 8):
+        return False
+    if num_rows > GROUP_ROWS and len(weight) > TILE_ROWS[-1] * _multiprocessors(x):
+        return False  # in several waves they are slower than cuBLASLt's
+    is_aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight))
+    has_rows = x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0
+    return is_aligned and has_rows and weight.is_contiguous()
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return jit.num_multiprocessors(x.get_device())
+
+
+def _variant(dtype: torch.dtype, tiles: Tiling) -> jit.Variant:
+    is_fp8 = dtype == fp8.E4M3
+    return jit.variant(
+        "wide.cu",
+        torch.bfloat16 if is_fp8 else dtype,
+        only="sm_90a",
+        FP8=int(is_fp8),
+        ROWS=tiles.rows,
+        GROUPS=tiles.groups,
+        CLUSTER=tiles.cluster,
+    )
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    for dtype in MIN_ROWS:
+        for groups in (1, 2):
+            for cluster in CLUSTERS:
+                for rows in TILE_ROWS:
+                    if rows >= _FEWEST_TILE_ROWS or cluster == CLUSTERS[-1]:
+                        yield _variant(dtype, Tiling(rows, groups, cluster))
+
+
+@wide.cuda
+def _wide(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    jit.require(
+        takes(x, weight, gated), f"wide: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
+    )
+    is_fp8 = x.dtype == fp8.E4M3
+    jit.require(
+        not is_fp8 or (bias is None and residual is None and not gated),
+        "wide: e4m3 has only plain products",
+    )
+    num_rows, width = x.shape
+    num_outputs = len(weight) // (2 if gated else 1)
+    out = residual
+    if out is None:
+        dtype = torch.bfloat16 if is_fp8 else x.dtype
+        out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
+    jit.require(
+        out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0,
+        "wide: rows of the residual must be contiguous, and aligned to 4 bytes",
+    )
+    tiles = tiling(num_rows, len(weight), _multiprocessors(x))
+    share = tiles.rows // (2 if gated else 1)
+    copied = -(-num_rows // 8) * 8
+    jit.launch(
+        _variant(x.dtype, tiles),
+        "wide",
+        (-(-num_outputs // share) * tiles.cluster,),
+        128 * tiles.groups + 32,
+        tensor_map.eights(weight, tiles.chunks, share),
+        tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
+        0 if bias is None else bias,
+        out,
+        out.stride(0),
+        num_rows,
+        num_outputs,
+        -(-width * x.itemsize // (tiles.chunks * CHUNK_BYTES)),
+        int(gated),
+        tiles.num_slots,
+        copied,
+        int(residual is not None),
+        shared_memory=tiles.bytes,
+        overlaps=True,
+    )
+    return out
