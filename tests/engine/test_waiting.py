@@ -87,6 +87,141 @@ def test_nobody_is_passed_for_ever(events: list[int | None], last: int) -> None:
         queue.check_integrity()
 
 
+class Turns:
+    """A queue whose heads are held now and then; how late each is when it is admitted."""
+
+    def __init__(self) -> None:
+        self.queue = WaitingQueue(10**6, 10**6, Clock())
+        self.num_admitted = 0
+        self.since: dict[int, tuple[int, int]] = {}  # admitted before it came, older ones then
+        self.woken: dict[int, tuple[int, int]] = {}  # likewise, when it was woken
+        self.held: dict[int, int] = {}  # its leader
+
+    def older(self, number: int) -> int:
+        return sum(sequence.id < number for sequence in self.queue)
+
+    def add(self, priority: int) -> None:
+        number = len(self.since)
+        self.since[number] = self.num_admitted, self.older(number)
+        self.queue.add(new(number, priority))
+
+    def hold(self, leader_id: int) -> None:
+        if (sequence := self.queue.head()) is not None:
+            self.queue.hold(sequence, leader_id)
+            self.held[sequence.id] = leader_id
+
+    def wake(self, leader_id: int) -> None:
+        self.queue.wake(leader_id)
+        for number in [n for n, leader in self.held.items() if leader == leader_id]:
+            del self.held[number]
+            self.woken[number] = self.num_admitted, self.older(number)
+
+    def admit(self) -> None:
+        if (sequence := self.queue.head()) is None:
+            return
+        self.queue.admit(sequence)
+        self.num_admitted += 1
+        since, num_older = self.since[sequence.id]
+        if self.num_admitted - since > OLDEST_EVERY * (num_older + 1):
+            since, num_older = self.woken[sequence.id]  # who was never held is not late
+            assert self.num_admitted - since <= 2 * (num_older + 1)
+
+
+turns = st.one_of(
+    st.tuples(st.just("admit")),
+    st.tuples(st.just("add"), st.sampled_from([0, 0, 0, 1, 5, 9])),
+    st.tuples(st.sampled_from(["hold", "wake"]), st.integers(1000, 1002)),
+)
+
+
+@given(st.lists(turns, min_size=60, max_size=200))
+def test_only_who_is_held_is_late_and_goes_once_it_is_woken(
+    events: list[tuple[str] | tuple[str, int]],
+) -> None:
+    turns = Turns()
+    wake = [("wake", leader_id) for leader_id in range(1000, 1003)]
+    for name, *args in [*events, *wake, *[("admit",)] * len(events)]:
+        getattr(turns, name)(*args)
+        turns.queue.check_integrity()
+    assert not turns.queue
+
+
+def hold(queue: WaitingQueue, number: int, leader_id: int) -> None:
+    """The head, which has this number."""
+    sequence = queue.head()
+    assert sequence is not None
+    assert sequence.id == number
+    queue.hold(sequence, leader_id)
+
+
+@pytest.mark.parametrize(
+    ("num_meanwhile", "then"),
+    [(4, [0, 12, 13]), (8, [16, 0, 17])],  # the next turn is 16's
+)
+def test_who_is_held_at_its_turn_keeps_it(num_meanwhile: int, then: list[int]) -> None:
+    queue = filled(Clock(), new(0, priority=9), *(new(i, priority=0) for i in range(1, 30)))
+    assert [admit(queue).id for _ in range(OLDEST_EVERY - 1)] == [*range(1, OLDEST_EVERY)]
+    hold(queue, 0, leader_id=100)
+    assert [admit(queue).id for _ in range(num_meanwhile)] == [*range(8, 8 + num_meanwhile)]
+    queue.wake(100)
+    queue.check_integrity()
+    assert [admit(queue).id for _ in range(3)] == then
+
+
+@pytest.mark.parametrize(
+    ("num_meanwhile", "then"), [(3, [0, 12, 13, 14, 15, 1]), (9, [0, 1, 18, 19, 20, 21])]
+)
+def test_a_turn_that_passes_is_kept_for_one_of_those_who_are_held(
+    num_meanwhile: int, then: list[int]
+) -> None:
+    queue = filled(Clock(), new(0, 8), new(1, 9), *(new(i, priority=0) for i in range(2, 40)))
+    for _ in range(OLDEST_EVERY - 1):
+        admit(queue)
+    hold(queue, 0, leader_id=100)
+    hold(queue, 1, leader_id=100)
+    for _ in range(num_meanwhile):
+        admit(queue)
+    queue.wake(100)
+    assert [admit(queue).id for _ in range(6)] == then
+
+
+def test_no_turn_is_kept_that_an_older_one_takes() -> None:
+    queue = filled(Clock(), new(0, priority=9), new(1, priority=5))
+    hold(queue, 1, leader_id=100)
+    for number in range(2, 12):
+        queue.add(new(number, priority=0))
+    assert [admit(queue).id for _ in range(OLDEST_EVERY)] == [*range(2, OLDEST_EVERY + 1), 0]
+    queue.wake(100)
+    assert [admit(queue).id for _ in range(4)] == [9, 10, 11, 1]
+
+
+def test_a_turn_that_one_takes_who_had_his_is_kept_for_the_next() -> None:
+    queue = filled(Clock(), new(0, 9), new(1, 9), *(new(i, priority=0) for i in range(2, 9)))
+    for _ in range(OLDEST_EVERY - 1):
+        admit(queue)
+    hold(queue, 0, leader_id=100)
+    hold(queue, 1, leader_id=101)
+    for number in range(10, 10 + OLDEST_EVERY):
+        queue.add(new(number, priority=0))
+        assert admit(queue).id == number  # the first of them at the turn of 0
+    queue.wake(100)
+    assert admit(queue).id == 0  # at the turn of 1
+    for number in range(20, 22):
+        queue.add(new(number, priority=0))
+    queue.wake(101)
+    assert [admit(queue).id for _ in range(2)] == [1, 20]
+
+
+def test_those_who_are_woken_stand_by_arrival_whoever_woke_them() -> None:
+    queue = filled(Clock(), *(new(number) for number in range(5)))
+    for number, leader_id in enumerate([100, 101, 100, 101]):
+        hold(queue, number, leader_id)
+    queue.wake(100)
+    queue.wake(101)
+    queue.check_integrity()
+    assert [admit(queue).id for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
 def test_the_bound_is_reached_under_a_flood_of_higher_priority() -> None:
     queue = filled(Clock(), new(0, priority=9))
     admitted = []

@@ -83,6 +83,7 @@ class Sequence:
         "gap",
         "id",
         "index",
+        "is_due",
         "is_new",
         "is_proven",
         "is_spared",
@@ -159,6 +160,7 @@ class Sequence:
         self.num_registered = 0  # blocks that the cache has taken in
         self.leads = b""  # digest of the first block that it computes
         self.num_held = 0  # how often it waited for what another one computed
+        self.is_due = False  # the turn of the oldest was its, and it could not take it
         self.slot = -1
         self.is_new = True  # nothing scheduled since it was admitted
         self.needs_history = False  # nothing sampled since then, and what it sampled counts
