@@ -37,6 +37,8 @@ def readme_table(table: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for r in table["rows"]:
+        if r["ours"] is None:
+            continue  # not measured in this sitting
         row, unit = ROWS[r["row"]], r["unit"]
         ratio = "-" if r["ratio"] is None else f"{r['ratio']:.2f}"
         if r["reached"]:
@@ -51,10 +53,12 @@ def readme_table(table: dict[str, Any]) -> str:
             percent(r["spread"]),
         )
         lines.append(f"| {' | '.join(cells)} |")
+    legend = "A ratio above 1 means that ours is faster; bold: the goal is reached."
+    if (uncached := table["start_uncached"]) is not None:
+        legend += f" Without compiled kernels the first start takes {number(uncached, 's')} s."
     lines += [
         "",
-        "A ratio above 1 means that ours is faster; bold: the goal is reached. Without compiled "
-        f"kernels the first start takes {number(table['start_uncached'], 's')} s.",
+        legend,
         "",
         "![Share of the limit by batch size](docs/figures/share-of-limit.svg)",
         "![Tokens a second of the GPU against those of a user](docs/figures/pareto.svg)",

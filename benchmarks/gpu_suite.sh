@@ -19,8 +19,11 @@ for name in ("pytest", "torch", "cupy", "cuda.bindings", "hypothesis", "msgspec"
 CHECK
 logs=$(mktemp -d)
 run() {  # FILE [pytest arguments]
-  "$python" -m pytest -m gpu -q -s --tb=short --no-header -p no:cacheprovider "$@" > "$logs/$(basename "$1").txt" 2>&1 ||
-    touch "$logs/failed"
+  local log="$logs/$(basename "$1").txt"
+  "$python" -m pytest -m gpu -q -s --tb=short --no-header -p no:cacheprovider "$@" > "$log" 2>&1 || touch "$logs/failed"
+  # Told at once and in one piece: whoever is cut off knows what has passed.
+  echo "== $(basename "$log" .txt)
+$(grep -aE "checks, [0-9]+ failed|FAILED|Error|passed|failed|skipped" "$log")"
 }
 files=" $(echo ${FILES:-$(grep -lE 'mark\.gpu|DEVICES' tests/*/test_*.py)}) "
 # The first measures what is free, the second fills the device.
@@ -30,10 +33,6 @@ for file in tests/models/test_gpu_memory.py tests/faults/test_engine_process.py;
 done
 for file in $files; do run "$file" "$@" & done
 wait
-for log in "$logs"/*.txt; do
-  echo "== $(basename "$log" .txt)"
-  grep -aE "checks, [0-9]+ failed|FAILED|Error|passed|failed|skipped" "$log"
-done
 [ ! -e "$logs/failed" ]
 status=$?
 if [ -z "$NO_BENCHMARK" ]; then "$python" benchmarks/kernel_times.py; fi

@@ -102,8 +102,8 @@ DEVICE void fetch(const Task& task, const Shared& shared, const TensorMap* weigh
 
 // ---- the warpgroups that multiply ----
 
-// sums += A B^T, both in shared memory by rows; 64 rows of A, ROWS of B, 32 bytes of k. The operands are the descriptors and
-// then, for every 16 rows, eight sums.
+// sums += A B^T, both in shared memory by rows; 64 rows of A, ROWS of B, 32 bytes of k. The operands are the descriptors
+// and then, for every 16 rows, eight sums.
 #define OPERANDS_16 "%2, %3, %4, %5, %6, %7, %8, %9"
 #define OPERANDS_32 OPERANDS_16 ", %10, %11, %12, %13, %14, %15, %16, %17"
 #define OPERANDS_48 OPERANDS_32 ", %18, %19, %20, %21, %22, %23, %24, %25"
