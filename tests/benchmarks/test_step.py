@@ -189,7 +189,17 @@ def test_plots_hold_every_point(bench) -> None:
             assert 48 <= float(circle.get("cy")) <= 346
     empty = bench.report.merge(side({}), None)
     ElementTree.fromstring(bench.figures.pareto_plot(empty))
-    assert bench.figures.readme_table(empty).count("\n| ") == len(ROWS) + 1
+
+
+def test_the_readme_shows_what_was_measured(bench) -> None:
+    def shown(ours: dict[str, object]) -> tuple[int, bool]:
+        text = bench.figures.readme_table(bench.report.merge(ours, None))
+        return text.count("\n| "), "first start takes 12.0 s" in text.replace("12.00", "12.0")
+
+    assert shown(side({})) == (1, False)  # its head
+    assert shown(side({"prefill": [43_000.0], "fp8-decode-bs1": [2.3]})) == (3, False)
+    every = {name: [5.0] for name in ROWS}
+    assert shown(side(every, start_uncached=[12.0])) == (len(ROWS) + 1, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
