@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.checking import DTYPES, Judge, short
+from slipstream.kernels import jit, skinny, wide
 from slipstream.kernels.gemv import FP8, MAX_SLOTS, PIECE, THREADS, gemv, takes, tiling
-from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
+from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear, own_kernel
 from torch import Tensor
 
 CTA_MEMORY = 227 << 10  # of an H100 or H200
@@ -103,3 +104,45 @@ def test_tilings_fit(num_rows: int, pieces: int, itemsize: int, is_gated: bool) 
 def test_a_cpu_takes_the_reference() -> None:
     x = torch.ones(1, 64, dtype=torch.bfloat16)
     assert not takes(x, x)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "dtype", "kernel"),
+    [
+        (3, 264, torch.bfloat16, skinny.skinny),
+        (16, 264, torch.bfloat16, skinny.skinny),
+        (17, 264, torch.bfloat16, wide.wide),
+        (128, 264, torch.float16, wide.wide),
+        (129, 264, torch.bfloat16, None),
+        (64, 70_000, torch.bfloat16, wide.wide),
+        (65, 70_000, torch.bfloat16, None),  # in several waves
+        (17, 263, torch.bfloat16, None),
+        (1, 264, torch.float8_e4m3fn, wide.wide),
+        (129, 264, torch.float8_e4m3fn, None),
+        (17, 264, torch.float32, None),
+    ],
+)
+def test_who_multiplies_on_a_hopper(
+    rows: int, outputs: int, dtype: torch.dtype, kernel: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "is_hopper", lambda device: True)
+    monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
+    x, weight = torch.empty(rows, 512, dtype=dtype), torch.empty(outputs, 512, dtype=dtype)
+    assert own_kernel(x, weight) is kernel
+
+
+@given(st.integers(1, 128), st.integers(1, 20_000).map(lambda n: 8 * n), st.integers(60, 148))
+def test_tiles_of_wide(num_rows: int, num_weight_rows: int, multiprocessors: int) -> None:
+    """They cover the matrix in full waves, fit, and do not depend on the rows of x."""
+    tiles = wide.tiling(num_rows, num_weight_rows, multiprocessors)
+    assert tiles.rows in wide.TILE_ROWS
+    assert tiles.groups == 1 + (num_rows > 64)
+    waves = -(-num_weight_rows // (multiprocessors // tiles.cluster * wide.TILE_ROWS[-1]))
+    num_tiles = -(-num_weight_rows // tiles.rows)
+    assert num_tiles * tiles.cluster <= multiprocessors * max(waves, 1)
+    assert tiles.num_slots >= 3
+    assert tiles.bytes + RESERVED <= CTA_MEMORY
+    sums = tiles.rows // 8 * 128 * tiles.groups * 16  # of a cluster's CTAs, where the slots were
+    assert sums <= tiles.num_slots * tiles.slot_bytes
+    more = wide.tiling(129 - num_rows, num_weight_rows, multiprocessors)
+    assert (more.rows, more.cluster) == (tiles.rows, tiles.cluster)

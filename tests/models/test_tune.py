@@ -134,7 +134,7 @@ def test_what_is_found_is_kept(
 def test_what_runs_by_our_own_kernels_is_left_out(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
         return len(x) == 16 and len(weight) != 1009
 
     monkeypatch.setattr(wide, "takes", takes)

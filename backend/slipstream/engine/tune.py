@@ -21,7 +21,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.graphs import row_buckets
 from slipstream.engine.plan import Plan, resolve
 from slipstream.errors import ConfigError, StartError
-from slipstream.kernels import search, skinny, tuning, wide
+from slipstream.kernels import linear, search, tuning
 from slipstream.kernels.cublaslt import DTYPES
 from slipstream.kernels.op import KernelError
 
@@ -68,13 +68,13 @@ def usual_rows(plan: Plan) -> list[int]:
 
 def tune(plan: Plan, rows: list[int]) -> None:
     """Search for every matrix and number of rows, print as it goes, and keep what is found."""
-    begin, measured = time.perf_counter(), matrices(plan)
+    begin, wanted = time.perf_counter(), matrices(plan)
     machine = tuning.Machine.of(torch.cuda.current_device())
     print(f"{machine.gpu}, cuBLASLt {machine.cublaslt}; times in microseconds")
     print(f"{'':8} rows     default       tuned   gain   TB/s  TFLOP/s  kernel")
     totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     num_measured: Counter[int] = Counter()
-    for matrix in measured:
+    for matrix in wanted:
         choices = []
         for choice in _tune(matrix, rows):
             print(_line(matrix, choice), flush=True)
@@ -84,7 +84,7 @@ def tune(plan: Plan, rows: list[int]) -> None:
             num_measured[choice.rows] += 1
         tuning.save(machine, choices)
     for num_rows, (default, tuned) in totals.items():
-        if num_measured[num_rows] < len(measured):
+        if num_measured[num_rows] < len(wanted):
             continue  # the others run by kernels of our own
         print(
             f"{'step':8} {num_rows:4}  {default:10.1f}  {tuned:10.1f}  {1 - tuned / default:5.1%}"
@@ -96,9 +96,8 @@ def _tune(matrix: Matrix, rows: list[int]) -> Iterable[tuning.Choice]:
     sizes = (matrix.inputs, matrix.outputs)
     operands = search.Operands(*sizes, matrix.dtype, max(rows), matrix.adds)
     for num_rows in rows:
-        product = (operands.x[:num_rows], operands.weights[0])
-        if skinny.takes(*product) or wide.takes(*product):
-            continue  # it runs by a kernel of our own
+        if linear.own_kernel(operands.x[:num_rows], operands.weights[0]) is not None:
+            continue
         found = search.search(operands, num_rows)
         yield tuning.Choice(
             product=tuning.Product.of(operands.shape(num_rows)),

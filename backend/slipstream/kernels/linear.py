@@ -4,6 +4,8 @@
 once, after what follows it.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -54,14 +56,19 @@ def norm_gate_up(
 # `wide`, behind that of the norm; more by cuBLASLt, between those of the norm and the gate.
 
 
+def own_kernel(x: Tensor, weight: Tensor, gated: bool = False) -> Callable[..., Tensor] | None:
+    """`skinny` or `wide`, the one that takes this product; None: it is cuBLASLt's."""
+    if skinny.takes(x, weight, gated):
+        return skinny.skinny
+    return wide.wide if wide.takes(x, weight, gated) else None
+
+
 @linear.cuda
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if gemv.takes(x, weight):
         return gemv.gemv(x, weight, bias=bias)
-    if skinny.takes(x, weight):
-        return skinny.skinny(x, weight, bias=bias)
-    if wide.takes(x, weight):
-        return wide.wide(x, weight, bias=bias)
+    if (own := own_kernel(x, weight)) is not None:
+        return own(x, weight, bias=bias)
     if bias is None:
         return matmul(x, weight)
     return matmul(x, weight, bias.repeat(len(x), 1), accumulate=True)
@@ -71,10 +78,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
     if gemv.takes(x, weight):
         gemv.gemv(x, weight, bias=bias, residual=residual)
-    elif skinny.takes(x, weight):
-        skinny.skinny(x, weight, bias=bias, residual=residual)
-    elif wide.takes(x, weight):
-        wide.wide(x, weight, bias=bias, residual=residual)
+    elif (own := own_kernel(x, weight)) is not None:
+        own(x, weight, bias=bias, residual=residual)
     else:
         if bias is not None:
             residual += bias
@@ -102,8 +107,6 @@ def _norm_gate_up(
     if gemv.takes(x, weight, norm, gated=True):
         return gemv.gemv(x, weight, norm=norm, eps=eps, bias=bias, gated=True)
     normed = rms_norm(x, norm, eps)
-    if skinny.takes(normed, weight, gated=True):
-        return skinny.skinny(normed, weight, bias=bias, gated=True)
-    if wide.takes(normed, weight, gated=True):
-        return wide.wide(normed, weight, bias=bias, gated=True)
+    if (own := own_kernel(normed, weight, gated=True)) is not None:
+        return own(normed, weight, bias=bias, gated=True)
     return silu_mul(_linear(normed, weight, bias))

@@ -3,8 +3,7 @@
 // steps of 64 elements, and multiplies; then each adds up, in rank order, what the cluster has for its share of the
 // outputs. Weights are copied from before the previous kernel's end on.
 // -D ELEMENT (T: Half or BFloat16), COLUMNS (rows of x, which are the product's: 8, 16), CLUSTER (1, 4)
-#include "copies.cuh"
-#include "tma.cuh"
+#include "fetch.cuh"
 #include "wgmma.cuh"
 
 constexpr int GROUPS = 2;                 // warpgroups that multiply
@@ -70,26 +69,6 @@ DEVICE void copy_weights(const Task& task, const Shared& shared, const TensorMap
 }
 DEVICE void copy_x(const Shared& shared, const TensorMap* x, int step, int slot) {
   copy_box(shared.x(slot), x, step * STEP, 0, shared.full(slot));
-}
-
-DEVICE void fetch(const Task& task, const Shared& shared, const TensorMap* weights,
-                  const TensorMap* x) {
-  const u64 policy = evict_first();
-  const int ahead = min(task.end - task.begin, task.num_slots);
-  for (int i = 0; i < ahead; ++i) copy_weights(task, shared, weights, task.begin + i, i, policy);
-  wait_for_previous();
-  for (int i = 0; i < ahead; ++i) copy_x(shared, x, task.begin + i, i);
-  int slot = 0;
-  u32 parity = 0;
-  for (int step = task.begin + ahead; step < task.end; ++step) {
-    barrier_wait(shared.empty(slot), parity);
-    copy_weights(task, shared, weights, step, slot, policy);
-    copy_x(shared, x, step, slot);
-    if (++slot == task.num_slots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
 }
 
 // ---- the warpgroups that multiply ----

@@ -4,8 +4,7 @@
 // every CLUSTER-th piece of eight columns. Weights are copied from before the previous kernel's end on.
 // -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3 rather than T), ROWS (a multiple of 16 up to 224),
 // GROUPS (1, 2), CLUSTER (1, 2, 4)
-#include "copies.cuh"
-#include "tma.cuh"
+#include "fetch.cuh"
 #include "wgmma.cuh"
 
 struct E4m3 {};
@@ -78,26 +77,6 @@ DEVICE void copy_x(const Shared& shared, const TensorMap* x, int step, int slot)
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c)
     copy_box(shared.x(slot) + c * X_BYTES, x, (step * CHUNKS + c) * CHUNK, 0, shared.full(slot));
-}
-
-DEVICE void fetch(const Task& task, const Shared& shared, const TensorMap* weights,
-                  const TensorMap* x) {
-  const u64 policy = evict_first();
-  const int ahead = min(task.end - task.begin, task.num_slots);
-  for (int i = 0; i < ahead; ++i) copy_weights(task, shared, weights, task.begin + i, i, policy);
-  wait_for_previous();
-  for (int i = 0; i < ahead; ++i) copy_x(shared, x, task.begin + i, i);
-  int slot = 0;
-  u32 parity = 0;
-  for (int step = task.begin + ahead; step < task.end; ++step) {
-    barrier_wait(shared.empty(slot), parity);
-    copy_weights(task, shared, weights, step, slot, policy);
-    copy_x(shared, x, step, slot);
-    if (++slot == task.num_slots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
 }
 
 // ---- the warpgroups that multiply ----

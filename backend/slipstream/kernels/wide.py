@@ -24,6 +24,7 @@ TILE_ROWS = range(16, 225, 16)
 _FEWEST_TILE_ROWS = 48  # a narrower tile reads more of x than of the weights
 CHUNK_BYTES = 128  # of a row
 MAX_SLOTS = 16
+BARRIER_BYTES = 16  # of a slot
 MEMORY = 226 << 10  # of a CTA; a kernel of a norm finds room beside it
 
 
@@ -42,11 +43,15 @@ def wide(
     returned. Nothing of all this goes with e4m3.
     """
     if x.dtype == fp8.E4M3:
-        jit.require(
-            bias is None and residual is None and not gated, "wide: e4m3 has only plain products"
-        )
+        _require_plain(bias, gated, residual)
         return matmul.reference(x, weight)
     return gemv.reference(x, weight, bias=bias, gated=gated, residual=residual)
+
+
+def _require_plain(bias: Tensor | None, gated: bool, residual: Tensor | None) -> None:
+    jit.require(
+        bias is None and residual is None and not gated, "wide: e4m3 has only plain products"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +75,12 @@ class Tiling:
     @property
     def num_slots(self) -> int:
         """That fit into the shared memory of a multiprocessor."""
-        return min(MEMORY // (self.slot_bytes + 16), MAX_SLOTS)
+        return min(MEMORY // (self.slot_bytes + BARRIER_BYTES), MAX_SLOTS)
 
     @property
     def bytes(self) -> int:
         """Of shared memory."""
-        return self.num_slots * (self.slot_bytes + 16)
+        return self.num_slots * (self.slot_bytes + BARRIER_BYTES)
 
 
 @functools.cache
@@ -152,11 +157,8 @@ def _wide(
     jit.require(
         takes(x, weight, gated), f"wide: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
     )
-    is_fp8 = x.dtype == fp8.E4M3
-    jit.require(
-        not is_fp8 or (bias is None and residual is None and not gated),
-        "wide: e4m3 has only plain products",
-    )
+    if is_fp8 := x.dtype == fp8.E4M3:
+        _require_plain(bias, gated, residual)
     num_rows, width = x.shape
     num_outputs = len(weight) // (2 if gated else 1)
     out = residual

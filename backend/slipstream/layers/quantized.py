@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.kernels import fp8, gemv, wide
+from slipstream.kernels import fp8, gemv
 from slipstream.kernels.cublaslt import matmul
+from slipstream.kernels.linear import own_kernel
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
@@ -57,7 +58,7 @@ class QuantizedLinear:
 
     def _product(self, x: fp8.Quantized) -> tuple[Tensor, fp8.Scales]:
         pair = (x.values, self.weight.values)
-        product = wide.wide(*pair) if wide.takes(*pair) else matmul(*pair)
+        product = (own_kernel(*pair) or matmul)(*pair)
         return product, fp8.Scales(x.scales, self.weight.scales, self.bias)
 
     def _is_for_few(self, norm: Norm, residual: Residual, gated: bool) -> bool:
