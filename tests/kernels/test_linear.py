@@ -131,6 +131,9 @@ def test_who_multiplies_on_a_hopper(
     assert own_kernel(x, weight) is kernel
 
 
+VARIANTS = frozenset(wide.variants())
+
+
 @given(st.integers(1, 128), st.integers(1, 20_000).map(lambda n: 8 * n), st.integers(60, 148))
 def test_tiles_of_wide(num_rows: int, num_weight_rows: int, multiprocessors: int) -> None:
     """They cover the matrix in full waves, fit, and do not depend on the rows of x."""
@@ -140,9 +143,11 @@ def test_tiles_of_wide(num_rows: int, num_weight_rows: int, multiprocessors: int
     waves = -(-num_weight_rows // (multiprocessors // tiles.cluster * wide.TILE_ROWS[-1]))
     num_tiles = -(-num_weight_rows // tiles.rows)
     assert num_tiles * tiles.cluster <= multiprocessors * max(waves, 1)
+    assert wide._variant(torch.bfloat16, tiles) in VARIANTS
     assert tiles.num_slots >= 3
     assert tiles.bytes + RESERVED <= CTA_MEMORY
-    sums = tiles.rows // 8 * 128 * tiles.groups * 16  # of a cluster's CTAs, where the slots were
-    assert sums <= tiles.num_slots * tiles.slot_bytes
+    own = 2 * -(-(tiles.rows // 16) // tiles.cluster)  # pieces of eight columns, at most
+    sent = (tiles.cluster - 1) * own * 128 * tiles.groups * 16  # four sums of each thread
+    assert tiles.num_slots * (tiles.slot_bytes + 16) + 16 + sent <= tiles.bytes
     more = wide.tiling(129 - num_rows, num_weight_rows, multiprocessors)
     assert (more.rows, more.cluster) == (tiles.rows, tiles.cluster)

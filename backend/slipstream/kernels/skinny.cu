@@ -1,8 +1,9 @@
 // y = x W^T for up to 16 rows of x on Hopper's tensor cores, as fast as W can be read. A tile of up to 256 weight rows
 // belongs to a cluster, whose CTAs share out the width: each streams its part of the tile and of x through a ring, by
-// steps of 64 elements, and multiplies; then each adds up, in rank order, what the cluster has for its share of the
-// outputs. Weights are copied from before the previous kernel's end on.
+// steps of 64 elements, and multiplies; then each adds up, in rank order, what the others have sent it for its share of
+// the outputs. Weights are copied from before the previous kernel's end on.
 // -D ELEMENT (T: Half or BFloat16), COLUMNS (rows of x, which are the product's: 8, 16), CLUSTER (1, 4)
+#include "cluster.cuh"
 #include "fetch.cuh"
 #include "wgmma.cuh"
 
@@ -13,7 +14,8 @@ constexpr int ROW_BYTES = 128;            // of a step
 constexpr int STEP = ROW_BYTES / sizeof(T);
 constexpr int BLOCK_BYTES = 64 * ROW_BYTES;
 constexpr int SUMS = COLUMNS / 2;         // of a thread, for a block
-constexpr int PITCH = 64 * GROUPS * BLOCKS + 4;  // floats between two columns of partial sums: no bank conflicts
+constexpr int OWN = 64 * GROUPS * BLOCKS / CLUSTER;  // weight rows at most whose outputs are a CTA's
+constexpr int PITCH = COLUMNS + 2;        // floats between sums of two weight rows: few bank conflicts
 constexpr int BATCH = 4;                  // outputs that a thread gathers at once
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
@@ -33,9 +35,13 @@ struct Task {
 
   // Row of the tile at which the second stream begins.
   DEVICE int second() const { return (share + 63) / 64 * 64; }
+  // Outputs of the tile that there are; those that the CTA of a rank finishes, of `width()` at most.
+  DEVICE int limit() const { return min(share, num_outputs - first); }
+  DEVICE int width() const { return (share + CLUSTER - 1) / CLUSTER; }
+  DEVICE int own() const { return max(0, min(width(), limit() - rank * width())); }
 };
 
-// A slot holds the weight rows of one stream, those of the other, x; behind the slots lie the partial sums.
+// A slot holds the weight rows of one stream, those of the other, x; behind the slots lie sums, which others send too.
 struct Shared {
   const u32 base = shared_address(shared_bytes);
   const Task& task;
@@ -43,11 +49,11 @@ struct Shared {
   DEVICE explicit Shared(const Task& task) : task(task) {}
   DEVICE u32 weights(int slot) const { return base + slot * task.slot_bytes; }
   DEVICE u32 x(int slot) const { return weights(slot + 1) - COLUMNS * ROW_BYTES; }
-  DEVICE float* partial() const {
-    return reinterpret_cast<float*>(shared_bytes + task.num_slots * task.slot_bytes);
-  }
-  DEVICE u32 full(int slot) const { return shared_address(partial() + COLUMNS * PITCH) + slot * 16; }
+  // What a CTA of the cluster has for one of this CTA's weight rows: a sum for each column.
+  DEVICE u32 sums(int rank, int row) const { return weights(task.num_slots) + (rank * OWN + row) * PITCH * 4; }
+  DEVICE u32 full(int slot) const { return sums(CLUSTER, 0) + slot * 16; }
   DEVICE u32 empty(int slot) const { return full(slot) + 8; }
+  DEVICE u32 sent() const { return full(task.num_slots); }
 };
 
 // ---- the lane that copies ----
@@ -132,83 +138,90 @@ DEVICE void multiply_steps(const Task& task, const Shared& shared,
   for (int b = 0; b < BLOCKS; ++b) pin(sums[b]);
 }
 
-// `partial [column][row of the tile]`.
-DEVICE void store_sums(float* partial, const float (&sums)[BLOCKS][SUMS]) {
+// ---- the end ----
+
+// Each CTA keeps what it has for its own outputs and sends the rest.
+DEVICE void share_sums(const Task& task, const Shared& shared, const float (&sums)[BLOCKS][SUMS]) {
   const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int width = task.width(), limit = task.limit();
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) {
-      const int row = (group + GROUPS * b) * 64 + warp * 16 + lane / 4 + i % 4 / 2 * 8;
-      const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      partial[column * PITCH + row] = sums[b][i];
+    for (int half = 0; half < 2; ++half) {
+      const int row = (group + GROUPS * b) * 64 + warp * 16 + lane / 4 + half * 8;
+      const int stream = task.streams == 2 && row >= task.second(), place = row - stream * task.second();
+      if (place >= limit) continue;
+      int owner = 0;
+#pragma unroll
+      for (int rank = 1; rank < CLUSTER; ++rank) owner += place >= rank * width;
+      const u32 target = shared.sums(task.rank, stream * width + place - owner * width) + lane % 4 * 8;
+#pragma unroll
+      for (int i = 0; i < SUMS; i += 4) {
+        const float first = sums[b][i + half * 2], second = sums[b][i + half * 2 + 1];
+        if (owner != task.rank)
+          send(address_in(owner, target + i * 8), first, second, address_in(owner, shared.sent()));
+        else
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target + i * 8), "f"(first), "f"(second) : "memory");
+      }
     }
 }
 
-// ---- the end ----
-
-DEVICE void meet() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-
-// What the CTAs of the cluster have at the same place of their shared memory, in rank order.
-DEVICE float gather(u32 address) {
+// In rank order.
+DEVICE float gather(const Shared& shared, int row, int column) {
   float total = 0.0f;
 #pragma unroll
   for (int rank = 0; rank < CLUSTER; ++rank) {
     float value;
-#if CLUSTER > 1
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\n"
-        "ld.shared::cluster.f32 %0, [there];\n}"
-        : "=f"(value)
-        : "r"(address), "r"(rank)
-        : "memory");
-#else
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-#endif
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared.sums(rank, row) + column * 4) : "memory");
     total += value;
   }
   return total;
 }
 
 // This CTA's share of the tile's outputs, for every row of x.
-DEVICE void finish(const Task& task, const float* partial) {
-  const int width = (task.share + CLUSTER - 1) / CLUSTER;
-  const int first = task.rank * width;
-  const int end = min(min(first + width, task.share), task.num_outputs - task.first);
-  const int count = (end - first) * task.num_rows;
-  wait_for_previous();
-  for (int base = threadIdx.x; base < count; base += BATCH * THREADS) {
-    float value[BATCH], up[BATCH], before[BATCH];
-    T* target[BATCH];
+struct Output {
+  const Task& task;
+  const int own = task.own();
+  const int count = own * task.num_rows;
+  float before[BATCH];  // what is added to
+
+  // Of the first outputs it is loaded while products are made.
+  DEVICE explicit Output(const Task& task) : task(task) {
+    wait_for_previous();
+    load(threadIdx.x);
+  }
+
+  DEVICE void finish(const Shared& shared) {
+    for (int base = threadIdx.x; base < count; base += BATCH * THREADS) {
+      if (base >= BATCH * THREADS) load(base);
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {  // all loads before the first use
-      const int at = min(base + i * THREADS, count - 1);
-      const int row = at / (end - first), place = first + at % (end - first);
-      const int column = task.first + place;
-      const u32 address = shared_address(partial + row * PITCH + place);
-      target[i] = task.out + row * task.out_stride + column;
-      value[i] = gather(address);
-      up[i] = task.streams == 2 ? gather(address + task.second() * sizeof(float)) : 0.0f;
-      before[i] = task.adds ? to_float(load_fresh<1>(target[i]).at[0]) : 0.0f;
-      if (task.bias != nullptr) {
-        value[i] += to_float(task.bias[column]);
-        if (task.streams == 2) up[i] += to_float(task.bias[task.num_outputs + column]);
+      for (int i = 0; i < BATCH; ++i) {
+        const int at = base + i * THREADS;
+        if (at >= count) break;
+        const int row = at / own, place = at % own, column = first() + place;
+        float value = gather(shared, place, row) + bias(column);
+        if (task.streams == 2) {
+          const float up = gather(shared, task.width() + place, row) + bias(task.num_outputs + column);
+          value = __fdividef(value, 1.0f + __expf(-value)) * up;
+        }
+        *target(at) = from_float<T>(value + (task.adds ? before[i] : 0.0f));
       }
     }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      if (base + i * THREADS >= count) break;
-      if (task.streams == 2) value[i] = __fdividef(value[i], 1.0f + __expf(-value[i])) * up[i];
-      *target[i] = from_float<T>(value[i] + before[i]);
-    }
   }
-}
+
+ private:
+  DEVICE int first() const { return task.first + task.rank * task.width(); }
+  DEVICE T* target(int at) const { return task.out + at / own * task.out_stride + first() + at % own; }
+  DEVICE float bias(int weight_row) const {
+    return task.bias != nullptr ? to_float(task.bias[weight_row]) : 0.0f;
+  }
+  DEVICE void load(int base) {
+    if (!task.adds) return;
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      if (base + i * THREADS < count) before[i] = to_float(load_fresh<1>(target(base + i * THREADS)).at[0]);
+  }
+};
 
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
@@ -242,19 +255,24 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
       barrier_init(shared.full(i), 1);
       barrier_init(shared.empty(i), THREADS / 32);
     }
+    barrier_init(shared.sent(), 1);
     barrier_init_done();
+    barrier_expect(shared.sent(), (CLUSTER - 1) * task.streams * task.own() * COLUMNS * sizeof(float));
   }
   __syncthreads();
-  if (copies) {
-    fetch(task, shared, &weights, &x);
-  } else if (threadIdx.x < THREADS) {
-    float sums[BLOCKS][SUMS] = {};
-    multiply_steps(task, shared, sums);
-    store_sums(shared.partial(), sums);
+  if (CLUSTER > 1) cluster_arrive();
+  if (copies) fetch(task, shared, &weights, &x);
+  __syncwarp();
+  if (threadIdx.x >= THREADS) {
+    if (CLUSTER > 1) cluster_wait();
+    return;
   }
-  __syncwarp();
-  meet();
-  if (threadIdx.x < THREADS) finish(task, shared.partial());
-  __syncwarp();
-  if (CLUSTER > 1) meet();  // nobody leaves while others read its sums
+  Output output(task);
+  float sums[BLOCKS][SUMS] = {};
+  multiply_steps(task, shared, sums);
+  if (CLUSTER > 1) cluster_wait();
+  share_sums(task, shared, sums);
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+  barrier_wait(shared.sent(), 0);
+  output.finish(shared);
 }

@@ -59,11 +59,15 @@ class Tiling:
     @property
     def bytes(self) -> int:
         """Of shared memory."""
-        sums = self.columns * (TILE_ROWS + 4) * 4
-        used = self.num_slots * (self.slot_bytes + 16) + sums
+        used = self.num_slots * (self.slot_bytes + 16) + 16 + _sum_bytes(self.columns)
         # The last slot's tile is multiplied as if it had all rows.
         last = (self.num_slots - 1) * self.slot_bytes + TILE_ROWS * ROW_BYTES
         return max(used, last, MIN_MEMORY)
+
+
+def _sum_bytes(columns: int) -> int:
+    """Of a tile's sums, as its outputs are finished."""
+    return TILE_ROWS * (columns + 2) * 4
 
 
 @functools.cache
@@ -81,8 +85,8 @@ def tiling(
     share = -(-num_outputs // (clusters * waves))
     first = -(-share // BLOCK_ROWS) * BLOCK_ROWS if gated else 0
     slot_bytes = (-(-(first + share) // 8) * 8 + columns) * ROW_BYTES
-    sums = columns * (TILE_ROWS + 4) * 4
-    num_slots = min((MEMORY - sums - 16 * MAX_SLOTS) // slot_bytes, MAX_SLOTS)
+    left = MEMORY - _sum_bytes(columns) - 16 * (MAX_SLOTS + 1)
+    num_slots = min(left // slot_bytes, MAX_SLOTS)
     return Tiling(columns, cluster, share, num_slots, slot_bytes)
 
 

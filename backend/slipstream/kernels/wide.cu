@@ -1,9 +1,10 @@
 // y = x W^T for up to 64 * GROUPS rows of x on Hopper's tensor cores, as fast as W can be read. A tile of ROWS weight
 // rows, and all rows of x, belong to a cluster, whose CTAs share out the width: each streams its part of both through a
-// ring and multiplies, a warpgroup for each 64 rows of x; then each adds up, in rank order, what the cluster has for
-// every CLUSTER-th piece of eight columns. Weights are copied from before the previous kernel's end on.
+// ring and multiplies, a warpgroup for each 64 rows of x; then each adds up what the cluster has for every CLUSTER-th
+// piece of eight columns. Weights are copied from before the previous kernel's end on.
 // -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3 rather than T), ROWS (a multiple of 16 up to 224),
-// GROUPS (1, 2), CLUSTER (1, 2, 4)
+// GROUPS (1, 2), CLUSTER (1; 2, 4: up to 96 rows)
+#include "cluster.cuh"
 #include "fetch.cuh"
 #include "wgmma.cuh"
 
@@ -22,7 +23,10 @@ constexpr int X_BYTES = 64 * GROUPS * ROW_BYTES;  // of a chunk
 constexpr int SLOT_BYTES = CHUNKS * (ROWS * ROW_BYTES + X_BYTES);
 constexpr int SUMS = ROWS / 2;    // of a thread
 constexpr int PIECES = ROWS / 8;  // of eight columns, of which a thread has two in each of two rows
-constexpr int BATCH = 4;          // pieces whose loads are on their way at once
+// Whether registers are left to load what is added to while products are made.
+constexpr bool EARLY = PIECES <= 20;
+constexpr int BATCH = EARLY ? 8 : 4;  // pieces whose loads are on their way at once
+constexpr int OWN = 2 * ((PIECES / 2 + CLUSTER - 1) / CLUSTER);  // pieces that a CTA finishes, at most
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
@@ -38,19 +42,31 @@ struct Task {
   int first;       // output of the tile
   int rank;        // in the cluster
   int begin, end;  // this CTA's steps
+
+  // Parts of pieces that others send.
+  DEVICE int num_sent() const {
+    const int streams = gated ? 2 : 1;
+    return (CLUSTER - 1) * streams * ((PIECES / streams - rank + CLUSTER - 1) / CLUSTER);
+  }
 };
 
-// A slot holds a step: x, a chunk behind the other, and the weights, eight rows of all chunks after the other. When all
-// are multiplied, the sums lie where the slots were.
+// A slot holds a step: x, a chunk behind the other, and the weights, eight rows of all chunks after the other. Behind
+// the slots lies what others of the cluster send.
 struct Shared {
   const u32 base = shared_address(shared_bytes);
-  const u32 barriers;
+  const int num_slots;
+  const u32 barriers = base + num_slots * SLOT_BYTES;
 
-  DEVICE explicit Shared(const Task& task) : barriers(base + task.num_slots * SLOT_BYTES) {}
+  DEVICE explicit Shared(const Task& task) : num_slots(task.num_slots) {}
   DEVICE u32 x(int slot) const { return base + slot * SLOT_BYTES; }
   DEVICE u32 weights(int slot) const { return x(slot) + CHUNKS * X_BYTES; }
   DEVICE u32 full(int slot) const { return barriers + slot * 16; }
   DEVICE u32 empty(int slot) const { return full(slot) + 8; }
+  DEVICE u32 sent() const { return full(num_slots); }
+  // Of this thread: what a sender has of a piece.
+  DEVICE u32 part(int sender, int index) const {
+    return sent() + 16 + ((sender * OWN + index) * THREADS + threadIdx.x) * 16;
+  }
 };
 
 // ---- the lane that copies ----
@@ -166,38 +182,48 @@ struct alignas(16) Four {
   float at[4];
 };
 
-DEVICE void meet_begin() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void meet_end() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Which CTA finishes a piece, and what number the piece has there; of gates and ups, it has both.
+struct Owner {
+  int rank, index;
 
-DEVICE u32 place_of(int piece) {
-  return shared_address(shared_bytes) + (piece * THREADS + threadIdx.x) * sizeof(Four);
+  DEVICE Owner(const Task& task, int piece) {
+    const int count = task.gated ? PIECES / 2 : PIECES, stream = piece >= count, within = piece - stream * count;
+    rank = within % CLUSTER;
+    index = stream * ((count + CLUSTER - 1) / CLUSTER) + within / CLUSTER;
+  }
+};
+
+// Each CTA sends what it has of the pieces of others.
+DEVICE void send_sums(const Task& task, const Shared& shared, const float (&sums)[SUMS]) {
+#pragma unroll
+  for (int i = 0; i < PIECES; ++i) {
+    const Owner owner(task, i);
+    if (owner.rank == task.rank) continue;
+    const int sender = (task.rank - owner.rank - 1 + CLUSTER) % CLUSTER;
+    send(address_in(owner.rank, shared.part(sender, owner.index)), sums[4 * i], sums[4 * i + 1], sums[4 * i + 2],
+         sums[4 * i + 3], address_in(owner.rank, shared.sent()));
+  }
 }
 
-DEVICE void store_sums(const float (&sums)[SUMS]) {
+// What the cluster has of piece `i + rank`: what this CTA has, then the next, and so on around.
+DEVICE Four gather(const Task& task, const Shared& shared, const float (&sums)[SUMS], int i) {
+  Four total;
 #pragma unroll
-  for (int i = 0; i < PIECES; ++i)
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place_of(i)), "f"(sums[4 * i]),
-                 "f"(sums[4 * i + 1]), "f"(sums[4 * i + 2]), "f"(sums[4 * i + 3])
+  for (int rank = 0; rank < CLUSTER; ++rank) {
+    const int piece = min(i + rank, PIECES - 1);  // what is behind is never asked for, and yet compiled
+    if (rank == task.rank) total = {{sums[4 * piece], sums[4 * piece + 1], sums[4 * piece + 2], sums[4 * piece + 3]}};
+  }
+  const int index = Owner(task, i + task.rank).index;
+#pragma unroll
+  for (int sender = 0; sender < CLUSTER - 1; ++sender) {
+    Four part;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(part.at[0]), "=f"(part.at[1]), "=f"(part.at[2]), "=f"(part.at[3])
+                 : "r"(shared.part(sender, index))
                  : "memory");
-}
-
-// What the CTAs of the cluster have of a piece, in rank order.
-DEVICE Four gather(int piece) {
-  Four parts[CLUSTER];
 #pragma unroll
-  for (int rank = 0; rank < CLUSTER; ++rank)
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-        : "=f"(parts[rank].at[0]), "=f"(parts[rank].at[1]), "=f"(parts[rank].at[2]),
-          "=f"(parts[rank].at[3])
-        : "r"(place_of(piece)), "r"(rank)
-        : "memory");
-  Four total = parts[0];
-#pragma unroll
-  for (int rank = 1; rank < CLUSTER; ++rank)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) total.at[j] += parts[rank].at[j];
+    for (int j = 0; j < 4; ++j) total.at[j] += part.at[j];
+  }
   return total;
 }
 
@@ -206,18 +232,51 @@ using Pair = Pack<T, 2>;
 struct Output {
   const Task& task;
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  Pair before[BATCH][2];  // what is added to
 
+  DEVICE explicit Output(const Task& task) : task(task) {
+    wait_for_previous();
+    if (EARLY) load(0);
+  }
+
+  // Of the pieces that are this CTA's.
+  DEVICE void finish(const Shared& shared, const float (&sums)[SUMS]) {
+    const int num_pieces = task.gated ? PIECES / 2 : PIECES;
+#pragma unroll
+    for (int i = 0; i < PIECES; i += CLUSTER) {
+      const int piece = i + task.rank;
+      if (piece >= num_pieces) break;
+      if ((i > 0 || !EARLY) && i / CLUSTER % BATCH == 0) load(i);
+      Four value = gather(task, shared, sums, i);
+      add_bias(piece, 0, value);
+      if (task.gated) {
+        Four up = gather(task, shared, sums, i + PIECES / 2);
+        add_bias(piece, 1, up);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          value.at[j] = __fdividef(value.at[j], 1.0f + __expf(-value.at[j])) * up.at[j];
+      }
+      store(piece, value, before[i / CLUSTER % BATCH]);
+    }
+  }
+
+ private:
+  DEVICE void load(int first) {
+    if (!task.adds) return;
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int piece = first + i * CLUSTER + task.rank;
+        if (has(piece, half)) before[i][half] = load_fresh<2>(target(piece, half));
+      }
+  }
   DEVICE int column(int piece) const { return task.first + piece * 8 + threadIdx.x % 4 * 2; }
   DEVICE bool has(int piece, int half) const {
-    return row + 8 * half < task.num_rows && column(piece) < task.num_outputs;
+    return piece < PIECES && row + 8 * half < task.num_rows && column(piece) < task.num_outputs;
   }
   DEVICE T* target(int piece, int half) const {
     return task.out + (row + 8 * half) * task.out_stride + column(piece);
-  }
-  DEVICE void load(int piece, Pair (&before)[2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (has(piece, half)) before[half] = load_fresh<2>(target(piece, half));
   }
   // `stream` 1: that of the ups.
   DEVICE void add_bias(int piece, int stream, Four& sums) const {
@@ -239,42 +298,6 @@ struct Output {
     }
   }
 };
-
-DEVICE void gate(Four& value, const Four& up) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-    value.at[j] = __fdividef(value.at[j], 1.0f + __expf(-value.at[j])) * up.at[j];
-}
-
-// `sum_of(piece, i)` is the sum of a piece of this rank, which is i for rank 0.
-template <class SumOf>
-DEVICE void finish(const Task& task, SumOf sum_of) {
-  const Output output{task};
-  const int num_pieces = task.gated ? PIECES / 2 : PIECES;
-  wait_for_previous();
-#pragma unroll
-  for (int base = 0; base < PIECES; base += BATCH * CLUSTER) {
-    Pair before[BATCH][2];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int piece = base + i * CLUSTER + task.rank;
-      if (task.adds && piece < num_pieces) output.load(piece, before[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int piece = base + i * CLUSTER + task.rank;
-      if (piece >= num_pieces) break;
-      Four value = sum_of(piece, base + i * CLUSTER);
-      output.add_bias(piece, 0, value);
-      if (task.gated) {
-        Four up = sum_of(piece + PIECES / 2, base + i * CLUSTER + PIECES / 2);
-        output.add_bias(piece, 1, up);
-        gate(value, up);
-      }
-      output.store(piece, value, before[i]);
-    }
-  }
-}
 
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
@@ -307,32 +330,25 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
       barrier_init(shared.full(i), 1);
       barrier_init(shared.empty(i), THREADS / 32);
     }
+    barrier_init(shared.sent(), 1);
     barrier_init_done();
+    barrier_expect(shared.sent(), task.num_sent() * THREADS * sizeof(Four));
   }
   __syncthreads();
-  float sums[SUMS] = {};
-  if (copies) {
-    fetch(task, shared, &weights, &x);
-  } else if (threadIdx.x < THREADS) {
-    multiply_steps(task, shared, sums);
-#if CLUSTER > 1
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // the slots are free
-    store_sums(sums);
-#endif
+  if (CLUSTER > 1) cluster_arrive();
+  if (copies) fetch(task, shared, &weights, &x);
+  __syncwarp();
+  if (threadIdx.x >= THREADS) {
+    if (CLUSTER > 1) cluster_wait();
+    return;
   }
-  __syncwarp();
-#if CLUSTER > 1
-  meet_begin();
-  meet_end();
-  if (threadIdx.x < THREADS) finish(task, [](int piece, int) { return gather(piece); });
-  __syncwarp();
-  meet_begin();  // nobody leaves while others read its sums
-  meet_end();
-#else
-  if (threadIdx.x < THREADS)
-    finish(task, [&](int, int i) {
-      i = min(i, PIECES - 1);  // what is behind is never asked for, and yet compiled
-      return Four{{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]}};
-    });
-#endif
+  Output output(task);
+  float sums[SUMS] = {};
+  multiply_steps(task, shared, sums);
+  if (CLUSTER > 1) {
+    cluster_wait();
+    send_sums(task, shared, sums);
+    barrier_wait(shared.sent(), 0);
+  }
+  output.finish(shared, sums);
 }

@@ -5,6 +5,7 @@ there are few rows. Those of e4m3 are bf16 and unscaled, as cuBLASLt's (fp8.py).
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,9 +23,11 @@ GROUP_ROWS = 64  # of x, for each group of warps
 CLUSTERS = (1, 2, 4)
 TILE_ROWS = range(16, 225, 16)
 _FEWEST_TILE_ROWS = 48  # a narrower tile reads more of x than of the weights
+_MOST_SHARED_ROWS = 96  # of a cluster's tile: clusters are for what is too small for one CTA each
 CHUNK_BYTES = 128  # of a row
 MAX_SLOTS = 16
 BARRIER_BYTES = 16  # of a slot
+PIECE_BYTES = 64 * 8 * 4  # of a group's sums for eight weight rows
 MEMORY = 226 << 10  # of a CTA; a kernel of a norm finds room beside it
 
 
@@ -73,14 +76,21 @@ class Tiling:
         return (self.rows + GROUP_ROWS * self.groups) * self.chunks * CHUNK_BYTES
 
     @property
+    def sent_bytes(self) -> int:
+        """What the CTAs of a cluster send each other of their sums, and its barrier."""
+        own = 2 * -(-self.rows // (16 * self.cluster))  # pieces of eight columns
+        return (self.cluster - 1) * own * PIECE_BYTES * self.groups + BARRIER_BYTES
+
+    @property
     def num_slots(self) -> int:
         """That fit into the shared memory of a multiprocessor."""
-        return min(MEMORY // (self.slot_bytes + BARRIER_BYTES), MAX_SLOTS)
+        slots = (MEMORY - self.sent_bytes) // (self.slot_bytes + BARRIER_BYTES)
+        return min(slots, MAX_SLOTS)
 
     @property
     def bytes(self) -> int:
         """Of shared memory."""
-        return self.num_slots * (self.slot_bytes + BARRIER_BYTES)
+        return self.num_slots * (self.slot_bytes + BARRIER_BYTES) + self.sent_bytes
 
 
 @functools.cache
@@ -137,12 +147,11 @@ def _variant(dtype: torch.dtype, tiles: Tiling) -> jit.Variant:
 
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
-    for dtype in MIN_ROWS:
-        for groups in (1, 2):
-            for cluster in CLUSTERS:
-                for rows in TILE_ROWS:
-                    if rows >= _FEWEST_TILE_ROWS or cluster == CLUSTERS[-1]:
-                        yield _variant(dtype, Tiling(rows, groups, cluster))
+    for dtype, groups, cluster in itertools.product(MIN_ROWS, (1, 2), CLUSTERS):
+        fewest = TILE_ROWS[0] if cluster == CLUSTERS[-1] else _FEWEST_TILE_ROWS
+        most = TILE_ROWS[-1] if cluster == 1 else _MOST_SHARED_ROWS
+        for rows in range(fewest, most + 1, TILE_ROWS.step):
+            yield _variant(dtype, Tiling(rows, groups, cluster))
 
 
 @wide.cuda
