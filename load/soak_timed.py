@@ -190,6 +190,8 @@ class Timed:
             "canary": f"{self.num_canaries - self.num_canaries_wrong} of {self.num_canaries} equal",
             "crashes": f"{len(crashes)} of tritonserver itself, {self.num_again} requests in them",
         }
+        if not slopes:
+            rows["RSS"] = "no server lived long enough"
         for name, slope in slopes.items():
             rows[f"RSS {name}"] = (
                 f"{slope.mib_h:+.1f} MiB/h, {slope.kib_request:+.2f} KiB a request"

@@ -11,8 +11,10 @@ from slipstream_compose.triton import SHARED_MEMORY, TritonServer
 
 _METRIC = re.compile(r"^slipstream_(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
-# gRPC adds a thread to its pool when it likes; one lost by every cancel would be hundreds.
-_SLACK = {("tritonserver", "threads"): 4}
+# gRPC adds threads to its pool when it likes, 5 in half an hour; one lost by every cancel would be
+# thousands.
+_SLACK = {("tritonserver", "threads"): 16}
+_WARM_UP_S = 600.0  # in which processes take memory that they use again and again
 
 
 @dataclass
@@ -110,11 +112,18 @@ class Slope:
     kib_request: float
 
 
+_Sample = tuple[float, int, dict[str, float]]  # time, requests, MiB of each process
+
+
+def _warm_up_s(samples: list[_Sample]) -> float:
+    return max((samples[-1][0] - samples[0][0]) / 3, _WARM_UP_S)
+
+
 class Memory:
     """Resident memory of the processes of one server after the other."""
 
     def __init__(self) -> None:
-        self._servers: list[list[tuple[float, int, dict[str, float]]]] = []
+        self._servers: list[list[_Sample]] = []
 
     def begin_server(self) -> None:
         """What follows is another server's."""
@@ -128,14 +137,20 @@ class Memory:
     def slopes(self) -> dict[str, Slope]:
         """Of each process: one line through all servers' samples, each with its own beginning.
 
-        The first third of each server's samples is its warm-up and does not count.
+        The first third of each server's time, and at least ten minutes, are its warm-up and do not
+        count. Of a process that no server kept for longer nothing is said.
         """
         found = {}
-        kept = [samples[len(samples) // 3 :] for samples in self._servers]
+        kept = [
+            [sample for sample in samples if sample[0] - samples[0][0] >= _warm_up_s(samples)]
+            for samples in self._servers
+        ]
         for name in sorted({name for samples in kept for _, _, sizes in samples for name in sizes}):
             sums = [0.0] * 4
             for samples in kept:
                 rows = [(t, float(n), sizes[name]) for t, n, sizes in samples if name in sizes]
+                if not rows:
+                    continue
                 means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
                 for t, n, size in rows:
                     t, n, size = t - means[0], n - means[1], size - means[2]

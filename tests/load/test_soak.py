@@ -112,6 +112,9 @@ def test_growth_of_any_count_is_seen(load):
         "/dev/shm: MiB 6.0 -> 6.5",
     ]
     assert "5" in watch.table(before, larger)
+    pools = [watch.Held({"tritonserver": watch.Process(n, 9, 1.0)}) for n in (239, 255, 256)]
+    assert watch.growth(pools[0], pools[1]) == []
+    assert watch.growth(pools[0], pools[2]) == ["tritonserver: threads 239 -> 256"]
 
 
 def test_a_slope_is_of_all_servers_and_not_of_their_beginnings(load):
@@ -119,14 +122,27 @@ def test_a_slope_is_of_all_servers_and_not_of_their_beginnings(load):
     memory = watch.Memory()
     for base in (100.0, 300.0):
         memory.begin_server()
-        for number in range(30):
-            warm_up = -50.0 if number < 10 else 0.0
+        for number in range(301):
+            warm_up = -50.0 if number < 100 else 0.0
             size = base + warm_up + number / 60  # MiB, each 10 s and 40 requests
             held = watch.Held({"engine": watch.Process(4, 14, size)})
-            memory.add(10.0 * number, 40 * number, held)
+            memory.add(7.0 + 10.0 * number, 40 * number, held)
+    memory.begin_server()
+    for number in range(60):  # not ten minutes: all of it is warm-up
+        memory.add(10.0 * number, number, watch.Held({"engine": watch.Process(4, 14, number * 9)}))
     (slope,) = memory.slopes().values()
     assert slope.mib_h == pytest.approx(6.0)
     assert slope.kib_request == pytest.approx(1024 / 60 / 40)
+
+
+def test_servers_that_lived_briefly_have_no_slope(load):
+    memory = load.soak_watch.Memory()
+    assert memory.slopes() == {}
+    memory.begin_server()
+    for number in range(59):
+        held = load.soak_watch.Held({"engine": load.soak_watch.Process(4, 14, 5.0 * number)})
+        memory.add(10.0 * number, number, held)
+    assert memory.slopes() == {}
 
 
 def test_tenths_are_of_the_time_and_not_of_the_requests(load):
@@ -148,9 +164,9 @@ def test_what_a_timed_run_must_not_show_is_a_problem(load):
     timed.grown = ["engine: threads 4 -> 5"]
     timed.memory.begin_server()
     for number in range(9):
-        sizes = {"engine": 10.0 * number, "tritonserver": 10.0 * number, "stub": 1.0}
+        sizes = {"engine": 20.0 * number, "tritonserver": 20.0 * number, "stub": 1.0}
         processes = {name: load.soak_watch.Process(1, 1, size) for name, size in sizes.items()}
-        timed.memory.add(60.0 * number, 100 * number, load.soak_watch.Held(processes))
+        timed.memory.add(120.0 * number, 200 * number, load.soak_watch.Held(processes))
     problems = timed.result([])["problems"]
     assert len(problems) == 4
     for words in ("engine: threads", "first token: ", "engine grows", "tritonserver grows"):
