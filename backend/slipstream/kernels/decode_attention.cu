@@ -233,8 +233,8 @@ DEVICE void merge_column(Shared& shared, u32 members, int column, int span, T* o
 }
 
 // Merge what the CTA's workers have of the same (sequence, head): a warp for each span of each column. What other CTAs
-// also have a part of goes to `parts`: [0] where an earlier CTA begins, [1] where this one does.
-DEVICE void merge_workers(const Heads& heads, const Output& out, Shared& shared, Part* parts) {
+// also have a part of goes to `parts`: [0] where an earlier CTA begins, [1] where this one does. Whether there is such.
+DEVICE bool merge_workers(const Heads& heads, const Output& out, Shared& shared, Part* parts) {
   const int lane = threadIdx.x % 32;
   Entry mine = {0, 0, 0};
   if (lane < WARPS * 2) mine = shared.entries[lane];
@@ -260,6 +260,9 @@ DEVICE void merge_workers(const Heads& heads, const Output& out, Shared& shared,
       merge_column(shared, members, column, item % SPANS, out.at(heads, row, head),
                    begins && ends ? nullptr : parts + begins);
   }
+  if (present == 0) return false;
+  const bool begins = __shfl_sync(ALL_LANES, mine.flags, __ffs(present) - 1) & BEGINS;
+  return !begins || !(__shfl_sync(ALL_LANES, mine.flags, 31 - __clz(present)) & ENDS);
 }
 
 // Merge the parts of all CTAs that share a (sequence, head), in their order.
@@ -308,8 +311,6 @@ DEVICE void merge_ctas(const Heads& heads, const Output& out, const Share& share
 DEVICE void arrive(const Plan& plan, const Heads& heads, const Output& out, Shared& shared,
                    const Part* partials) {
   const Share shares[2] = {read(plan.shares + blockIdx.x * 2), read(plan.shares + blockIdx.x * 2 + 1)};
-  const bool has_shares = shares[0].first < shares[0].last || shares[1].first < shares[1].last;
-  if (!has_shares) return;
   __syncthreads();
   if (threadIdx.x < 2) {
     const Share share = threadIdx.x == 0 ? shares[0] : shares[1];
@@ -394,6 +395,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (!has_tiles) return;
   worker.run(filled);
   __syncthreads();
-  merge_workers(heads, out, shared, partials + blockIdx.x * 2);
+  if (!merge_workers(heads, out, shared, partials + blockIdx.x * 2)) return;
   arrive(LOADS_AHEAD ? plan : find_again(plan_memory), heads, out, shared, partials);
 }

@@ -23,6 +23,10 @@ constexpr int PIECE = 8;
 constexpr int SUMS = GROUP * ROWS;  // of a group; each is left with LANES lanes
 constexpr int LANES = 32 / SUMS;
 constexpr int MAX_SLOTS = 16;
+// Bytes of weights that the CTAs of a multiprocessor ask for at once: about what memory gives in the time that it takes
+// to answer. More would queue before memory, and whatever else is read meanwhile behind it: for the query of attention
+// in front, which the kernel before has just written, that was 4 us.
+constexpr int UNDER_WAY = 64 << 10;
 constexpr bool PACKED = CHUNKS > 7;  // x stays in 16 bits: fp32 takes too many registers
 
 struct Task {
@@ -50,8 +54,17 @@ DEVICE void barrier_of_readers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS)
 
 DEVICE void stream_weights(const Task& task, CopyRing& ring) {
   const u64 policy = evict_first();
+  const int most = max(2, UNDER_WAY / (task.slot_rows() * task.row_bytes())) / CTAS;
+  CopyRing arriving = ring;
+  int under_way = 0;
   for (int first = task.begin; first < task.end; first += task.share) {
     const u32 bytes = min(task.share, task.end - first) * task.row_bytes();
+    if (under_way == most) {
+      arriving.wait();
+      arriving.advance();
+    } else {
+      ++under_way;
+    }
     ring.acquire(bytes * task.streams);
     for (int stream = 0; stream < task.streams; ++stream) {
       const i64 row = i64(stream) * task.num_outputs + first;
