@@ -9,7 +9,7 @@
 
 constexpr int GROUPS = 2;                 // warpgroups that multiply
 constexpr int BLOCKS = 2;                 // of 64 weight rows, for each of them
-constexpr int THREADS = 128 * GROUPS;     // that multiply; one warp more copies
+constexpr int THREADS = 128 * GROUPS;     // that multiply; two warps more copy
 constexpr int ROW_BYTES = 128;            // of a step
 constexpr int STEP = ROW_BYTES / sizeof(T);
 constexpr int BLOCK_BYTES = 64 * ROW_BYTES;
@@ -56,7 +56,7 @@ struct Shared {
   DEVICE u32 sent() const { return full(task.num_slots); }
 };
 
-// ---- the lane that copies ----
+// ---- the lanes that copy ----
 
 DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
   asm volatile(
@@ -68,12 +68,13 @@ DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u32 
 
 DEVICE void copy_weights(const Task& task, const Shared& shared, const TensorMap* weights, int step,
                          int slot, u64 policy) {
-  barrier_expect(shared.full(slot), (task.share * task.streams + COLUMNS) * ROW_BYTES);
+  barrier_expect(shared.full(slot), task.share * task.streams * ROW_BYTES);
   for (int stream = 0; stream < task.streams; ++stream)
     copy_box(shared.weights(slot) + stream * task.second() * ROW_BYTES, weights, step * STEP,
              stream * task.num_outputs + task.first, shared.full(slot), policy);
 }
-DEVICE void copy_x(const Shared& shared, const TensorMap* x, int step, int slot) {
+DEVICE void copy_x(const Task&, const Shared& shared, const TensorMap* x, int step, int slot) {
+  barrier_expect(shared.full(slot), COLUMNS * ROW_BYTES);
   copy_box(shared.x(slot), x, step * STEP, 0, shared.full(slot));
 }
 
@@ -108,30 +109,27 @@ MULTIPLY_ADD(BFloat16, "bf16")
 DEVICE void multiply_steps(const Task& task, const Shared& shared,
                            float (&sums)[BLOCKS][SUMS]) {
   const int group = threadIdx.x / 128;
-  int slot = 0, before = 0;
-  u32 parity = 0;
+  Place place;
+  int before = 0;
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) pin(sums[b]);
   for (int step = task.begin; step < task.end; ++step) {
-    barrier_wait(shared.full(slot), parity);
+    barrier_wait(shared.full(place.slot), place.parity);
     products_begin();
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
       for (int k = 0; k < ROW_BYTES; k += 32) {
-        const u32 rows = shared.weights(slot) + (group + GROUPS * b) * BLOCK_BYTES + k;
-        multiply_columns(sums[b], rows_descriptor(rows), rows_descriptor(shared.x(slot) + k), T{});
+        const u32 rows = shared.weights(place.slot) + (group + GROUPS * b) * BLOCK_BYTES + k;
+        multiply_columns(sums[b], rows_descriptor(rows), rows_descriptor(shared.x(place.slot) + k), T{});
       }
     products_commit();
     if (step > task.begin) {
       products_wait<1>();
       if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(before));
     }
-    before = slot;
-    if (++slot == task.num_slots) {
-      slot = 0;
-      parity ^= 1;
-    }
+    before = place.slot;
+    place.advance(task.num_slots);
   }
   products_wait<0>();
 #pragma unroll
@@ -228,7 +226,7 @@ struct Output {
 #else
 #define CLUSTERED
 #endif
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
     skinny(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
            const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps,
            i64 streams, i64 share, i64 num_slots, i64 slot_bytes, i64 adds) {
@@ -252,7 +250,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
   if (copies) {
     start_next();
     for (int i = 0; i < num_slots; ++i) {
-      barrier_init(shared.full(i), 1);
+      barrier_init(shared.full(i), 2);
       barrier_init(shared.empty(i), THREADS / 32);
     }
     barrier_init(shared.sent(), 1);
@@ -261,7 +259,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_arrive();
-  if (copies) fetch(task, shared, &weights, &x);
+  if (copies) fetch_weights(task, shared, &weights, int(slot_bytes));
+  if (threadIdx.x == THREADS + 32) fetch_x(task, shared, &x);
   __syncwarp();
   if (threadIdx.x >= THREADS) {
     if (CLUSTER > 1) cluster_wait();

@@ -15,7 +15,7 @@ using Input = E4m3;
 using Input = T;
 #endif
 
-constexpr int THREADS = 128 * GROUPS;  // that multiply; one warp more copies
+constexpr int THREADS = 128 * GROUPS;  // that multiply; two warps more copy
 constexpr int CHUNKS = GROUPS == 1 ? 2 : 1;  // of a step
 constexpr int ROW_BYTES = 128;               // of a chunk
 constexpr int CHUNK = ROW_BYTES / (FP8 ? 1 : sizeof(T));
@@ -69,7 +69,7 @@ struct Shared {
   }
 };
 
-// ---- the lane that copies ----
+// ---- the lanes that copy ----
 
 // The box of a map by eights of rows (tensor_map.py).
 DEVICE void copy_eights(u32 target, const TensorMap* map, int chunk, int eight, u32 barrier, u64 policy) {
@@ -83,13 +83,14 @@ DEVICE void copy_eights(u32 target, const TensorMap* map, int chunk, int eight, 
 DEVICE void copy_weights(const Task& task, const Shared& shared, const TensorMap* weights, int step,
                          int slot, u64 policy) {
   const u32 target = shared.weights(slot), full = shared.full(slot);
-  barrier_expect(full, CHUNKS * (ROWS + task.x_rows) * ROW_BYTES);
+  barrier_expect(full, CHUNKS * ROWS * ROW_BYTES);
   copy_eights(target, weights, step * CHUNKS, task.first / 8, full, policy);
   if (task.gated)
     copy_eights(target + CHUNKS * ROWS / 2 * ROW_BYTES, weights, step * CHUNKS,
                 (task.num_outputs + task.first) / 8, full, policy);
 }
-DEVICE void copy_x(const Shared& shared, const TensorMap* x, int step, int slot) {
+DEVICE void copy_x(const Task& task, const Shared& shared, const TensorMap* x, int step, int slot) {
+  barrier_expect(shared.full(slot), CHUNKS * task.x_rows * ROW_BYTES);
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c)
     copy_box(shared.x(slot) + c * X_BYTES, x, (step * CHUNKS + c) * CHUNK, 0, shared.full(slot));
@@ -147,14 +148,14 @@ MULTIPLY_ADD(E4m3, "k32.f32.e4m3.e4m3", "")
 
 DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)[SUMS]) {
   const u32 rows_of_x = threadIdx.x / 128 * 64 * ROW_BYTES;
-  int slot = 0, before = 0;
-  u32 parity = 0;
+  Place place;
+  int before = 0;
   pin(sums);
   for (int step = task.begin; step < task.end; ++step) {
-    barrier_wait(shared.full(slot), parity);
+    barrier_wait(shared.full(place.slot), place.parity);
     products_begin();
-    const u64 a = rows_descriptor(shared.x(slot) + rows_of_x);
-    const u64 b = rows_descriptor(shared.weights(slot), CHUNKS);
+    const u64 a = rows_descriptor(shared.x(place.slot) + rows_of_x);
+    const u64 b = rows_descriptor(shared.weights(place.slot), CHUNKS);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
@@ -165,11 +166,8 @@ DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)
       products_wait<1>();
       if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(before));
     }
-    before = slot;
-    if (++slot == task.num_slots) {
-      slot = 0;
-      parity ^= 1;
-    }
+    before = place.slot;
+    place.advance(task.num_slots);
   }
   products_wait<0>();
   pin(sums);
@@ -304,7 +302,7 @@ struct Output {
 #else
 #define CLUSTERED
 #endif
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
     wide(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps,
          i64 gated, i64 num_slots, i64 x_rows, i64 adds) {
@@ -327,7 +325,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
   if (copies) {
     start_next();
     for (int i = 0; i < num_slots; ++i) {
-      barrier_init(shared.full(i), 1);
+      barrier_init(shared.full(i), 2);
       barrier_init(shared.empty(i), THREADS / 32);
     }
     barrier_init(shared.sent(), 1);
@@ -336,7 +334,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 32, 1)
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_arrive();
-  if (copies) fetch(task, shared, &weights, &x);
+  if (copies) fetch_weights(task, shared, &weights, SLOT_BYTES);
+  if (threadIdx.x == THREADS + 32) fetch_x(task, shared, &x);
   __syncwarp();
   if (threadIdx.x >= THREADS) {
     if (CLUSTER > 1) cluster_wait();

@@ -185,7 +185,7 @@ def _wide(
         _variant(x.dtype, tiles),
         "wide",
         (-(-num_outputs // share) * tiles.cluster,),
-        128 * tiles.groups + 32,
+        128 * tiles.groups + 64,
         tensor_map.eights(weight, tiles.chunks, share),
         tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
         0 if bias is None else bias,
