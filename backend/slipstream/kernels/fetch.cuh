@@ -1,6 +1,6 @@
 // How a product's weights and rows pass through a ring of slots in shared memory (sm_90a), step by step: each by one
-// lane, of a warp of its own. `Task` has the CTA's steps, `begin` to `end`, and `num_slots`; `Shared` the barriers `full`
-// and `empty` of a slot; `copy_weights` and `copy_x` are the kernel's.
+// lane, of a warp of its own. `Task` has the CTA's steps, `begin` to `end`, and `num_slots`; `Shared` the barriers
+// `full` and `empty` of a slot; `copy_weights` and `copy_x` are the kernel's.
 #pragma once
 #include "copies.cuh"
 #include "tma.cuh"
