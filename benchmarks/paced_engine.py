@@ -27,6 +27,7 @@ from slipstream import __version__, launch, wire
 from slipstream.engine.loop import EngineLoop, read_config
 from slipstream_contract.admission import Load
 from slipstream_contract.vocab import TokenBytes
+from slipstream_contract.waking import wake_at_once
 
 LETTERS = (string.ascii_letters + string.digits).encode()
 MODEL = "paced"
@@ -210,6 +211,7 @@ def run(options: argparse.Namespace, module: str, arguments: list[str]) -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--socket", required=True)
     engine = parser.parse_args(arguments)
+    wake_at_once()  # as the engine does
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
     try:

@@ -7,10 +7,8 @@ the engine are found again however they were started; its shared memory carries 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
-import resource
 import secrets
 import shutil
 import signal
@@ -28,15 +26,14 @@ from pathlib import Path
 from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
 
 from slipstream_compose.server import server_directory, server_environment, stub_directory
+from slipstream_compose.spawn import spawn
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 32 << 20  # bytes: seven stubs begin with one MiB each and grow with tensors
 MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
-_STACK_BYTES = 1 << 30  # of each thread of the server; what is not used costs nothing
 ENDING_S = 0.4  # in which bridges end all streams
 EXIT_TIMEOUT_S = 4  # for requests in flight, which it looks at once a second, and for unloading
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_SET_PARENT_DEATH_SIGNAL = 1
 # The log quotes a message like JSON; the reason ends before the traceback, which begins with \\n.
 _LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
@@ -157,19 +154,6 @@ def signals_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
 
 
-def _stack_limits() -> tuple[int, int]:
-    """Of the server. Before Triton 25.07 a body of HTTP takes as much of a thread's stack as it is
-    long: with the usual 8 MiB, one of 8 MB ends the whole server.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    unlimited = resource.RLIM_INFINITY
-    with contextlib.suppress(OSError):
-        if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
-            return soft, hard  # there, what is never touched counts too
-    wanted = _STACK_BYTES if hard == unlimited else min(_STACK_BYTES, hard)
-    return (soft if soft != unlimited and soft > wanted else wanted), hard
-
-
 def _state(pid: int) -> str:
     """One letter, as `ps` shows it; X for a process that does not exist."""
     try:
@@ -240,27 +224,10 @@ class TritonServer:
         working = self.runtime.directory / "cwd"
         working.mkdir(exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        stack = _stack_limits()
-        prctl = ctypes.CDLL(None).prctl  # looked up here: the forked child does as little as it can
-
-        def prepare() -> None:
-            prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-            resource.setrlimit(resource.RLIMIT_STACK, stack)
-            signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-
         with self.log.open("wb" if self._process is None else "ab") as log, signals_held() as usual:
             self._log_begin = log.tell()
-            self._process = subprocess.Popen(
-                [str(binary), *self._arguments(server)],
-                env=environment,
-                cwd=working,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C is ours: the stubs must not see it. But our death is the server's.
-                start_new_session=True,
-                preexec_fn=prepare,
-            )
+            command = [str(binary), *self._arguments(server)]
+            self._process = spawn(command, environment, working, log, usual)
 
     def _arguments(self, server: Path) -> list[str]:
         ends = self.endpoints

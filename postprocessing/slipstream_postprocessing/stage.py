@@ -15,6 +15,7 @@ from slipstream_contract.stream_state import StreamState
 from slipstream_contract.stub import quicken_bytes, rest_collector
 from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
+from slipstream_contract.waking import wake_gently
 
 from slipstream_postprocessing.detokenize import detokenize_batch
 
@@ -27,6 +28,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Read the vocabulary and map the credit file. Raises where either cannot be had."""
         hide_shared_memory()
+        wake_gently()
         quicken_bytes(pb)
         parameters = StageParameters(args)
         self._vocab = TokenBytes.load(parameters.tokenizer_directory())

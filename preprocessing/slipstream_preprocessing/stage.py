@@ -16,6 +16,7 @@ from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
 from slipstream_contract.stub import quicken_bytes, rest_collector
 from slipstream_contract.vitals import Vitals
+from slipstream_contract.waking import wake_gently
 
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
@@ -38,6 +39,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Read the tokenizer. Raises where it cannot be had."""
         hide_shared_memory()
+        wake_gently()
         quicken_bytes(pb)
         parameters = StageParameters(args)
         directory = parameters.tokenizer_directory()

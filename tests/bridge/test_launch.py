@@ -15,6 +15,7 @@ from slipstream.config import EngineConfig
 from slipstream.launch import Supervision
 from slipstream.turns import Standstill, Turns
 from slipstream_contract.runtime import Runtime, open_runtime
+from slipstream_contract.waking import gentle_children
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -146,6 +147,29 @@ def test_one_engine_serves_all_and_is_replaced_when_it_dies_and_ends_with_the_se
     wait_for(lambda: not server.supervisor and not server.engine)
     assert not server.runtime.socket.exists()
     assert not server.runtime.error.exists()
+
+
+def policies(pid: int) -> set[int]:
+    """Of all threads of a process."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            found.add(os.sched_getscheduler(int(entry.name)))
+    return found
+
+
+def test_an_engine_wakes_at_once_though_all_that_starts_it_wakes_gently(server):
+    with gentle_children():
+        server.supervisions[0].ensure()
+    connection = server.connect()
+    for _ in range(2):
+        welcome = connection.wait_welcome(60)
+        assert welcome is not None, server.runtime.log.read_text()
+        assert policies(server.supervisor) == {os.SCHED_BATCH}
+        assert policies(welcome.engine_pid) == {os.SCHED_OTHER}
+        os.kill(welcome.engine_pid, signal.SIGKILL)
+        wait_for(lambda: connection.wait_welcome(0) is None)
+    connection.close()
 
 
 def test_an_engine_that_cannot_start_leaves_one_line_and_no_process(server, checkpoint):

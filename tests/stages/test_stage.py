@@ -19,6 +19,7 @@ from slipstream_contract.admission import MAX_RETRY_MS, Load, LoadFile, path_of
 from slipstream_contract.credit import CreditFile
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.stream_state import StreamState
+from slipstream_contract.waking import wake_at_once
 from stages.zoo import byte_level_bpe, save
 
 
@@ -69,6 +70,7 @@ def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     gc.unfreeze()  # a stage puts its process's collector to rest
     gc.set_threshold(*thresholds)
+    wake_at_once()  # as this process did before
     for name in stages:
         sys.modules.pop(name, None)
 

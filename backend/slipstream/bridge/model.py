@@ -21,6 +21,7 @@ from slipstream_contract.stub import quicken_bytes, rest_collector
 from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
+from slipstream_contract.waking import wake_gently
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question
@@ -72,6 +73,7 @@ class TritonPythonModel:
             format=f"%(asctime)s {args['model_name']} %(levelname)s %(message)s",
         )
         hide_shared_memory()
+        wake_gently()
         quicken_bytes(pb)
         parameters = StageParameters(args)
         wiring, config = read_settings(parameters.version_directory)

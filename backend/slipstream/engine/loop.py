@@ -24,6 +24,7 @@ from slipstream_contract.admission import LoadFile
 from slipstream_contract.admission import path_of as load_path_of
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.vocab import TokenBytes
+from slipstream_contract.waking import wake_at_once
 
 from slipstream import __version__, wire
 from slipstream.config import EngineConfig
@@ -273,6 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     parser.add_argument("--socket", required=True, help="ZeroMQ address to listen on")
     options = parser.parse_args(arguments)
+    wake_at_once()  # whoever started it wakes gently: everything makes way for the steps
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
     faulthandler.enable()  # a crash in native code says where

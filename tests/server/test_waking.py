@@ -1,0 +1,55 @@
+"""Nobody interrupts the engine on waking up: the policies of a real server's threads."""
+
+import os
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import pytest
+from server.support import PROMPT, TEXT_MODELS, Client, serving
+from slipstream_compose import spawn
+
+pytestmark = pytest.mark.triton
+
+BODY = {"text_input": PROMPT, "max_tokens": 4}
+USUAL, GENTLE = {os.SCHED_OTHER}, {os.SCHED_BATCH}
+
+
+def policies(pid: int) -> set[int]:
+    """Of all threads of a process that there are now."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            found.add(os.sched_getscheduler(int(entry.name)))
+    return found
+
+
+def use(client: Client) -> None:
+    """Every model over both protocols: what begins threads only when it is used has done so."""
+    for model in TEXT_MODELS:
+        client.generate(model, **BODY)
+        client.stream(model, **BODY)
+
+
+def check_stubs_and_engine(client: Client) -> None:
+    stubs = client.server.stubs()
+    assert len(stubs) == 6, stubs
+    assert {name: policies(pid) for pid, name in stubs.items()} == dict.fromkeys(
+        stubs.values(), GENTLE
+    )
+    assert policies(client.health()["engine_pid"]) == USUAL
+
+
+def test_server_and_stubs_wake_gently_and_the_engine_at_once(client):
+    use(client)
+    assert policies(client.server.pid) == GENTLE
+    check_stubs_and_engine(client)
+
+
+def test_a_server_that_a_user_starts_is_left_alone_and_its_stubs_change_themselves(
+    repository, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(spawn, "gentle_children", nullcontext)
+    with serving(repository, tmp_path / "log") as client:
+        use(client)
+        assert policies(client.server.pid) == USUAL
+        check_stubs_and_engine(client)
