@@ -44,7 +44,7 @@ def readme_table(table: dict[str, Any]) -> str:
         if r["reached"]:
             ratio = f"**{ratio}**"
         cells = (
-            row.label,
+            f"{row.label} ({r['commit']})" if "commit" in r else row.label,
             f"{number(r['ours'], unit)} {unit}",
             number(r["peer"], unit),
             ratio,
@@ -54,6 +54,8 @@ def readme_table(table: dict[str, Any]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     legend = "A ratio above 1 means that ours is faster; bold: the goal is reached."
+    if any("commit" in r for r in table["rows"]):
+        legend += " Rows with a commit of their own are of an earlier sitting."
     if (uncached := table["start_uncached"]) is not None:
         legend += f" Without compiled kernels the first start takes {number(uncached, 's')} s."
     lines += [

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The tests that need a GPU, every file in a process of its own, side by side (about 170 s on 16 cores; before them those
+# The tests that need a GPU, every file in a process of its own, side by side (about 400 s on 16 cores; before them those
 # that must be alone), then the kernels' table, on a machine where the project is not installed: python3 with torch, CuPy,
 # cuda-bindings and pytest. Runs everything, whatever fails; exit code 1 if a file failed.
 # FILES="tests/... ..." runs these alone, NO_BENCHMARK=1 leaves out the table.

@@ -96,6 +96,21 @@ def merge(ours: dict[str, Any] | None, peer: dict[str, Any] | None) -> dict[str,
     }
 
 
+def keep(table: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """`table`, with those rows of `old` that it did not measure beside a peer; they say their
+    commit.
+    """
+    before = {row["row"]: row for row in old["rows"]}
+    rows = []
+    for row in table["rows"]:
+        kept = before.get(row["row"])
+        if row["ratio"] is None and kept is not None and kept["ours"] is not None:
+            row = {"commit": old["commit"]} | kept
+        rows.append(row)
+    pareto = table["pareto"] if table["pareto"]["ours"] else old["pareto"]
+    return table | {"rows": rows, "pareto": pareto}
+
+
 def number(value: float | None, unit: str) -> str:
     """A figure as people read it."""
     if value is None:

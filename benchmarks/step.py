@@ -13,7 +13,6 @@ same as one JSON object. Without a GPU: one line, exit code 2.
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 import start
 from make_checkpoint import make
-from report import NEWEST, RESULTS, merge, show
+from report import NEWEST, RESULTS, keep, merge, show
 from rows import BUDGET, ROWS, SHAPE, Row
 from shapes import write_config
 from side import Side
@@ -121,20 +120,21 @@ def run_peer(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
         call("peer.py", arguments, environment)
 
 
-def save(table: dict[str, Any], folder: Path) -> None:
-    """One file a run; a copy of those on an H200 is the newest."""
+def save(table: dict[str, Any], folder: Path, old: Path | None) -> None:
+    """One file a run; those on an H200 are the newest, with rows of `old` that they do not have."""
     folder.mkdir(parents=True, exist_ok=True)
+    newest = table if old is None else keep(table, json.loads(old.read_text()))
     path = folder / f"{table['date']}-{table['commit']}.json"
     path.write_text(json.dumps(table, indent=1) + "\n")
     if "H200" in (table["gpu"] or ""):
-        shutil.copyfile(path, folder / NEWEST.name)
+        (folder / NEWEST.name).write_text(json.dumps(newest, indent=1) + "\n")
 
 
-def finish(ours: Path, peer: Path | None, folder: Path) -> None:
+def finish(ours: Path, peer: Path | None, folder: Path, old: Path | None) -> None:
     """Print and keep the table of what was measured."""
     sides = (path if path is not None and path.is_file() else None for path in (ours, peer))
     table = merge(*(None if path is None else json.loads(path.read_text()) for path in sides))
-    save(table, folder)
+    save(table, folder, old)
     print(show(table))
     print(json.dumps(table))
 
@@ -155,6 +155,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=int, default=BUDGET, help="ours")
     parser.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir()) / SHAPE)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the table is kept")
+    parser.add_argument("--keep", type=Path, help="an earlier table, for rows not measured now")
     parser.add_argument("--peer-path", help="where the peer's packages lie, if not on the path")
     args = parser.parse_args()
     expected = {"all": (0,), "ours": (1,), "peer": (1,), "merge": (1, 2)}[args.action]
@@ -169,7 +170,7 @@ def main() -> int:
     """The exit code."""
     args = parse()
     if args.action == "merge":
-        finish(*[*args.files, None][:2], args.results)
+        finish(*[*args.files, None][:2], args.results, args.keep)
         return 0
     if not has_gpu():
         print("bench-gpu: torch sees no GPU on this machine", file=sys.stderr)
@@ -185,7 +186,7 @@ def main() -> int:
             run_ours(ours, rows, args)
             if can_import_peer(peer_environment(args.peer_path)):
                 run_peer(peer, rows, args)
-            finish(ours, peer, args.results)
+            finish(ours, peer, args.results, args.keep)
     return 0
 
 

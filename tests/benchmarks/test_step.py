@@ -125,6 +125,24 @@ def test_a_table_without_a_peer(bench) -> None:
     assert json.loads(json.dumps(table)) == table
 
 
+def test_rows_of_an_earlier_sitting_say_so(bench) -> None:
+    """What was not measured beside a peer is kept, and of several sittings the newest."""
+    old = bench.report.merge(side({"ttft": [5.0], "prefill": [4e4]}), side({"ttft": [15.0]}))
+    old |= {"commit": "old", "pareto": {"ours": {"1": 3.0}, "peer": {}}}
+    middle = bench.report.merge(side({"ttft": [5.5]}), side({"ttft": [14.0]}))
+    middle = bench.report.keep(middle | {"commit": "middle"}, old)
+    now = bench.report.merge(
+        side({"ttft": [5.2], "decode-bs1": [3.5]}), side({"decode-bs1": [4.9]})
+    )
+    rows = {row["row"]: row for row in bench.report.keep(now, middle)["rows"]}
+    assert list(rows) == ROWS
+    assert (rows["decode-bs1"]["ours"], rows["decode-bs1"].get("commit")) == (3.5, None)
+    assert (rows["ttft"]["ours"], rows["ttft"]["commit"]) == (5.5, "middle")
+    assert (rows["prefill"]["ours"], rows["prefill"]["commit"]) == (4e4, "old")
+    assert (rows["mixed-512"]["ours"], rows["mixed-512"].get("commit")) == (None, None)
+    assert middle["pareto"]["ours"] == {"1": 3.0}
+
+
 class Scripted:
     """An engine that gives every request a token a step, at the times of a script."""
 
