@@ -143,7 +143,7 @@ class Timed:
         for ask in itertools.cycle(self._canaries):
             if lost.is_set() or time.monotonic() >= end:
                 return
-            num_problems = len(self.books.problems)
+            num_wrong = self.books.num_wrong
             begin = time.monotonic()
             try:
                 await storm.make(ask)
@@ -151,7 +151,7 @@ class Timed:
                 lost.set()
                 return
             self.num_canaries += 1
-            self.num_canaries_wrong += len(self.books.problems) > num_problems
+            self.num_canaries_wrong += self.books.num_wrong > num_wrong
             await asyncio.sleep(max(0.0, begin + CANARY_S - time.monotonic()))
 
     async def _sample(
