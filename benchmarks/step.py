@@ -5,6 +5,8 @@
     step.py peer  OUT [options]      vLLM alone           made apart and in parts ...)
     step.py merge OURS PEER          the table            (... and put together here)
 
+With `--keep TABLE` the newest table keeps that one's rows that were not measured beside a peer now.
+
 Every engine runs in processes of its own, one a precision. The table goes to
 `benchmarks/results/<date>-<commit>.json` and to `step-h200.json` beside it; its last line is the
 same as one JSON object. Without a GPU: one line, exit code 2.

@@ -115,8 +115,10 @@ class Slope:
 _Sample = tuple[float, int, dict[str, float]]  # time, requests, MiB of each process
 
 
-def _warm_up_s(samples: list[_Sample]) -> float:
-    return max((samples[-1][0] - samples[0][0]) / 3, _WARM_UP_S)
+def _warmed_up(samples: list[_Sample]) -> list[_Sample]:
+    times = [now_s for now_s, _, _ in samples] or [0.0]
+    begin_s = times[0] + max((times[-1] - times[0]) / 3, _WARM_UP_S)
+    return [sample for sample in samples if sample[0] >= begin_s]
 
 
 class Memory:
@@ -141,10 +143,7 @@ class Memory:
         count. Of a process that no server kept for longer nothing is said.
         """
         found = {}
-        kept = [
-            [sample for sample in samples if sample[0] - samples[0][0] >= _warm_up_s(samples)]
-            for samples in self._servers
-        ]
+        kept = [_warmed_up(samples) for samples in self._servers]
         for name in sorted({name for samples in kept for _, _, sizes in samples for name in sizes}):
             sums = [0.0] * 4
             for samples in kept:

@@ -9,17 +9,15 @@
 // earlier queues before memory, and what small kernels in front still read queues behind it.
 constexpr int BYTES_A_NS = 61;
 
-// A slot, and the parity of the pass over the ring.
-struct Place {
-  int slot = 0;
-  u32 parity = 0;
-
-  DEVICE void advance(int num_slots) {
-    if (++slot < num_slots) return;
-    slot = 0;
-    parity ^= 1;
+// By one thread, before `barrier_init_done`: a slot is full of what two lanes copy, and empty once `readers` warps have
+// released it.
+template <class Shared>
+DEVICE void init_slots(const Shared& shared, i64 num_slots, int readers) {
+  for (int i = 0; i < num_slots; ++i) {
+    barrier_init(shared.full(i), 2);
+    barrier_init(shared.empty(i), readers);
   }
-};
+}
 
 DEVICE i64 now_ns() {
   i64 now;
@@ -32,23 +30,23 @@ template <class Task, class Shared>
 DEVICE void fetch_weights(const Task& task, const Shared& shared, const TensorMap* weights, int slot_bytes) {
   const u64 policy = evict_first();
   const i64 begin_ns = now_ns();
-  Place place;
+  RingPosition next;
   for (int step = task.begin; step < task.end; ++step) {
     const int ahead = step - task.begin;
     while (ahead < task.num_slots && now_ns() - begin_ns < ahead * slot_bytes / BYTES_A_NS) {}
-    barrier_wait(shared.empty(place.slot), place.parity ^ 1);
-    copy_weights(task, shared, weights, step, place.slot, policy);
-    place.advance(task.num_slots);
+    barrier_wait(shared.empty(next.slot), next.parity ^ 1);
+    copy_weights(task, shared, weights, step, next.slot, policy);
+    next.advance(task.num_slots);
   }
 }
 
 template <class Task, class Shared>
 DEVICE void fetch_x(const Task& task, const Shared& shared, const TensorMap* x) {
   wait_for_previous();
-  Place place;
+  RingPosition next;
   for (int step = task.begin; step < task.end; ++step) {
-    barrier_wait(shared.empty(place.slot), place.parity ^ 1);
-    copy_x(task, shared, x, step, place.slot);
-    place.advance(task.num_slots);
+    barrier_wait(shared.empty(next.slot), next.parity ^ 1);
+    copy_x(task, shared, x, step, next.slot);
+    next.advance(task.num_slots);
   }
 }

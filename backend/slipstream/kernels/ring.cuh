@@ -9,11 +9,10 @@ class CopyRing {
   u64* barriers;  // full and empty of each slot
   int slot_bytes;
   int num_slots;
-  int slot = 0;
-  u32 parity = 0;  // of the pass over the ring
+  RingPosition at;
 
-  DEVICE u32 full() const { return shared_address(barriers + 2 * slot); }
-  DEVICE u32 empty() const { return shared_address(barriers + 2 * slot + 1); }
+  DEVICE u32 full() const { return shared_address(barriers + 2 * at.slot); }
+  DEVICE u32 empty() const { return shared_address(barriers + 2 * at.slot + 1); }
 
  public:
   DEVICE CopyRing(u8* slots, u64* barriers, int slot_bytes, int num_slots)
@@ -27,33 +26,29 @@ class CopyRing {
     }
     barrier_init_done();
   }
-  DEVICE void advance() {
-    if (++slot < num_slots) return;
-    slot = 0;
-    parity ^= 1;
-  }
+  DEVICE void advance() { at.advance(num_slots); }
 
   // ---- the lane that fills ----
 
   // Waits until the slot is free; `bytes` will be copied into it.
   DEVICE void acquire(u32 bytes) const {
-    barrier_wait(empty(), parity ^ 1);
+    barrier_wait(empty(), at.parity ^ 1);
     barrier_expect(full(), bytes);
   }
   // Addresses and sizes are multiples of 16 bytes.
   DEVICE void copy(int offset, const u8* source, u32 bytes, u64 policy) const {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(slots) + slot * slot_bytes + offset),
+        " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(slots) + at.slot * slot_bytes + offset),
         "l"(source), "r"(bytes), "r"(full()), "l"(policy)
         : "memory");
   }
 
-  // ---- the warps that empty ----
+  // ---- the warps that empty; the lane waits too, for what it asked for ----
 
   DEVICE const u8* wait() const {
-    barrier_wait(full(), parity);
-    return slots + slot * slot_bytes;
+    barrier_wait(full(), at.parity);
+    return slots + at.slot * slot_bytes;
   }
   // `seen` must depend on everything that this warp read from the slot. The branch is never taken: without it
   // the arrive is issued right behind the loads, and the next copy can overtake those that still wait in a queue.

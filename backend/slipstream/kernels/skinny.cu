@@ -109,27 +109,27 @@ MULTIPLY_ADD(BFloat16, "bf16")
 DEVICE void multiply_steps(const Task& task, const Shared& shared,
                            float (&sums)[BLOCKS][SUMS]) {
   const int group = threadIdx.x / 128;
-  Place place;
+  RingPosition next;
   int before = 0;
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) pin(sums[b]);
   for (int step = task.begin; step < task.end; ++step) {
-    barrier_wait(shared.full(place.slot), place.parity);
+    barrier_wait(shared.full(next.slot), next.parity);
     products_begin();
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
       for (int k = 0; k < ROW_BYTES; k += 32) {
-        const u32 rows = shared.weights(place.slot) + (group + GROUPS * b) * BLOCK_BYTES + k;
-        multiply_columns(sums[b], rows_descriptor(rows), rows_descriptor(shared.x(place.slot) + k), T{});
+        const u32 rows = shared.weights(next.slot) + (group + GROUPS * b) * BLOCK_BYTES + k;
+        multiply_columns(sums[b], rows_descriptor(rows), rows_descriptor(shared.x(next.slot) + k), T{});
       }
     products_commit();
     if (step > task.begin) {
       products_wait<1>();
       if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(before));
     }
-    before = place.slot;
-    place.advance(task.num_slots);
+    before = next.slot;
+    next.advance(task.num_slots);
   }
   products_wait<0>();
 #pragma unroll
@@ -221,11 +221,6 @@ struct Output {
   }
 };
 
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
     skinny(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
            const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps,
@@ -249,27 +244,24 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
   const bool copies = threadIdx.x == THREADS;
   if (copies) {
     start_next();
-    for (int i = 0; i < num_slots; ++i) {
-      barrier_init(shared.full(i), 2);
-      barrier_init(shared.empty(i), THREADS / 32);
-    }
+    init_slots(shared, num_slots, THREADS / 32);
     barrier_init(shared.sent(), 1);
     barrier_init_done();
     barrier_expect(shared.sent(), (CLUSTER - 1) * task.streams * task.own() * COLUMNS * sizeof(float));
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_arrive();
+  cluster_arrive();
   if (copies) fetch_weights(task, shared, &weights, int(slot_bytes));
   if (threadIdx.x == THREADS + 32) fetch_x(task, shared, &x);
   __syncwarp();
   if (threadIdx.x >= THREADS) {
-    if (CLUSTER > 1) cluster_wait();
+    cluster_wait();
     return;
   }
   Output output(task);
   float sums[BLOCKS][SUMS] = {};
   multiply_steps(task, shared, sums);
-  if (CLUSTER > 1) cluster_wait();
+  cluster_wait();
   share_sums(task, shared, sums);
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
   barrier_wait(shared.sent(), 0);

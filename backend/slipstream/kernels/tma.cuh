@@ -56,7 +56,18 @@ DEVICE void prefetch_map(const TensorMap* map) {
 // Orders a thread's own writes to shared memory before later reads and writes by copies and wgmma.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A position in a ring of STAGES slots, and the parity of its round.
+// A position in a ring of slots, as many as there is memory for, and the parity of its round.
+struct RingPosition {
+  int slot = 0;
+  u32 parity = 0;
+
+  DEVICE void advance(int num_slots) {
+    if (++slot < num_slots) return;
+    slot = 0;
+    parity ^= 1;
+  }
+};
+// The same in a ring of STAGES.
 template <int STAGES>
 struct Ring {
   u32 count = 0;

@@ -148,14 +148,14 @@ MULTIPLY_ADD(E4m3, "k32.f32.e4m3.e4m3", "")
 
 DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)[SUMS]) {
   const u32 rows_of_x = threadIdx.x / 128 * 64 * ROW_BYTES;
-  Place place;
+  RingPosition next;
   int before = 0;
   pin(sums);
   for (int step = task.begin; step < task.end; ++step) {
-    barrier_wait(shared.full(place.slot), place.parity);
+    barrier_wait(shared.full(next.slot), next.parity);
     products_begin();
-    const u64 a = rows_descriptor(shared.x(place.slot) + rows_of_x);
-    const u64 b = rows_descriptor(shared.weights(place.slot), CHUNKS);
+    const u64 a = rows_descriptor(shared.x(next.slot) + rows_of_x);
+    const u64 b = rows_descriptor(shared.weights(next.slot), CHUNKS);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
@@ -166,8 +166,8 @@ DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)
       products_wait<1>();
       if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(before));
     }
-    before = place.slot;
-    place.advance(task.num_slots);
+    before = next.slot;
+    next.advance(task.num_slots);
   }
   products_wait<0>();
   pin(sums);
@@ -297,11 +297,6 @@ struct Output {
   }
 };
 
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTERED
-#endif
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
     wide(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps,
@@ -324,21 +319,18 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
   const bool copies = threadIdx.x == THREADS;
   if (copies) {
     start_next();
-    for (int i = 0; i < num_slots; ++i) {
-      barrier_init(shared.full(i), 2);
-      barrier_init(shared.empty(i), THREADS / 32);
-    }
+    init_slots(shared, num_slots, THREADS / 32);
     barrier_init(shared.sent(), 1);
     barrier_init_done();
     barrier_expect(shared.sent(), task.num_sent() * THREADS * sizeof(Four));
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_arrive();
+  cluster_arrive();
   if (copies) fetch_weights(task, shared, &weights, SLOT_BYTES);
   if (threadIdx.x == THREADS + 32) fetch_x(task, shared, &x);
   __syncwarp();
   if (threadIdx.x >= THREADS) {
-    if (CLUSTER > 1) cluster_wait();
+    cluster_wait();
     return;
   }
   Output output(task);
