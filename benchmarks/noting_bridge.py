@@ -7,6 +7,7 @@ from handover_journal import HandoverJournal
 from slipstream.bridge import model
 from slipstream.bridge.streams import Outputs
 from slipstream.bridge.triton import TritonReply
+from slipstream_contract.stream_state import NUM_INTEGERS
 
 _journals: list[HandoverJournal] = []  # of the one model of this process
 
@@ -22,7 +23,7 @@ class _NotingReply(TritonReply):
         if "text_output" in outputs:
             num_tokens = len(outputs["text_output"].ravel()[0])  # the source's are a byte each
         else:
-            num_tokens = int(outputs["sequence_length"].ravel()[0]) if outputs else 0
+            num_tokens = outputs["STREAM_STATE"].size - NUM_INTEGERS if outputs else 0
         _journals[0].add(self._request_id, now_ns, num_tokens, is_final)
 
 

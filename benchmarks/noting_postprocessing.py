@@ -7,14 +7,14 @@ from typing import Any
 from handover_journal import HandoverJournal
 from slipstream_postprocessing import stage
 
-_make_texts = stage.detokenize_batch
+_make_text = stage.detokenize
 _counts: list[int] = []  # of this call, request by request
 
 
-def _noting_detokenize_batch(*args: Any) -> list[str]:
-    texts = _make_texts(*args)
-    _counts.append(sum(map(len, texts)))  # the source's tokens are a letter each
-    return texts
+def _noting_detokenize(*args: Any) -> str:
+    text = _make_text(*args)
+    _counts.append(len(text))  # the source's tokens are a letter each
+    return text
 
 
 class TritonPythonModel(stage.TritonPythonModel):
@@ -23,7 +23,7 @@ class TritonPythonModel(stage.TritonPythonModel):
     def initialize(self, args: dict[str, str]) -> None:
         """Begin the journal."""
         self._journal = HandoverJournal(args["model_name"])
-        stage.detokenize_batch = _noting_detokenize_batch
+        stage.detokenize = _noting_detokenize
         super().initialize(args)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:

@@ -177,11 +177,11 @@ class _Draft:
         rows, case = self.rows, self.case
         if "input_ids" in rows:
             rows["input_lengths"] = [[len(row)] for row in rows["input_ids"]]
-        if "TOKENS_BATCH" in rows:
-            if not any("SEQUENCE_LENGTH" in names for names in case.faults):
-                rows["SEQUENCE_LENGTH"] = [[len(row[0])] for row in rows["TOKENS_BATCH"]]
-            if "STREAM_STATE" in rows and case.size > 1:
-                case.faults.append(("STREAM_STATE",))
+        is_length_bad = any("SEQUENCE_LENGTH" in names for names in case.faults)
+        if "TOKENS_BATCH" in rows and not is_length_bad:
+            rows["SEQUENCE_LENGTH"] = [[len(row[0])] for row in rows["TOKENS_BATCH"]]
+        if "STREAM_STATE" in rows:
+            self.stream()
         for name, twin in ALIASES.items():
             if name in rows and twin in rows:
                 if case.faults:
@@ -205,6 +205,17 @@ class _Draft:
             if not case.faults:
                 rows["num_return_sequences"] = [[first]] * case.size
                 case.num_sequences = first
+
+    def stream(self) -> None:
+        """A response of a stream: its tokens stand in its state, and only there."""
+        case = self.case
+        is_whole_too = self.rarely(20)
+        if not is_whole_too:
+            for name in REQUIRED[case.model]:
+                self.rows.pop(name, None)
+            case.faults = [names for names in case.faults if names[0] == "STREAM_STATE"]
+        if is_whole_too or case.size > 1:
+            case.faults.append(("STREAM_STATE",))
 
     def ranges(self, starts: list[int]) -> None:
         """The rest of what ranges of tokens have, each ten tokens long at most."""
@@ -306,7 +317,7 @@ class _Draft:
             case "unknown":
                 case.tensors.append(Given("zz", "INT32", [case.size, 1], [1], bytes(4 * case.size)))
             case "missing":
-                name = self.one(REQUIRED[case.model])
+                name = self.one(sorted(self.rows.keys() & {*REQUIRED[case.model]}) or self.rows)
                 case.tensors = [each for each in case.tensors if each.name != name]
             case "short":
                 tensor.raw = tensor.raw[:-1]

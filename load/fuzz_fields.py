@@ -138,11 +138,15 @@ _POSTPROCESSING_FIELDS = {
     ),
     "SEQUENCE_LENGTH": _scalars([1], [-1, 9, INT32_MAX]),
     "STREAM_STATE": Field(
-        st.sampled_from([[-1, 0, 3, 0, 0, 0], [-1, 7, 1, 0, 1, 0xC3], [-1, 0, 2, 1, 0, 0]]),
+        st.tuples(
+            st.sampled_from([[-1, 0, 3, 0, 0, 0], [-1, 7, 1, 0, 1, 0xC3], [-1, 0, 2, 1, 0, 0]]),
+            _IDS,
+        ).map(lambda pair: [*pair[0], *pair[1]]),
         st.one_of(
             # A slot of the credit file, made up: it must not reach the stream that has it.
             st.tuples(st.integers(0, 63), st.integers(0, 2**62)).map(lambda p: [*p, 3, 0, 0, 0]),
             st.sampled_from([[-2, 0, 0, 0, 0, 0], [-1, 0, 3, -1, 0, 0], [-1, 0, 3, 0, 9, 0]]),
+            st.sampled_from([[-1, 0, 3], [-1, 0, 3, 0, 0, 0, 5, -7]]),
             st.lists(st.integers(-(2**63), 2**63 - 1), min_size=6, max_size=6).map(
                 lambda values: [2**60, *values[1:]]
             ),

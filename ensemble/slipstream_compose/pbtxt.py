@@ -38,12 +38,8 @@ _PRE_TO_LLM = {
     "embedding_bias": "EMBEDDING_BIAS",
     "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
 }
-# Input of postprocessing -> output of tensorrt_llm.
-_LLM_TO_POST = {
-    "TOKENS_BATCH": "output_ids",
-    "SEQUENCE_LENGTH": "sequence_length",
-    "STREAM_STATE": "STREAM_STATE",
-}
+# Input of postprocessing -> output of tensorrt_llm. Whole texts have two others.
+_LLM_TO_POST = {"STREAM_STATE": "STREAM_STATE"}
 
 
 def model_config(model: Model, parameters: Mapping[str, str], is_fused: bool = False) -> str:

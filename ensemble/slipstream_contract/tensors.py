@@ -244,9 +244,9 @@ _PREPROCESSING_OUTPUTS = """
 
 # Ragged: responses of different lengths share one call of the dynamic batcher.
 _POSTPROCESSING_INPUTS = """
-    TOKENS_BATCH INT32[-1,-1]~
-    SEQUENCE_LENGTH INT32[-1]
-    STREAM_STATE INT64[6]?
+    TOKENS_BATCH INT32[-1,-1]?~
+    SEQUENCE_LENGTH INT32[-1]?
+    STREAM_STATE INT64[-1]?~
 """
 
 # --- tensorrt_llm --------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ _LLM_OUTPUTS = f"""
     sequence_length INT32[-1]
     context_phase_params UINT8[-1] =
     {_EXTRA_OUTPUTS}
-    STREAM_STATE INT64[6]
+    STREAM_STATE INT64[-1]
 """
 
 # --- vllm_model ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import codecs
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,19 +48,17 @@ def detokenize_batch(
     vocab: TokenBytes,
     tokens: NDArray[np.int32],
     lengths: NDArray[np.int32],
-    state: StreamState | None = None,
     skip_special: bool = True,
 ) -> list[str]:
-    """Text of every row of one response.
+    """Every row as a whole text.
 
     Args:
         vocab: the bytes of every token.
         tokens: int32[..., length], rows padded at the end.
         lengths: int32[...], tokens that count in each row.
-        state: of the only row of a streamed response; None decodes each row as a whole text.
         skip_special: leave special tokens out.
 
-    Raises ContractError for lengths that do not fit and for negative ids.
+    Raises ContractError for too many, for lengths that do not fit and for negative ids.
     """
     if tokens.ndim == 0:
         raise ContractError("TOKENS_BATCH is a scalar")
@@ -69,14 +67,17 @@ def detokenize_batch(
     if len(counts) != len(rows):
         raise ContractError(f"SEQUENCE_LENGTH has {len(counts)} values for {len(rows)} rows")
     limits.check_count("TOKENS_BATCH", tokens.size, limits.MAX_DETOKENIZED, "token ids")
-    if state is not None and len(rows) != 1:
-        raise ContractError(f"STREAM_STATE is for one row, TOKENS_BATCH has {len(rows)}")
     texts = []
     for row, count in zip(rows, counts, strict=True):
         if not 0 <= count <= row.size:
             raise ContractError(f"SEQUENCE_LENGTH is {count}, TOKENS_BATCH has {row.size} tokens")
         token_ids: list[int] = row[:count].tolist()
-        if token_ids and min(token_ids) < 0:
-            raise ContractError(f"TOKENS_BATCH holds the negative id {clip(min(token_ids))}")
-        texts.append(detokenize(vocab, token_ids, state or ONE_SHOT, skip_special))
+        check_ids("TOKENS_BATCH", token_ids)
+        texts.append(detokenize(vocab, token_ids, skip_special=skip_special))
     return texts
+
+
+def check_ids(tensor: str, token_ids: Sequence[int]) -> None:
+    """Raises ContractError for negative ids; those beyond the vocabulary add nothing."""
+    if token_ids and min(token_ids) < 0:
+        raise ContractError(f"{tensor} holds the negative id {clip(min(token_ids))}")

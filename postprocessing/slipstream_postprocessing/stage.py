@@ -2,11 +2,12 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb
+from slipstream_contract import limits
 from slipstream_contract.credit import NUM_SLOTS, CreditFile, Heartbeat
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.parameters import StageParameters
@@ -17,9 +18,11 @@ from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
 from slipstream_contract.waking import wake_gently
 
-from slipstream_postprocessing.detokenize import detokenize_batch
+from slipstream_postprocessing.detokenize import check_ids, detokenize, detokenize_batch
 
 log = logging.getLogger(__name__)
+
+_STATE = "STREAM_STATE"
 
 
 class TritonPythonModel:
@@ -57,16 +60,16 @@ class TritonPythonModel:
         state = None
         self._vitals.begin()
         try:
-            state = self._stream_state(request)
-            if state and state.slot >= 0 and self._sees_cancelled and request.is_cancelled():
-                self._credits.mark_cancelled(state.slot, state.number)
-            texts = detokenize_batch(
-                self._vocab,
-                _input(request, "TOKENS_BATCH"),
-                _input(request, "SEQUENCE_LENGTH"),
-                state,
-                self._skip_special,
-            )
+            inputs = {tensor.name(): tensor for tensor in request.inputs()}
+            if _STATE in inputs:
+                state, token_ids = self._streamed(inputs)
+                if state.slot >= 0 and self._sees_cancelled and request.is_cancelled():
+                    self._credits.mark_cancelled(state.slot, state.number)
+                check_ids(_STATE, token_ids)
+                texts = [detokenize(self._vocab, token_ids, state, self._skip_special)]
+            else:
+                rows = _input(inputs, "TOKENS_BATCH"), _input(inputs, "SEQUENCE_LENGTH")
+                texts = detokenize_batch(self._vocab, *rows, self._skip_special)
             output = np.array([text.encode() for text in texts], dtype=object)
             return pb.InferenceResponse([pb.Tensor("OUTPUT", output)])
         except ContractError as error:
@@ -79,35 +82,37 @@ class TritonPythonModel:
                 self._credits.acknowledge(state.slot, state.number)
             self._vitals.end()
 
-    def _stream_state(self, request: Any) -> StreamState | None:
-        """The state, of a response that was sent. Raises ContractError."""
-        state = _read_state(request)
-        if state and state.slot >= 0 and not self._credits.is_expected(state.slot, state.number):
+    def _streamed(self, inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
+        """State and tokens of a response that was sent. Raises ContractError."""
+        state, token_ids = _read_state(inputs)
+        if state.slot >= 0 and not self._credits.is_expected(state.slot, state.number):
             raise ContractError(
-                f"STREAM_STATE is malformed: slot {state.slot} has no response {state.number}"
+                f"{_STATE} is malformed: slot {state.slot} has no response {state.number}"
             )
-        return state
+        return state, token_ids
 
 
-def _read_state(request: Any) -> StreamState | None:
-    tensor = pb.get_input_tensor_by_name(request, "STREAM_STATE")
-    if tensor is None:
-        return None
-    values = tensor.as_numpy().reshape(-1).tolist()
+def _read_state(inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
+    others = inputs.keys() - {_STATE}
+    if others:
+        raise ContractError(f"{_STATE} holds its tokens itself: leave out {min(others)}")
+    rows = inputs[_STATE].as_numpy()
+    limits.check_count(_STATE, rows.size, limits.MAX_DETOKENIZED, "integers")
+    values = rows.tolist()
     try:
-        state = StreamState.unpack(values)
+        [row] = values
+        state, token_ids = StreamState.unpack(row)
     except (ValueError, OverflowError):
-        raise ContractError(f"STREAM_STATE is malformed: {clip(values)}") from None
+        raise ContractError(f"{_STATE} is malformed: {clip(values)}") from None
     if not -1 <= state.slot < NUM_SLOTS or state.drop_bytes < 0:
-        raise ContractError(f"STREAM_STATE is malformed: {clip(values)}")
-    return state
+        raise ContractError(f"{_STATE} is malformed: {clip(values)}")
+    return state, token_ids
 
 
-def _input(request: Any, name: str) -> Any:
-    tensor = pb.get_input_tensor_by_name(request, name)
-    if tensor is None:
+def _input(inputs: Mapping[str, Any], name: str) -> Any:
+    if name not in inputs:
         raise ContractError(f"{name} is missing")
-    return tensor.as_numpy()
+    return inputs[name].as_numpy()
 
 
 def _failed(error: ContractError) -> Any:

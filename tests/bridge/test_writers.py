@@ -19,7 +19,7 @@ from slipstream_contract.request import LlmRequest, text_request
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vllm import vllm_request
-from slipstream_postprocessing.detokenize import detokenize_batch
+from slipstream_postprocessing.detokenize import detokenize
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
@@ -27,6 +27,8 @@ PERF = wire.Perf(1, 2, 3, 4, 5, 6, 7)
 TEXT = Text(CHECKPOINT, add_special_tokens=True, skip_special=True, max_model_len=2048)
 VOCAB = Vocabulary(TEXT.vocab, TEXT.end_ids, skip_special=True)
 REASON = wire.FinishReason.LENGTH
+STATE = {"STREAM_STATE"}
+IDS = {"output_ids", "sequence_length"} | STATE
 
 
 class Slot:
@@ -74,7 +76,7 @@ def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places, other_place
     request = LlmRequest(
         pack([1, 2]), SamplingParams(max_tokens=9), streaming=True, return_num_output_tokens=True
     )
-    composed = ComposedWriter(request, VOCAB, None, None)
+    composed = ComposedWriter(request, VOCAB, IDS, None, None)
     asked = text_request(text_inputs(stream=True, return_num_output_tokens=True), {})
     fused = FusedWriter(asked, [1], TEXT.begin(), None, None)
     composed_text, fused_text = "", ""
@@ -83,13 +85,13 @@ def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places, other_place
         told = tokens[begin:end]
         count, is_last = sum(len(each.token_ids) for each in told), end == len(tokens)
         outputs = composed.write(told, is_last, Slot())
-        state = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
+        state, token_ids = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
         expected = (-1 if is_last else 5, 77, is_last)
         assert (state.slot, state.number, state.is_last) == expected
         assert outputs["sequence_length"].tolist() == [[count]]
         assert outputs["num_output_tokens"].tolist() == [[count]]
-        row = outputs["output_ids"], outputs["sequence_length"], state
-        composed_text += detokenize_batch(TEXT.vocab, *row)[0]
+        assert outputs["output_ids"].tolist() == [[token_ids]]
+        composed_text += detokenize(TEXT.vocab, token_ids, state)
         outputs = fused.write(told, is_last, None)
         assert outputs["num_output_tokens"].tolist() == [[count]]
         fused_text += outputs["text_output"].ravel()[0].decode()
@@ -134,21 +136,23 @@ def test_pieces_that_are_merged_are_the_whole(ids, places):
 
 def test_the_prompt_comes_first_where_it_is_echoed():
     request = LlmRequest(pack([7, 8]), SamplingParams(max_tokens=9))
-    outputs = ComposedWriter(request, VOCAB, 3, 1).write(cut([9, 10], []), True, None)
+    outputs = ComposedWriter(request, VOCAB, IDS, 3, 1).write(cut([9, 10], []), True, None)
     assert outputs["output_ids"].tolist() == [[[7, 8, 9, 10]]]
     assert outputs["sequence_length"].tolist() == [[4]]
     assert outputs["batch_index"].tolist() == [[3]]
     assert outputs["sequence_index"].tolist() == [[1]]
-    assert StreamState.unpack(outputs["STREAM_STATE"][0].tolist()).slot == -1
+    state, token_ids = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
+    assert state.slot == -1
+    assert token_ids == [7, 8, 9, 10]
 
 
 def test_a_cut_word_loses_its_bytes_in_both_wirings():
     ids = TEXT.encode("abc defg")
     request = LlmRequest(pack([1]), SamplingParams(max_tokens=9), streaming=True)
     tokens = cut(ids, [], drop_bytes=1)
-    outputs = ComposedWriter(request, VOCAB, None, None).write(tokens, True, None)
-    state = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
-    row = outputs["output_ids"], outputs["sequence_length"], state
-    assert detokenize_batch(TEXT.vocab, *row) == ["abc def"]
+    outputs = ComposedWriter(request, VOCAB, STATE, None, None).write(tokens, True, None)
+    assert outputs.keys() == STATE  # nobody reads the ids twice
+    state, token_ids = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
+    assert detokenize(TEXT.vocab, token_ids, state) == "abc def"
     fused = FusedWriter(text_request(text_inputs(stream=True), {}), [1], TEXT.begin(), None, None)
     assert fused.write(tokens, True, None)["text_output"].ravel().tolist() == [b"abc def"]

@@ -97,7 +97,7 @@ LLM_OUT = METRICS_OUT | {
     ("INT32", (-1, -1), ""): "output_ids",
     ("INT32", (-1,), ""): "sequence_length",
     ("UINT8", (-1,), ""): "context_phase_params",
-    ("INT64", (6,), ""): "STREAM_STATE",
+    ("INT64", (-1,), ""): "STREAM_STATE",
 }
 PRE_IN = {
     ("STRING", (1,), ""): "QUERY",
@@ -124,9 +124,9 @@ PRE_OUT = {
     ("INT64", (3,), ""): "IMAGE_GRID_THW",
 }
 POST_IN = {
-    ("INT32", (-1, -1), "r"): "TOKENS_BATCH",
-    ("INT32", (-1,), ""): "SEQUENCE_LENGTH",
-    ("INT64", (6,), "o"): "STREAM_STATE",
+    ("INT32", (-1, -1), "or"): "TOKENS_BATCH",
+    ("INT32", (-1,), "o"): "SEQUENCE_LENGTH",
+    ("INT64", (-1,), "or"): "STREAM_STATE",
 }
 VLLM_IN = {
     ("STRING", (1,), ""): "text_input",

@@ -114,15 +114,20 @@ class Server:
         encode_batch(self.encoder, given)
 
     def _postprocessing(self, given: Any, parameters: Any, size: int) -> None:
-        state = None
-        if "STREAM_STATE" in given:
-            try:
-                state = StreamState.unpack(given["STREAM_STATE"][0].tolist())
-            except (ValueError, OverflowError):
-                raise ContractError("STREAM_STATE is malformed") from None
-            if state.slot != -1 or state.drop_bytes < 0:
-                raise ContractError("STREAM_STATE is malformed")
-        detokenize_batch(self.vocab, given["TOKENS_BATCH"], given["SEQUENCE_LENGTH"], state)
+        if "STREAM_STATE" not in given:
+            detokenize_batch(self.vocab, given["TOKENS_BATCH"], given["SEQUENCE_LENGTH"])
+            return
+        if given.keys() != {"STREAM_STATE"}:
+            raise ContractError("STREAM_STATE holds its tokens itself")
+        try:
+            [row] = given["STREAM_STATE"].tolist()
+            state, token_ids = StreamState.unpack(row)
+        except (ValueError, OverflowError):
+            raise ContractError("STREAM_STATE is malformed") from None
+        if state.slot != -1 or state.drop_bytes < 0:
+            raise ContractError("STREAM_STATE is malformed")
+        if min(token_ids, default=0) < 0:
+            raise ContractError("STREAM_STATE holds a negative id")
 
 
 def arrays(case: Any) -> dict[str, Any]:

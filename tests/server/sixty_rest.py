@@ -18,6 +18,7 @@ from server.sixty import (
     vllm,
 )
 
+ALONE = dict.fromkeys(("TOKENS_BATCH", "SEQUENCE_LENGTH"))  # left out
 NAN, INF = float("nan"), float("inf")
 FINITE = "not a finite number from"
 NOT_YET = "not supported yet"
@@ -295,8 +296,18 @@ REST: dict[int, Item] = {
             Grpc("postprocessing", {"SEQUENCE_LENGTH": 9}, "SEQUENCE_LENGTH is 9"),
             Grpc(
                 "postprocessing",
-                {"STREAM_STATE": np.array([[5, 2**40, 3, 0, 0, 0]])},
+                ALONE | {"STREAM_STATE": np.array([[5, 2**40, 3, 0, 0, 0]])},
                 "STREAM_STATE is malformed",
+            ),
+            Grpc(
+                "postprocessing",
+                ALONE | {"STREAM_STATE": np.array([[-1, 0, 3, 0, 0, 0, 5, -7]])},
+                "STREAM_STATE holds the negative id -7",
+            ),
+            Grpc(
+                "postprocessing",
+                {"STREAM_STATE": np.array([[-1, 0, 3, 0, 0, 0, 5]])},
+                "STREAM_STATE holds its tokens itself",
             ),
             Grpc(
                 "postprocessing",

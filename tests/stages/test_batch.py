@@ -4,7 +4,6 @@ from typing import Any
 import numpy as np
 import pytest
 from slipstream_contract.errors import ContractError
-from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes
 from slipstream_contract.words import unpack_word_list
 from slipstream_postprocessing.detokenize import detokenize_batch
@@ -167,26 +166,23 @@ def test_rows_of_a_response_are_cut_to_their_lengths(encoder: Encoder, vocab: To
     lengths = ints([len(fox), len(dog)])
     assert detokenize_batch(vocab, tokens, lengths) == ["fox", "lazy dog"]
     assert detokenize_batch(vocab, tokens, lengths, skip_special=False)[0] == "<s> fox"
-    state = StreamState(is_first=False)
-    assert detokenize_batch(vocab, tokens[:, :1], lengths[:, :1], state) == [" fox"]
-    assert detokenize_batch(vocab, ints([]), ints([0])) == [""]  # an ending without tokens
+    assert detokenize_batch(vocab, ints([]), ints([0])) == [""]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "lengths", "state", "message"),
+    ("tokens", "lengths", "message"),
     [
-        (ints([1, 2]), ints([3]), None, "SEQUENCE_LENGTH is 3, TOKENS_BATCH has 2"),
-        (ints([1, 2]), ints([-1]), None, "SEQUENCE_LENGTH is -1"),
-        (ints([1, 2]), ints([1, 1]), None, "SEQUENCE_LENGTH has 2 values for 1 rows"),
-        (ints([1, -2]), ints([2]), None, "negative id -2"),
-        (ints([1], [2]), ints([1], [1]), StreamState(), "STREAM_STATE is for one row"),
+        (ints([1, 2]), ints([3]), "SEQUENCE_LENGTH is 3, TOKENS_BATCH has 2"),
+        (ints([1, 2]), ints([-1]), "SEQUENCE_LENGTH is -1"),
+        (ints([1, 2]), ints([1, 1]), "SEQUENCE_LENGTH has 2 values for 1 rows"),
+        (ints([1, -2]), ints([2]), "negative id -2"),
     ],
 )
 def test_responses_that_do_not_fit_are_refused(
-    vocab: TokenBytes, tokens: Any, lengths: Any, state: StreamState | None, message: str
+    vocab: TokenBytes, tokens: Any, lengths: Any, message: str
 ) -> None:
     with pytest.raises(ContractError, match=message):
-        detokenize_batch(vocab, tokens, lengths, state)
+        detokenize_batch(vocab, tokens, lengths)
 
 
 def test_padding_may_hold_anything(vocab: TokenBytes) -> None:

@@ -25,7 +25,10 @@ from stages.zoo import byte_level_bpe, save
 
 class Tensor:
     def __init__(self, name: str, value: Any) -> None:
-        self.name, self.value = name, value
+        self._name, self.value = name, value
+
+    def name(self) -> str:
+        return self._name
 
     def as_numpy(self) -> Any:
         return self.value
@@ -40,7 +43,7 @@ class TritonError:
 
 class Response:
     def __init__(self, tensors: list[Tensor] = [], error: TritonError | None = None) -> None:  # noqa: B006
-        self.outputs = {tensor.name: tensor.value for tensor in tensors}
+        self.outputs = {tensor.name(): tensor.value for tensor in tensors}
         self.error = error
 
 
@@ -52,6 +55,9 @@ class Request:
 
     def requested_output_names(self) -> list[str]:
         return list(self._outputs)
+
+    def inputs(self) -> list[Tensor]:
+        return [Tensor(name, value) for name, value in self.tensors.items()]
 
     def is_cancelled(self) -> bool:
         return self._is_cancelled
@@ -112,9 +118,12 @@ def post_stage(repository: Path, dynamic: bool) -> Any:
 
 
 def streamed(ids: list[int], slot: int, number: int, **more: Any) -> Request:
-    state = np.array([StreamState(slot, number).pack()], np.int64)
+    return Request(STREAM_STATE=np.array([StreamState(slot, number).pack(ids)]), **more)
+
+
+def whole(*ids: int) -> Request:
     tokens, length = np.array([[ids]], np.int32), np.array([[len(ids)]], np.int32)
-    return Request(TOKENS_BATCH=tokens, SEQUENCE_LENGTH=length, STREAM_STATE=state, **more)
+    return Request(TOKENS_BATCH=tokens, SEQUENCE_LENGTH=length)
 
 
 @pytest.mark.usefixtures("utils")
@@ -133,10 +142,9 @@ def test_postprocessing_answers_in_order_and_gives_credits_back(
     assert first.outputs["OUTPUT"].tolist() == [b"fox"]
     assert second.outputs["OUTPUT"].tolist() == [b"dog"]
     assert third.error.code == TritonError.INVALID_ARG
-    assert third.error.message.startswith("INVALID_ARGUMENT: TOKENS_BATCH")
+    assert third.error.message.startswith("INVALID_ARGUMENT: STREAM_STATE holds the neg")
     assert [file.is_acknowledged(slot, slot + 9) for slot in (1, 2, 3)] == [True] * 3
-    plain = Request(**{k: v for k, v in requests[0].tensors.items() if k != "STREAM_STATE"})
-    assert model.execute([plain])[0].outputs["OUTPUT"].tolist() == [b"fox"]
+    assert model.execute([whole(*fox)])[0].outputs["OUTPUT"].tolist() == [b"fox"]
     model.finalize()
 
 
@@ -175,25 +183,40 @@ def test_a_made_up_state_does_not_reach_the_stream_that_has_the_slot(
 
 @pytest.mark.usefixtures("utils")
 @pytest.mark.parametrize(
-    "state",
+    "rows",
     [
-        [0, 1, 1],
-        [-2, 1, 1, 0, 0, 0],
-        [1 << 20, 1, 1, 0, 0, 0],
-        [0, 1, 4, 0, 0, 0],
-        [0, 1, 1, 0, 9, 0],
-        [0, 1, 1, 0, 1 << 62, 0],  # bytes, were they made
+        [[0, 1, 1]],
+        [],
+        [[-1, 0, 3, 0, 0, 0]] * 2,
+        [[-2, 1, 1, 0, 0, 0, 7]],
+        [[1 << 20, 1, 1, 0, 0, 0]],
+        [[0, 1, 4, 0, 0, 0]],
+        [[0, 1, 1, 0, 9, 0]],
+        [[0, 1, 1, 0, 1 << 62, 0]],  # bytes, were they made
     ],
 )
 def test_a_malformed_stream_state_is_refused(
-    repository: Path, runtime: Path, state: list[int]
+    repository: Path, runtime: Path, rows: list[list[int]]
 ) -> None:
     model = post_stage(repository, dynamic=True)
-    request = streamed([5], 1, 10)
-    request.tensors["STREAM_STATE"] = np.array([state], np.int64)
+    request = Request(STREAM_STATE=np.array(rows, np.int64))
     assert "STREAM_STATE is malformed" in model.execute([request])[0].error.message
-    missing = Request(TOKENS_BATCH=request.tensors["TOKENS_BATCH"])
-    assert "SEQUENCE_LENGTH is missing" in model.execute([missing])[0].error.message
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
+def test_tokens_come_in_one_way_and_not_too_many(repository: Path, runtime: Path) -> None:
+    model = post_stage(repository, dynamic=True)
+    both, half = streamed([5], -1, 0), whole(5)
+    both.tensors |= half.tensors
+    del half.tensors["SEQUENCE_LENGTH"]
+    for request, message in (
+        (both, "STREAM_STATE holds its tokens itself: leave out SEQUENCE_LENGTH"),
+        (half, "SEQUENCE_LENGTH is missing"),
+        (Request(), "TOKENS_BATCH is missing"),
+        (Request(STREAM_STATE=np.zeros((1, 2**20 + 1), np.int64)), "1048577 integers, at most"),
+    ):
+        assert message in model.execute([request])[0].error.message
     model.finalize()
 
 

@@ -51,10 +51,14 @@ class Server:
         return self.call("preprocessing", QUERY=queries, REQUEST_OUTPUT_LEN=length, **more)
 
     def decode(self, ids: list[int], state: StreamState | None = None) -> bytes:
-        more = {} if state is None else {"STREAM_STATE": np.array([state.pack()], np.int64)}
-        tokens = np.array([[ids]], np.int32).reshape(1, 1, len(ids))
-        length = np.array([[len(ids)]], np.int32)
-        outputs = self.call("postprocessing", TOKENS_BATCH=tokens, SEQUENCE_LENGTH=length, **more)
+        if state is None:
+            tokens = np.array([[ids]], np.int32).reshape(1, 1, len(ids))
+            length = np.array([[len(ids)]], np.int32)
+            outputs = self.call("postprocessing", TOKENS_BATCH=tokens, SEQUENCE_LENGTH=length)
+        else:
+            outputs = self.call(
+                "postprocessing", STREAM_STATE=np.array([state.pack(ids)], np.int64)
+            )
         assert outputs["OUTPUT"].shape == (1,)
         text: bytes = outputs["OUTPUT"][0]
         return text

@@ -44,7 +44,7 @@ def stream(vocab: TokenBytes, chunks: Iterator[list[int]], skip_special: bool) -
     rest = list(chunks)
     for i, chunk in enumerate(rest):
         state = state._replace(is_last=i == len(rest) - 1)
-        wire = StreamState.unpack(state.pack())
+        wire, _ = StreamState.unpack(state.pack())
         parts.append(detokenize(vocab, chunk, wire, skip_special))
         state = state_after(vocab, chunk, state, skip_special)
     return "".join(parts)

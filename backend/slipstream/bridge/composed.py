@@ -1,5 +1,6 @@
 """Model `tensorrt_llm`: token ids in, token ids out, alone or in the middle of the ensemble."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,8 @@ from slipstream.bridge.bridge import Bridge, Question, batch_size, row
 from slipstream.bridge.pieces import Extras, Wanted, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 
-_STATE = "STREAM_STATE"
+_STATE, _OUTPUT_IDS, _LENGTH = "STREAM_STATE", "output_ids", "sequence_length"
+_IDS = frozenset({_OUTPUT_IDS, _LENGTH})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Composed:
         submits = []
         for index, request in enumerate(requests):
             batch_index = index if size > 1 else None
-            streams = self._streams(request, batch_index)
+            streams = self._streams(request, batch_index, question.requested)
             arguments = (call, request.token_ids, request.sampling, streams)
             submits.append(self._bridge.submit(*arguments, question, request.retention))
         self._bridge.begin(call, submits, has_flow=is_ensemble)
@@ -82,11 +84,13 @@ class Composed:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _streams(self, request: LlmRequest, batch_index: int | None) -> list[Stream]:
+    def _streams(
+        self, request: LlmRequest, batch_index: int | None, requested: Set[str]
+    ) -> list[Stream]:
         streams = []
         for index in range(request.sampling.n):
             sequence_index = index if request.sampling.n > 1 else None
-            writer = ComposedWriter(request, self._vocab, batch_index, sequence_index)
+            writer = ComposedWriter(request, self._vocab, requested, batch_index, sequence_index)
             streams.append(Stream(writer, request.streaming))
         return streams
 
@@ -98,12 +102,15 @@ class ComposedWriter:
         self,
         request: LlmRequest,
         vocab: Vocabulary,
+        requested: Set[str],
         batch_index: int | None,
         sequence_index: int | None,
     ) -> None:
         is_echo = not request.streaming and not request.exclude_input_in_output
         self._prompt = request.token_ids.tolist() if is_echo else []
         self._vocab = vocab
+        # The ensemble's postprocessing finds the ids in the state.
+        self._has_ids = not requested.isdisjoint(_IDS)
         self._state = StreamState(number=1)
         self._extras = Extras(
             Wanted(
@@ -129,9 +136,8 @@ class ComposedWriter:
         vocab = self._vocab
         if vocab.tokens is not None and not is_last:
             self._state = state_after(vocab.tokens, token_ids, state, vocab.skip_special)
-        return {
-            "output_ids": np.array([[token_ids]], np.int32),
-            "sequence_length": np.array([[len(token_ids)]], np.int32),
-            _STATE: np.array([state.pack()], np.int64),
-            **self._extras.make(piece),
-        }
+        outputs = {_STATE: np.array([state.pack(token_ids)], np.int64), **self._extras.make(piece)}
+        if self._has_ids:
+            outputs[_OUTPUT_IDS] = np.array([[token_ids]], np.int32)
+            outputs[_LENGTH] = np.array([[len(token_ids)]], np.int32)
+        return outputs
