@@ -50,12 +50,13 @@ def read_journal(path: Path) -> Journal:
     )
 
 
-def read_handovers(path: Path) -> dict[int, Handed]:
-    """What a stub has noted, by seed."""
-    rows = np.fromfile(path, np.int64).reshape(-1, 3)
+def read_handovers(directory: Path, model: str) -> dict[int, Handed]:
+    """What a model's processes have noted, by seed, in the order of time."""
+    files = [np.fromfile(path, np.int64) for path in directory.glob(f"{model}-*")]
+    rows = np.concatenate(files).reshape(-1, 3)
     if not len(rows):
         return {}
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
     seeds, begins = np.unique(rows[:, 0], return_index=True)
     parts = np.split(rows, begins[1:])
     return {

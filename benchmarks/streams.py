@@ -240,7 +240,7 @@ def measure(wiring: str, row: str, args: argparse.Namespace) -> dict[str, Any]:
             probe = Load(*about, [plan.probes], 0, 60.0, args.counts)
             probed = pool.submit(receive, probe).result()[0]
         journal = read_journal(Path(directory, "journal"))
-        handovers = read_handovers(Path(directory, NOTES_OF[wiring]))
+        handovers = read_handovers(Path(directory), NOTES_OF[wiring])
     streams = [stream for found, _ in results for stream in found]
     if faults := plan.faults(streams + probed, handovers):
         raise SystemExit(f"{wiring} {row}: {len(faults)} wrong streams: " + "; ".join(faults[:3]))

@@ -59,8 +59,8 @@ def model_config(model: Model, parameters: Mapping[str, str], is_fused: bool = F
     if model.has_dynamic_batching:
         lines.append(_batching(model))
     if not is_ensemble:
-        # More instances would answer one stream's responses out of order.
-        lines += ["", "instance_group [", f"  {{ count: 1 kind: {model.instance_kind} }}", "]"]
+        group = f"{{ count: {model.num_instances} kind: {model.instance_kind} }}"
+        lines += ["", "instance_group [", f"  {group}", "]"]
     lines += _tensor_list("input", model.inputs) + _tensor_list("output", model.outputs)
     for key, value in parameters.items():
         text = json.dumps(value, ensure_ascii=False)

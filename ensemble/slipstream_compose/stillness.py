@@ -36,6 +36,11 @@ class Stillness:
         self._activity_ns = 0
         self._signs: vitals.Signs | None = None
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether it was at a request when it was last looked at."""
+        return self._signs is not None and self._signs.begun_ns != 0
+
     def look(self, unanswered_s: float) -> bool:
         """Whether it hangs; `unanswered_s` is how long a question has been waiting for its answer.
 

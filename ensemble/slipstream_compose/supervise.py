@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from slipstream_contract import inflight
+from slipstream_contract.processes import is_running, is_stopped
 from slipstream_contract.repairs import Repairs
 
 from slipstream_compose.pulse import Pulse
@@ -26,8 +28,6 @@ from slipstream_compose.triton import (
     ENDING_S,
     ServeError,
     TritonServer,
-    is_running,
-    is_stopped,
     kill,
 )
 
@@ -94,10 +94,10 @@ class Repairer:
         self._still: dict[int, Stillness] = {}  # pid -> whether it hangs
         self._server_pulse = Pulse(server.endpoints, None)
         self._pulses: dict[str, Pulse] = {}
+        self._num_processes: Counter[str] = Counter()  # of each model
         self._look_again()
-        self._pulses = {
-            model: Pulse(server.endpoints, model) for model in sorted(set(self._models.values()))
-        }
+        self._num_processes = Counter(self._models.values())
+        self._pulses = {model: Pulse(server.endpoints, model) for model in self._num_processes}
 
     def run(self) -> NoReturn:
         """Until a signal's exception ends it. A server that it starts dies with this thread."""
@@ -163,9 +163,16 @@ class Repairer:
         still = self._still[pid]
         if self._server_pulse.silence_s() > DOUBT_S:
             still.reset()
-        elif still.look(pulse.unanswered_s() if pulse is not None else 0.0):
+        elif still.look(self._unanswered_s(model)):
             return f"{still.what} for {STILL_S:g} s"
         return ""
+
+    def _unanswered_s(self, model: str) -> float:
+        """How long a question has been waiting for a process, or for another that is idle too."""
+        others = (self._still[other] for other in self._models if self._models[other] == model)
+        if model not in self._pulses or any(still.is_at_work for still in others):
+            return 0.0
+        return self._pulses[model].unanswered_s()
 
     def _is_stuck(self, pid: int, now_s: float) -> bool:
         if not is_stopped(pid):
@@ -274,8 +281,9 @@ class Repairer:
         """After a repair: which processes there are now, and no silence from before."""
         stubs = self._server.stubs()
         self._models = {pid: _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs.items()}
-        missing = self._pulses.keys() - set(self._models.values())  # they died since the last look
-        self._models |= {-index: model for index, model in enumerate(sorted(missing), 1)}
+        found = Counter(self._models.values())
+        missing = (self._num_processes - found).elements()  # they died since the last look
+        self._models |= {-index: model for index, model in enumerate(missing, 1)}
         runtime = self._server.runtime
         self._still = {
             pid: Stillness(pid, runtime.vitals(model, pid)) for pid, model in self._models.items()

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream_contract.processes import is_running
 from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
 
 from slipstream_compose.server import server_directory, server_environment, stub_directory
@@ -152,25 +153,6 @@ def signals_held() -> Iterator[set[signal.Signals]]:
         yield {signal.Signals(number) for number in usual}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-
-
-def _state(pid: int) -> str:
-    """One letter, as `ps` shows it; X for a process that does not exist."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return "X"
-    return text.rpartition(")")[2].split()[0]
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and has not ended (a zombie has)."""
-    return _state(pid) not in "ZX"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether it was told to stop (SIGSTOP) and not yet to go on. A debugger's stop is none."""
-    return _state(pid) == "T"
 
 
 def kill(pids: list[int]) -> None:

@@ -5,25 +5,32 @@ running step that the client is gone. So `tensorrt_llm` sends the next response 
 after `postprocessing` has acknowledged the last one here: that is one credit a stream. A response
 that is never acknowledged was dropped by the server because its client has cancelled.
 
+`postprocessing` may be several processes. Each acknowledges a response when the server has sent it
+on, so that none of them overtakes another with the stream's next one.
+
 Numbers are unique over all streams, so an acknowledgement that comes late for a stream that is gone
 says nothing to the stream that has its slot now. Every word is 8 bytes, aligned, with one writer.
 """
 
+import fcntl
 import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from slipstream_contract.processes import is_running
+
 NUM_SLOTS = 16384
+MAX_TAKERS = 8  # processes of postprocessing
 BEAT_S = 0.02
 MAX_BEAT_GAP_S = 0.2  # longer without a beat: the process stood still
-_LAYOUT = 0x534C4950_00000002  # changes with the words below
-_WORDS_LAYOUT, _WORDS_ALIVE, _WORDS_BEAT, _WORDS_IDLE, _WORDS_HEADER = 0, 1, 2, 3, 16
-_WORDS_SLOT = 3  # acknowledged, cancelled, expected
-_SIZE = 8 * (_WORDS_HEADER + _WORDS_SLOT * NUM_SLOTS)
+_LAYOUT = 0x534C4950_00000003  # changes with the words below
+_WORDS_HEADER = 1  # the layout
+_PID, _ALIVE, _BEAT, _IDLE, _WORDS_TAKER = 0, 1, 2, 3, 4
+_ACKNOWLEDGED, _CANCELLED, _EXPECTED, _TAKER, _WORDS_SLOT = 0, 1, 2, 3, 4
+_WORDS_TAKERS = _WORDS_HEADER + _WORDS_TAKER * MAX_TAKERS
+_SIZE = 8 * (_WORDS_TAKERS + _WORDS_SLOT * NUM_SLOTS)
 
 
 class CreditFile:
@@ -31,6 +38,7 @@ class CreditFile:
 
     def __init__(self, path: Path) -> None:
         """Map `path`; the first to come makes it. Raises OSError, ValueError for another layout."""
+        self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size not in (0, _SIZE):
@@ -41,102 +49,129 @@ class CreditFile:
         finally:
             os.close(descriptor)
         # Through a cast view an item is stored by one 8-byte move, unlike struct's byte by byte.
-        self._words = memoryview(self._map).cast("q")
-        if self._words[_WORDS_LAYOUT] not in (0, _LAYOUT):
+        self.words = memoryview(self._map).cast("q")
+        if self.words[0] not in (0, _LAYOUT):
             raise ValueError(f"{path}: not a credit file of this version")
-        self._words[_WORDS_LAYOUT] = _LAYOUT
+        self.words[0] = _LAYOUT
 
     def close(self) -> None:
         """Unmap; no other method may be called afterwards."""
-        self._words.release()
+        self.words.release()
         self._map.close()
 
-    # --- postprocessing's side ---
-
-    def acknowledge(self, slot: int, number: int) -> None:
-        """Response `number` has been taken. Call it in the order in which requests came in.
-
-        Raises ValueError for a slot out of range; -1 (no flow control) is the caller's to skip.
-        """
-        self._words[self._index(slot)] = number
+    # --- postprocessing's side, see `Taker` too ---
 
     def mark_cancelled(self, slot: int, number: int) -> None:
         """Response `number` came with `is_cancelled()`: its client is gone."""
-        self._words[self._index(slot) + 1] = number
+        self.words[_index(slot) + _CANCELLED] = number
 
     def is_expected(self, slot: int, number: int) -> bool:
         """Whether response `number` is the last one sent in this slot.
 
         Clients can ask postprocessing too: what they make up must not end another's stream.
         """
-        return self._words[self._index(slot) + 2] == number
+        return self.words[_index(slot) + _EXPECTED] == number
 
     # --- tensorrt_llm's side ---
 
     def expect(self, slot: int, number: int) -> None:
         """Response `number` is about to be sent. It must be hard to guess."""
-        self._words[self._index(slot) + 2] = number
+        self.words[_index(slot) + _EXPECTED] = number
 
     def is_acknowledged(self, slot: int, number: int) -> bool:
-        """Whether response `number`, the last sent in this slot, has been taken."""
-        return self._words[self._index(slot)] == number
+        """Whether response `number`, the last sent in this slot, has been taken and sent on."""
+        return self.words[_index(slot) + _ACKNOWLEDGED] == number
 
     def is_cancelled(self, slot: int, number: int) -> bool:
         """Whether response `number` met a client that is gone."""
-        return self._words[self._index(slot) + 1] == number
+        return self.words[_index(slot) + _CANCELLED] == number
 
-    def idle_since_ns(self, now_ns: int) -> int | None:
-        """Since when postprocessing has been alive without a break and without work.
+    def taken_by(self, slot: int) -> int:
+        """The taker that has acknowledged the last response in this slot."""
+        return self.words[_index(slot) + _TAKER]
+
+    def takers(self) -> list[int]:
+        """All that have begun and not ended, of their own accord: one that was killed is there."""
+        first = _WORDS_HEADER + _PID
+        return [index for index in range(MAX_TAKERS) if self.words[first + index * _WORDS_TAKER]]
+
+    def idle_since_ns(self, taker: int, now_ns: int) -> int | None:
+        """Since when a taker has been alive without a break and without work.
 
         In `time.monotonic_ns()`; None while it is busy, stands still or does not run.
         """
-        beat_ns = self._words[_WORDS_BEAT]  # first: it is written last, after a break
-        alive_ns, idle_ns = self._words[_WORDS_ALIVE], self._words[_WORDS_IDLE]
+        first = _WORDS_HEADER + taker * _WORDS_TAKER
+        beat_ns = self.words[first + _BEAT]  # first: it is written last, after a break
+        alive_ns, idle_ns = self.words[first + _ALIVE], self.words[first + _IDLE]
         if idle_ns == 0 or now_ns - beat_ns > MAX_BEAT_GAP_S * 1e9:
             return None
         return max(alive_ns, idle_ns)
 
-    @staticmethod
-    def _index(slot: int) -> int:
-        if not 0 <= slot < NUM_SLOTS:
-            raise ValueError(f"slot {slot} of {NUM_SLOTS}")
-        return _WORDS_HEADER + _WORDS_SLOT * slot
+
+def _index(slot: int) -> int:
+    if not 0 <= slot < NUM_SLOTS:
+        raise ValueError(f"slot {slot} of {NUM_SLOTS}")
+    return _WORDS_TAKERS + _WORDS_SLOT * slot
 
 
-class Heartbeat:
-    """Tells through the credit file that postprocessing is alive, and when it works.
+class Taker:
+    """One process of postprocessing: it acknowledges, and tells that it lives and when it works.
 
     One thread of a 20 ms period; it beats until `close()`.
     """
 
     def __init__(self, file: CreditFile) -> None:
-        self._words = file._words
+        """Take the place of one that has ended. Raises ValueError where none has."""
+        self._file, self._words = file, file.words
+        with file.path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.index = self._free()
+            self._first = _WORDS_HEADER + self.index * _WORDS_TAKER
+            now = time.monotonic_ns()
+            for word in (_ALIVE, _BEAT, _IDLE):
+                self._words[self._first + word] = now
+            self._words[self._first + _PID] = os.getpid()
         self._closed = threading.Event()
-        now = time.monotonic_ns()
-        self._words[_WORDS_ALIVE] = self._words[_WORDS_BEAT] = self._words[_WORDS_IDLE] = now
         self._thread = threading.Thread(
             target=self._run, args=(now,), name="heartbeat", daemon=True
         )
         self._thread.start()
 
+    def begin(self) -> None:
+        """It has been given requests. `end()` comes before the next ones."""
+        self._words[self._first + _IDLE] = 0
+
+    def acknowledge(self, slot: int, number: int) -> None:
+        """Response `number` was sent on.
+
+        Raises ValueError for a slot out of range; -1 (no flow control) is the caller's to skip.
+        """
+        first = _index(slot)
+        self._words[first + _TAKER] = self.index
+        self._words[first + _ACKNOWLEDGED] = number  # last: it says that the other is true
+
+    def end(self) -> None:
+        """All that it was given was sent on."""
+        self._words[self._first + _IDLE] = time.monotonic_ns()
+
+    def close(self) -> None:
+        """Stop beating, and give the place back."""
+        self._closed.set()
+        self._thread.join()
+        self._words[self._first + _BEAT] = 0
+        self._words[self._first + _PID] = 0
+
+    def _free(self) -> int:
+        taken = self._file.takers()
+        for index in range(MAX_TAKERS):
+            pid = self._words[_WORDS_HEADER + index * _WORDS_TAKER + _PID]
+            if index not in taken or not is_running(pid):
+                return index
+        raise ValueError(f"postprocessing has more than {MAX_TAKERS} processes")
+
     def _run(self, last: int) -> None:
         while not self._closed.wait(BEAT_S):
             now = time.monotonic_ns()
             if now - last > MAX_BEAT_GAP_S * 1e9:
-                self._words[_WORDS_ALIVE] = now
-            self._words[_WORDS_BEAT] = last = now
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Around everything that `execute()` does. Not reentrant: one thread works."""
-        self._words[_WORDS_IDLE] = 0
-        try:
-            yield
-        finally:
-            self._words[_WORDS_IDLE] = time.monotonic_ns()
-
-    def close(self) -> None:
-        """Stop beating; postprocessing then counts as not running."""
-        self._closed.set()
-        self._thread.join()
-        self._words[_WORDS_BEAT] = 0
+                self._words[self._first + _ALIVE] = now
+            self._words[self._first + _BEAT] = last = now

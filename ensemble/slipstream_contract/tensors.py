@@ -58,6 +58,7 @@ class Model(msgspec.Struct, frozen=True):
     is_decoupled: bool = False
     has_dynamic_batching: bool = False
     instance_kind: str = "KIND_MODEL"
+    num_instances: int = 1  # processes
 
     def input(self, name: str) -> Tensor:
         """Raises KeyError."""
@@ -359,7 +360,7 @@ def _bridge(name: str, size: int, inputs: str, outputs: str, is_decoupled: bool 
     return Model(name, "slipstream", size, _tensors(inputs), _tensors(outputs), is_decoupled)
 
 
-def _stage(name: str, inputs: str, outputs: str) -> Model:
+def _stage(name: str, inputs: str, outputs: str, num_instances: int = 1) -> Model:
     return Model(
         name,
         f"slipstream_{name}",
@@ -368,6 +369,7 @@ def _stage(name: str, inputs: str, outputs: str) -> Model:
         _tensors(outputs),
         has_dynamic_batching=True,
         instance_kind="KIND_CPU",
+        num_instances=num_instances,
     )
 
 
@@ -385,7 +387,8 @@ _ALL = (
     Model("ensemble", "", MAX_BATCH_SIZE, _tensors(_TEXT_INPUTS), _tensors(_TEXT_OUTPUTS)),
     _stage("preprocessing", _PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS),
     _bridge("tensorrt_llm", MAX_BATCH_SIZE, _LLM_INPUTS, _LLM_OUTPUTS),
-    _stage("postprocessing", _POSTPROCESSING_INPUTS, "OUTPUT STRING[-1]"),
+    # While the server sends on what one process has made, the other makes the next.
+    _stage("postprocessing", _POSTPROCESSING_INPUTS, "OUTPUT STRING[-1]", num_instances=2),
     _bls(),
     _bridge("vllm_model", 0, _VLLM_INPUTS, _VLLM_OUTPUTS),
     # Not decoupled, so that probes can be plain `/infer` and gRPC calls.

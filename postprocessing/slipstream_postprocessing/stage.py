@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 from slipstream_contract import limits
-from slipstream_contract.credit import NUM_SLOTS, CreditFile, Heartbeat
+from slipstream_contract.credit import NUM_SLOTS, CreditFile, Taker
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
@@ -23,6 +23,26 @@ from slipstream_postprocessing.detokenize import check_ids, detokenize, detokeni
 log = logging.getLogger(__name__)
 
 _STATE = "STREAM_STATE"
+
+
+class _Responses(list[Any]):
+    """What one call returns. When nobody has it any more, its streams get their credits back.
+
+    The Python backend's stub lets go of it when the server has sent all of it: until then the
+    responses' memory is this process's. So a stream's next response meets none on its way, also
+    where another process takes that one.
+    """
+
+    def __init__(self, taker: Taker) -> None:
+        super().__init__()
+        self.taken: list[tuple[int, int]] = []  # slot and number
+        self._taker = taker
+        taker.begin()
+
+    def __del__(self) -> None:
+        for slot, number in self.taken:
+            self._taker.acknowledge(slot, number)
+        self._taker.end()
 
 
 class TritonPythonModel:
@@ -40,22 +60,24 @@ class TritonPythonModel:
         self._sees_cancelled = not parameters.has_dynamic_batching
         runtime = open_runtime(os.getppid())
         self._credits = CreditFile(runtime.credits)
-        self._heartbeat = Heartbeat(self._credits)
+        self._taker = Taker(self._credits)
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
         rest_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response a request, in their order."""
-        with self._heartbeat.work():
-            return [self._respond(request) for request in requests]
+        responses = _Responses(self._taker)
+        for request in requests:
+            responses.append(self._respond(request, responses.taken))
+        return responses
 
     def finalize(self) -> None:
         """Stop the heartbeats and unmap the credit file."""
         self._vitals.close()
-        self._heartbeat.close()
+        self._taker.close()
         self._credits.close()
 
-    def _respond(self, request: Any) -> Any:
+    def _respond(self, request: Any, taken: list[tuple[int, int]]) -> Any:
         """The text of one request, or its error. Its stream gets its credit back either way."""
         state = None
         self._vitals.begin()
@@ -79,7 +101,7 @@ class TritonPythonModel:
             return _failed(ContractError("postprocessing failed", Code.INTERNAL))
         finally:
             if state and state.slot >= 0:
-                self._credits.acknowledge(state.slot, state.number)
+                taken.append((state.slot, state.number))
             self._vitals.end()
 
     def _streamed(self, inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:

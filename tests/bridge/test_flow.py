@@ -1,5 +1,6 @@
 """Flow control: what waits for an acknowledgement, and what its absence proves."""
 
+import random
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from bridge.test_streams import (
 )
 from slipstream import wire
 from slipstream.bridge.flow import Flow
-from slipstream_contract.credit import CreditFile, Heartbeat
+from slipstream_contract.credit import CreditFile, Taker
 from slipstream_contract.errors import Code
 
 
@@ -27,12 +28,15 @@ def desk():
 
 @pytest.fixture
 def flow(desk, tmp_path):
-    """Flow control, and postprocessing's end of its file."""
+    """Flow control, and postprocessing's end of its file: a process that is at work."""
     flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, desk.calls.cancel)
     flow.other_end = CreditFile(tmp_path / "credits")
+    flow.taker = Taker(flow.other_end)
+    flow.taker.begin()
     desk.calls.settle = flow.settle
     yield flow
     flow.close()
+    flow.taker.close()
 
 
 def test_the_next_response_waits_for_the_acknowledgement_of_the_last(desk, flow):
@@ -45,13 +49,13 @@ def test_the_next_response_waits_for_the_acknowledgement_of_the_last(desk, flow)
     time.sleep(0.05)
     assert len(reply.responses) == 1
     slot, first = reply.responses[0][1]
-    flow.other_end.acknowledge(slot, first - 1)  # late, of somebody who had the slot before
+    flow.taker.acknowledge(slot, first - 1)  # late, of somebody who had the slot before
     time.sleep(0.05)
     assert len(reply.responses) == 1
-    flow.other_end.acknowledge(slot, first)
+    flow.taker.acknowledge(slot, first)
     wait_for(lambda: len(reply.responses) == 2)
     assert reply.ids == list(range(10))
-    flow.other_end.acknowledge(slot, first + 1)
+    flow.taker.acknowledge(slot, first + 1)
     desk.calls.take(step(wire.Tokens(number, 0, [], [], finished=finished())))
     assert reply.done.wait(30)
 
@@ -76,7 +80,7 @@ def test_a_later_response_that_is_acknowledged_proves_that_ours_was_dropped(desk
     wait_for(lambda: theirs.responses)
     time.sleep(0.05)
     assert not ours.done.is_set()
-    flow.other_end.acknowledge(*theirs.responses[0][1])
+    flow.taker.acknowledge(*theirs.responses[0][1])
     wait_for(ours.done.is_set)
     assert desk.cancelled() == [(one, wire.CancelCause.CLIENT)]
     assert not theirs.done.is_set()
@@ -90,7 +94,7 @@ def test_an_earlier_response_that_is_acknowledged_proves_nothing(desk, flow):
     wait_for(lambda: theirs.responses)
     desk.calls.take(step(wire.Tokens(one, 0, [1], [])))
     wait_for(lambda: ours.responses)
-    flow.other_end.acknowledge(*theirs.responses[0][1])
+    flow.taker.acknowledge(*theirs.responses[0][1])
     time.sleep(0.6)  # and nothing from time alone, while nobody tells that postprocessing is idle
     assert not ours.done.is_set()
 
@@ -98,16 +102,54 @@ def test_an_earlier_response_that_is_acknowledged_proves_nothing(desk, flow):
 def test_alone_a_drop_is_concluded_only_from_an_idle_postprocessing(desk, flow):
     reply = Recorder()
     (number,) = desk.open(reply, flow=flow).routes
-    heart = Heartbeat(flow.other_end)
-    with heart.work():
-        desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
-        wait_for(lambda: reply.responses)
-        time.sleep(0.6)
-        assert not reply.done.is_set()  # it is busy: ours may be the next
-        busy_s = time.monotonic()
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+    wait_for(lambda: reply.responses)
+    time.sleep(0.6)
+    assert not reply.done.is_set()  # it is busy: ours may be the next
+    busy_s = time.monotonic()
+    flow.taker.end()
     wait_for(reply.done.is_set)
     assert time.monotonic() - busy_s > 0.4
-    heart.close()
+
+
+@pytest.mark.parametrize("how", ["later", "idle", "ended"])
+def test_of_several_processes_each_must_have_passed_it(desk, flow, how):
+    other = Taker(flow.other_end)
+    other.begin()
+    ours, theirs = Recorder(), Recorder()
+    (one,) = desk.open(ours, flow=flow).routes
+    (two,) = desk.open(theirs, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(one, 0, [1], [])))
+    wait_for(lambda: len(flow._watched) == 1)
+    for count in (1, 2):
+        desk.calls.take(step(wire.Tokens(two, 0, [count], [])))
+        wait_for(lambda count=count: len(theirs.responses) == count)
+        if count == 1:
+            flow.taker.acknowledge(*theirs.responses[-1][1])
+    time.sleep(0.6)
+    assert not ours.done.is_set()  # the other process may have it
+    if how == "later":
+        other.acknowledge(*theirs.responses[-1][1])
+    elif how == "idle":
+        other.end()
+    else:
+        other.close()
+    wait_for(ours.done.is_set)
+    assert desk.cancelled() == [(one, wire.CancelCause.CLIENT)]
+    if how != "ended":
+        other.close()
+
+
+def test_nothing_is_concluded_while_there_is_no_process(desk, flow):
+    flow.taker.close()
+    reply = Recorder()
+    (number,) = desk.open(reply, flow=flow).routes
+    desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+    wait_for(lambda: reply.responses)
+    time.sleep(0.6)
+    assert not reply.done.is_set()
+    flow.taker = Taker(flow.other_end)
+    wait_for(reply.done.is_set)  # the new one is idle
 
 
 def test_an_error_waits_for_what_postprocessing_still_has(desk, flow, monkeypatch):
@@ -120,7 +162,7 @@ def test_an_error_waits_for_what_postprocessing_still_has(desk, flow, monkeypatc
     desk.calls.take(step(wire.Tokens(number, 0, [2], [])))
     time.sleep(0.1)
     assert reply.error is None
-    flow.other_end.acknowledge(*reply.responses[0][1])
+    flow.taker.acknowledge(*reply.responses[0][1])
     wait_for(reply.done.is_set)
     assert reply.error.code is Code.UNAVAILABLE
     assert reply.ids == [1]
@@ -162,11 +204,11 @@ def test_over_time_the_last_tokens_and_the_error_each_wait_for_postprocessing(
     desk.calls.take(step(overdue(number, 0, [2])))
     time.sleep(0.05)
     assert reply.ids == [1]
-    flow.other_end.acknowledge(*reply.responses[0][1])
+    flow.taker.acknowledge(*reply.responses[0][1])
     wait_for(lambda: reply.ids == [1, 2])
     time.sleep(0.1)
     assert reply.error is None
-    flow.other_end.acknowledge(*reply.responses[1][1])
+    flow.taker.acknowledge(*reply.responses[1][1])
     check_overdue(reply)
 
 
@@ -195,7 +237,7 @@ class Postprocessing:
         while self._came:
             reply, stamp = self._came.pop(0)
             if reply not in (dropped or []):
-                self._flow.other_end.acknowledge(*stamp)
+                self._flow.taker.acknowledge(*stamp)
 
 
 class Ordered(Recorder):
@@ -227,7 +269,7 @@ def test_many_that_were_dropped_are_found_by_one_that_came_after_them(desk, flow
         desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
         wait_for(lambda count=count: len(flow._watched) == count)
     time.sleep(0.05)
-    flow.other_end.acknowledge(*last.responses[0][1])
+    flow.taker.acknowledge(*last.responses[0][1])
     wait_for(lambda: all(reply.done.is_set() for reply in dropped))
     assert not last.done.is_set()
     assert len(desk.sent) == len(dropped)
@@ -301,7 +343,7 @@ def test_a_sequence_that_ends_before_its_siblings_gives_its_place_back(desk, flo
     desk.calls.take(step(*(wire.Tokens(number, index, [0], []) for index in (0, 1))))
     wait_for(lambda: len(flow._watched) == 2)
     for credit in sorted(flow._watched.values(), key=lambda credit: credit.begun):
-        flow.other_end.acknowledge(credit.slot, credit.number)
+        flow.taker.acknowledge(credit.slot, credit.number)
     wait_for(lambda: not flow._watched)
     desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=finished())))
     wait_for(lambda: len(pair.responses) == 3)
@@ -324,3 +366,32 @@ def test_a_window_full_of_dropped_responses_does_not_hold_others_up(desk, post, 
     wait_for(is_all_told)
     wait_for(lambda: all(reply.done.is_set() for reply in dropped))
     assert not any(reply.done.is_set() for reply in others)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_takes_what_only_what_was_dropped_counts_as_such(desk, flow, seed):
+    """Batches in order, by processes of any speed; what was dropped is in none of them."""
+    choose = random.Random(seed)
+    takers = [flow.taker, *(Taker(flow.other_end) for _ in range(choose.randint(0, 3)))]
+    came: list[tuple[Recorder, list[int]]] = []
+    replies = [Ordered(came) for _ in range(30)]
+    numbers = [next(iter(desk.open(reply, flow=flow).routes)) for reply in replies]
+    dropped = choose.sample(replies, 8)
+    hands: dict[int, list[list[int]]] = {taker.index: [] for taker in takers}
+    deadline = time.monotonic() + 60
+    while not all(reply.done.is_set() for reply in dropped):
+        assert time.monotonic() < deadline
+        for number in choose.sample(numbers, choose.randint(1, 30)):
+            desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
+        time.sleep(0.001)
+        for taker in choose.sample(takers, choose.randint(1, len(takers))):
+            if hands[taker.index]:
+                for stamp in hands[taker.index]:
+                    taker.acknowledge(*stamp)
+                hands[taker.index] = []
+            else:
+                taken = [came.pop(0) for _ in range(choose.randint(0, len(came)))]
+                hands[taker.index] = [stamp for reply, stamp in taken if reply not in dropped]
+    assert not any(reply.done.is_set() for reply in replies if reply not in dropped)
+    for taker in takers[1:]:
+        taker.close()

@@ -8,7 +8,7 @@ from bridge.test_streams import Desk, Recorder, finished, step, wait_for
 from slipstream import wire
 from slipstream.bridge.flow import Flow
 from slipstream.bridge.watch import Watch
-from slipstream_contract.credit import CreditFile
+from slipstream_contract.credit import CreditFile, Taker
 
 MS = 1_000_000
 
@@ -66,7 +66,8 @@ def test_an_engine_that_tells_nothing_does_not_outlive_a_deadline_by_long(desk):
 
 def test_what_the_engine_has_told_in_time_is_sent_however_long_that_takes(desk, tmp_path):
     flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, desk.calls.cancel)
-    other_end = CreditFile(tmp_path / "credits")
+    taker = Taker(CreditFile(tmp_path / "credits"))
+    taker.begin()
     reply = Recorder()
     call = open_until(desk, reply, 3600, flow=flow)
     (number,) = call.routes
@@ -75,11 +76,12 @@ def test_what_the_engine_has_told_in_time_is_sent_however_long_that_takes(desk, 
     desk.calls.take(step(wire.Tokens(number, 0, [2], [], finished=finished())))
     call.deadline_ns = 1
     time.sleep(0.2)
-    other_end.acknowledge(*reply.responses[0][1])
+    taker.acknowledge(*reply.responses[0][1])
     assert reply.done.wait(30)
     assert reply.error is None
     assert reply.ids == [1, 2]
     flow.close()
+    taker.close()
 
 
 class Asked(Recorder):

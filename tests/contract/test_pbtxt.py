@@ -57,10 +57,10 @@ def test_who_serves_what():
         # A text that lies about its length fails all that are handed over with it.
         preferred = list(config.dynamic_batching.preferred_batch_size)
         assert preferred == ([1] if name == "preprocessing" else [])
-        # One instance: the responses of a stream keep their order.
         groups = [(group.count, group.Kind.Name(group.kind)) for group in config.instance_group]
         kind = "KIND_CPU" if is_stage else "KIND_MODEL"
-        assert groups == ([] if name == "ensemble" else [(1, kind)])
+        count = 2 if name == "postprocessing" else 1
+        assert groups == ([] if name == "ensemble" else [(count, kind)])
     decoupled = {n for n in MODELS if parse(n).model_transaction_policy.decoupled}
     assert decoupled == {"tensorrt_llm", "tensorrt_llm_bls", "vllm_model"}
 

@@ -326,7 +326,7 @@ def test_at_low_load_every_step_is_a_response(bench, tmp_path):
     figures = bench.stream_figures
     journal = figures.read_journal(tmp_path / "journal")
     for wiring, name in bench.streams.NOTES_OF.items():
-        handed = figures.read_handovers(tmp_path / name)
+        handed = figures.read_handovers(tmp_path, name)
         model = bench.streams.MODELS[wiring]
         assert set(handed) == {seed for seed in asked if asked[seed] == model}
         for seed, notes in handed.items():

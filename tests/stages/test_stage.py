@@ -7,10 +7,12 @@ import gc
 import importlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -149,6 +151,24 @@ def test_postprocessing_answers_in_order_and_gives_credits_back(
 
 
 @pytest.mark.usefixtures("utils")
+def test_credits_come_back_when_the_server_has_sent_what_it_was_given(
+    repository: Path, runtime: Path
+) -> None:
+    model = post_stage(repository, dynamic=True)
+    file = CreditFile(runtime / "credits")
+    [taker] = file.takers()
+    file.expect(1, 10)
+    responses = model.execute([streamed([5], 1, 10)])  # the stub has it now
+    time.sleep(0.05)
+    assert not file.is_acknowledged(1, 10)
+    assert file.idle_since_ns(taker, time.monotonic_ns()) is None
+    del responses
+    assert file.is_acknowledged(1, 10)
+    assert file.taken_by(1) == taker
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_postprocessing_flags_cancelled_streams_where_the_server_does_not_drop_them(
     repository: Path, runtime: Path, dynamic: bool
@@ -226,8 +246,12 @@ def test_a_bug_in_a_stage_shows_no_traceback_and_keeps_the_credit(
 ) -> None:
     model = post_stage(repository, dynamic=True)
     monkeypatch.setattr(model, "_vocab", None)
+    # What pytest keeps of a log has the traceback, its frames and all that was in them.
+    logged = Mock()
+    monkeypatch.setattr(sys.modules[type(model).__module__].log, "exception", logged)
     CreditFile(runtime / "credits").expect(1, 10)
     [response] = model.execute([streamed([5], 1, 10)])
+    logged.assert_called_once()
     assert response.error.message == "INTERNAL: postprocessing failed"
     assert response.error.code == TritonError.INTERNAL
     assert CreditFile(runtime / "credits").is_acknowledged(1, 10)

@@ -2,10 +2,10 @@
 
 A stream's next response is sent when `postprocessing` has acknowledged the last. The server tells
 it, not us, that a client is gone: it either meets the cancelled request and says so in the file, or
-the server drops the request and the acknowledgement never comes. Requests reach `postprocessing`
-in the order of sending, so ours was dropped once a response that was sent later is acknowledged;
-or, when no other stream moves, once `postprocessing` has been alive and idle for a while. It is
-never concluded from time alone while `postprocessing` is busy or stands still.
+the server drops the request and the acknowledgement never comes. Requests are taken in the order of
+sending, so a process that has acknowledged one that was sent later does not have ours, nor does one
+that has been alive and idle for a while. Ours was dropped when that is so of every process of
+`postprocessing`. It is never concluded from time alone while one is busy or stands still.
 
 And only so many responses of all streams are under way at once: what waits here still takes up the
 tokens that are made meanwhile, what waits in the server's queue does not. First and last responses
@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream_contract.credit import NUM_SLOTS, CreditFile
@@ -31,10 +31,8 @@ _log = logging.getLogger(__name__)
 
 _NUMBER_BITS = 24  # responses of one stream; the bits above tell streams apart
 _POLL_S = 0.001
-_WINDOW = 64  # responses under way; as many as postprocessing takes in one call
+_WINDOW = 64  # responses under way; as many as a process of postprocessing takes in one call
 _PROBE_NS = 20_000_000  # a window in which nothing moves for so long lets one more in
-_MAX_AHEAD = 16  # acknowledgements may come in another order than threads finish their sending
-_FULL_POLLS = 20  # every so many polls look at all that is watched
 _DROP_NS = 400_000_000
 _SETTLE_NS = 100_000_000  # from an acknowledgement to the end of that step's response
 _MAX_SETTLE_NS = 1_000_000_000
@@ -121,11 +119,10 @@ class Flow:
         self._lock = threading.Lock()  # guards slots and window
         self._slots = deque(range(NUM_SLOTS))  # the one that is free longest comes first
         self._watched: dict[int, SlotCredit] = {}  # by slot; whose credit is spent, oldest first
-        self._num_polls = 0
         self._num_under_way = 0
         self._waiting: deque[SlotCredit] = deque()  # for a place in the window
         self._settling: list[_Settling] = []
-        self._newest = 0  # `begun` of the latest sending that is known to be acknowledged
+        self._newest: dict[int, int] = {}  # taker -> `begun` of the latest it has acknowledged
         self._moved_ns = 0  # when an acknowledgement was last seen, or one more was let in
         self._alive_ns = 0
         self._wake = threading.Event()
@@ -235,23 +232,20 @@ class Flow:
             last_ns = now_ns
 
     def _poll(self) -> None:
-        """Look at the oldest: behind several without an acknowledgement there is hardly one."""
         with self._lock:
             watched = list(self._watched.values())
-        self._num_polls += 1
-        most = len(watched) if self._num_polls % _FULL_POLLS == 0 else _MAX_AHEAD
         spent = []
         for credit in watched:
             if self._file.is_acknowledged(credit.slot, credit.number):
-                self._newest = max(self._newest, credit.begun)
+                taker = self._file.taken_by(credit.slot)
+                self._newest[taker] = max(self._newest.get(taker, 0), credit.begun)
                 self._moved_ns = time.monotonic_ns()
                 self._give_back(credit)
             else:
                 spent.append(credit)
-                if len(spent) >= most:
-                    break
+        takers = self._file.takers()
         for credit in spent:
-            if self._is_gone(credit):
+            if self._is_gone(credit, takers):
                 self.num_cancelled += 1
                 call = credit.stream.call
                 assert call is not None, "its responses are sent"
@@ -295,16 +289,22 @@ class Flow:
         if not credit.stream.let_go():
             self._hand_over(credit.stream)
 
-    def _is_gone(self, credit: SlotCredit) -> bool:
+    def _is_gone(self, credit: SlotCredit, takers: Sequence[int]) -> bool:
         if self._file.is_cancelled(credit.slot, credit.number):
             return True
-        if credit.ended < self._newest:
-            # Read again: it may have been acknowledged after the first look, before the other.
-            return not self._file.is_acknowledged(credit.slot, credit.number)
+        if not takers or not all(self._has_passed(credit, taker) for taker in takers):
+            return False
+        # Read again: it may have been acknowledged after the first look, before the others.
+        return not self._file.is_acknowledged(credit.slot, credit.number)
+
+    def _has_passed(self, credit: SlotCredit, taker: int) -> bool:
+        """Whether a process of postprocessing does not have, and will not get, what was sent."""
+        if credit.ended < self._newest.get(taker, 0):
+            return True
         now_ns = time.monotonic_ns()
         if now_ns - credit.ended_ns < _DROP_NS:
             return False
-        idle_ns = self._file.idle_since_ns(now_ns)
-        if idle_ns is None or now_ns - max(idle_ns, self._alive_ns, credit.ended_ns) < _DROP_NS:
+        idle_ns = self._file.idle_since_ns(taker, now_ns)
+        if idle_ns is None:
             return False
-        return not self._file.is_acknowledged(credit.slot, credit.number)
+        return now_ns - max(idle_ns, self._alive_ns, credit.ended_ns) >= _DROP_NS
