@@ -24,7 +24,7 @@ class _NotingReply(TritonReply):
             num_tokens = len(outputs["text_output"].ravel()[0])  # the source's are a byte each
         else:
             num_tokens = outputs["STREAM_STATE"].size - NUM_INTEGERS if outputs else 0
-        _journals[0].add(self._request_id, now_ns, num_tokens, is_final)
+        _journals[0].add(self._request_id, now_ns, num_tokens)
 
 
 class TritonPythonModel(model.TritonPythonModel):
