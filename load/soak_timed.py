@@ -17,6 +17,7 @@ from soak_storm import MAX_STREAMS, Books, ServerLostError, Storm, Took
 from soak_watch import Memory, growth, held
 
 SHARE = 0.8  # of the peak
+TURN_S = 300.0  # then the peak is measured anew: the speed of a machine that others share drifts
 CANCELS = 0.2
 CANARY_S = 1.0
 SAMPLE_S = 5.0
@@ -38,11 +39,12 @@ class Timed:
         self.num_asked = 0
         self.num_again = 0  # asked of a server that then crashed
         self.num_canaries = self.num_canaries_wrong = 0
-        self.peak = 0.0  # requests a second
+        self.peaks: list[float] = []  # requests a second, each as long as it was the measure
         self.grown: list[str] = []
         self._seed = seed
         self._seconds = seconds
         self._run_s = 0.0  # of load, over all servers
+        self._has_fallen_behind = False
         self._canaries = [Ask(Question(m == "tensorrt_llm", 0, "greedy"), m) for m in MODELS]
 
     async def sit(self, server: TritonServer) -> bool:
@@ -53,17 +55,18 @@ class Timed:
                 items = draw(_PLAN, 200, self._seed)
                 asks = [item for item in items if isinstance(item, Ask)]
                 await storm.learn([*asks, *self._canaries])
-                if not self.peak:
-                    self.peak = await self._measure_peak(storm)
-                    print(f"soak: peak {self.peak:.1f} requests/s", file=sys.stderr)
-                await storm.drain()
+                await self._measure_peak(storm)
                 await asyncio.sleep(1.0)
                 engine = (await client.health())["engine_pid"]
                 before = held(server, engine)
                 self.memory.begin_server()
-                if not await self._load(storm, server, engine):
+                while await self._load(storm, server, engine):
+                    await storm.drain()
+                    if self._run_s >= self._seconds or self._has_fallen_behind:
+                        break
+                    await self._measure_peak(storm)
+                else:
                     return False
-                await storm.drain()
                 deadline = time.monotonic() + _SETTLE_S
                 while (grown := growth(before, held(server, engine))) and (
                     time.monotonic() < deadline
@@ -74,9 +77,10 @@ class Timed:
                 return False
         return True
 
-    async def _measure_peak(self, storm: Storm) -> float:
-        """Requests a second with MAX_STREAMS at once, none of which leaves."""
+    async def _measure_peak(self, storm: Storm) -> None:
+        """Requests a second with MAX_STREAMS at once, none of which leaves; no account has them."""
         seconds = min(20.0, self._seconds / 10)
+        num_took, ends = len(self.books.took), self.books.ends.copy()
         asks = [Ask(item.question, item.model) for item in self._items() if isinstance(item, Ask)]
         begin, num_done = time.monotonic(), 0
         source = itertools.cycle(asks)
@@ -88,9 +92,11 @@ class Timed:
                 num_done += time.monotonic() - begin < seconds
 
         await asyncio.gather(*(one() for _ in range(MAX_STREAMS)))
-        self.books.took.clear()
-        self.books.ends.clear()
-        return num_done / seconds
+        await storm.drain()
+        del self.books.took[num_took:]
+        self.books.ends = ends
+        self.peaks.append(num_done / seconds)
+        print(f"soak: peak {self.peaks[-1]:.1f} requests/s", file=sys.stderr)
 
     def _items(self) -> list[Ask | Child]:
         self._seed += 1
@@ -104,7 +110,7 @@ class Timed:
         """Requests at random times, the canary and the samples; False if the server was lost."""
         rng = random.Random(self._seed)
         begin = time.monotonic()
-        end = begin + self._seconds - self._run_s
+        end = begin + min(TURN_S, self._seconds - self._run_s)
         tasks: set[asyncio.Task[None]] = set()
         lost = asyncio.Event()
 
@@ -122,7 +128,7 @@ class Timed:
         next_s = begin
         for item in self._endless():
             num = CHILD_STREAMS if isinstance(item, Child) else 1
-            next_s += sum(rng.expovariate(SHARE * self.peak) for _ in range(num))
+            next_s += sum(rng.expovariate(SHARE * self.peaks[-1]) for _ in range(num))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(lost.wait(), max(0.0, min(next_s, end) - time.monotonic()))
             if lost.is_set() or time.monotonic() >= end:
@@ -130,6 +136,7 @@ class Timed:
             self.num_asked += num
             if len(tasks) > MAX_IN_FLIGHT:
                 self.books.problems.append(f"{len(tasks)} requests at once: it cannot keep up")
+                self._has_fallen_behind = True
                 break
             task = asyncio.create_task(one(item))
             tasks.add(task)
@@ -180,8 +187,8 @@ class Timed:
         if server is not None and server.kib_request > MAX_SERVER_KIB:
             problems.append(f"tritonserver grows by {server.kib_request:.1f} KiB a request")
         rows = {
-            "requests": f"{self.num_asked} in {self._run_s:.0f} s, {SHARE:.0%} of the peak of "
-            f"{self.peak:.1f}/s",
+            "requests": f"{self.num_asked} in {self._run_s:.0f} s, {SHARE:.0%} of the peak",
+            "peaks": ", ".join(f"{peak:.1f}" for peak in self.peaks) + " a second",
             "left early": f"{sum(v for k, v in books.ends.items() if k != 'complete')}",
             "lost": str(books.num_lost),
             "hung": str(books.num_hung),
@@ -200,7 +207,7 @@ class Timed:
             rows[f"p99 {name}"] = f"first tenth {first:.0f} ms, last tenth {last:.0f} ms"
         return {
             "minutes": round(self._run_s / 60, 2),
-            "peak": round(self.peak, 2),
+            "peaks": [round(peak, 2) for peak in self.peaks],
             "ends": dict(sorted(books.ends.items())),
             "rows": rows,
             "crashes of tritonserver itself": crashes,

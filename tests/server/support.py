@@ -139,14 +139,15 @@ class Client:
         return json.loads(json.loads(text)["outputs"][0]["data"][0])
 
     def stub(self, model: str) -> int:
-        """The process that runs a model."""
-        for pid in self.server.processes():
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                name = f"{model}_0_0".encode()
-                if b"triton_python_backend_stub" in command[0] and name in command:
-                    return pid
-        raise AssertionError(f"no stub of {model}")
+        """The process that runs a model, the first of several."""
+        return self.stubs(model)[0]
+
+    def stubs(self, model: str) -> list[int]:
+        """All of them."""
+        found = {name: pid for pid, name in self.server.stubs().items()}
+        pids = [found[name] for name in sorted(found) if re.fullmatch(rf"{model}_\d+_\d+", name)]
+        assert pids, f"no stub of {model}"
+        return pids
 
     def wait_idle(self, timeout_s: float) -> float:
         """Seconds until every block is free again."""

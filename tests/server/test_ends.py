@@ -141,12 +141,15 @@ def test_a_postprocessing_that_stands_still_is_no_cancel(idle):
     want = text(idle.stream("ensemble", **inputs))
     stream = idle.iterate("ensemble", **inputs)
     responses = [next(stream) for _ in range(3)]
-    pid = idle.stub("postprocessing")
-    os.kill(pid, signal.SIGSTOP)
+    pids = idle.stubs("postprocessing")
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     try:
         time.sleep(0.5)  # a second, and the server itself would give it up
     finally:
-        os.kill(pid, signal.SIGCONT)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
     assert text([*responses, *stream]) == want
 
 
