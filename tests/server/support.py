@@ -3,6 +3,7 @@
 import contextlib
 import json
 import queue
+import re
 import subprocess
 import sys
 import time
