@@ -40,6 +40,7 @@ MODEL_SILENCE_S = 30.0  # of a model that runs all the while, so that it may onl
 OTHERS_S = 10.0  # how long others may go on while streams hang that only a restart ends
 QUIET_S = 2.0  # what a model has answered may still be on its way through an ensemble
 LOAD_S = 60.0
+UNLOAD_S = 5.0  # for what a model's other processes still have in their hands
 STEADY_S = 60.0  # without a fault, and the next one is repaired without a pause again
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 _INSTANCE_SUFFIX = re.compile(r"_\d+_\d+$")
@@ -214,11 +215,12 @@ class Repairer:
         """Put a new process in the place of a model's; what was done."""
         assert fault.model is not None
         self._models.pop(fault.pid, None)
+        others = [pid for pid, model in self._models.items() if model == fault.model and pid > 0]
         if fault.pid > 0:
             kill([fault.pid])  # it may have stood still only
         lost = self._take_lost(fault.model)
         try:
-            loaded = self._reload(fault.model)
+            loaded = self._reload(fault.model, others)
         except ServeError as error:
             return f"{error}; {self._restart(fault)}"
         if not lost:
@@ -243,8 +245,13 @@ class Repairer:
             file.unlink(missing_ok=True)  # whoever takes its place needs the room on a full disk
         return lost
 
-    def _reload(self, model: str) -> str:
+    def _reload(self, model: str, others: list[int]) -> str:
+        """What was loaded; `others` are its processes that are well, and end by themselves."""
         self._server.control("unload", model, LOAD_S)
+        deadline_s = time.monotonic() + UNLOAD_S
+        while any(map(is_running, others)) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        kill(others)
         loaded = [model, *self._ensembles_on(model)]
         for name in loaded:
             self._server.control("load", name, LOAD_S)

@@ -341,14 +341,41 @@ def test_a_sequence_that_ends_before_its_siblings_gives_its_place_back(desk, flo
     pair = Recorder()
     (number,) = desk.open(pair, n=2, flow=flow).routes
     desk.calls.take(step(*(wire.Tokens(number, index, [0], []) for index in (0, 1))))
-    wait_for(lambda: len(flow._watched) == 2)
-    for credit in sorted(flow._watched.values(), key=lambda credit: credit.begun):
-        flow.taker.acknowledge(credit.slot, credit.number)
+    for count in (1, 2):
+        wait_for(lambda count=count: len(pair.responses) == count)
+        flow.taker.acknowledge(*pair.responses[-1][1])
     wait_for(lambda: not flow._watched)
     desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=finished())))
     wait_for(lambda: len(pair.responses) == 3)
+    flow.taker.acknowledge(*pair.responses[-1][1])
     wait_for(lambda: flow._num_under_way == 0)
     assert not pair.done.is_set()
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_streams_of_one_call_take_turns_and_others_need_not_wait(desk, flow, is_streaming):
+    many, other = Recorder(), Recorder()
+    (number,) = desk.open(many, n=4, is_streaming=is_streaming, flow=flow).routes
+    (single,) = desk.open(other, flow=flow).routes
+    end = None if is_streaming else finished()
+    told = [wire.Tokens(number, index, [index], [], finished=end) for index in range(4)]
+    desk.calls.take(step(*told, wire.Tokens(single, 0, [9], [])))
+    wait_for(lambda: other.responses)
+    for count in range(1, 4):
+        wait_for(lambda count=count: len(many.responses) == count)
+        time.sleep(0.02)
+        assert len(many.responses) == count
+        flow.taker.acknowledge(*many.responses[-1][1])
+    wait_for(lambda: len(many.responses) == 4)
+    assert sorted(many.ids) == [0, 1, 2, 3]
+    assert many.done.is_set() == (not is_streaming)
+
+
+def test_a_stream_that_has_nothing_to_tell_passes_its_turn_on(desk, flow):
+    reply = Recorder()
+    (number,) = desk.open(reply, n=3, flow=flow).routes
+    desk.calls.take(step(*(overdue(number, index, []) for index in range(3))))
+    check_overdue(reply)
 
 
 def test_a_window_full_of_dropped_responses_does_not_hold_others_up(desk, post, monkeypatch):

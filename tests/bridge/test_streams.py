@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 from slipstream import wire
+from slipstream.bridge.flow import Turn
 from slipstream.bridge.pieces import merge
 from slipstream.bridge.senders import Senders
 from slipstream.bridge.streams import Call, Calls, Stream
@@ -94,8 +95,9 @@ class Desk:
         for _ in range(num_requests):
             streams = [Stream(Ids(), is_streaming) for _ in range(n)]
             call.add(self.calls.next_request(), streams)
+        turn = Turn()
         for stream in call.streams if flow else ():
-            stream.credit = flow.open(stream)
+            stream.credit = flow.open(stream, turn)
         self.calls.open(call)
         return call
 

@@ -20,7 +20,7 @@ from slipstream_contract.urgency import Urgency
 
 from slipstream import wire
 from slipstream.bridge.connection import Connection
-from slipstream.bridge.flow import Flow
+from slipstream.bridge.flow import Flow, Turn
 from slipstream.bridge.senders import Senders
 from slipstream.bridge.streams import Call, Calls, Reply, Stream
 from slipstream.bridge.watch import Watch
@@ -145,9 +145,10 @@ class Bridge:
             return
         self.check_room(max((len(submit.token_ids) for submit in submits), default=0))
         try:
-            for stream in call.streams:
-                if has_flow and stream.is_streaming:
-                    stream.credit = self.flow.open(stream)
+            turn, is_alone = Turn(), len(call.streams) == 1
+            for stream in call.streams if has_flow else ():
+                if stream.is_streaming or not is_alone:
+                    stream.credit = self.flow.open(stream, turn)
             self.calls.open(call)
         except ContractError:
             self.calls.forget(call)

@@ -128,10 +128,10 @@ class ComposedWriter:
         """The new tokens; the prompt before them if it is to be echoed."""
         piece = merge(tokens)
         token_ids = self._prompt + piece.token_ids
-        slot, number, is_first, _, _, tail = self._state
+        _, number, is_first, _, _, tail = self._state
+        slot = -1
         if credit is not None:
-            slot = -1 if is_last else credit.slot  # nobody waits for a last one to be taken
-            number = credit.next_number
+            slot, number = credit.slot, credit.next_number
         state = StreamState(slot, number, is_first, is_last, piece.drop_bytes, tail)
         vocab = self._vocab
         if vocab.tokens is not None and not is_last:

@@ -10,6 +10,9 @@ that has been alive and idle for a while. Ours was dropped when that is so of ev
 And only so many responses of all streams are under way at once: what waits here still takes up the
 tokens that are made meanwhile, what waits in the server's queue does not. First and last responses
 do not wait.
+
+An ensemble puts together what its steps make of a response by the order in which they come. So the
+streams of one call, which several processes might answer at once, take turns.
 """
 
 import itertools
@@ -19,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream_contract.credit import NUM_SLOTS, CreditFile
 from slipstream_contract.errors import Code, ContractError
@@ -39,11 +42,38 @@ _MAX_SETTLE_NS = 1_000_000_000
 _MAX_PAUSE_NS = 200_000_000  # between two polls; longer: this process stood still
 
 
+@dataclass
+class Turn:
+    """Which stream of a call is sent now. Guarded by the lock of its flow."""
+
+    holder: "SlotCredit | None" = None
+    waiting: "deque[SlotCredit]" = field(default_factory=deque)
+
+    def take(self, credit: "SlotCredit") -> bool:
+        """Whether it is this one's turn now; if not, it waits."""
+        if self.holder not in (None, credit):
+            self.waiting.append(credit)
+            return False
+        self.holder = credit
+        return True
+
+    def leave(self, credit: "SlotCredit") -> "SlotCredit | None":
+        """Whose turn it is after this one's, if it had it."""
+        if self.holder is not credit:
+            return None
+        self.holder = None
+        while self.waiting and self.holder is None:
+            following = self.waiting.popleft()
+            self.holder = None if following.is_released else following
+        return self.holder
+
+
 class SlotCredit:
     """The credit of one stream. See `streams.Credit`."""
 
-    def __init__(self, flow: "Flow", stream: Stream, slot: int, number: int) -> None:
+    def __init__(self, flow: "Flow", stream: Stream, slot: int, number: int, turn: Turn) -> None:
         self.stream = stream
+        self.turn = turn
         self.number = number  # of the last response sent
         self.begun = 0  # places of its sending in the order of all sendings
         self.ended = 0
@@ -130,15 +160,18 @@ class Flow:
         self._thread = threading.Thread(target=self._run, name="flow", daemon=True)
         self._thread.start()
 
-    def open(self, stream: Stream) -> SlotCredit:
-        """Put a stream under flow control. Raises ContractError if there are too many."""
+    def open(self, stream: Stream, turn: Turn) -> SlotCredit:
+        """Put a stream under flow control; those of one call share a turn.
+
+        Raises ContractError if there are too many.
+        """
         with self._lock:
             if not self._slots:
                 raise ContractError(f"more than {NUM_SLOTS} streams at once", Code.UNAVAILABLE)
             slot = self._slots.popleft()
             # Drawn, not counted: a client that sees the numbers of its stream knows no other's.
             number = secrets.randbits(62 - _NUMBER_BITS) << _NUMBER_BITS
-            return SlotCredit(self, stream, slot, number)
+            return SlotCredit(self, stream, slot, number, turn)
 
     def release(self, credit: SlotCredit) -> None:
         """Take a slot back. Once per credit."""
@@ -149,10 +182,15 @@ class Flow:
         self.leave(credit)
 
     def enter(self, credit: SlotCredit, is_urgent: bool) -> bool:
-        """Give it a place in the window if there is one, or if it is urgent; else it waits."""
+        """Give it a place in the window if there is one, or if it is urgent; else it waits.
+
+        Before that it waits for its turn.
+        """
         with self._lock:
             if credit.is_under_way or credit.is_released:
                 return True
+            if not credit.turn.take(credit):
+                return False
             if self._num_under_way >= _WINDOW and not is_urgent:
                 self._waiting.append(credit)
                 return False
@@ -161,13 +199,19 @@ class Flow:
             return True
 
     def leave(self, credit: SlotCredit) -> None:
-        """Take its place back, if it has one, and give it to who has waited longest."""
+        """Take its place back, if it has one, and give it to who has waited longest.
+
+        And its turn, if it is its own, to its call's next.
+        """
         with self._lock:
             self._num_under_way -= credit.is_under_way
             credit.is_under_way = False
             entered = self._let_in(_WINDOW)
+            following = credit.turn.leave(credit)
         for first in entered:
             self._hand_over(first.stream)
+        if following is not None:
+            self._hand_over(following.stream)
 
     def _let_in(self, size: int) -> list[SlotCredit]:
         """Fill the window up to a size, under the lock; those that are to be handed over."""

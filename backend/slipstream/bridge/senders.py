@@ -81,6 +81,8 @@ class Senders:
                 is_held = True
                 if stream.is_streaming and any(each.token_ids for each in tokens):
                     self._tell(calls, call, stream, tokens, False)
+                elif stream.credit is not None:
+                    stream.credit.leave()  # it had its turn
         if expiry is not None and call.num_open == 0:
             calls.fail(call, expiry)
         if not is_held and not stream.let_go():
@@ -90,23 +92,20 @@ class Senders:
         self, calls: Calls, call: Call, stream: Stream, tokens: list[wire.Tokens], is_last: bool
     ) -> bool:
         """Send one response; whether nobody else may have the stream now."""
-        outputs = stream.write(tokens, is_last)
+        call.num_open -= is_last
+        is_final = is_last and call.num_open == 0
+        outputs = stream.write(tokens, is_last, is_final)
         calls.count_response()
-        if is_last:
-            call.num_open -= 1
-            is_final = call.num_open == 0
-            if is_final:
-                calls.forget(call)  # first: the client may use the id again at once
-            call.reply.send(outputs, is_final)
-            call.is_over = is_final
-            if stream.credit is not None:
-                stream.credit.leave()
+        if is_final:
+            calls.forget(call)  # first: the client may use the id again at once
+            call.reply.send(outputs, True)
+            call.is_over = True
             return True
-        if not stream.has_sent:
-            stream.has_sent = True
+        if not stream.has_sent and not is_last:
             calls.add_first_token_time(time.monotonic() - call.begin_s)
+        stream.has_sent = True
         if stream.credit is not None:
             stream.credit.spend(lambda: call.reply.send(outputs, False))
             return True  # held until the credit comes back
         call.reply.send(outputs, False)
-        return False
+        return is_last

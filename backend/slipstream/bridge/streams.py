@@ -121,9 +121,9 @@ class Stream:
             tokens, self._pending = self._pending, []
             return tokens, self._num_running == 0
 
-    def write(self, tokens: list[wire.Tokens], is_last: bool) -> Outputs:
-        """One response. For its holder only."""
-        return self._writer.write(tokens, is_last, self.credit)
+    def write(self, tokens: list[wire.Tokens], is_last: bool, is_final: bool) -> Outputs:
+        """One response; the call's final one is acknowledged by nobody. For its holder only."""
+        return self._writer.write(tokens, is_last, None if is_final else self.credit)
 
     def let_go(self) -> bool:
         """Give the stream back. False if there is more to send: the caller still holds it."""
