@@ -111,6 +111,10 @@ class PacedEngine:
         """Forget the requests of a bridge; how many there were."""
         return len(self._sequences.pop(bridge, {}))
 
+    def has(self, bridge: bytes, request: int) -> bool:
+        """Whether that request of a bridge runs."""
+        return request in self._sequences.get(bridge, {})
+
     def requests_of(self, bridge: bytes) -> list[int]:
         """Numbers of the requests of a bridge that run."""
         return list(self._sequences.get(bridge, {}))

@@ -17,7 +17,7 @@ from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class FinishReason(StrEnum):
@@ -55,7 +55,8 @@ class Hello(ToEngine, frozen=True):
 
     protocol: int
     version: str
-    bridge: str  # the Triton model it serves
+    bridge: str  # the Triton model it serves, perhaps beside other processes
+    pid: int = 0  # of this process; one that says hello anew has lost its connection before
 
 
 class Submit(ToEngine, frozen=True):
@@ -68,7 +69,7 @@ class Submit(ToEngine, frozen=True):
     priority: int = DEFAULT_PRIORITY  # 0 is admitted first
     deadline_ns: int = 0  # time.monotonic_ns() at which it ends with an error; 0: none
     timeout_ns: int = 0  # how long before that it came
-    request_id: str = ""  # the client's, for the request log
+    request_id: str = ""  # the client's; unique in a model
     model: str = ""  # the Triton model it was sent to, likewise
     cache_salt: str = ""  # keys and values are shared where it is the same
     retention: Retention | None = None

@@ -21,9 +21,10 @@ from typing import NoReturn
 from slipstream_contract import inflight
 from slipstream_contract.processes import is_running, is_stopped
 from slipstream_contract.repairs import Repairs
+from slipstream_contract.stillness import STILL_S, Stillness
+from slipstream_contract.vitals import forget_dead
 
 from slipstream_compose.pulse import Pulse
-from slipstream_compose.stillness import STILL_S, Stillness
 from slipstream_compose.triton import (
     ENDING_S,
     ServeError,
@@ -40,7 +41,6 @@ MODEL_SILENCE_S = 30.0  # of a model that runs all the while, so that it may onl
 OTHERS_S = 10.0  # how long others may go on while streams hang that only a restart ends
 QUIET_S = 2.0  # what a model has answered may still be on its way through an ensemble
 LOAD_S = 60.0
-UNLOAD_S = 5.0  # for what a model's other processes still have in their hands
 STEADY_S = 60.0  # without a fault, and the next one is repaired without a pause again
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 _INSTANCE_SUFFIX = re.compile(r"_\d+_\d+$")
@@ -96,6 +96,7 @@ class Repairer:
         self._server_pulse = Pulse(server.endpoints, None)
         self._pulses: dict[str, Pulse] = {}
         self._num_processes: Counter[str] = Counter()  # of each model
+        self._leaving: dict[int, str] = {}  # pid -> model, of those unloaded that still have work
         self._look_again()
         self._num_processes = Counter(self._models.values())
         self._pulses = {model: Pulse(server.endpoints, model) for model in self._num_processes}
@@ -131,6 +132,7 @@ class Repairer:
                 return fault
         if self._server.exit_code is not None:
             return None
+        self._see_off()
         for pid, model in self._models.items():
             if self._is_due(model, now_s):
                 what = self._wrong_with(pid, model, now_s)
@@ -186,7 +188,8 @@ class Repairer:
         return pauses is None or now_s >= pauses.due_s()
 
     def _num_in_flight(self) -> int:
-        files = (self._server.runtime.in_flight(model, pid) for pid, model in self._models.items())
+        processes = (self._models | self._leaving).items()
+        files = (self._server.runtime.in_flight(model, pid) for pid, model in processes)
         return sum(inflight.count(file) for file in files)
 
     # --- repairing -----------------------------------------------------------------------------
@@ -215,20 +218,34 @@ class Repairer:
         """Put a new process in the place of a model's; what was done."""
         assert fault.model is not None
         self._models.pop(fault.pid, None)
-        others = [pid for pid, model in self._models.items() if model == fault.model and pid > 0]
         if fault.pid > 0:
             kill([fault.pid])  # it may have stood still only
         lost = self._take_lost(fault.model)
+        others = {pid: model for pid, model in self._models.items() if model == fault.model}
         try:
-            loaded = self._reload(fault.model, others)
+            loaded = self._reload(fault.model)
         except ServeError as error:
             return f"{error}; {self._restart(fault)}"
+        self._leaving |= others
         if not lost:
             return f"loaded {loaded} again"
+        self._end_soon(lost)
+        return f"loaded {loaded} again, {lost} requests hang until the server is started again"
+
+    def _end_soon(self, num_lost: int) -> None:
+        """Start the server again when others have been served: these requests hang until then."""
         self._busy_s = time.monotonic()
         self._restart_s = self._busy_s + OTHERS_S
-        self._num_lost += lost
-        return f"loaded {loaded} again, {lost} requests hang until the server is started again"
+        self._num_lost += num_lost
+
+    def _see_off(self) -> None:
+        """What a dead process's siblings had in their hands they finish, and then they end."""
+        for pid, model in list(self._leaving.items()):
+            if not is_running(pid):
+                del self._leaving[pid]
+                lost = self._take_lost(model)
+                if lost:
+                    self._end_soon(lost)
 
     def _take_lost(self, model: str) -> int:
         """How many requests its processes that are gone had in their hands; told once.
@@ -241,17 +258,13 @@ class Repairer:
             if pid.isdigit() and not is_running(int(pid)):
                 lost += inflight.count(file)
                 file.unlink(missing_ok=True)
-        for file in self._server.runtime.directory.glob(f"vitals-{model}-*"):
-            file.unlink(missing_ok=True)  # whoever takes its place needs the room on a full disk
+        # Whoever takes its place needs the room on a full disk.
+        forget_dead(self._server.runtime.vitals(model, 0))
         return lost
 
-    def _reload(self, model: str, others: list[int]) -> str:
-        """What was loaded; `others` are its processes that are well, and end by themselves."""
+    def _reload(self, model: str) -> str:
+        """What was loaded. Processes that are well end when they have answered what they have."""
         self._server.control("unload", model, LOAD_S)
-        deadline_s = time.monotonic() + UNLOAD_S
-        while any(map(is_running, others)) and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        kill(others)
         loaded = [model, *self._ensembles_on(model)]
         for name in loaded:
             self._server.control("load", name, LOAD_S)
@@ -277,6 +290,7 @@ class Repairer:
         server.kill()
         server.runtime.stopping.unlink(missing_ok=True)
         self._restart_s, self._num_lost = 0.0, 0
+        self._leaving.clear()
         for pattern in ("in-flight-*", "vitals-*"):
             for file in server.runtime.directory.glob(pattern):
                 file.unlink(missing_ok=True)
@@ -287,7 +301,8 @@ class Repairer:
     def _look_again(self) -> None:
         """After a repair: which processes there are now, and no silence from before."""
         stubs = self._server.stubs()
-        self._models = {pid: _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs.items()}
+        models = {pid: _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs.items()}
+        self._models = {pid: model for pid, model in models.items() if pid not in self._leaving}
         found = Counter(self._models.values())
         missing = (self._num_processes - found).elements()  # they died since the last look
         self._models |= {-index: model for index, model in enumerate(missing, 1)}

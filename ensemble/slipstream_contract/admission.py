@@ -14,6 +14,8 @@ import os
 import struct
 import time
 import zlib
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ _log = logging.getLogger(__name__)
 MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 UNKNOWN = -1.0  # a rate of which nothing is known yet
 MAX_AGE_NS = 250_000_000
+ON_THEIR_WAY_NS = 50_000_000  # to the engine, and the step until it tells that they wait
 
 
 class Load(NamedTuple):
@@ -113,3 +116,45 @@ class LoadFile:
         load = self.read()
         if load is not None:
             load.check(num_tokens)
+
+
+class Gate:
+    """Before a stage that passes requests on to the engine; for one thread.
+
+    What it has let through a moment ago the engine does not tell yet. Where ten times as many come
+    as go, each place that becomes free would let through all that come until it is told to be
+    taken, and they would queue up for their refusal behind those that fit. So they count as
+    waiting, but for as many as are admitted in that time at the recent rate.
+    """
+
+    def __init__(self, read: Callable[[], Load | None]) -> None:
+        """`read` is that of a `LoadFile`."""
+        self._read = read
+        self._passed: deque[tuple[int, int]] = deque()  # time.monotonic_ns(), tokens
+
+    def check(self, num_tokens: int = 0) -> None:
+        """As `Load.check`."""
+        self._forget(time.monotonic_ns() - ON_THEIR_WAY_NS)
+        load = self._read()
+        if load is None:
+            return
+        waiting = _excess(len(self._passed), load.ms_per_request)
+        tokens = _excess(sum(tokens for _, tokens in self._passed), load.ms_per_token)
+        load._replace(
+            num_requests=load.num_requests + waiting, num_tokens=load.num_tokens + tokens
+        ).check(num_tokens)
+
+    def enter(self, num_tokens: int) -> None:
+        """Likewise; a request that may wait is now on its way."""
+        self.check(num_tokens)
+        self._passed.append((time.monotonic_ns(), num_tokens))
+
+    def _forget(self, before_ns: int) -> None:
+        while self._passed and self._passed[0][0] < before_ns:
+            self._passed.popleft()
+
+
+def _excess(passed: int, ms_each: float) -> int:
+    """Of what is on its way, what will not have been admitted when the engine tells of it."""
+    admitted = 0 if ms_each == UNKNOWN else ON_THEIR_WAY_NS / 1e6 / max(ms_each, 1e-6)
+    return max(0, passed - int(admitted))

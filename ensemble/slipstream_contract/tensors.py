@@ -58,7 +58,7 @@ class Model(msgspec.Struct, frozen=True):
     is_decoupled: bool = False
     has_dynamic_batching: bool = False
     instance_kind: str = "KIND_MODEL"
-    num_instances: int = 1  # processes
+    num_instances: int = 1  # processes; of an ensemble, where the bridge itself serves it
 
     def input(self, name: str) -> Tensor:
         """Raises KeyError."""
@@ -355,9 +355,27 @@ _VLLM_OUTPUTS = """
 
 # --- models --------------------------------------------------------------------------------------
 
+# A process that makes text fills a core with the responses of some 400 streams of 100 tokens/s.
+_NUM_TEXT = 2
 
-def _bridge(name: str, size: int, inputs: str, outputs: str, is_decoupled: bool = True) -> Model:
-    return Model(name, "slipstream", size, _tensors(inputs), _tensors(outputs), is_decoupled)
+
+def _bridge(
+    name: str,
+    size: int,
+    inputs: str,
+    outputs: str,
+    num_instances: int = 1,
+    is_decoupled: bool = True,
+) -> Model:
+    return Model(
+        name,
+        "slipstream",
+        size,
+        _tensors(inputs),
+        _tensors(outputs),
+        is_decoupled,
+        num_instances=num_instances,
+    )
 
 
 def _stage(name: str, inputs: str, outputs: str, num_instances: int = 1) -> Model:
@@ -374,23 +392,31 @@ def _stage(name: str, inputs: str, outputs: str, num_instances: int = 1) -> Mode
 
 
 def _bls() -> Model:
-    model = _bridge("tensorrt_llm_bls", MAX_BATCH_SIZE, _TEXT_INPUTS + _BLS_INPUTS, _TEXT_OUTPUTS)
+    inputs = _TEXT_INPUTS + _BLS_INPUTS
+    model = _bridge("tensorrt_llm_bls", MAX_BATCH_SIZE, inputs, _TEXT_OUTPUTS, _NUM_TEXT)
     scalars = _BLS_SCALARS.split()
-    inputs = (
+    tensors = (
         msgspec.structs.replace(tensor, is_scalar=tensor.is_scalar or tensor.name in scalars)
         for tensor in model.inputs
     )
-    return msgspec.structs.replace(model, inputs=tuple(inputs))
+    return msgspec.structs.replace(model, inputs=tuple(tensors))
 
 
 _ALL = (
-    Model("ensemble", "", MAX_BATCH_SIZE, _tensors(_TEXT_INPUTS), _tensors(_TEXT_OUTPUTS)),
-    _stage("preprocessing", _PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS),
+    Model(
+        "ensemble",
+        "",
+        MAX_BATCH_SIZE,
+        _tensors(_TEXT_INPUTS),
+        _tensors(_TEXT_OUTPUTS),
+        num_instances=_NUM_TEXT,
+    ),
+    _stage("preprocessing", _PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS, num_instances=2),
     _bridge("tensorrt_llm", MAX_BATCH_SIZE, _LLM_INPUTS, _LLM_OUTPUTS),
     # While the server sends on what one process has made, the other makes the next.
     _stage("postprocessing", _POSTPROCESSING_INPUTS, "OUTPUT STRING[-1]", num_instances=2),
     _bls(),
-    _bridge("vllm_model", 0, _VLLM_INPUTS, _VLLM_OUTPUTS),
+    _bridge("vllm_model", 0, _VLLM_INPUTS, _VLLM_OUTPUTS, _NUM_TEXT),
     # Not decoupled, so that probes can be plain `/infer` and gRPC calls.
     _bridge("slipstream_health", 0, "probe BOOL[1]?", "status STRING[1]", is_decoupled=False),
 )

@@ -2,8 +2,10 @@
 
 A process can be alive, not stopped, and yet never answer again. One thread beats; the requests that
 the process is given are counted when they are done, and one that is being worked at has its begin.
+The file of a process that was killed stays, until another takes its place.
 """
 
+import contextlib
 import logging
 import mmap
 import os
@@ -12,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from slipstream_contract.processes import is_running
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +36,8 @@ class Vitals:
 
     def __init__(self, path: Path) -> None:
         """Begin to beat. Where the file cannot be made, nobody will see whether we hang."""
+        self._path = path
+        forget_dead(path)
         try:
             self._map = _mapped(path)
         except OSError as error:
@@ -53,9 +59,10 @@ class Vitals:
         self._words[2] += 1
 
     def close(self) -> None:
-        """Beat no more."""
+        """Beat no more, and leave no file: who ends so has not died."""
         self._closed.set()
         self._thread.join()
+        self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         while not self._closed.wait(BEAT_S):
@@ -69,6 +76,21 @@ def _mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(descriptor, _WORDS.size)
     finally:
         os.close(descriptor)
+
+
+def pid_of(path: Path) -> int:
+    """The process whose file it is; 0 where its name does not say so."""
+    pid = path.name.rpartition("-")[2]
+    return int(pid) if pid.isdigit() else 0
+
+
+def forget_dead(path: Path) -> None:
+    """Remove the files of a model's processes that have died; `path` is that of any of them."""
+    model = path.name.rpartition("-")[0]
+    for other in path.parent.glob(f"{model}-*"):
+        if other.name.rpartition("-")[0] == model and not is_running(pid_of(other)):
+            with contextlib.suppress(OSError):
+                other.unlink()
 
 
 def read(path: Path) -> Signs | None:

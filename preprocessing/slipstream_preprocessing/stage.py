@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb
-from slipstream_contract.admission import LoadFile, path_of
+from slipstream_contract.admission import Gate, LoadFile, path_of
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
@@ -51,7 +51,7 @@ class TritonPythonModel:
             max_model_len=context_limit(parameters, directory),
         )
         runtime = open_runtime(os.getppid())
-        self._load_file = LoadFile(path_of(runtime.socket))
+        self._gate = Gate(LoadFile(path_of(runtime.socket)).read)
         self._refusals = Refusals(parameters.model)
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
         rest_collector()
@@ -70,7 +70,7 @@ class TritonPythonModel:
         try:
             is_step = self._is_step(request)
             if is_step:
-                self._load_file.check()
+                self._gate.check()
             inputs = {}
             for name in self._names:
                 tensor = pb.get_input_tensor_by_name(request, name)
@@ -78,7 +78,7 @@ class TritonPythonModel:
                     inputs[name] = tensor.as_numpy()
             outputs = encode_batch(self._encoder, inputs)
             if is_step:
-                self._load_file.check(int(outputs["REQUEST_INPUT_LEN"].max()))
+                self._gate.enter(int(outputs["REQUEST_INPUT_LEN"].max()))
             return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])
         except ContractError as error:
             self._refusals.count(error.reason)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -217,14 +218,53 @@ def test_bye_is_said(address):
     peer.kill()
 
 
-def test_hello_carries_protocol_version_and_name(address):
+def test_hello_carries_protocol_version_name_and_process(address):
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(address)
         connection = Connection(address, "ensemble", Ear(), lambda: None)
         assert router.poll(30_000)
         _, frame = router.recv_multipart()
-        assert wire.decode_engine(frame) == wire.Hello(wire.PROTOCOL, __version__, "ensemble")
+        hello = wire.Hello(wire.PROTOCOL, __version__, "ensemble", os.getpid())
+        assert wire.decode_engine(frame) == hello
         connection.close()
+
+
+class SlowEar(Ear):
+    """Takes 50 ms for a step, until it is told that it may hurry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+        self.may_hurry = threading.Event()
+
+    def take(self, outputs: wire.StepOutputs) -> None:
+        self.num_steps += 1
+        self.may_hurry.wait(0.05)
+
+
+def test_what_is_sent_does_not_wait_until_nothing_comes(address):
+    """Under load there is always more to hear; requests sent meanwhile left in bursts of hundreds,
+    each after the engine had run dry."""
+    num_steps = 400
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(address)
+        ear = SlowEar()
+        connection = Connection(address, "m", ear, lambda: None)
+        who, _ = router.recv_multipart()
+        router.send_multipart([who, wire.encode(wire.Welcome(1, "v", "m", 42, 9, 99))])
+        assert connection.wait_welcome(30) is not None
+        for step in range(num_steps):
+            router.send_multipart([who, wire.encode(wire.StepOutputs(step, 2, []))])
+        connection.send(wire.Submit(1, pack([1]), SamplingParams(max_tokens=1), 0))
+        while True:
+            assert router.poll(30_000)
+            message = wire.decode_engine(router.recv_multipart()[1])
+            if isinstance(message, wire.Submit):
+                break
+        heard = ear.num_steps
+        ear.may_hurry.set()
+        connection.close()
+    assert heard < num_steps // 2
 
 
 def test_no_descriptor_is_left(address):

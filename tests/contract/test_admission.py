@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from slipstream_contract import admission
-from slipstream_contract.admission import Load, LoadFile, path_of
+from slipstream_contract.admission import Gate, Load, LoadFile, path_of
 from slipstream_contract.errors import Code, ContractError
 
 ROOM = Load(3, 40, 2, 4, 50, 10.5, 0.25)
@@ -104,6 +106,50 @@ def test_who_may_still_wait() -> None:
     assert caught.value.reason == "max_waiting_tokens"
     Load(0, 0, 9, 4, 50).check(10**6)  # alone it may wait
     Load(1, 10**6, 9, 4, 50).check()  # of unknown length
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(0, 2)), max_size=60),
+    st.integers(1, 6),
+    st.integers(20, 60),
+    st.sampled_from([admission.UNKNOWN, 1.0, 10.0, 40.0, 100.0]),
+)
+def test_a_gate_counts_what_it_let_through(
+    arrivals: list[tuple[int, int, int]], max_requests: int, max_tokens: int, ms_each: float
+) -> None:
+    """Requests come every few ms, of a few tokens; some wait, and the engine admits some."""
+    now_ns, passed, reasons = [10**12], [], set()
+    load = Load(0, 0, 2, max_requests, max_tokens, ms_each, ms_each / 10)
+    window_ms = admission.ON_THEIR_WAY_NS / 1e6
+    admitted = 0 if ms_each == admission.UNKNOWN else int(window_ms / ms_each)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
+        gate = Gate(lambda: load)
+        for pause_ms, num_tokens, num_waiting in arrivals:
+            now_ns[0] += pause_ms * 1_000_000
+            load = load._replace(num_requests=num_waiting, num_tokens=3 * num_waiting)
+            recent = [n for ns, n in passed if now_ns[0] - ns <= admission.ON_THEIR_WAY_NS]
+            try:
+                gate.enter(num_tokens)
+            except ContractError as error:
+                reasons.add(error.reason)
+                full = num_waiting + max(0, len(recent) - admitted) >= max_requests
+                tokens = 3 * num_waiting + sum(recent) + num_tokens
+                assert full or tokens > max_tokens
+            else:
+                passed.append((now_ns[0], num_tokens))
+                assert len(recent) < max_requests - num_waiting + admitted
+        assert reasons <= {"max_waiting", "max_waiting_tokens"}
+        load = load._replace(num_requests=0)
+        now_ns[0] += admission.ON_THEIR_WAY_NS + 1
+        gate.check()
+        assert not gate._passed
+
+
+def test_a_gate_lets_through_what_nobody_tells_of() -> None:
+    gate = Gate(lambda: None)
+    for _ in range(100):
+        gate.enter(10**6)
 
 
 def test_without_a_file_the_engine_alone_refuses(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_who_serves_what():
         assert preferred == ([1] if name == "preprocessing" else [])
         groups = [(group.count, group.Kind.Name(group.kind)) for group in config.instance_group]
         kind = "KIND_CPU" if is_stage else "KIND_MODEL"
-        count = 2 if name == "postprocessing" else 1
+        count = 1 if name in ("tensorrt_llm", "slipstream_health") else 2
         assert groups == ([] if name == "ensemble" else [(count, kind)])
     decoupled = {n for n in MODELS if parse(n).model_transaction_policy.decoupled}
     assert decoupled == {"tensorrt_llm", "tensorrt_llm_bls", "vllm_model"}

@@ -205,6 +205,26 @@ def test_messages_that_come_twice_are_dropped_and_counted(house: House) -> None:
     assert (text, tokens[-1].finished.reason) == expected([3, 1], LONG)
 
 
+def test_a_process_that_connects_anew_has_left_what_it_ran(roomy: House) -> None:
+    """Its old connection may look alive for seconds, with requests under ids that it uses again."""
+    hello = wire.Hello(wire.PROTOCOL, __version__, "model", 77)
+    submit = wire.Submit(0, pack([1]), ENDLESS, 1, request_id="mine", model="model")
+    before, other = roomy.bridge(greet=False), roomy.bridge(greet=False)
+    other.say(wire.Hello(wire.PROTOCOL, __version__, "model", 78))
+    assert isinstance(other.hear(), wire.Welcome)
+    for bridge in (before, roomy.bridge(greet=False)):
+        bridge.say(hello)
+        assert isinstance(bridge.hear(), wire.Welcome)
+        bridge.say(submit)
+        assert isinstance(bridge.hear(), wire.StepOutputs)
+    assert other.ask().bridges == ["model", "model"]
+    other.say(submit)
+    answer = other.hear()
+    assert isinstance(answer, wire.Rejected)
+    assert answer.message == "request id 'mine' is already running"
+    assert other.ask().requests == []
+
+
 def test_a_bridge_is_told_which_of_its_requests_there_are(roomy: House) -> None:
     bridge, other = roomy.bridge(), roomy.bridge("other")
     for number in (7, 3):

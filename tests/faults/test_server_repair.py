@@ -179,7 +179,10 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
 def test_who_is_asked_of_another_model_is_not_harmed(
     client: Client, supervision: Supervision, tmp_path
 ) -> None:
-    """Those of the dead process end with an error too, though Triton itself never ends them."""
+    """Those of the dead process end with an error too, though Triton itself never ends them.
+
+    Nor is who was given to the model's other process, which goes on while new ones are loaded.
+    """
     oracle = Oracle(client, tmp_path)
     questions = asks(12, max_tokens=200)
     oracle.learn(questions)
@@ -188,18 +191,22 @@ def test_who_is_asked_of_another_model_is_not_harmed(
         killed_s = time.monotonic()
         os.kill(client.stub("tensorrt_llm_bls"), signal.SIGKILL)
         found = wait_line(lines, r"repair \d+,")  # a probe may have been in its hands too
-        assert re.search("loaded tensorrt_llm_bls again, [67] requests hang", found), found
+        told = re.search(r"loaded tensorrt_llm_bls again, (\d) requests hang", found)
+        assert told, found
+        assert 1 <= int(told[1]) <= 7, found
         client.generate("tensorrt_llm_bls", text_input=PROMPT, max_tokens=2)
         wait_line(lines, "started tritonserver again", timeout_s=90)
+    ours = [each for each in oracle.outcomes if each.ask.model == "tensorrt_llm_bls"]
+    assert sum(each.error is not None for each in ours) >= int(told[1]) - 1  # a probe may be one
     for outcome in oracle.outcomes:
         want, after_s = oracle.references[outcome.ask], outcome.ended_s - killed_s
         assert want.startswith(outcome.text)
         assert after_s < REPAIRED_S, outcome
-        if outcome.ask.model == "tensorrt_llm_bls":
-            assert outcome.error is not None, outcome
-        elif outcome.error is None:
+        if outcome.error is None:
             assert outcome.text == want
-        else:  # a machine on which they take longer than others have
+        elif (
+            outcome.ask.model != "tensorrt_llm_bls"
+        ):  # a machine on which they take longer than others have
             assert "UNAVAILABLE" in outcome.error, (outcome, lines)
             assert after_s > OTHERS_S, (outcome, lines)
     assert engine_pid(client) == pid
@@ -294,17 +301,17 @@ def test_a_process_that_hangs_is_replaced_and_one_that_is_busy_is_not(
     client: Client, supervision: Supervision, record_property, text: str, what: str
 ) -> None:
     with supervision.on() as lines:
-        stub = client.stub("preprocessing")
+        stubs = client.stubs("preprocessing")
         busy = ask_in_background(client, "SPIN")
         busy.join(60)
         assert lines == []
-        assert client.stub("preprocessing") == stub
+        assert client.stubs("preprocessing") == stubs
         hung = ask_in_background(client, text)
         begin = time.monotonic()
         line = wait_line(lines, r"repair \d+,")
         record_property("noticed and repaired", time.monotonic() - begin)
-        said = f"the process of model preprocessing (pid {stub}) {what} for 3 s"
-        assert said in line, line
+        said = [f"the process of model preprocessing (pid {stub}) {what} for 3 s" for stub in stubs]
+        assert any(each in line for each in said), line
         assert time.monotonic() - begin < NOTICED_S
         hung.join(60)
         wait_served(client, 60)

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream_compose import stillness
-from slipstream_compose.stillness import Stillness
-from slipstream_contract import vitals
+from slipstream_contract import stillness, vitals
+from slipstream_contract.stillness import Stillness
 
 CODE = """
 import ctypes, sys, time

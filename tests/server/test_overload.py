@@ -263,7 +263,10 @@ def test_a_grpc_parameter_priority_is_tritons_own(small, kind):
 
 @pytest.fixture(scope="module")
 def queued(tmp_path_factory) -> Iterator[Client]:
-    """Models with queues of Triton's in front, and an engine that takes one after the other."""
+    """Models with queues of Triton's in front, each of one process that can be made to stand still.
+
+    And an engine that takes one after the other.
+    """
     folder = tmp_path_factory.mktemp("queued")
     options = ["--max-num-seqs", "1", "--max-waiting", "64"]
     repository = compose(CHECKPOINT, folder / "models", *options)
@@ -275,6 +278,7 @@ def queued(tmp_path_factory) -> Iterator[Client]:
 
 def add_queues(path: Path) -> None:
     plain = re.sub(r"dynamic_batching \{.*\}\n", "", path.read_text())
+    plain = plain.replace("{ count: 2 ", "{ count: 1 ")
     path.write_text(plain.replace("\ninstance_group", f"\n{QUEUES}\ninstance_group", 1))
 
 

@@ -32,7 +32,7 @@ def use(client: Client) -> None:
 
 def check_stubs_and_engine(client: Client) -> None:
     stubs = client.server.stubs()
-    assert len(stubs) == 7, stubs
+    assert len(stubs) == 10, stubs
     assert {name: policies(pid) for pid, name in stubs.items()} == dict.fromkeys(
         stubs.values(), GENTLE
     )

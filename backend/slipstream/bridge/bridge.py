@@ -29,7 +29,6 @@ from slipstream.launch import Supervision
 
 _log = logging.getLogger(__name__)
 
-MAX_ID = 64  # characters of a request id that logs keep
 _SUPERVISOR_S = 30  # so much earlier the supervisor should have ended an engine that is stuck
 _LOOK_S = 0.1  # how often a bridge that waits for its engine looks whether it still may
 
@@ -127,7 +126,7 @@ class Bridge:
             question.urgency.priority,
             question.deadline_ns,
             question.urgency.timeout_ns,
-            question.request_id[:MAX_ID],
+            question.request_id,
             self._name,
             question.cache_salt,
             retention,

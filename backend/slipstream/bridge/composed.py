@@ -51,6 +51,8 @@ class Composed:
 
     def begin(self, question: Question) -> None:
         """Start a request. Raises ContractError."""
+        if "stop" not in question.inputs:
+            self._bridge.check_room()
         size = batch_size(question.inputs)
         requests = [
             llm_request(

@@ -79,7 +79,7 @@ class Connection:
         self.status: wire.Status | None = None  # the latest
         self.num_dropped = 0  # frames that were no message
         self._address = address
-        self._bridge = bridge
+        self._hello = wire.Hello(wire.PROTOCOL, __version__, bridge, os.getpid())
         self._listener = listener
         self._keep_alive = keep_alive
         self._max_unanswered = max_unanswered
@@ -161,7 +161,7 @@ class Connection:
             try:
                 self._refusal = None
                 socket.connect(self._address)
-                socket.send(wire.encode(wire.Hello(wire.PROTOCOL, __version__, self._bridge)))
+                socket.send(wire.encode(self._hello))
                 self._serve(socket, monitor)
                 if self._is_closing and self._welcome is not None:
                     socket.send(wire.encode(wire.Bye()))
@@ -229,7 +229,9 @@ class Connection:
             socket.send(frame)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        """Hear all that has come. It may come as fast as it is heard: nothing waits for the end."""
         while True:
+            self._flush(socket)
             try:
                 frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -1,16 +1,30 @@
 """Model `slipstream_health`: whether tokens can be had now, told by the engine itself.
 
-The server's own readiness stays 200 when the engine, or even a stub, is dead: ask here.
+The server's own readiness stays 200 when the engine, or even a stub, is dead: ask here. A model may
+have several processes, of which a question reaches one; what is wrong with any of them is told too.
 """
+
+import logging
+import threading
+import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
+from slipstream_contract import vitals
+from slipstream_contract.processes import is_running, is_stopped
+from slipstream_contract.runtime import Runtime
+from slipstream_contract.stillness import STILL_S, Stillness
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.streams import Outputs
 
+_log = logging.getLogger(__name__)
+
 _ANSWER_S = 1.0
+_PERIOD_S = 0.25  # between two looks at the other processes
+_STOPPED_S = 0.7  # SIGSTOP for so long is a fault
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -23,10 +37,67 @@ class Report(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     last_step_age_s: float  # 0 while idle
+    faults: list[str] = []  # of the server's other processes
 
 
-def health(bridge: Bridge, output: str) -> Outputs:
+_OF_ENGINE = Report.__struct_fields__[:-1]
+
+
+def health(bridge: Bridge, siblings: "Siblings", output: str) -> Outputs:
     """A `Report` as the given output. Raises ContractError if the engine is silent for 1 s."""
     status: wire.Status = bridge.connection.ask_status(_ANSWER_S)
-    report = Report(*(getattr(status, field) for field in Report.__struct_fields__))
+    state = {field: getattr(status, field) for field in _OF_ENGINE}
+    report = Report(**state, faults=siblings.faults)
     return {output: np.array([msgspec.json.encode(report)], dtype=object)}
+
+
+class Siblings:
+    """One thread that looks at the processes of all models of this server, by their `vitals`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.faults: list[str] = []  # a new list with each look
+        self._directory = runtime.directory
+        self._began_ns = time.monotonic_ns()
+        self._still: dict[Path, Stillness] = {}
+        self._stopped_s: dict[Path, float] = {}  # since when
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="siblings", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_PERIOD_S):
+            try:
+                self._look()
+            except Exception:
+                _log.exception("a look at the other processes failed")
+
+    def _look(self) -> None:
+        files = set(self._directory.glob("vitals-*"))
+        for gone in self._still.keys() - files:
+            del self._still[gone]
+        found = ((file, self._wrong_with(file)) for file in sorted(files))
+        self.faults = [_named(file, what) for file, what in found if what]
+
+    def _wrong_with(self, file: Path) -> str:
+        pid = vitals.pid_of(file)
+        if not is_running(pid):
+            signs = vitals.read(file)
+            # Of an earlier server, or even of the time before the machine was started again.
+            is_ours = signs is not None and self._began_ns < signs.beat_ns <= time.monotonic_ns()
+            return "ended" if is_ours else ""
+        if is_stopped(pid):
+            stopped_s = time.monotonic() - self._stopped_s.setdefault(file, time.monotonic())
+            return "was stopped" if stopped_s > _STOPPED_S else ""
+        self._stopped_s.pop(file, None)
+        still = self._still.setdefault(file, Stillness(pid, file))
+        return f"{still.what} for {STILL_S:g} s" if still.look(0.0) else ""
+
+
+def _named(file: Path, what: str) -> str:
+    model = file.name.removeprefix("vitals-").rpartition("-")[0]
+    return f"the process of model {model} (pid {vitals.pid_of(file)}) {what}"

@@ -17,7 +17,7 @@ from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.retention import split_salt
 from slipstream_contract.runtime import PROBE, hide_shared_memory, open_runtime
-from slipstream_contract.stub import quicken_bytes, rest_collector
+from slipstream_contract.stub import quicken_bytes, rest_collector, share_interpreter
 from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
@@ -28,7 +28,7 @@ from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.composed import Composed, Vocabulary
 from slipstream.bridge.ending import EndWatch
 from slipstream.bridge.fused import Fused
-from slipstream.bridge.health import health
+from slipstream.bridge.health import Siblings, health
 from slipstream.bridge.metrics import Metrics
 from slipstream.bridge.text import Text, load_end_ids
 from slipstream.bridge.triton import (
@@ -75,6 +75,7 @@ class TritonPythonModel:
         hide_shared_memory()
         wake_gently()
         quicken_bytes(pb)
+        share_interpreter()
         parameters = StageParameters(args)
         wiring, config = read_settings(parameters.version_directory)
         self._is_decoupled = bool(
@@ -93,13 +94,15 @@ class TritonPythonModel:
             raise
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
         self._metrics = self._make_metrics(parameters.model)
-        self._end_watch = EndWatch(runtime, server_pid) if self._wiring is None else None
+        is_health = self._wiring is None
+        self._end_watch = EndWatch(runtime, server_pid) if is_health else None
+        self._siblings = Siblings(runtime) if is_health else None
         rest_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Begin every request; never waits for a token."""
-        if self._wiring is None:
-            return self._report(requests)
+        if self._siblings is not None:
+            return self._report(requests, self._siblings)
         for request in requests:
             reply = TritonReply(request, self._in_flight)
             begin = partial(self._begin, request, reply)
@@ -112,6 +115,8 @@ class TritonPythonModel:
         """End all threads and connections; the engine goes on for the other models."""
         if self._end_watch is not None:
             self._end_watch.close()
+        if self._siblings is not None:
+            self._siblings.close()
         if self._metrics is not None:
             self._metrics.close()
         self._bridge.close()
@@ -150,11 +155,11 @@ class TritonPythonModel:
             _log.warning("no metrics: %s", error)
             return None
 
-    def _report(self, requests: Sequence[Any]) -> list[Any] | None:
+    def _report(self, requests: Sequence[Any], siblings: Siblings) -> list[Any] | None:
         responses = []
         for _ in requests:
             try:
-                outputs = health(self._bridge, self._outputs[0])
+                outputs = health(self._bridge, siblings, self._outputs[0])
                 responses.append(pb.InferenceResponse(make_tensors(outputs)))
             except ContractError as error:
                 responses.append(pb.InferenceResponse(error=triton_error(error)))

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream_contract.admission import Load
-from slipstream_contract.errors import Code, ContractError
 
 from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.bounds import Bounds
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.host import Mover
+from slipstream.engine.names import Names
 from slipstream.engine.reports import RequestLog
 from slipstream.engine.scheduler import Limits, Scheduler
 from slipstream.engine.sequence import Request, Sequence
@@ -114,6 +114,7 @@ class Engine:
         )
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
+        self._names = Names()
         self._flights: deque[_Flight] = deque()
         self._next_sequence_id = 0
         self._failed: set[tuple[bytes, int]] = set()  # requests, since a step succeeded
@@ -125,13 +126,15 @@ class Engine:
         """Would `step` compute or tell anything?"""
         return bool(self._requests or self._flights)
 
+    def has(self, bridge: bytes, request: int) -> bool:
+        """Whether that request of a bridge has not ended."""
+        return (bridge, request) in self._requests
+
     def submit(self, bridge: bytes, message: Submit) -> None:
         """Queue a request. Raises `ContractError`, and then nothing has changed."""
         key = (bridge, message.request)
-        if key in self._requests:
-            raise ContractError(
-                f"request {message.request} is already running", Code.ALREADY_EXISTS
-            )
+        assert key not in self._requests, "its number is in use"
+        self._names.check(bridge, message.model, message.request_id)
         self._bounds.check(message)
         self.load().check(len(message.token_ids))
         sampling = message.sampling
@@ -167,6 +170,7 @@ class Engine:
         self._next_sequence_id += sampling.n
         request.num_unfinished = sampling.n
         self._requests[key] = request
+        self._names.add(request)
         if message.deadline_ns:
             self._deadlines.add(message.deadline_ns, key, self._requests.keys())
         self._scheduler.add(request)
@@ -282,6 +286,7 @@ class Engine:
         cache = self._scheduler.cache
         if not self._requests:
             assert num_sequences == 0, "sequences without a request"
+            assert not self._names, "a name of a request that has ended"
             assert cache.num_unused == cache.num_blocks, "a leak"
         assert cache.num_fenced == 0 or self._flights, "a fence without a step in flight"
         assert num_sequences <= sum(r.num_unfinished for r in self._requests.values())
@@ -407,6 +412,7 @@ class Engine:
                 request.num_unfinished -= 1
                 if request.num_unfinished == 0:
                     del self._requests[request.bridge, request.number]
+                    self._names.remove(request)
                     self._telemetry.ended(request)
                     if self._request_log is not None:
                         self._request_log.write(request)

@@ -52,7 +52,7 @@ class EngineLoop:
         self.num_unknown = 0  # cancels of requests that are not there
         self._engine = engine
         self._welcome = welcome
-        self._bridges: dict[bytes, str] = {}  # those that said hello, and their names
+        self._bridges: dict[bytes, wire.Hello] = {}  # those that said hello
         self._heard_s: dict[bytes, float] = {}
         self._next_probe_s = 0.0
         self._status_line = StatusLine(time.monotonic())
@@ -158,7 +158,7 @@ class EngineLoop:
             self._forget(bridge, "says bye")
 
     def _status(self, bridge: bytes, ping: wire.Ping) -> wire.Status:
-        status = self._engine.status(ping.number, self._bridges.values())
+        status = self._engine.status(ping.number, self._names())
         figures = self._engine.figures(self.num_dropped) if ping.with_figures else None
         requests = self._engine.requests_of(bridge)
         return msgspec.structs.replace(status, figures=figures, requests=requests)
@@ -173,18 +173,21 @@ class EngineLoop:
         if bridge in self._bridges:  # who connects anew has another identity
             self._drop(f"bridge {message.bridge!r:.64} says hello again")
             return
-        self._bridges[bridge] = message.bridge
+        before = [b for b, hello in self._bridges.items() if hello.pid and hello == message]
+        for identity in before:
+            self._forget(identity, "connects anew")
+        self._bridges[bridge] = message
         self._heard_s[bridge] = time.monotonic()
         _log.info("bridge %.64r is connected", message.bridge)
         self._send(bridge, self._welcome)
 
     def _submit(self, bridge: bytes, message: wire.Submit) -> None:
+        if self._engine.has(bridge, message.request):  # numbers are used once: it came twice
+            self._drop(f"request {message.request} is already running")
+            return
         try:
             self._engine.submit(bridge, message)
         except ContractError as error:
-            if error.code is Code.ALREADY_EXISTS:  # numbers are used once: the frame came twice
-                self._drop(error.message)
-                return
             rejected = wire.Rejected(message.request, error.code, error.message, error.reason)
             self._send(bridge, rejected)
         except Exception:
@@ -201,21 +204,27 @@ class EngineLoop:
         try:
             self._socket.send_multipart([bridge, wire.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # no route to it, or too many unsent messages
-            _log.warning("bridge %.64r: %s", self._bridges.get(bridge, "unknown"), error)
+            _log.warning("bridge %.64r: %s", self._name(bridge), error)
             return False
         return True
 
     def _probe(self, since_s: float) -> None:
         """Write to those not heard since; whoever died without a word cannot be reached."""
         for bridge in [b for b, heard_s in self._heard_s.items() if heard_s < since_s]:
-            self._send(bridge, self._engine.status(0, self._bridges.values()))
+            self._send(bridge, self._engine.status(0, self._names()))
 
     def _forget(self, bridge: bytes, why: str) -> None:
-        name = self._bridges.pop(bridge, None)
+        name = self._name(bridge)
         self._heard_s.pop(bridge, None)
         num_requests = self._engine.drop_bridge(bridge)
-        if name is not None:
+        if self._bridges.pop(bridge, None) is not None:
             _log.info("bridge %.64r %s; %d requests cancelled", name, why, num_requests)
+
+    def _name(self, bridge: bytes) -> str:
+        return self._bridges[bridge].bridge if bridge in self._bridges else "unknown"
+
+    def _names(self) -> list[str]:
+        return [hello.bridge for hello in self._bridges.values()]
 
 
 def read_config(path: Path) -> EngineConfig:

@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def check(client: SlipstreamClient, timeout_s: float) -> dict[str, Any]:
     """The engine's state, `ok`, and `error` or, of an idle engine, `token_s` for one token.
 
+    Of a model's processes a question reaches one; the server knows whether another is gone.
     Takes at most about `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
@@ -75,6 +76,9 @@ def check(client: SlipstreamClient, timeout_s: float) -> dict[str, Any]:
                 state = health.result()
                 for name, answer in asked.items():
                     _raise_named(name, answer)
+        faults = state.pop("faults", ())
+        if faults:
+            raise ContractError("; ".join(faults), Code.UNAVAILABLE)
         if state["running"] or state["waiting"]:
             return {"ok": True, **state}
         seconds = _one_token(client, models, deadline)
