@@ -30,7 +30,7 @@ from slipstream_compose.server import server_directory, server_environment, stub
 from slipstream_compose.spawn import spawn
 
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_NEEDED = 32 << 20  # bytes: seven stubs begin with one MiB each and grow with tensors
+SHARED_MEMORY_NEEDED = 32 << 20  # bytes: ten stubs begin with one MiB each and grow with tensors
 MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
 ENDING_S = 0.4  # in which bridges end all streams
 EXIT_TIMEOUT_S = 4  # for requests in flight, which it looks at once a second, and for unloading

@@ -138,10 +138,10 @@ class Gate:
         load = self._read()
         if load is None:
             return
-        waiting = _excess(len(self._passed), load.ms_per_request)
-        tokens = _excess(sum(tokens for _, tokens in self._passed), load.ms_per_token)
+        passed, tokens = len(self._passed), sum(tokens for _, tokens in self._passed)
         load._replace(
-            num_requests=load.num_requests + waiting, num_tokens=load.num_tokens + tokens
+            num_requests=_waiting(load.num_requests, passed, load.ms_per_request),
+            num_tokens=_waiting(load.num_tokens, tokens, load.ms_per_token),
         ).check(num_tokens)
 
     def enter(self, num_tokens: int) -> None:
@@ -154,7 +154,9 @@ class Gate:
             self._passed.popleft()
 
 
-def _excess(passed: int, ms_each: float) -> int:
-    """Of what is on its way, what will not have been admitted when the engine tells of it."""
-    admitted = 0 if ms_each == UNKNOWN else ON_THEIR_WAY_NS / 1e6 / max(ms_each, 1e-6)
-    return max(0, passed - int(admitted))
+def _waiting(told: int, passed: int, ms_each: float) -> int:
+    """What will wait when the engine tells of what is on its way now."""
+    if ms_each == UNKNOWN:  # none of those that wait was admitted: they have only just come
+        return max(told, passed)
+    admitted = int(ON_THEIR_WAY_NS / 1e6 / max(ms_each, 1e-6))
+    return told + max(0, passed - admitted)

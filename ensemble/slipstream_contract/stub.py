@@ -32,9 +32,9 @@ def rest_collector() -> None:
 def share_interpreter() -> None:
     """Let each thread wait for the interpreter for half a millisecond only; Python's own is 5.
 
-    A thread that always finds work gives it up for no longer than it takes another to wake up. With
-    more requests than it can take, the one that takes them kept all others waiting in turn: tokens
-    and requests went through in bursts, 50 ms apart, and the engine was idle between them.
+    A thread that always finds work gives it up for no longer than it takes another to wake up, so
+    the others get it by force, one after the other: with several that send, tokens waited for tens
+    of ms, and those of some streams for hundreds.
     """
     sys.setswitchinterval(_SWITCH_S)
 

@@ -78,8 +78,9 @@ class Siblings:
 
     def _look(self) -> None:
         files = set(self._directory.glob("vitals-*"))
-        for gone in self._still.keys() - files:
-            del self._still[gone]
+        for known in (self._still, self._stopped_s):
+            for gone in known.keys() - files:
+                del known[gone]
         found = ((file, self._wrong_with(file)) for file in sorted(files))
         self.faults = [_named(file, what) for file, what in found if what]
 
