@@ -21,7 +21,7 @@ from typing import NoReturn
 from slipstream_contract import inflight
 from slipstream_contract.processes import is_running, is_stopped
 from slipstream_contract.repairs import Repairs
-from slipstream_contract.stillness import STILL_S, Stillness
+from slipstream_contract.stillness import STILL_S, STOPPED_S, Stillness
 from slipstream_contract.vitals import forget_dead
 
 from slipstream_compose.pulse import Pulse
@@ -34,7 +34,6 @@ from slipstream_compose.triton import (
 
 INTERVAL_S = 0.2
 MAX_GAP_S = 2.0  # a longer one between two looks: this process itself stood still
-STOPPED_S = 0.7  # a process that was stopped (SIGSTOP) for so long is not waited for
 SERVER_SILENCE_S = 3.5  # without an answer: the server hangs
 DOUBT_S = 2.0  # likewise: it may hang, and then its models look as if they did
 MODEL_SILENCE_S = 30.0  # of a model that runs all the while, so that it may only be busy

@@ -14,6 +14,7 @@ from pathlib import Path
 from slipstream_contract import vitals
 
 STILL_S = 3.0
+STOPPED_S = 0.7  # a process that was stopped (SIGSTOP) for so long is not waited for
 _OVERDUE_S = 1.0  # a beat, or an answer
 _MAX_LOOK_S = 0.5  # between two looks counts no more: the watcher itself was held up
 _ACTIVE = 0.1  # of the time that passes

@@ -4,8 +4,6 @@ The server's own readiness stays 200 when the engine, or even a stub, is dead: a
 have several processes, of which a question reaches one; what is wrong with any of them is told too.
 """
 
-import logging
-import threading
 import time
 from pathlib import Path
 
@@ -14,17 +12,15 @@ import numpy as np
 from slipstream_contract import vitals
 from slipstream_contract.processes import is_running, is_stopped
 from slipstream_contract.runtime import Runtime
-from slipstream_contract.stillness import STILL_S, Stillness
+from slipstream_contract.stillness import STILL_S, STOPPED_S, Stillness
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge
+from slipstream.bridge.periodic import Periodic
 from slipstream.bridge.streams import Outputs
-
-_log = logging.getLogger(__name__)
 
 _ANSWER_S = 1.0
 _PERIOD_S = 0.25  # between two looks at the other processes
-_STOPPED_S = 0.7  # SIGSTOP for so long is a fault
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -60,21 +56,11 @@ class Siblings:
         self._began_ns = time.monotonic_ns()
         self._still: dict[Path, Stillness] = {}
         self._stopped_s: dict[Path, float] = {}  # since when
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="siblings", daemon=True)
-        self._thread.start()
+        self._periodic = Periodic("siblings", _PERIOD_S, self._look)
 
     def close(self) -> None:
         """End the thread."""
-        self._closed.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closed.wait(_PERIOD_S):
-            try:
-                self._look()
-            except Exception:
-                _log.exception("a look at the other processes failed")
+        self._periodic.close()
 
     def _look(self) -> None:
         files = set(self._directory.glob("vitals-*"))
@@ -93,7 +79,7 @@ class Siblings:
             return "ended" if is_ours else ""
         if is_stopped(pid):
             stopped_s = time.monotonic() - self._stopped_s.setdefault(file, time.monotonic())
-            return "was stopped" if stopped_s > _STOPPED_S else ""
+            return "was stopped" if stopped_s > STOPPED_S else ""
         self._stopped_s.pop(file, None)
         still = self._still.setdefault(file, Stillness(pid, file))
         return f"{still.what} for {STILL_S:g} s" if still.look(0.0) else ""

@@ -8,8 +8,6 @@ that Prometheus keeps of a histogram.
 """
 
 import itertools
-import logging
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,10 +20,9 @@ from slipstream_contract.errors import Code, ContractError
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge
 from slipstream.bridge.families import Kind, Metric, engine_metrics
+from slipstream.bridge.periodic import Periodic
 from slipstream.bridge.totals import Totals, Values
 from slipstream.figures import HISTOGRAMS
-
-_log = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
 _ANSWER_S = 1.0
@@ -97,22 +94,12 @@ class Metrics:
 
     def __init__(self, bridge: Bridge, model: str, tells_engine: bool) -> None:
         """Raises what the server says, where it serves no metrics."""
-        self._teller: Teller = EngineMetrics(bridge) if tells_engine else CallMetrics(bridge, model)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
+        teller: Teller = EngineMetrics(bridge) if tells_engine else CallMetrics(bridge, model)
+        self._periodic = Periodic("metrics", _PERIOD_S, teller.tell)
 
     def close(self) -> None:
         """End the thread."""
-        self._closed.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closed.wait(_PERIOD_S):
-            try:
-                self._teller.tell()
-            except Exception:
-                _log.exception("metrics failed")
+        self._periodic.close()
 
 
 class CallMetrics:

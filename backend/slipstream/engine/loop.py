@@ -158,7 +158,7 @@ class EngineLoop:
             self._forget(bridge, "says bye")
 
     def _status(self, bridge: bytes, ping: wire.Ping) -> wire.Status:
-        status = self._engine.status(ping.number, self._names())
+        status = self._engine.status(ping.number, self._bridge_names())
         figures = self._engine.figures(self.num_dropped) if ping.with_figures else None
         requests = self._engine.requests_of(bridge)
         return msgspec.structs.replace(status, figures=figures, requests=requests)
@@ -204,26 +204,26 @@ class EngineLoop:
         try:
             self._socket.send_multipart([bridge, wire.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # no route to it, or too many unsent messages
-            _log.warning("bridge %.64r: %s", self._name(bridge), error)
+            _log.warning("bridge %.64r: %s", self._bridge_name(bridge), error)
             return False
         return True
 
     def _probe(self, since_s: float) -> None:
         """Write to those not heard since; whoever died without a word cannot be reached."""
         for bridge in [b for b, heard_s in self._heard_s.items() if heard_s < since_s]:
-            self._send(bridge, self._engine.status(0, self._names()))
+            self._send(bridge, self._engine.status(0, self._bridge_names()))
 
     def _forget(self, bridge: bytes, why: str) -> None:
-        name = self._name(bridge)
+        name = self._bridge_name(bridge)
         self._heard_s.pop(bridge, None)
         num_requests = self._engine.drop_bridge(bridge)
         if self._bridges.pop(bridge, None) is not None:
             _log.info("bridge %.64r %s; %d requests cancelled", name, why, num_requests)
 
-    def _name(self, bridge: bytes) -> str:
+    def _bridge_name(self, bridge: bytes) -> str:
         return self._bridges[bridge].bridge if bridge in self._bridges else "unknown"
 
-    def _names(self) -> list[str]:
+    def _bridge_names(self) -> list[str]:
         return [hello.bridge for hello in self._bridges.values()]
 
 
