@@ -8,16 +8,18 @@ Older than `MAX_AGE_NS` it says nothing: an engine that has ended, stands still 
 refuses nobody through it.
 """
 
+import fcntl
 import logging
 import mmap
 import os
 import struct
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from slipstream_contract.errors import Code, ContractError
 
@@ -80,15 +82,19 @@ def path_of(socket: Path) -> Path:
     return socket.with_suffix(".load")
 
 
+def passed_path_of(socket: Path) -> Path:
+    """The file of what was let through to that engine."""
+    return socket.with_suffix(".passed")
+
+
 class LoadFile:
     """The mapped file. One process writes, any number read; no call blocks."""
 
     def __init__(self, path: Path) -> None:
         """Map it; the first to come makes it. Where that cannot be, the engine alone refuses."""
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = _open(path, _SIZE)
             try:
-                os.posix_fallocate(descriptor, 0, _SIZE)  # a page without room would kill us
                 self._map = mmap.mmap(descriptor, _SIZE)
             finally:
                 os.close(descriptor)
@@ -118,27 +124,85 @@ class LoadFile:
             load.check(num_tokens)
 
 
-class Gate:
-    """Before a stage that passes requests on to the engine; for one thread.
+class Passed:
+    """What the processes of a stage have let through of late: a mapped file, a row for each.
 
-    What it has let through a moment ago the engine does not tell yet. Where ten times as many come
+    Each writes its own row, all read all; no call blocks. A row holds the time of the last
+    `_NUM_KEPT` requests (ns, `time.monotonic_ns()`) and their tokens; who takes it keeps it locked
+    until the process ends.
+    """
+
+    _NUM_ROWS, _NUM_KEPT = 8, 128
+    _SIZE = 16 * _NUM_ROWS * _NUM_KEPT
+
+    def __init__(self, path: Path) -> None:
+        """Map it; the first to come makes it. Where there is no row, this process counts alone."""
+        row = 0
+        try:
+            self._descriptor = _open(path, self._SIZE)
+            row = self._take_row()
+            shared = mmap.mmap(self._descriptor, self._SIZE)
+        except OSError as error:
+            _log.warning("%s: what other processes let through is not counted", error)
+            shared = mmap.mmap(-1, self._SIZE)
+        entries = np.frombuffer(shared, np.int64).reshape(-1, self._NUM_KEPT, 2)
+        self._times_ns, self._tokens = entries[..., 0], entries[..., 1]
+        self._row = entries[row]
+        self._turn = 0
+
+    def add(self, num_tokens: int) -> None:
+        """One more, now."""
+        entry = self._row[self._turn % self._NUM_KEPT]
+        self._turn += 1
+        entry[1] = num_tokens
+        entry[0] = time.monotonic_ns()
+
+    def after(self, time_ns: int) -> tuple[int, int]:
+        """Requests after that time, and the sum of their tokens; of all processes."""
+        recent = self._times_ns > time_ns
+        return int(np.count_nonzero(recent)), int(self._tokens[recent].sum())
+
+    def _take_row(self) -> int:
+        for row in range(self._NUM_ROWS):
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
+            except BlockingIOError:
+                continue
+            return row
+        raise OSError(f"all {self._NUM_ROWS} rows are taken")
+
+
+def _open(path: Path, size: int) -> int:
+    """A file of that size, to be mapped by several processes. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # a page without room would kill us
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Gate:
+    """Before a stage that passes requests on to the engine; for one thread of each process.
+
+    What was let through a moment ago the engine does not tell yet. Where ten times as many come
     as go, each place that becomes free would let through all that come until it is told to be
     taken, and they would queue up for their refusal behind those that fit. So they count as
     waiting, but for as many as are admitted in that time at the recent rate.
     """
 
-    def __init__(self, read: Callable[[], Load | None]) -> None:
-        """`read` is that of a `LoadFile`."""
+    def __init__(self, read: Callable[[], Load | None], passed: Passed) -> None:
+        """`read` is that of a `LoadFile`; `passed` is shared by the stage's processes."""
         self._read = read
-        self._passed: deque[tuple[int, int]] = deque()  # time.monotonic_ns(), tokens
+        self._passed = passed
 
     def check(self, num_tokens: int = 0) -> None:
         """As `Load.check`."""
-        self._forget(time.monotonic_ns() - ON_THEIR_WAY_NS)
         load = self._read()
         if load is None:
             return
-        passed, tokens = len(self._passed), sum(tokens for _, tokens in self._passed)
+        passed, tokens = self._passed.after(time.monotonic_ns() - ON_THEIR_WAY_NS)
         load._replace(
             num_requests=_waiting(load.num_requests, passed, load.ms_per_request),
             num_tokens=_waiting(load.num_tokens, tokens, load.ms_per_token),
@@ -147,11 +211,7 @@ class Gate:
     def enter(self, num_tokens: int) -> None:
         """Likewise; a request that may wait is now on its way."""
         self.check(num_tokens)
-        self._passed.append((time.monotonic_ns(), num_tokens))
-
-    def _forget(self, before_ns: int) -> None:
-        while self._passed and self._passed[0][0] < before_ns:
-            self._passed.popleft()
+        self._passed.add(num_tokens)
 
 
 def _waiting(told: int, passed: int, ms_each: float) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb
-from slipstream_contract.admission import Gate, LoadFile, path_of
+from slipstream_contract.admission import Gate, LoadFile, Passed, passed_path_of, path_of
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
@@ -51,7 +51,8 @@ class TritonPythonModel:
             max_model_len=context_limit(parameters, directory),
         )
         runtime = open_runtime(os.getppid())
-        self._gate = Gate(LoadFile(path_of(runtime.socket)).read)
+        passed = Passed(passed_path_of(runtime.socket))
+        self._gate = Gate(LoadFile(path_of(runtime.socket)).read, passed)
         self._refusals = Refusals(parameters.model)
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
         rest_collector()

@@ -1,16 +1,20 @@
 """The engine's load as others read it: whole or not at all, and only while it is news."""
 
+import contextlib
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream_contract import admission
-from slipstream_contract.admission import Gate, Load, LoadFile, path_of
+from slipstream_contract.admission import Gate, Load, LoadFile, Passed, path_of
 from slipstream_contract.errors import Code, ContractError
 
 ROOM = Load(3, 40, 2, 4, 50, 10.5, 0.25)
@@ -122,13 +126,13 @@ def test_a_gate_counts_what_it_let_through(
     load = Load(0, 0, 2, max_requests, max_tokens, ms_each, ms_each / 10)
     window_ms = admission.ON_THEIR_WAY_NS / 1e6
     admitted = 0 if ms_each == admission.UNKNOWN else int(window_ms / ms_each)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as directory:
         patch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
-        gate = Gate(lambda: load)
+        gate = Gate(lambda: load, Passed(Path(directory, "passed")))
         for pause_ms, num_tokens, num_waiting in arrivals:
             now_ns[0] += pause_ms * 1_000_000
             load = load._replace(num_requests=num_waiting, num_tokens=3 * num_waiting)
-            recent = [n for ns, n in passed if now_ns[0] - ns <= admission.ON_THEIR_WAY_NS]
+            recent = [n for ns, n in passed if now_ns[0] - ns < admission.ON_THEIR_WAY_NS]
             try:
                 gate.enter(num_tokens)
             except ContractError as error:
@@ -145,13 +149,72 @@ def test_a_gate_counts_what_it_let_through(
         load = load._replace(num_requests=0)
         now_ns[0] += admission.ON_THEIR_WAY_NS + 1
         gate.check()
-        assert not gate._passed
+        assert gate._passed.after(now_ns[0] - admission.ON_THEIR_WAY_NS) == (0, 0)
 
 
-def test_a_gate_lets_through_what_nobody_tells_of() -> None:
-    gate = Gate(lambda: None)
+def test_a_gate_lets_through_what_nobody_tells_of(tmp_path: Path) -> None:
+    gate = Gate(lambda: None, Passed(tmp_path / "passed"))
     for _ in range(100):
         gate.enter(10**6)
+
+
+@contextlib.contextmanager
+def another_process(path: Path, num_tokens: int) -> Iterator[None]:
+    """It has let through one request."""
+    code = (
+        "import sys; from pathlib import Path; from slipstream_contract.admission import Passed;"
+        f"passed = Passed(Path(sys.argv[1])); passed.add({num_tokens});"
+        "print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"\n"
+        yield
+        process.communicate()
+
+
+def test_processes_of_a_stage_count_what_each_lets_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "ON_THEIR_WAY_NS", 10**12)
+    path = tmp_path / "passed"
+    passed = Passed(path)
+    gate = Gate(lambda: Load(0, 0, 2, 4, 1000), passed)
+    gate.enter(1)
+    with another_process(path, 10), another_process(path, 100):
+        assert passed.after(0) == (3, 111)
+        gate.enter(1000 - 111)
+        with pytest.raises(ContractError, match="4 requests wait with 1000 tokens"):
+            gate.check()
+
+
+def test_a_row_is_free_again_when_its_process_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "passed"
+    passed = Passed(path)
+    for number in range(1, Passed._NUM_ROWS + 2):
+        since_ns = time.monotonic_ns()
+        with another_process(path, number):
+            assert passed.after(since_ns) == (1, number)
+
+
+def test_without_a_row_a_process_counts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "passed"
+    monkeypatch.setattr(Passed, "_NUM_ROWS", 1)
+    with another_process(path, 5):
+        passed = Passed(path)
+        passed.add(1)
+        assert passed.after(0) == (1, 1)
+
+
+def test_the_oldest_of_many_are_forgotten(tmp_path: Path) -> None:
+    passed = Passed(tmp_path / "passed")
+    for number in range(1000):
+        passed.add(number)
+    count, tokens = passed.after(0)
+    assert (count, tokens) == (Passed._NUM_KEPT, sum(range(1000 - Passed._NUM_KEPT, 1000)))
 
 
 def test_without_a_file_the_engine_alone_refuses(tmp_path: Path) -> None:
