@@ -153,23 +153,44 @@ def _percentiles(name: str, values_ms: Any) -> dict[str, float]:
     return {f"{name}p{p}_ms": round(float(np.percentile(values_ms, p)), 2) for p in (50, 99)}
 
 
-def memory(samples: list[dict[str, float]], judged: Sequence[str]) -> dict[str, Any]:
+def num_kept(streams: Sequence[Received], times_ns: Sequence[int]) -> np.ndarray:
+    """Responses at those times that had come on streams which had not ended: int64 (T).
+
+    The server keeps every response of a gRPC stream until the stream ends (Triton before 25.03).
+    """
+    came_ns = np.sort(np.concatenate([stream.times_ns for stream in streams]))
+    by_end = sorted(streams, key=lambda stream: int(stream.times_ns[-1]))
+    ends_ns = np.array([stream.times_ns[-1] for stream in by_end])
+    gone = np.cumsum([0, *(len(stream.times_ns) for stream in by_end)])
+    num_ended = np.searchsorted(ends_ns, times_ns, "right")
+    return np.asarray(np.searchsorted(came_ns, times_ns, "right") - gone[num_ended])
+
+
+def memory(
+    samples: list[dict[str, float]], kept: np.ndarray, judged: Sequence[str]
+) -> dict[str, Any]:
     """Megabytes of the server and of all stubs, in the mean of each quarter of a row.
 
-    What is `judged` must not grow. The server keeps every response of a gRPC stream until the
-    stream ends (Triton before 25.03), and so can be judged only where many streams end.
+    What is `judged` must not grow. A server that answers faster, because less is put together, has
+    more responses to keep (`kept`, at each sample): what they take, measured where the row begins
+    and there were none yet, is no growth. Memory that was once needed is not given back, so the
+    most that was kept so far counts.
     """
-    parts = np.array_split(np.arange(len(samples)), 4)
-    found: dict[str, Any] = {}
+    parts = [part for part in np.array_split(np.arange(len(samples)), 4) if len(part)]
+    most = np.maximum.accumulate(kept) / 1e3
+    found: dict[str, Any] = {"kept_thousands": [round(float(most[p].mean()), 1) for p in parts]}
+    is_growing = False
     for name in ("server", "stubs"):
         values = np.array([sample[name] for sample in samples])
-        found[f"{name}_mb"] = [round(float(values[part].mean()), 1) for part in parts if len(part)]
-    grown = [found[f"{name}_mb"] for name in judged]
-    found["is_memory_growing"] = any(
-        quarters == sorted(quarters) and quarters[-1] > quarters[1] + _MB_GROWN
-        for quarters in grown
-    )
-    return found
+        quarters = [float(values[part].mean()) for part in parts]
+        found[f"{name}_mb"] = [round(quarter, 1) for quarter in quarters]
+        if name in judged and len(parts) == 4:
+            more = most[parts[-1]].mean() - most[parts[1]].mean()
+            each_mb = (quarters[1] - values[0]) / max(most[parts[1]].mean() - most[0], 1.0)
+            explained = more * each_mb if name == "server" else 0.0
+            is_rising = quarters == sorted(quarters)
+            is_growing |= is_rising and quarters[-1] - quarters[1] - explained > _MB_GROWN
+    return found | {"is_memory_growing": bool(is_growing)}
 
 
 # --- goals ---------------------------------------------------------------------------------------

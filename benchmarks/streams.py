@@ -43,6 +43,7 @@ from stream_figures import (
     has_many_cores,
     judge,
     memory,
+    num_kept,
     read_handovers,
     read_journal,
 )
@@ -143,7 +144,7 @@ def cpu_seconds(server: TritonServer) -> dict[str, float]:
 
 
 class Memory:
-    """Samples of what server and stubs have resident, twice a second, in MB."""
+    """Samples of the time and of what server and stubs have resident, twice a second, in MB."""
 
     def __init__(self, server: TritonServer) -> None:
         self.samples: list[dict[str, float]] = []
@@ -161,9 +162,8 @@ class Memory:
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # a process has ended, and the row with it
             while not self._closed.wait(0.5):
-                self.samples.append(
-                    {name: sum(map(_resident_mb, pids)) for name, pids in self._pids.items()}
-                )
+                found = {name: sum(map(_resident_mb, pids)) for name, pids in self._pids.items()}
+                self.samples.append({"time_ns": time.time_ns(), **found})
 
 
 def _resident_mb(pid: int) -> float:
@@ -252,7 +252,8 @@ def measure(wiring: str, row: str, args: argparse.Namespace) -> dict[str, Any]:
         found |= first_figures(probed, journal, handovers)
     judged = ("stubs", "server") if args.seconds >= _MANY_SESSIONS * _SESSION_S else ("stubs",)
     client_s = sum(cpu_s for _, cpu_s in results)
-    return found | memory(samples, judged) | _cores(before, after, client_s, seconds)
+    kept = num_kept(streams, [round(sample["time_ns"]) for sample in samples])
+    return found | memory(samples, kept, judged) | _cores(before, after, client_s, seconds)
 
 
 def _cores(

@@ -223,10 +223,34 @@ def test_a_growing_backlog_is_seen(bench, journal):
 
 def test_growing_memory_is_seen_of_those_who_are_judged(bench):
     samples = [{"server": 100 + 30 * i, "stubs": 300 + i % 2} for i in range(8)]
-    memory = bench.stream_figures.memory
-    assert memory(samples, ["stubs"])["is_memory_growing"] is False
-    assert memory(samples, ["stubs", "server"])["is_memory_growing"] is True
-    assert memory(samples, [])["server_mb"] == [115.0, 175.0, 235.0, 295.0]
+    memory, nothing = bench.stream_figures.memory, np.zeros(8)
+    assert memory(samples, nothing, ["stubs"])["is_memory_growing"] is False
+    assert memory(samples, nothing, ["stubs", "server"])["is_memory_growing"] is True
+    assert memory(samples, nothing, [])["server_mb"] == [115.0, 175.0, 235.0, 295.0]
+
+
+def test_what_more_kept_responses_take_is_no_growth(bench):
+    kept = np.array([0, 50, 100, 100, 100, 110, 150, 100]) * 1000  # 3 MB a thousand
+    most = np.array([0, 50, 100, 100, 100, 110, 150, 150])
+    samples = [{"server": 100 + 3 * float(each), "stubs": 3} for each in most]
+    found = bench.stream_figures.memory(samples, kept, ["server", "stubs"])
+    assert found["kept_thousands"] == [25, 100, 105, 150]
+    assert found["is_memory_growing"] is False
+    leaking = [sample | {"server": sample["server"] + 20 * i} for i, sample in enumerate(samples)]
+    assert bench.stream_figures.memory(leaking, kept, ["server"])["is_memory_growing"] is True
+    stubs = [{"server": 3, "stubs": sample["server"]} for sample in samples]  # they keep nothing
+    assert bench.stream_figures.memory(stubs, kept, ["stubs"])["is_memory_growing"] is True
+
+
+def test_a_stream_keeps_its_responses_until_it_ends(bench):
+    pairs = [stream(bench, 1, [1] * 3, 0, [0] * 3), stream(bench, 2, [1] * 5, 10, [0] * 5)]
+    streams = [received for received, _ in pairs]
+    times = np.concatenate([received.times_ns for received in streams])
+    ends = [int(received.times_ns[-1]) for received in streams]
+    for time_ns in [*times, *(times - 1), *(times + 1)]:
+        open_now = [s for s, end in zip(streams, ends, strict=True) if time_ns < end]
+        kept = sum(int(sum(s.times_ns <= time_ns)) for s in open_now)
+        assert bench.stream_figures.num_kept(streams, [time_ns])[0] == kept
 
 
 def test_streams_that_never_run_together_have_no_figures(bench, journal):
