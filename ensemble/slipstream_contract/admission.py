@@ -8,10 +8,10 @@ Older than `MAX_AGE_NS` it says nothing: an engine that has ended, stands still 
 refuses nobody through it.
 """
 
+import contextlib
 import fcntl
 import logging
 import mmap
-import os
 import struct
 import time
 import zlib
@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.mapped import map_file, map_if_possible
 
 _log = logging.getLogger(__name__)
 
@@ -92,15 +93,8 @@ class LoadFile:
 
     def __init__(self, path: Path) -> None:
         """Map it; the first to come makes it. Where that cannot be, the engine alone refuses."""
-        try:
-            descriptor = _open(path, _SIZE)
-            try:
-                self._map = mmap.mmap(descriptor, _SIZE)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            _log.warning("%s: requests above the bounds are refused by the engine alone", error)
-            self._map = mmap.mmap(-1, _SIZE)
+        loss = "requests above the bounds are refused by the engine alone"
+        self._map = map_if_possible(path, _SIZE, loss)
 
     def tell(self, load: Load) -> None:
         """This is the load now."""
@@ -137,15 +131,13 @@ class Passed:
 
     def __init__(self, path: Path) -> None:
         """Map it; the first to come makes it. Where there is no row, this process counts alone."""
-        row = 0
         try:
-            self._descriptor = _open(path, self._SIZE)
-            row = self._take_row()
-            shared = mmap.mmap(self._descriptor, self._SIZE)
+            self._map = map_file(path, self._SIZE)
+            row = self._take_row(path)
         except OSError as error:
             _log.warning("%s: what other processes let through is not counted", error)
-            shared = mmap.mmap(-1, self._SIZE)
-        entries = np.frombuffer(shared, np.int64).reshape(-1, self._NUM_KEPT, 2)
+            self._map, row = mmap.mmap(-1, self._SIZE), 0
+        entries = np.frombuffer(self._map, np.int64).reshape(-1, self._NUM_KEPT, 2)
         self._times_ns, self._tokens = entries[..., 0], entries[..., 1]
         self._row = entries[row]
         self._turn = 0
@@ -162,25 +154,14 @@ class Passed:
         recent = self._times_ns > time_ns
         return int(np.count_nonzero(recent)), int(self._tokens[recent].sum())
 
-    def _take_row(self) -> int:
+    def _take_row(self, path: Path) -> int:
+        # Any close of the file would let go of the lock: it stays open.
+        self._locked = path.open("r+b")
         for row in range(self._NUM_ROWS):
-            try:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
-            except BlockingIOError:
-                continue
-            return row
-        raise OSError(f"all {self._NUM_ROWS} rows are taken")
-
-
-def _open(path: Path, size: int) -> int:
-    """A file of that size, to be mapped by several processes. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, size)  # a page without room would kill us
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+            with contextlib.suppress(BlockingIOError):
+                fcntl.lockf(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
+                return row
+        raise OSError(f"{path}: all {self._NUM_ROWS} rows are taken")
 
 
 class Gate:

@@ -13,12 +13,12 @@ says nothing to the stream that has its slot now. Every word is 8 bytes, aligned
 """
 
 import fcntl
-import mmap
 import os
 import threading
 import time
 from pathlib import Path
 
+from slipstream_contract.mapped import map_file
 from slipstream_contract.processes import is_running
 
 NUM_SLOTS = 16384
@@ -39,15 +39,9 @@ class CreditFile:
     def __init__(self, path: Path) -> None:
         """Map `path`; the first to come makes it. Raises OSError, ValueError for another layout."""
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if os.fstat(descriptor).st_size not in (0, _SIZE):
-                raise ValueError(f"{path}: not a credit file of this version")
-            # All of it now: touching a page for which a full disk has no room kills the process.
-            os.posix_fallocate(descriptor, 0, _SIZE)
-            self._map = mmap.mmap(descriptor, _SIZE)
-        finally:
-            os.close(descriptor)
+        if path.exists() and path.stat().st_size not in (0, _SIZE):
+            raise ValueError(f"{path}: not a credit file of this version")
+        self._map = map_file(path, _SIZE)
         # Through a cast view an item is stored by one 8-byte move, unlike struct's byte by byte.
         self.words = memoryview(self._map).cast("q")
         if self.words[0] not in (0, _LAYOUT):

@@ -5,10 +5,10 @@ know whether there are any: a word in a file of the runtime directory tells, whi
 up to date until its last instruction and which nobody need answer for.
 """
 
-import mmap
-import os
 import threading
 from pathlib import Path
+
+from slipstream_contract.mapped import map_file
 
 _SIZE = 8
 
@@ -18,12 +18,7 @@ class InFlight:
 
     def __init__(self, path: Path) -> None:
         """Make the file. Raises OSError where there is no room for it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, _SIZE)  # a page without room would kill the process
-            self._map = mmap.mmap(descriptor, _SIZE)
-        finally:
-            os.close(descriptor)
+        self._map = map_file(path, _SIZE)
         self._word = memoryview(self._map).cast("q")
         self._word[0] = 0
         self._lock = threading.Lock()

@@ -6,18 +6,14 @@ The file of a process that was killed stays, until another takes its place.
 """
 
 import contextlib
-import logging
-import mmap
-import os
 import struct
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+from slipstream_contract.mapped import map_if_possible
 from slipstream_contract.processes import is_running
-
-_log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 _WORDS = struct.Struct("<qqq")
@@ -38,11 +34,7 @@ class Vitals:
         """Begin to beat. Where the file cannot be made, nobody will see whether we hang."""
         self._path = path
         forget_dead(path)
-        try:
-            self._map = _mapped(path)
-        except OSError as error:
-            _log.warning("%s: a process that hangs will be noticed late", error)
-            self._map = mmap.mmap(-1, _WORDS.size)
+        self._map = map_if_possible(path, _WORDS.size, "a process that hangs will be noticed late")
         self._words = memoryview(self._map).cast("q")
         self._words[0], self._words[1], self._words[2] = time.monotonic_ns(), 0, 0
         self._closed = threading.Event()
@@ -67,15 +59,6 @@ class Vitals:
     def _run(self) -> None:
         while not self._closed.wait(BEAT_S):
             self._words[0] = time.monotonic_ns()
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, _WORDS.size)  # a page without room would kill us
-        return mmap.mmap(descriptor, _WORDS.size)
-    finally:
-        os.close(descriptor)
 
 
 def pid_of(path: Path) -> int:
