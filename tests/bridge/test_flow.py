@@ -1,5 +1,6 @@
 """Flow control: what waits for an acknowledgement, and what its absence proves."""
 
+import math
 import random
 import time
 
@@ -29,7 +30,12 @@ def desk():
 @pytest.fixture
 def flow(desk, tmp_path):
     """Flow control, and postprocessing's end of its file: a process that is at work."""
-    flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, desk.calls.cancel)
+
+    def cancel(call):
+        desk.calls.cancel(call)
+        desk.calls.end_left(math.inf)
+
+    flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, cancel)
     flow.other_end = CreditFile(tmp_path / "credits")
     flow.taker = Taker(flow.other_end)
     flow.taker.begin()

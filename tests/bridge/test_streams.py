@@ -1,3 +1,4 @@
+import math
 import random
 import threading
 import time
@@ -202,8 +203,14 @@ def test_an_id_that_is_running_is_refused_without_harm_and_free_again_after_the_
 def test_a_cancel_ends_the_call_and_the_engines_work_once(desk):
     reply = Recorder()
     call = desk.open(reply, num_requests=2, request_id="x")
+    before_s = time.monotonic()
     for _ in range(2):
         desk.calls.cancel(call)
+    after_s = time.monotonic()
+    desk.calls.end_left(before_s + 0.099)  # the server may still be busy with its last response
+    assert not reply.done.is_set()
+    desk.calls.end_left(after_s + 0.1)
+    desk.calls.end_left(math.inf)
     assert reply.done.is_set()
     assert desk.cancelled() == [(number, wire.CancelCause.CLIENT) for number in call.routes]
     number = next(iter(call.routes))
@@ -211,6 +218,14 @@ def test_a_cancel_ends_the_call_and_the_engines_work_once(desk):
     time.sleep(0.05)
     assert reply.num_after_end == 0
     assert reply.responses == []
+
+
+def test_a_step_of_an_ensemble_that_is_cancelled_ends_at_once(desk):
+    reply = Recorder()
+    desk.calls.cancel(desk.open(reply, is_step=True))
+    assert reply.done.is_set()
+    desk.calls.end_left(math.inf)
+    assert reply.num_after_end == 0
 
 
 def test_stop_lets_the_engine_end_the_call(desk):

@@ -1,6 +1,7 @@
 """Everything that runs in a stub for one served model, whatever its tensors are."""
 
 import logging
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -175,6 +176,7 @@ class Bridge:
         """End everything; calls that still run end with an error."""
         self.calls.fail_all(ContractError("the model is being unloaded", Code.UNAVAILABLE))
         self._watch.close()
+        self.calls.end_left(math.inf)
         self.flow.close()
         self.connection.close()
         self._senders.close()

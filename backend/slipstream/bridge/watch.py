@@ -1,5 +1,7 @@
 """One thread that looks at every call in turn: has its client cancelled, is its time over?
 
+It also ends those that were cancelled, some time later.
+
 The engine keeps deadlines itself, before every step. One that hangs keeps none: then the call is
 ended here, a while after its deadline.
 """
@@ -49,6 +51,7 @@ class Watch:
         while not self._closed.is_set():
             begin = time.monotonic()
             try:
+                self._calls.end_left(begin)
                 self._round()
             except Exception:
                 _log.exception("watching for cancels failed")
