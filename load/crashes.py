@@ -1,6 +1,6 @@
 """tritonserver 24.10 can crash by itself under cancels.
 
-A race in its gRPC front end, mended in 25.03.
+A race in its gRPC front end, mended in 25.05.
 """
 
 import contextlib

@@ -184,10 +184,13 @@ class Gate:
         if load is None:
             return
         passed, tokens = self._passed.after(time.monotonic_ns() - ON_THEIR_WAY_NS)
-        load._replace(
-            num_requests=_waiting(load.num_requests, passed, load.ms_per_request),
-            num_tokens=_waiting(load.num_tokens, tokens, load.ms_per_token),
-        ).check(num_tokens)
+        num_requests, num_waiting_tokens = load.num_requests, load.num_tokens
+        if load.ms_per_request == UNKNOWN:  # none of those that wait was admitted: they just came
+            num_requests = max(num_requests, passed - load.num_running)
+        else:
+            num_requests += _left(passed, load.ms_per_request)
+            num_waiting_tokens += _left(tokens, load.ms_per_token)
+        load._replace(num_requests=num_requests, num_tokens=num_waiting_tokens).check(num_tokens)
 
     def enter(self, num_tokens: int) -> None:
         """Likewise; a request that may wait is now on its way."""
@@ -195,9 +198,6 @@ class Gate:
         self._passed.add(num_tokens)
 
 
-def _waiting(told: int, passed: int, ms_each: float) -> int:
-    """What will wait when the engine tells of what is on its way now."""
-    if ms_each == UNKNOWN:  # none of those that wait was admitted: they have only just come
-        return max(told, passed)
-    admitted = int(ON_THEIR_WAY_NS / 1e6 / max(ms_each, 1e-6))
-    return told + max(0, passed - admitted)
+def _left(passed: int, ms_each: float) -> int:
+    """Of what was let through, less what is admitted meanwhile at that rate."""
+    return max(0, passed - int(ON_THEIR_WAY_NS / 1e6 / max(ms_each, 1e-6)))

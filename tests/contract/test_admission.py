@@ -138,18 +138,31 @@ def test_a_gate_counts_what_it_let_through(
             except ContractError as error:
                 reasons.add(error.reason)
                 expected = num_waiting + max(0, len(recent) - admitted)
-                if ms_each == admission.UNKNOWN:  # all that wait may be of those it let through
-                    expected = max(num_waiting, len(recent))
+                if ms_each == admission.UNKNOWN:  # those that run or wait may be of them
+                    expected = max(num_waiting, len(recent) - load.num_running)
                 tokens = 3 * num_waiting + sum(recent) + num_tokens
                 assert expected >= max_requests or tokens > max_tokens
             else:
                 passed.append((now_ns[0], num_tokens))
-                assert len(recent) < max_requests + admitted
+                assert len(recent) < max_requests + max(admitted, load.num_running)
         assert reasons <= {"max_waiting", "max_waiting_tokens"}
         load = load._replace(num_requests=0)
         now_ns[0] += admission.ON_THEIR_WAY_NS + 1
         gate.check()
         assert gate._passed.after(now_ns[0] - admission.ON_THEIR_WAY_NS) == (0, 0)
+
+
+def test_who_runs_already_does_not_wait(tmp_path: Path) -> None:
+    load = Load(1, 400, 1, 2, 1000)
+    gate = Gate(lambda: load, Passed(tmp_path / "passed"))
+    gate.enter(300)  # it runs
+    gate.enter(400)  # it waits
+    gate.check()
+    with pytest.raises(ContractError, match="max_waiting_tokens is 1000"):
+        gate.check(700)
+    gate.enter(500)
+    with pytest.raises(ContractError, match="max_waiting is 2"):
+        gate.check()
 
 
 def test_a_gate_lets_through_what_nobody_tells_of(tmp_path: Path) -> None:
@@ -180,12 +193,12 @@ def test_processes_of_a_stage_count_what_each_lets_through(
     monkeypatch.setattr(admission, "ON_THEIR_WAY_NS", 10**12)
     path = tmp_path / "passed"
     passed = Passed(path)
-    gate = Gate(lambda: Load(0, 0, 2, 4, 1000), passed)
+    gate = Gate(lambda: Load(0, 0, 0, 4, 1000), passed)
     gate.enter(1)
     with another_process(path, 10), another_process(path, 100):
         assert passed.after(0) == (3, 111)
         gate.enter(1000 - 111)
-        with pytest.raises(ContractError, match="4 requests wait with 1000 tokens"):
+        with pytest.raises(ContractError, match="4 requests wait"):
             gate.check()
 
 
