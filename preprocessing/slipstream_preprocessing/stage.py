@@ -14,7 +14,7 @@ from slipstream_contract.admission import Gate, LoadFile, Passed, passed_path_of
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
-from slipstream_contract.stub import quicken_bytes, rest_collector
+from slipstream_contract.stub import must_end, quicken_bytes, rest_collector
 from slipstream_contract.vitals import Vitals
 from slipstream_contract.waking import wake_gently
 
@@ -126,7 +126,8 @@ class Refusals:
                 kind=pb.MetricFamily.COUNTER,
             )
             while not self._closed.wait(_TELL_S):
-                self._tell(family)
+                with must_end():
+                    self._tell(family)
         except Exception as error:  # `--allow-metrics=false`
             log.warning("no metrics: %s", error)
 

@@ -2,6 +2,8 @@
 
 import gc
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream_contract.stub import quicken_bytes, rest_collector
+from slipstream_contract.stub import must_end, quicken_bytes, rest_collector
 
 
 def of_2410(array: np.ndarray) -> Any:
@@ -76,3 +78,24 @@ def test_waiting_tokens_bring_no_collection_about() -> None:
         cycle: list[Any] = []
         cycle.append(cycle)
     assert gc.get_stats()[0]["collected"] > collected
+
+
+def test_who_waits_for_a_dead_server_with_the_interpreter_in_its_hands_ends() -> None:
+    """No thread of Python's can see to that."""
+    code = (
+        "import ctypes\n"
+        "from slipstream_contract.stub import must_end\n"
+        "with must_end(0.2): pass\n"
+        "ctypes.PyDLL(None).usleep(700_000)\n"  # whose caller keeps the interpreter
+        "print('past', flush=True)\n"
+        "with must_end(0.2): ctypes.PyDLL(None).sleep(600)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert found.stdout == b"past\n"
+    assert found.returncode == 1
+    assert b"Timeout (0:00:00" in found.stderr
+
+
+def test_who_is_answered_goes_on() -> None:
+    with pytest.raises(KeyError), must_end(30.0):
+        raise KeyError

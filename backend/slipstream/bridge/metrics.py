@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import triton_python_backend_utils as pb
 from slipstream_contract import repairs
 from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.stub import must_end
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge
@@ -94,12 +95,16 @@ class Metrics:
 
     def __init__(self, bridge: Bridge, model: str, tells_engine: bool) -> None:
         """Raises what the server says, where it serves no metrics."""
-        teller: Teller = EngineMetrics(bridge) if tells_engine else CallMetrics(bridge, model)
-        self._periodic = Periodic("metrics", _PERIOD_S, teller.tell)
+        self._teller: Teller = EngineMetrics(bridge) if tells_engine else CallMetrics(bridge, model)
+        self._periodic = Periodic("metrics", _PERIOD_S, self._tell)
 
     def close(self) -> None:
         """End the thread."""
         self._periodic.close()
+
+    def _tell(self) -> None:
+        with must_end():
+            self._teller.tell()
 
 
 class CallMetrics:
