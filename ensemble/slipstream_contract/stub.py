@@ -1,4 +1,4 @@
-"""What every model's process does at its start so that its responses cost less and never stall."""
+"""What every model's process does so that its responses cost less, and it never stalls."""
 
 import contextlib
 import faulthandler
@@ -47,7 +47,8 @@ def must_end(within_s: float = _ANSWER_S) -> Iterator[None]:
     """Around what tells the server a metric: this process ends if it takes longer.
 
     Triton's stub holds the interpreter while it waits for the server's answer. Of a server that has
-    died none comes, and the process would stay for good: no thread of it can run any more.
+    died none comes, and the process would stay for good: no thread of it can run any more. One that
+    is stopped for so long costs its models' processes too; they are seen and repaired as dead ones.
     """
     faulthandler.dump_traceback_later(within_s, exit=True, file=2)
     try:

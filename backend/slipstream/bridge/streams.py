@@ -22,7 +22,7 @@ from slipstream import wire
 _log = logging.getLogger(__name__)
 
 _MAX_TIMES = 4096
-LINGER_S = 0.1
+_LINGER_S = 0.1  # from a cancel to its end for the server
 
 Outputs = Mapping[str, np.ndarray]
 
@@ -320,7 +320,7 @@ class Calls:
     def cancel(self, call: Call, cause: wire.CancelCause = wire.CancelCause.CLIENT) -> None:
         """End a call whose client is gone, without a further word.
 
-        For the server it ends `LINGER_S` later, if `end_left` is called: servers before 25.05 let
+        For the server it ends `_LINGER_S` later, if `end_left` is called: servers before 25.05 let
         go of it twice, and crash, where it ends before they have learnt how the writing of its last
         response went. Of an ensemble they crash more often with it.
         """
@@ -330,7 +330,7 @@ class Calls:
                 if call.is_step:
                     call.reply.end()
                 else:
-                    self._left.append((time.monotonic() + LINGER_S, call.reply))
+                    self._left.append((time.monotonic() + _LINGER_S, call.reply))
 
     def end_left(self, now_s: float) -> None:
         """End cancelled calls whose time has come; by one thread at a time."""
