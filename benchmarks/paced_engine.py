@@ -32,6 +32,7 @@ from slipstream_contract.waking import wake_at_once
 LETTERS = (string.ascii_letters + string.digits).encode()
 MODEL = "paced"
 _CONTEXT = 1 << 30
+_NO_BOUND = 1 << 62
 _MODULES = ("slipstream.launch", "slipstream.engine.loop")
 
 
@@ -121,7 +122,8 @@ class PacedEngine:
 
     def load(self) -> Load:
         """Nobody waits, and everybody may."""
-        return Load(0, 0, sum(map(len, self._sequences.values())), 1, 1)
+        num_running = sum(map(len, self._sequences.values()))
+        return Load(0, 0, num_running, _NO_BOUND, _NO_BOUND)
 
     def step(self) -> dict[bytes, list[wire.Tokens]]:
         """Wait until the step is due; a token for everybody. Steps that were missed are not made

@@ -1,7 +1,7 @@
 """Whether one more request may wait: the engine's load and bounds, and the file that tells them.
 
 The engine alone decides. But a request that it refuses has been tokenised and sent to it, and where
-more comes than fits there is no time to waste on that. So while anybody waits the engine tells its
+more comes than fits there is no time to waste on that. So while it has work the engine tells its
 load, twice a turn, in a small file that the processes of its server map; they refuse by the same
 rule, in the same words, and pass on what may fit. What the file says was so at most a step ago.
 Older than `MAX_AGE_NS` it says nothing: an engine that has ended, stands still or computes for long
@@ -15,7 +15,6 @@ import mmap
 import struct
 import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +32,10 @@ ON_THEIR_WAY_NS = 50_000_000  # to the engine, and the step until it tells that 
 
 
 class Load(NamedTuple):
-    """Requests that wait and never ran, their prompts' tokens, and how fast they are admitted."""
+    """Requests that wait and never ran, their prompts' tokens, and how fast they are admitted.
+
+    And how many requests, and tokens of their prompts, the engine has ever been sent.
+    """
 
     num_requests: int
     num_tokens: int
@@ -42,6 +44,8 @@ class Load(NamedTuple):
     max_tokens: int
     ms_per_request: float = UNKNOWN
     ms_per_token: float = UNKNOWN
+    num_received: int = 0
+    num_received_tokens: int = 0
 
     def check(self, num_tokens: int = 0) -> None:
         """Raise `ContractError` if one more request, with so long a prompt, may not wait.
@@ -73,7 +77,7 @@ def _retry_ms(needed: int, ms_each: float) -> int:
     return round(min(max(MIN_RETRY_MS, needed * ms_each), MAX_RETRY_MS))
 
 
-_FIELDS = struct.Struct("<qqqqqqdd")  # time.monotonic_ns(), then a `Load`
+_FIELDS = struct.Struct("<qqqqqqddqq")  # time.monotonic_ns(), then a `Load`
 _SUM = struct.Struct("<I")
 _SIZE = _FIELDS.size + _SUM.size
 
@@ -103,13 +107,17 @@ class LoadFile:
 
     def read(self) -> Load | None:
         """The load, if it was told not long ago; None also for what is being written just now."""
+        load, is_recent = self.last()
+        return load if is_recent else None
+
+    def last(self) -> tuple[Load | None, bool]:
+        """The load that was told last, and whether that is not long ago."""
         data = self._map[:]
         fields = data[: _FIELDS.size]
         if _SUM.unpack_from(data, _FIELDS.size)[0] != zlib.crc32(fields):
-            return None
+            return None, False
         told_ns, *values = _FIELDS.unpack(fields)
-        is_recent = 0 <= time.monotonic_ns() - told_ns <= MAX_AGE_NS
-        return Load(*values) if is_recent else None
+        return Load(*values), 0 <= time.monotonic_ns() - told_ns <= MAX_AGE_NS
 
     def check(self, num_tokens: int = 0) -> None:
         """As `Load.check`, by what the engine has told."""
@@ -121,13 +129,13 @@ class LoadFile:
 class Passed:
     """What the processes of a stage have let through of late: a mapped file, a row for each.
 
-    Each writes its own row, all read all; no call blocks. A row holds the time of the last
-    `_NUM_KEPT` requests (ns, `time.monotonic_ns()`) and their tokens; who takes it keeps it locked
-    until the process ends.
+    Each writes its own row, all read all; no call blocks. A row holds, of the last `_NUM_KEPT`
+    requests, the time (ns, `time.monotonic_ns()`), the tokens, and what the engine had received
+    before (requests and tokens); who takes it keeps it locked until the process ends.
     """
 
     _NUM_ROWS, _NUM_KEPT = 8, 128
-    _SIZE = 16 * _NUM_ROWS * _NUM_KEPT
+    _SIZE = 32 * _NUM_ROWS * _NUM_KEPT
 
     def __init__(self, path: Path) -> None:
         """Map it; the first to come makes it. Where there is no row, this process counts alone."""
@@ -137,22 +145,33 @@ class Passed:
         except OSError as error:
             _log.warning("%s: what other processes let through is not counted", error)
             self._map, row = mmap.mmap(-1, self._SIZE), 0
-        entries = np.frombuffer(self._map, np.int64).reshape(-1, self._NUM_KEPT, 2)
-        self._times_ns, self._tokens = entries[..., 0], entries[..., 1]
-        self._row = entries[row]
+        self._entries = np.frombuffer(self._map, np.int64).reshape(-1, self._NUM_KEPT, 4)
+        self._row = self._entries[row]
         self._turn = 0
 
-    def add(self, num_tokens: int) -> None:
-        """One more, now."""
+    def add(self, num_tokens: int, load: Load | None) -> None:
+        """One more, now; the engine's load was told to be this one."""
+        received = (load.num_received, load.num_received_tokens) if load else (0, 0)
         entry = self._row[self._turn % self._NUM_KEPT]
         self._turn += 1
-        entry[1] = num_tokens
+        entry[1:] = (num_tokens, *received)
         entry[0] = time.monotonic_ns()
 
-    def after(self, time_ns: int) -> tuple[int, int]:
-        """Requests after that time, and the sum of their tokens; of all processes."""
-        recent = self._times_ns > time_ns
-        return int(np.count_nonzero(recent)), int(self._tokens[recent].sum())
+    def on_their_way(self, load: Load) -> tuple[int, int]:
+        """Requests, and their tokens, of all processes, that this load does not tell of yet.
+
+        Since each request that passed within ON_THEIR_WAY_NS, as many more are on their way as
+        passed less what the engine has received; before it there were some or none. So there are
+        at least as many as the most of these. What an engine before this one received is not its.
+        """
+        is_recent = self._entries[..., 0] > time.monotonic_ns() - ON_THEIR_WAY_NS
+        recent = self._entries[is_recent & (self._entries[..., 2] <= load.num_received)]
+        if not len(recent):
+            return 0, 0
+        _, tokens, received, received_tokens = recent[recent[:, 0].argsort()[::-1]].T
+        num_requests = np.arange(1, len(recent) + 1) - (load.num_received - received)
+        num_tokens = tokens.cumsum() - (load.num_received_tokens - received_tokens)
+        return max(0, int(num_requests.max())), max(0, int(num_tokens.max()))
 
     def _take_row(self, path: Path) -> int:
         # Any close of the file would let go of the lock: it stays open.
@@ -169,35 +188,29 @@ class Gate:
 
     What was let through a moment ago the engine does not tell yet. Where ten times as many come
     as go, each place that becomes free would let through all that come until it is told to be
-    taken, and they would queue up for their refusal behind those that fit. So they count as
-    waiting, but for as many as are admitted in that time at the recent rate.
+    taken, and they would queue up for their refusal behind those that fit. So they wait too.
     """
 
-    def __init__(self, read: Callable[[], Load | None], passed: Passed) -> None:
-        """`read` is that of a `LoadFile`; `passed` is shared by the stage's processes."""
-        self._read = read
+    def __init__(self, file: LoadFile, passed: Passed) -> None:
+        """`passed` is shared by the stage's processes."""
+        self._file = file
         self._passed = passed
 
     def check(self, num_tokens: int = 0) -> None:
         """As `Load.check`."""
-        load = self._read()
-        if load is None:
-            return
-        passed, tokens = self._passed.after(time.monotonic_ns() - ON_THEIR_WAY_NS)
-        num_requests, num_waiting_tokens = load.num_requests, load.num_tokens
-        if load.ms_per_request == UNKNOWN:  # none of those that wait was admitted: they just came
-            num_requests = max(num_requests, passed - load.num_running)
-        else:
-            num_requests += _left(passed, load.ms_per_request)
-            num_waiting_tokens += _left(tokens, load.ms_per_token)
-        load._replace(num_requests=num_requests, num_tokens=num_waiting_tokens).check(num_tokens)
+        self._check(num_tokens)
 
     def enter(self, num_tokens: int) -> None:
         """Likewise; a request that may wait is now on its way."""
-        self.check(num_tokens)
-        self._passed.add(num_tokens)
+        self._passed.add(num_tokens, self._check(num_tokens))
 
-
-def _left(passed: int, ms_each: float) -> int:
-    """Of what was let through, less what is admitted meanwhile at that rate."""
-    return max(0, passed - int(ON_THEIR_WAY_NS / 1e6 / max(ms_each, 1e-6)))
+    def _check(self, num_tokens: int) -> Load | None:
+        """The load that was told last, however old: an engine without work tells none."""
+        load, is_recent = self._file.last()
+        if load is not None and is_recent:
+            more_requests, more_tokens = self._passed.on_their_way(load)
+            load._replace(
+                num_requests=load.num_requests + more_requests,
+                num_tokens=load.num_tokens + more_tokens,
+            ).check(num_tokens)
+        return load

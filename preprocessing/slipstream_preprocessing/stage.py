@@ -52,7 +52,7 @@ class TritonPythonModel:
         )
         runtime = open_runtime(os.getppid())
         passed = Passed(passed_path_of(runtime.socket))
-        self._gate = Gate(LoadFile(path_of(runtime.socket)).read, passed)
+        self._gate = Gate(LoadFile(path_of(runtime.socket)), passed)
         self._refusals = Refusals(parameters.model)
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
         rest_collector()

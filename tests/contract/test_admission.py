@@ -4,12 +4,12 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,8 +28,9 @@ def told(file: LoadFile, load: Load) -> Load | None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was told once counts, however slow the machine is."""
+    """What was told, or passed, once counts, however slow the machine is."""
     monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
+    monkeypatch.setattr(admission, "ON_THEIR_WAY_NS", 10**12)
 
 
 @pytest.mark.usefixtures("patient")
@@ -84,7 +85,7 @@ def test_readers_beside_a_writer_see_one_or_the_other(tmp_path: Path) -> None:
 
     def write() -> None:
         for number in range(5000):
-            writer.tell(Load(*[number] * 5, float(number), float(number)))
+            writer.tell(Load(*[number] * len(Load._fields)))
         is_over.append(True)
 
     thread = threading.Thread(target=write)
@@ -96,7 +97,7 @@ def test_readers_beside_a_writer_see_one_or_the_other(tmp_path: Path) -> None:
             assert len(set(load)) == 1
             seen.add(load)
     thread.join()
-    assert reader.read() == Load(*[4999] * 5, 4999.0, 4999.0)
+    assert reader.read() == Load(*[4999] * len(Load._fields))
 
 
 def test_who_may_still_wait() -> None:
@@ -112,61 +113,108 @@ def test_who_may_still_wait() -> None:
     Load(1, 10**6, 9, 4, 50).check()  # of unknown length
 
 
+class Engine:
+    """As far as a gate sees one: what passed comes later, waits, and is admitted."""
+
+    def __init__(self, folder: Path, max_requests: int, max_tokens: int) -> None:
+        self.file = LoadFile(folder / "load")
+        self.gate = Gate(self.file, Passed(folder / "passed"))
+        self.on_their_way: list[int] = []  # tokens of each
+        self.waiting: list[int] = []
+        self._received: list[int] = []
+        self._bounds = max_requests, max_tokens
+        self.tell()
+
+    def tell(self) -> None:
+        waits, came = self.waiting, self._received
+        load = Load(len(waits), sum(waits), 1, *self._bounds, 9.0, 0.9, len(came), sum(came))
+        self.file.tell(load)
+
+    def ask(self, num_tokens: int) -> str:
+        """Why it is refused, or nothing."""
+        try:
+            self.gate.enter(num_tokens)
+        except ContractError as error:
+            return error.reason
+        self.on_their_way.append(num_tokens)
+        return ""
+
+    def receive(self, count: int) -> None:
+        came, self.on_their_way = self.on_their_way[:count], self.on_their_way[count:]
+        self._received += came
+        self.waiting += came
+        self.tell()
+
+    def receive_from_others(self, count: int) -> None:
+        self.on_their_way = [1] * count + self.on_their_way
+        self.receive(count)
+        self.admit(count)
+
+    def admit(self, count: int) -> None:
+        self.waiting = self.waiting[count:]
+        self.tell()
+
+
+_TURN = st.tuples(st.sampled_from(["ask", "ask", "receive", "admit"]), st.integers(1, 9))
+
+
 @given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(0, 2)), max_size=60),
+    st.lists(st.tuples(st.integers(0, 15), _TURN), max_size=80),
     st.integers(1, 6),
     st.integers(20, 60),
-    st.sampled_from([admission.UNKNOWN, 1.0, 10.0, 40.0, 100.0]),
 )
-def test_a_gate_counts_what_it_let_through(
-    arrivals: list[tuple[int, int, int]], max_requests: int, max_tokens: int, ms_each: float
+def test_what_is_on_its_way_waits(
+    turns: list[tuple[int, tuple[str, int]]], max_requests: int, max_tokens: int
 ) -> None:
-    """Requests come every few ms, of a few tokens; some wait, and the engine admits some."""
-    now_ns, passed, reasons = [10**12], [], set()
-    load = Load(0, 0, 2, max_requests, max_tokens, ms_each, ms_each / 10)
-    window_ms = admission.ON_THEIR_WAY_NS / 1e6
-    admitted = 0 if ms_each == admission.UNKNOWN else int(window_ms / ms_each)
+    """Nobody is refused too early, however long the way; nobody let through whom 50 ms show."""
+    now_ns, last_alone_ns = [10**12], 10**12
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as directory:
         patch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
-        gate = Gate(lambda: load, Passed(Path(directory, "passed")))
-        for pause_ms, num_tokens, num_waiting in arrivals:
+        engine = Engine(Path(directory), max_requests, max_tokens)
+        for pause_ms, (what, number) in turns:
             now_ns[0] += pause_ms * 1_000_000
-            load = load._replace(num_requests=num_waiting, num_tokens=3 * num_waiting)
-            recent = [n for ns, n in passed if now_ns[0] - ns < admission.ON_THEIR_WAY_NS]
-            try:
-                gate.enter(num_tokens)
-            except ContractError as error:
-                reasons.add(error.reason)
-                expected = num_waiting + max(0, len(recent) - admitted)
-                if ms_each == admission.UNKNOWN:  # those that run or wait may be of them
-                    expected = max(num_waiting, len(recent) - load.num_running)
-                tokens = 3 * num_waiting + sum(recent) + num_tokens
-                assert expected >= max_requests or tokens > max_tokens
+            if what != "ask":
+                getattr(engine, what)(number)
+                continue
+            engine.tell()
+            if not engine.on_their_way:
+                last_alone_ns = now_ns[0]
+            is_all_seen = now_ns[0] - last_alone_ns < admission.ON_THEIR_WAY_NS
+            there = engine.waiting + engine.on_their_way
+            is_full = len(there) >= max_requests
+            is_too_much = bool(there) and sum(there) + number > max_tokens
+            if engine.ask(number):
+                assert is_full or is_too_much
             else:
-                passed.append((now_ns[0], num_tokens))
-                assert len(recent) < max_requests + max(admitted, load.num_running)
-        assert reasons <= {"max_waiting", "max_waiting_tokens"}
-        load = load._replace(num_requests=0)
-        now_ns[0] += admission.ON_THEIR_WAY_NS + 1
-        gate.check()
-        assert gate._passed.after(now_ns[0] - admission.ON_THEIR_WAY_NS) == (0, 0)
+                assert not (is_all_seen and (is_full or is_too_much))
 
 
-def test_who_runs_already_does_not_wait(tmp_path: Path) -> None:
-    load = Load(1, 400, 1, 2, 1000)
-    gate = Gate(lambda: load, Passed(tmp_path / "passed"))
-    gate.enter(300)  # it runs
-    gate.enter(400)  # it waits
-    gate.check()
-    with pytest.raises(ContractError, match="max_waiting_tokens is 1000"):
-        gate.check(700)
-    gate.enter(500)
-    with pytest.raises(ContractError, match="max_waiting is 2"):
-        gate.check()
+@pytest.mark.usefixtures("patient")
+def test_a_burst_counts_once(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 4, 1000)
+    for came in (0, 1, 1, 1):
+        assert not engine.ask(100)
+        engine.receive(came)
+    assert (len(engine.waiting), len(engine.on_their_way)) == (3, 1)
+    assert engine.ask(100) == "max_waiting"
+    engine.admit(1)
+    assert engine.ask(701) == "max_waiting_tokens"
+    assert not engine.ask(700)
 
 
+@pytest.mark.usefixtures("patient")
+def test_an_engine_that_starts_anew_has_received_nothing(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 1, 1000)
+    engine.receive_from_others(9)
+    assert not engine.ask(1)
+    assert engine.ask(1) == "max_waiting"
+    engine.file.tell(Load(0, 0, 0, 1, 1000))
+    assert not engine.ask(1)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_gate_lets_through_what_nobody_tells_of(tmp_path: Path) -> None:
-    gate = Gate(lambda: None, Passed(tmp_path / "passed"))
+    gate = Gate(LoadFile(tmp_path / "load"), Passed(tmp_path / "passed"))
     for _ in range(100):
         gate.enter(10**6)
 
@@ -176,7 +224,7 @@ def another_process(path: Path, num_tokens: int) -> Iterator[None]:
     """It has let through one request."""
     code = (
         "import sys; from pathlib import Path; from slipstream_contract.admission import Passed;"
-        f"passed = Passed(Path(sys.argv[1])); passed.add({num_tokens});"
+        f"passed = Passed(Path(sys.argv[1])); passed.add({num_tokens}, None);"
         "print(flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(path)]
@@ -187,16 +235,15 @@ def another_process(path: Path, num_tokens: int) -> Iterator[None]:
         process.communicate()
 
 
-def test_processes_of_a_stage_count_what_each_lets_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admission, "ON_THEIR_WAY_NS", 10**12)
-    path = tmp_path / "passed"
-    passed = Passed(path)
-    gate = Gate(lambda: Load(0, 0, 0, 4, 1000), passed)
+@pytest.mark.usefixtures("patient")
+def test_processes_of_a_stage_count_what_each_lets_through(tmp_path: Path) -> None:
+    path, load = tmp_path / "passed", Load(0, 0, 0, 4, 1000)
+    passed, file = Passed(path), LoadFile(tmp_path / "load")
+    gate = Gate(file, passed)
+    file.tell(load)
     gate.enter(1)
     with another_process(path, 10), another_process(path, 100):
-        assert passed.after(0) == (3, 111)
+        assert passed.on_their_way(load) == (3, 111)
         gate.enter(1000 - 111)
         with pytest.raises(ContractError, match="4 requests wait"):
             gate.check()
@@ -206,11 +253,12 @@ def test_a_row_is_free_again_when_its_process_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "passed"
     passed = Passed(path)
     for number in range(1, Passed._NUM_ROWS + 2):
-        since_ns = time.monotonic_ns()
+        passed._entries[:] = 0
         with another_process(path, number):
-            assert passed.after(since_ns) == (1, number)
+            assert np.argwhere(passed._entries[..., 1] == number).tolist() == [[1, 0]]
 
 
+@pytest.mark.usefixtures("patient")
 def test_without_a_row_a_process_counts_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,16 +266,18 @@ def test_without_a_row_a_process_counts_alone(
     monkeypatch.setattr(Passed, "_NUM_ROWS", 1)
     with another_process(path, 5):
         passed = Passed(path)
-        passed.add(1)
-        assert passed.after(0) == (1, 1)
+        passed.add(1, None)
+        assert passed.on_their_way(ROOM) == (1, 1)
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_oldest_of_many_are_forgotten(tmp_path: Path) -> None:
     passed = Passed(tmp_path / "passed")
     for number in range(1000):
-        passed.add(number)
-    count, tokens = passed.after(0)
-    assert (count, tokens) == (Passed._NUM_KEPT, sum(range(1000 - Passed._NUM_KEPT, 1000)))
+        passed.add(number, ROOM)
+    kept = range(1000 - Passed._NUM_KEPT, 1000)
+    now = ROOM._replace(num_received=3, num_received_tokens=7)
+    assert passed.on_their_way(now) == (len(kept) - 3, sum(kept) - 7)
 
 
 def test_without_a_file_the_engine_alone_refuses(tmp_path: Path) -> None:

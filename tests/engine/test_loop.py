@@ -255,7 +255,7 @@ def test_an_idle_bridge_that_vanished_is_found_by_a_probe(house: House) -> None:
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
-def test_its_load_is_told_for_as_long_as_anybody_waits(
+def test_its_load_is_told_while_it_has_work(
     roomy: House, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)  # however slow the machine is
@@ -269,7 +269,8 @@ def test_its_load_is_told_for_as_long_as_anybody_waits(
         bridge.say(wire.Submit(number, pack([1]), ENDLESS, 1, deadline_ns=deadline_ns))
     roomy.turn_until(lambda: roomy.engine.status().running == 8)
     before = file.read()
-    assert before is None or before.num_requests == 0  # who was admitted may have waited
+    assert before is not None
+    assert (before.num_requests, before.num_received, before.num_received_tokens) == (0, 8, 8)
     for number in range(8, 24):
         bridge.say(wire.Submit(number, pack([1]), ENDLESS, 1, deadline_ns=deadline_ns))
     roomy.turn_until(lambda: roomy.engine.load().num_requests == 16)
@@ -285,6 +286,7 @@ def test_its_load_is_told_for_as_long_as_anybody_waits(
     left = file.read()
     assert left is not None
     assert left.num_requests == left.num_tokens == 0
+    assert (left.num_received, left.num_received_tokens) == (24, 24)
 
 
 class AcceleratorError(RuntimeError):

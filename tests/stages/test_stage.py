@@ -305,6 +305,7 @@ def test_steps_of_an_ensemble_are_refused_where_the_engine_is_full(
     num_ids = len(byte_level_bpe().encode("fox").ids)
     room = Load(3, 20, 1, 4, 20 + num_ids)
     assert errors(room, step, *others) == [None] * 3
+    room = room._replace(num_received=1, num_received_tokens=num_ids)
     full = errors(room._replace(num_requests=4), step, *others)
     assert full == [
         f"UNAVAILABLE: the engine is full: 4 requests wait with 20 tokens, max_waiting is 4 "

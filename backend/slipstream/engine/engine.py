@@ -120,6 +120,8 @@ class Engine:
         self._failed: set[tuple[bytes, int]] = set()  # requests, since a step succeeded
         self._trial = Trial()
         self._last_step = 0.0  # time.monotonic()
+        self._num_received = 0  # requests, also those that were refused
+        self._num_received_tokens = 0  # of their prompts
 
     @property
     def has_work(self) -> bool:
@@ -131,9 +133,11 @@ class Engine:
         return (bridge, request) in self._requests
 
     def submit(self, bridge: bytes, message: Submit) -> None:
-        """Queue a request. Raises `ContractError`, and then nothing has changed."""
+        """Queue a request. Raises `ContractError`, and then it is only counted."""
         key = (bridge, message.request)
         assert key not in self._requests, "its number is in use"
+        self._num_received += 1
+        self._num_received_tokens += len(message.token_ids)
         self._names.check(bridge, message.model, message.request_id)
         self._bounds.check(message)
         self.load().check(len(message.token_ids))
@@ -230,7 +234,10 @@ class Engine:
 
     def load(self) -> Load:
         """What waits, and how much may."""
-        return self._scheduler.waiting.load(self._scheduler.num_running)
+        scheduler = self._scheduler
+        return scheduler.waiting.load(scheduler.num_running)._replace(
+            num_received=self._num_received, num_received_tokens=self._num_received_tokens
+        )
 
     def status(self, number: int = 0, bridges: Iterable[str] = ()) -> Status:
         """The answer to a `Ping`."""

@@ -67,7 +67,6 @@ class EngineLoop:
         self._socket.bind(address)
         self._turns = Turns(path_of(address))
         self._load_file = LoadFile(load_path_of(Path(address.removeprefix("ipc://"))))
-        self._has_told_waiting = False
 
     def run(self) -> int:
         """Serve until the parent is gone or the runner is beyond repair; the exit code."""
@@ -88,25 +87,18 @@ class EngineLoop:
         self._turns.count()
         if self._engine.has_work or self._socket.poll(idle_ms):
             self._receive()
-            self._tell_load()
+            self._load_file.tell(self._engine.load())
         if self._engine.has_work:
             outputs = self._engine.step()
             made_ns = time.time_ns()
             for bridge, tokens in outputs.items():
                 if bridge in self._bridges:
                     self._send(bridge, wire.StepOutputs(self._engine.num_steps, made_ns, tokens))
-            self._tell_load()
+            self._load_file.tell(self._engine.load())
         if (now := time.monotonic()) >= self._next_probe_s:
             self._next_probe_s = now + 1.0
             self._status_line.tick(self._engine.status(0, ()), now)
             self._probe(now - _SILENCE_S)
-
-    def _tell_load(self) -> None:
-        """For those who would send more; once more when the last has been admitted."""
-        load = self._engine.load()
-        if load.num_requests or self._has_told_waiting:
-            self._load_file.tell(load)
-            self._has_told_waiting = load.num_requests > 0
 
     def close(self) -> None:
         """Stop listening, for those who call `turn` themselves."""
