@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crashes import crashed_is_ended, has_crashed
+from crashes import crash_of, crashed_is_ended
 from fuzz_cases import ANY, GENERATING, Case, Given, cases
 from fuzz_send import NO_END, Outcome, Sender
 from serving import REPORTS, about
@@ -211,7 +211,7 @@ def on_servers(repository: Path, log: Path, books: Books, drawn: Iterator[list[C
             if server.exit_code is None:
                 return
             books.crashes.append(server.reason())
-            if not has_crashed(server) or len(books.crashes) > _MAX_CRASHES:
+            if not crash_of(server) or len(books.crashes) > _MAX_CRASHES:
                 books.problems.append(f"the server has died: {server.reason()}")
                 return
 

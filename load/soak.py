@@ -9,8 +9,8 @@ its streams. Checked: every answer is the one that the same question got undistu
 that left, a beginning of it), every block is free soon after, and no process has more threads, file
 descriptors or shared memory than before.
 
-tritonserver 24.10 itself can crash under cancels (crashes.py). That is told, and counted apart from
-everything else: the requests that were under way are made once more, on a new server.
+tritonserver itself can crash or hang under cancels (crashes.py). That is told, and counted apart
+from everything else: the requests that were under way are made once more, on a new server.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import soak_timed
-from crashes import crashed_is_ended, has_crashed
+from crashes import crash_of, crashed_is_ended
 from serving import REPORTS, about
 from slipstream_client import AsyncSlipstreamClient
 from slipstream_compose.compose import compose, write
@@ -133,15 +133,16 @@ def on_servers(
                     is_done = asyncio.run(sit(server))
                 if is_done:
                     return crashes
-                if not has_crashed(server) or len(crashes) == max_crashes:
+                crash = crash_of(server)
+                if not crash or len(crashes) == max_crashes:
                     problems.append(f"the server has died: {server.reason()}")
                     return crashes
-                reason = server.reason().partition(" (log")[0]
-                crashes.append(f"{time.strftime('%H:%M:%S')} {reason}")
+                crashes.append(f"{time.strftime('%H:%M:%S')} {crash}")
                 kept = log.with_name(f"{log.stem}-crash-{len(crashes)}{log.suffix}")
                 log.replace(kept)
                 print(
-                    f"soak: tritonserver crashed by itself ({kept}); on a new one", file=sys.stderr
+                    f"soak: tritonserver failed by itself: {crash} ({kept}); on a new one",
+                    file=sys.stderr,
                 )
 
 

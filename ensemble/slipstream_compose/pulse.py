@@ -18,8 +18,9 @@ from slipstream_contract.runtime import PROBE
 
 from slipstream_compose.triton import Endpoints
 
-_SERVER_PERIOD_S, _MODEL_PERIOD_S = 1.0, 2.0
-_PATIENCE_S = 30.0  # for one answer; silence is measured meanwhile
+SERVER_PERIOD_S = 1.0
+PATIENCE_S = 30.0  # for one answer; silence is measured meanwhile
+_MODEL_PERIOD_S = 2.0
 _TEXT = {"text_input": "", "max_tokens": 1, PROBE: True}
 _TOKENS = {"input_ids": [0], "input_lengths": 1, "request_output_len": 1, PROBE: True}
 # model -> verb and body; other models are not asked.
@@ -33,32 +34,21 @@ QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Pulse:
-    """One thread with one connection, which it keeps: it needs none of the server's last files.
-
-    Any answer counts, an error too: what is asked for is whether somebody is there.
+class Asker:
+    """One thread that asks the same again and again. Any answer counts, an error too: what is asked
+    for is whether somebody is there.
     """
 
-    def __init__(self, endpoints: Endpoints, model: str | None) -> None:
-        """Of a model; None: of the server. A model that is not known is not asked, nor silent."""
+    def __init__(self, name: str, period_s: float) -> None:
         self._closed = threading.Event()
-        host, port = endpoints.connectable
-        self._connection = http.client.HTTPConnection(host, port, timeout=_PATIENCE_S)
-        self._path, self._body = "/v2/health/live", b""
-        self._period_s = _SERVER_PERIOD_S
+        self._period_s = period_s
         self._heard_s = time.monotonic()
         self._asked_s = 0.0  # 0: no question waits for its answer
-        self._is_asked = model is None or model in QUESTIONS
-        if model is not None and self._is_asked:
-            verb, body = QUESTIONS[model]
-            self._path, self._body = f"/v2/models/{model}/{verb}", json.dumps(body).encode()
-            self._period_s = _MODEL_PERIOD_S
-        if self._is_asked:
-            threading.Thread(target=self._run, name=f"pulse-{model}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"pulse-{name}", daemon=True)
 
     def silence_s(self) -> float:
         """Since the last answer, the time between two questions included."""
-        return time.monotonic() - self._heard_s if self._is_asked else 0.0
+        return time.monotonic() - self._heard_s if self._thread.ident else 0.0
 
     def unanswered_s(self) -> float:
         """How long a question has been waiting; 0: none is."""
@@ -72,10 +62,7 @@ class Pulse:
     def renew(self) -> None:
         """Likewise, and ask anew: whoever was asked is gone."""
         self.reset()
-        socket_ = self._connection.sock
-        if socket_ is not None:
-            with contextlib.suppress(OSError):
-                socket_.shutdown(socket.SHUT_RDWR)
+        self._interrupt()
 
     def close(self) -> None:
         """Ask no more. A server that ends waits for open connections."""
@@ -84,16 +71,60 @@ class Pulse:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            try:
-                self._ask()
+            self._asked_s = time.monotonic()
+            if self._ask():
                 self.reset()
-            except (OSError, http.client.HTTPException):
+            else:
                 self._asked_s = 0.0
-                self._connection.close()
             self._closed.wait(self._period_s)
-        self._connection.close()
+        self._leave()
 
-    def _ask(self) -> None:
-        self._asked_s = time.monotonic()
-        self._connection.request("POST" if self._body else "GET", self._path, self._body or None)
-        self._connection.getresponse().read()
+    def _ask(self) -> bool:
+        """Whether there was an answer."""
+        raise NotImplementedError
+
+    def _interrupt(self) -> None:
+        """From another thread: the question that waits has no answer."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """The last call."""
+        raise NotImplementedError
+
+
+class Pulse(Asker):
+    """Of a model or of the server, over HTTP.
+
+    It keeps its one connection and so needs none of the server's last files.
+    """
+
+    def __init__(self, endpoints: Endpoints, model: str | None) -> None:
+        """Of a model; None: of the server. A model that is not known is not asked, nor silent."""
+        super().__init__(str(model), _MODEL_PERIOD_S if model else SERVER_PERIOD_S)
+        host, port = endpoints.connectable
+        self._connection = http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
+        self._path, self._body = "/v2/health/live", b""
+        if model in QUESTIONS:
+            verb, body = QUESTIONS[model]
+            self._path, self._body = f"/v2/models/{model}/{verb}", json.dumps(body).encode()
+        if model is None or model in QUESTIONS:
+            self._thread.start()
+
+    def _ask(self) -> bool:
+        try:
+            verb = "POST" if self._body else "GET"
+            self._connection.request(verb, self._path, self._body or None)
+            self._connection.getresponse().read()
+        except (OSError, http.client.HTTPException):
+            self._connection.close()
+            return False
+        return True
+
+    def _interrupt(self) -> None:
+        socket_ = self._connection.sock
+        if socket_ is not None:
+            with contextlib.suppress(OSError):
+                socket_.shutdown(socket.SHUT_RDWR)
+
+    def _leave(self) -> None:
+        self._connection.close()

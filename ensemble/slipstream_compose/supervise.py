@@ -24,6 +24,7 @@ from slipstream_contract.repairs import Repairs
 from slipstream_contract.stillness import STILL_S, STOPPED_S, Stillness
 from slipstream_contract.vitals import forget_dead
 
+from slipstream_compose.front_end import HUNG_S, FrontEnd
 from slipstream_compose.pulse import Pulse
 from slipstream_compose.triton import (
     ENDING_S,
@@ -93,6 +94,7 @@ class Repairer:
         self._models: dict[int, str] = {}  # pid -> model
         self._still: dict[int, Stillness] = {}  # pid -> whether it hangs
         self._server_pulse = Pulse(server.endpoints, None)
+        self._front_end = FrontEnd(server.endpoints)
         self._pulses: dict[str, Pulse] = {}
         self._num_processes: Counter[str] = Counter()  # of each model
         self._leaving: dict[int, str] = {}  # pid -> model, of those unloaded that still have work
@@ -105,7 +107,7 @@ class Repairer:
         try:
             self._watch()
         finally:
-            for pulse in (self._server_pulse, *self._pulses.values()):
+            for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
                 pulse.close()
 
     def _watch(self) -> NoReturn:
@@ -148,6 +150,8 @@ class Repairer:
             return Fault(None, f"tritonserver (pid {server.pid}) was stopped")
         if self._server_pulse.silence_s() > SERVER_SILENCE_S:
             return Fault(None, f"tritonserver did not answer for {SERVER_SILENCE_S:g} s")
+        if self._front_end.is_hung(server.pid):
+            return Fault(None, f"gRPC streams of tritonserver stood still for {HUNG_S:g} s")
         if self._restart_s and self._num_in_flight():
             self._busy_s = now_s
         if self._restart_s and now_s > min(self._restart_s, self._busy_s + QUIET_S):
@@ -310,12 +314,12 @@ class Repairer:
             pid: Stillness(pid, runtime.vitals(model, pid)) for pid, model in self._models.items()
         }
         self._stopped_s.clear()
-        for pulse in (self._server_pulse, *self._pulses.values()):
+        for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
             pulse.renew()
 
     def _forget_times(self) -> None:
         self._stopped_s.clear()
         for still in self._still.values():
             still.reset()
-        for pulse in (self._server_pulse, *self._pulses.values()):
+        for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
             pulse.reset()

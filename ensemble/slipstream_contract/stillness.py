@@ -56,7 +56,7 @@ class Stillness:
         if not what:
             self._still_s = 0.0
             return False
-        activity_ns, is_waiting = _activity(self._pid, of_all=what == _NO_BEAT)
+        activity_ns, is_waiting = activity(self._pid, of_all=what == _NO_BEAT)
         active_s, self._activity_ns = (activity_ns - self._activity_ns) / 1e9, activity_ns
         if is_same and not is_waiting and active_s < _ACTIVE * elapsed_s:
             self._still_s += min(elapsed_s, _MAX_LOOK_S)
@@ -78,7 +78,7 @@ def _debt(signs: vitals.Signs, unanswered_s: float) -> str:
     return _NO_BEGIN if unanswered_s > _OVERDUE_S else ""
 
 
-def _activity(pid: int, of_all: bool) -> tuple[int, bool]:
+def activity(pid: int, of_all: bool) -> tuple[int, bool]:
     """Time (ns) that its main thread, or all of them, has run or waited for a processor.
 
     And whether one runs or waits at this moment: a wait counts only when it is over.
