@@ -28,6 +28,7 @@ MAX_SLOPE_MIB_H = 60.0  # of each of our processes
 MAX_SERVER_KIB = 16.0  # of tritonserver itself, a request
 _PLAN = 1000  # requests drawn at once
 _SETTLE_S = 15.0
+_NAP_S = 0.05
 
 
 class Timed:
@@ -44,6 +45,7 @@ class Timed:
         self._seed = seed
         self._seconds = seconds
         self._run_s = 0.0  # of load, over all servers
+        self._late_s = 0.0
         self._has_fallen_behind = False
         self._canaries = [Ask(Question(m == "tensorrt_llm", 0, "greedy"), m) for m in MODELS]
 
@@ -124,6 +126,7 @@ class Timed:
         others = [
             asyncio.create_task(self._sing(storm, lost, end)),
             asyncio.create_task(self._sample(server, engine, lost, end)),
+            asyncio.create_task(self._note_lateness(lost, end)),
         ]
         next_s = begin
         for item in self._endless():
@@ -135,7 +138,6 @@ class Timed:
                 break
             self.num_asked += num
             if len(tasks) > MAX_IN_FLIGHT:
-                self.books.problems.append(f"{len(tasks)} requests at once: it cannot keep up")
                 self._has_fallen_behind = True
                 break
             task = asyncio.create_task(one(item))
@@ -143,6 +145,11 @@ class Timed:
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks, *others)
         self._run_s += time.monotonic() - begin
+        if lost.is_set():  # who falls behind then does so because it is ending
+            self._has_fallen_behind = False
+        elif self._has_fallen_behind:
+            num = MAX_IN_FLIGHT + 1
+            self.books.problems.append(f"{num} requests at once: it cannot keep up")
         return not lost.is_set()
 
     async def _sing(self, storm: Storm, lost: asyncio.Event, end: float) -> None:
@@ -168,6 +175,12 @@ class Timed:
             self.memory.add(time.monotonic(), self.num_asked, held(server, engine))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(lost.wait(), SAMPLE_S)
+
+    async def _note_lateness(self, lost: asyncio.Event, end: float) -> None:
+        """How late this process itself can be: no fault of the server's."""
+        while not lost.is_set() and (now_s := time.monotonic()) < end:
+            await asyncio.sleep(_NAP_S)
+            self._late_s = max(self._late_s, time.monotonic() - now_s - _NAP_S)
 
     # --- the result ----------------------------------------------------------------------------
 
@@ -195,6 +208,7 @@ class Timed:
             "wrong": str(books.num_wrong),
             "leaked": "; ".join(self.grown) or "0",
             "canary": f"{self.num_canaries - self.num_canaries_wrong} of {self.num_canaries} equal",
+            "this tool": f"late by {self._late_s:.2f} s at most",
             "crashes": f"{len(crashes)} of tritonserver itself, {self.num_again} requests in them",
         }
         if not slopes:

@@ -11,9 +11,9 @@ from slipstream_compose.triton import SHARED_MEMORY, TritonServer
 
 _METRIC = re.compile(r"^slipstream_(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
-# gRPC adds threads to its pool when it likes, 5 in half an hour; one lost by every cancel would be
-# thousands.
-_SLACK = {("tritonserver", "threads"): 16}
+# gRPC adds threads to its pool when it likes, 5 in half an hour, each with its eventfd; one lost by
+# every cancel would be thousands.
+_SLACK = {("tritonserver", "threads"): 16, ("tritonserver", "eventfds"): 16}
 _WARM_UP_S = 600.0  # in which processes take memory that they use again and again
 
 
@@ -24,7 +24,8 @@ class Process:
     """
 
     threads: int = 0
-    fds: int = 0
+    fds: int = 0  # but for eventfds
+    eventfds: int = 0
     rss_mib: float = 0.0
 
 
@@ -56,7 +57,12 @@ def held(server: TritonServer, engine_pid: int) -> Held:
 def _add(process: Process, folder: Path) -> None:
     status = (folder / "status").read_text()
     process.threads += int(_field(status, "Threads"))
-    process.fds += len(os.listdir(folder / "fd"))
+    for fd in os.listdir(folder / "fd"):
+        with contextlib.suppress(OSError):  # it has just been closed
+            if os.readlink(folder / "fd" / fd) == "anon_inode:[eventfd]":
+                process.eventfds += 1
+            else:
+                process.fds += 1
     process.rss_mib += int(_field(status, "RssAnon")) / 1024
 
 
@@ -75,7 +81,7 @@ def growth(before: Held, after: Held) -> list[str]:
         if name not in before.processes or name not in after.processes:
             lines.append(f"{name}: {'ended' if name in before.processes else 'new'}")
             continue
-        for count in ("threads", "fds"):
+        for count in ("threads", "fds", "eventfds"):
             old = getattr(before.processes[name], count)
             new = getattr(after.processes[name], count)
             if new > old + _SLACK.get((name, count), 0):
@@ -89,18 +95,21 @@ def growth(before: Held, after: Held) -> list[str]:
 
 def table(before: Held, after: Held) -> str:
     """Both in columns."""
-    lines = [f"{'process':<18}{'threads':>14}{'fds':>14}{'RSS MiB':>18}"]
+    lines = [f"{'process':<18}{'threads':>14}{'fds':>14}{'eventfds':>14}{'RSS MiB':>18}"]
     none = Process()
     for name in sorted(before.processes.keys() | after.processes.keys()):
         old, new = before.processes.get(name, none), after.processes.get(name, none)
-        threads, fds = f"{old.threads} -> {new.threads}", f"{old.fds} -> {new.fds}"
+        counts = "".join(
+            f"{f'{getattr(old, count)} -> {getattr(new, count)}':>14}"
+            for count in ("threads", "fds", "eventfds")
+        )
         rss = f"{old.rss_mib:.0f} -> {new.rss_mib:.0f}"
-        lines.append(f"{name:<18}{threads:>14}{fds:>14}{rss:>18}")
+        lines.append(f"{name:<18}{counts}{rss:>18}")
     files, size = (
         f"{before.shm_files} -> {after.shm_files}",
         f"{before.shm_mib:.1f} -> {after.shm_mib:.1f}",
     )
-    lines.append(f"{'/dev/shm':<18}{'files':>14}{files:>14}{size:>18}")
+    lines.append(f"{'/dev/shm':<18}{'files':>14}{files:>14}{'':>14}{size:>18}")
     return "\n".join(lines)
 
 
