@@ -4,56 +4,56 @@ Two races in its gRPC front end: one crashes a 24.10 and is mended in 25.05; of 
 streams stand still (slipstream_compose.front_end).
 """
 
-import contextlib
 import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from typing import Self
 
 from slipstream_compose.front_end import FrontEnd
 from slipstream_compose.triton import TritonServer
 
 SAYS_S = 5.0  # a server that crashes writes its stack first
-_HUNG = "all gRPC streams stood still"
-_CRASH = re.compile(rf"Signal \((6|7|11)\) received|{_HUNG}")
+HUNG = "all gRPC streams stood still"
+_CRASH = re.compile(r"Signal \((6|7|11)\) received")
 _LOOK_S = 0.2
 
 
-def crash_of(server: TritonServer) -> str:
-    """What its log tells of a crash by itself; nothing where there was none."""
-    found = _CRASH.search(server.log.read_text(errors="replace"))
-    return found.group() if found else ""
-
-
-@contextlib.contextmanager
-def crashed_is_ended(server: TritonServer) -> Iterator[None]:
-    """One that hangs, or has crashed and does not end, is ended in the meantime; its log says so.
+class Watch:
+    """Of one server. One that hangs, or has crashed and does not end, is ended.
 
     Where it was the heap that broke, it can wait for ever for a lock to write its stack.
     """
-    is_over = threading.Event()
-    front_end = FrontEnd(server.endpoints)
 
-    def watch() -> None:
-        while not is_over.wait(_LOOK_S):
-            if server.exit_code is not None:
-                return
-            if front_end.is_hung(server.pid):
-                with server.log.open("a") as log:
-                    log.write(f"{_HUNG}\n")
-                os.kill(server.pid, signal.SIGKILL)
-                return
-            if crash_of(server) and not is_over.wait(SAYS_S):
-                if server.exit_code is None:
-                    os.kill(server.pid, signal.SIGKILL)
-                return
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        self._is_hung = False
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="crashes", daemon=True)
 
-    thread = threading.Thread(target=watch, name="crashes", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+    @property
+    def crash(self) -> str:
+        """How it crashed or hung by itself; nothing where it did not."""
+        if self._is_hung:
+            return HUNG
+        found = _CRASH.search(self._server.log.read_text(errors="replace"))
+        return found.group() if found else ""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        front_end = FrontEnd(self._server.endpoints)
+        while not self._is_over.wait(_LOOK_S) and self._server.exit_code is None:
+            self._is_hung = front_end.is_hung(self._server.pid)
+            if self.crash:
+                is_over = self._is_over.wait(0.0 if self._is_hung else SAYS_S)
+                if not is_over and self._server.exit_code is None:
+                    os.kill(self._server.pid, signal.SIGKILL)
+                break
         front_end.close()

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crashes import crash_of, crashed_is_ended
+from crashes import Watch
 from fuzz_cases import ANY, GENERATING, Case, Given, cases
 from fuzz_send import NO_END, Outcome, Sender
 from serving import REPORTS, about
@@ -200,7 +200,7 @@ def on_servers(repository: Path, log: Path, books: Books, drawn: Iterator[list[C
     while True:
         name = f"{log.name}-{len(books.crashes)}" if books.crashes else log.name
         server = TritonServer(repository, Endpoints.free(), log.with_name(name))
-        with server.running(), crashed_is_ended(server):
+        with server.running(), Watch(server) as watch:
             while (
                 server.exit_code is None
                 and not books.problems
@@ -211,7 +211,7 @@ def on_servers(repository: Path, log: Path, books: Books, drawn: Iterator[list[C
             if server.exit_code is None:
                 return
             books.crashes.append(server.reason())
-            if not crash_of(server) or len(books.crashes) > _MAX_CRASHES:
+            if not watch.crash or len(books.crashes) > _MAX_CRASHES:
                 books.problems.append(f"the server has died: {server.reason()}")
                 return
 

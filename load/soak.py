@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import soak_timed
-from crashes import crash_of, crashed_is_ended
+from crashes import Watch
 from serving import REPORTS, about
 from slipstream_client import AsyncSlipstreamClient
 from slipstream_compose.compose import compose, write
@@ -129,11 +129,11 @@ def on_servers(
         while True:
             with TritonServer(repository, Endpoints.free(), log).running() as server:
                 first_token(server.endpoints.http, check_repository(repository))
-                with crashed_is_ended(server):
+                with Watch(server) as watch:
                     is_done = asyncio.run(sit(server))
                 if is_done:
                     return crashes
-                crash = crash_of(server)
+                crash = watch.crash
                 if not crash or len(crashes) == max_crashes:
                     problems.append(f"the server has died: {server.reason()}")
                     return crashes
