@@ -186,7 +186,11 @@ def measure(args: argparse.Namespace, endpoints: Endpoints) -> dict[str, Any]:
         raise failed[0]
     names = ("usual", "long", "big", NOBODY) if args.bytes else ("usual", "long")
     found = {name: figures(outcome.records, disturber.spans, name) for name in names}
-    return conclude(args, found, disturber.answers)
+    result = conclude(args, found, disturber.answers)
+    bodies = [span for span in disturber.spans if span.what in ("big", NOBODY)]
+    for (what, *_), span in zip(disturber.answers, bodies, strict=True):
+        result["worst_ms"][what] = figures(outcome.records, [span], span.what).get("max")
+    return result
 
 
 def conclude(
@@ -221,6 +225,7 @@ def conclude(
             if name != "usual" and usual and "p99" in found[name]
         },
         "refusals_s": {what: round(seconds, 3) for what, seconds, _ in answers},
+        "worst_ms": {},
         "problems": problems,
     }
 
@@ -235,7 +240,8 @@ def table(result: dict[str, Any]) -> str:
                 f"{row['tokens']:>9}{row['span_s']:>8.2f}"
             )
     lines += [
-        f"refused {what:<26}{seconds:>8.2f} s" for what, seconds in result["refusals_s"].items()
+        f"refused {what:<26}{seconds:>8.2f} s, {result['worst_ms'].get(what)} ms at most"
+        for what, seconds in result["refusals_s"].items()
     ]
     return "\n".join(lines)
 

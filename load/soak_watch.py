@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ _METRIC = re.compile(r"^slipstream_(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 # gRPC adds threads to its pool when it likes, 5 in half an hour, each with its eventfd; one lost by
 # every cancel would be thousands.
-_SLACK = {("tritonserver", "threads"): 16, ("tritonserver", "eventfds"): 16}
+_SLACK = {("tritonserver", "threads"): 16, ("tritonserver", "eventfd"): 16}
 _WARM_UP_S = 600.0  # in which processes take memory that they use again and again
 
 
@@ -24,8 +25,7 @@ class Process:
     """
 
     threads: int = 0
-    fds: int = 0  # but for eventfds
-    eventfds: int = 0
+    fds: Counter[str] = field(default_factory=Counter)  # by kind: file, socket, eventfd, ...
     rss_mib: float = 0.0
 
 
@@ -59,11 +59,14 @@ def _add(process: Process, folder: Path) -> None:
     process.threads += int(_field(status, "Threads"))
     for fd in os.listdir(folder / "fd"):
         with contextlib.suppress(OSError):  # it has just been closed
-            if os.readlink(folder / "fd" / fd) == "anon_inode:[eventfd]":
-                process.eventfds += 1
-            else:
-                process.fds += 1
+            process.fds[_kind(os.readlink(folder / "fd" / fd))] += 1
     process.rss_mib += int(_field(status, "RssAnon")) / 1024
+
+
+def _kind(target: str) -> str:
+    """What a link in /proc/PID/fd is: `socket:[1]`, `anon_inode:[eventfd]`, or a path."""
+    found = re.match(r"anon_inode:\[?(\w+)|(\w+):\[", target)
+    return found[1] or found[2] if found else "file"
 
 
 def _field(status: str, name: str) -> str:
@@ -81,11 +84,12 @@ def growth(before: Held, after: Held) -> list[str]:
         if name not in before.processes or name not in after.processes:
             lines.append(f"{name}: {'ended' if name in before.processes else 'new'}")
             continue
-        for count in ("threads", "fds", "eventfds"):
-            old = getattr(before.processes[name], count)
-            new = getattr(after.processes[name], count)
-            if new > old + _SLACK.get((name, count), 0):
-                lines.append(f"{name}: {count} {old} -> {new}")
+        old, new = (each.processes[name] for each in (before, after))
+        counts = {"threads": (old.threads, new.threads)}
+        counts |= {kind: (old.fds[kind], new.fds[kind]) for kind in sorted(new.fds)}
+        for count, (had, has) in counts.items():
+            if has > had + _SLACK.get((name, count), 0):
+                lines.append(f"{name}: {count} {had} -> {has}")
     if after.shm_files > before.shm_files:
         lines.append(f"/dev/shm: files {before.shm_files} -> {after.shm_files}")
     if after.shm_mib > before.shm_mib:
@@ -95,21 +99,18 @@ def growth(before: Held, after: Held) -> list[str]:
 
 def table(before: Held, after: Held) -> str:
     """Both in columns."""
-    lines = [f"{'process':<18}{'threads':>14}{'fds':>14}{'eventfds':>14}{'RSS MiB':>18}"]
+    lines = [f"{'process':<18}{'threads':>14}{'fds':>14}{'RSS MiB':>18}"]
     none = Process()
     for name in sorted(before.processes.keys() | after.processes.keys()):
         old, new = before.processes.get(name, none), after.processes.get(name, none)
-        counts = "".join(
-            f"{f'{getattr(old, count)} -> {getattr(new, count)}':>14}"
-            for count in ("threads", "fds", "eventfds")
-        )
+        threads, fds = f"{old.threads} -> {new.threads}", f"{old.fds.total()} -> {new.fds.total()}"
         rss = f"{old.rss_mib:.0f} -> {new.rss_mib:.0f}"
-        lines.append(f"{name:<18}{counts}{rss:>18}")
+        lines.append(f"{name:<18}{threads:>14}{fds:>14}{rss:>18}")
     files, size = (
         f"{before.shm_files} -> {after.shm_files}",
         f"{before.shm_mib:.1f} -> {after.shm_mib:.1f}",
     )
-    lines.append(f"{'/dev/shm':<18}{'files':>14}{files:>14}{'':>14}{size:>18}")
+    lines.append(f"{'/dev/shm':<18}{'files':>14}{files:>14}{size:>18}")
     return "\n".join(lines)
 
 

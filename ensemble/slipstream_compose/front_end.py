@@ -8,7 +8,11 @@ Then HTTP, metrics and unary calls go on, and every stream of every model hangs.
 
 from __future__ import annotations
 
+import os
 import time
+
+# The import reads it. What this process forks calls exec at once; gRPC's hooks would start threads.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 from slipstream_contract.stillness import activity

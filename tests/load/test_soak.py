@@ -4,8 +4,12 @@ import argparse
 import asyncio
 import os
 import re
+import select
 import signal
+import socket
 import warnings
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from slipstream_compose.server import server_directory
@@ -102,27 +106,48 @@ def test_a_wrong_token_in_an_answer_and_in_a_beginning_is_seen(load):
     assert not load.soak_storm.is_beginning({0: (1, 3)}, {0: (1, 2, 3)})
 
 
+def fds(sockets: int, eventfds: int = 2) -> Counter[str]:
+    return Counter(socket=sockets, eventfd=eventfds)
+
+
+def test_every_descriptor_is_counted_by_its_kind(load):
+    before, mine = load.soak_watch.Process(), load.soak_watch.Process()
+    load.soak_watch._add(before, Path("/proc/self"))
+    reading, writing = os.pipe()
+    with (
+        socket.socket(),
+        select.epoll(),
+        open("/proc/self/status"),
+        os.fdopen(os.eventfd(0)),
+        os.fdopen(reading),
+        os.fdopen(writing, "w"),
+    ):
+        load.soak_watch._add(mine, Path("/proc/self"))
+    assert mine.fds - before.fds == Counter(socket=1, eventpoll=1, file=1, eventfd=1, pipe=2)
+
+
 def test_growth_of_any_count_is_seen(load):
     watch = load.soak_watch
-    before = watch.Held({"engine": watch.Process(4, 14, 2, 100.0)}, 6, 6.0)
+    before = watch.Held({"engine": watch.Process(4, fds(14), 100.0)}, 6, 6.0)
     assert watch.growth(before, before) == []
-    smaller = watch.Held({"engine": watch.Process(3, 13, 2, 900.0)}, 5, 5.0)
+    smaller = watch.Held({"engine": watch.Process(3, fds(13), 900.0)}, 5, 5.0)
     assert watch.growth(before, smaller) == []
-    larger = watch.Held({"engine": watch.Process(5, 15, 3, 100.0), "x": watch.Process()}, 7, 6.5)
+    larger = watch.Held({"engine": watch.Process(5, fds(15), 100.0), "x": watch.Process()}, 7, 6.5)
     assert watch.growth(before, larger) == [
         "engine: threads 4 -> 5",
-        "engine: fds 14 -> 15",
-        "engine: eventfds 2 -> 3",
+        "engine: socket 14 -> 15",
         "x: new",
         "/dev/shm: files 6 -> 7",
         "/dev/shm: MiB 6.0 -> 6.5",
     ]
     assert "5" in watch.table(before, larger)
-    pools = [watch.Held({"tritonserver": watch.Process(n, 9, n, 1.0)}) for n in (239, 255, 256)]
+    pools = [
+        watch.Held({"tritonserver": watch.Process(n, fds(9, n), 1.0)}) for n in (239, 255, 256)
+    ]
     assert watch.growth(pools[0], pools[1]) == []
     assert watch.growth(pools[0], pools[2]) == [
         "tritonserver: threads 239 -> 256",
-        "tritonserver: eventfds 239 -> 256",
+        "tritonserver: eventfd 239 -> 256",
     ]
 
 
@@ -134,12 +159,12 @@ def test_a_slope_is_of_all_servers_and_not_of_their_beginnings(load):
         for number in range(301):
             warm_up = -50.0 if number < 100 else 0.0
             size = base + warm_up + number / 60  # MiB, each 10 s and 40 requests
-            held = watch.Held({"engine": watch.Process(4, 14, 2, size)})
+            held = watch.Held({"engine": watch.Process(4, fds(14), size)})
             memory.add(7.0 + 10.0 * number, 40 * number, held)
     memory.begin_server()
     for number in range(60):  # not ten minutes: all of it is warm-up
         memory.add(
-            10.0 * number, number, watch.Held({"engine": watch.Process(4, 14, 2, number * 9)})
+            10.0 * number, number, watch.Held({"engine": watch.Process(4, fds(14), number * 9)})
         )
     (slope,) = memory.slopes().values()
     assert slope.mib_h == pytest.approx(6.0)
@@ -151,7 +176,7 @@ def test_servers_that_lived_briefly_have_no_slope(load):
     assert memory.slopes() == {}
     memory.begin_server()
     for number in range(59):
-        held = load.soak_watch.Held({"engine": load.soak_watch.Process(4, 14, 2, 5.0 * number)})
+        held = load.soak_watch.Held({"engine": load.soak_watch.Process(4, fds(14), 5.0 * number)})
         memory.add(10.0 * number, number, held)
     assert memory.slopes() == {}
 
@@ -176,7 +201,7 @@ def test_what_a_timed_run_must_not_show_is_a_problem(load):
     timed.memory.begin_server()
     for number in range(9):
         sizes = {"engine": 20.0 * number, "tritonserver": 20.0 * number, "stub": 1.0}
-        processes = {name: load.soak_watch.Process(1, 1, 1, size) for name, size in sizes.items()}
+        processes = {name: load.soak_watch.Process(1, fds(1), size) for name, size in sizes.items()}
         timed.memory.add(120.0 * number, 200 * number, load.soak_watch.Held(processes))
     problems = timed.result([])["problems"]
     assert len(problems) == 4
