@@ -22,8 +22,9 @@ from slipstream_compose.triton import Endpoints
 
 _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 _FOR_NO_MODEL = b"\x0a\x01-"  # a `ModelInferRequest` whose `model_name`, field 1, is "-"
-# A server that was started again is found at once.
+# A server that was started again is found at once; no proxy stands between.
 _OPTIONS = [(f"grpc.{which}_reconnect_backoff_ms", 200) for which in ("initial", "min", "max")]
+_OPTIONS.append(("grpc.enable_http_proxy", 0))
 HUNG_S = 3.5  # without an answer, while the server has little to do
 BUSY_HUNG_S = 20.0  # likewise, whatever it has to do
 _BUSY = 0.5  # of a core, from which on it may only be late
@@ -39,12 +40,13 @@ class FrontEnd(Asker):
         self._late: tuple[float, int] | None = None  # since when (s), the server's activity (ns)
         self._channel = grpc.insecure_channel(endpoints.grpc, _OPTIONS)
         self._call: grpc.Call | None = None
+        self._has_answered = False  # whoever never did cannot be reached from here
         self._thread.start()
 
     def is_hung(self, pid: int) -> bool:
         """Whether this server's streams stand still, and not because it is busy."""
         silence_s = self.silence_s()
-        if silence_s < _LATE_S:
+        if silence_s < _LATE_S or not self._has_answered:
             self._late = None
             return False
         active_ns, _ = activity(pid, of_all=True)
@@ -63,9 +65,11 @@ class FrontEnd(Asker):
             return False
         finally:
             self._call = None
+        self._has_answered = True
         return True
 
     def _interrupt(self) -> None:
+        self._has_answered = False
         call = self._call
         if call is not None:
             call.cancel()

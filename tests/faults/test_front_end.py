@@ -1,6 +1,7 @@
 """gRPC streams of a server that stand still: who notices, and when busy is not still."""
 
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -79,6 +80,8 @@ def test_a_busy_server_has_longer(
     now_s = 100.0
     asker = FrontEnd(Endpoints.free())
     asker.close()
+    asker._thread.join(30)
+    asker._has_answered = True
     heard_s = now_s
     monkeypatch.setattr(front_end, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(asker, "silence_s", lambda: now_s - heard_s)
@@ -88,6 +91,13 @@ def test_a_busy_server_has_longer(
             now_s += 0.2
         assert hung_s < now_s - heard_s < hung_s + 0.3
         heard_s = now_s
+
+
+def test_who_never_answered_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    asker = FrontEnd(Endpoints.free())
+    monkeypatch.setattr(asker, "silence_s", lambda: 2 * BUSY_HUNG_S)
+    assert not asker.is_hung(os.getpid())
+    asker.close()
 
 
 @pytest.mark.parametrize("verb", ["close", "renew"])
