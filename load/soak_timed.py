@@ -1,10 +1,10 @@
 """A soak by time: 80 % of what the server can do, a fifth leaves early, a canary every second."""
 
 import asyncio
-import collections
 import contextlib
 import itertools
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ MAX_SERVER_KIB = 16.0  # of tritonserver itself, a request
 _PLAN = 1000  # requests drawn at once
 _SETTLE_S = 15.0
 _NAP_S = 0.05
+_NUM_PEAKS = 3  # of the last ones the median counts: one that was too high would be an overload
 
 
 class Timed:
@@ -111,6 +112,7 @@ class Timed:
     async def _load(self, storm: Storm, server: TritonServer, engine: int) -> bool:
         """Requests at random times, the canary and the samples; False if the server was lost."""
         rng = random.Random(self._seed)
+        peak = statistics.median(self.peaks[-_NUM_PEAKS:])
         begin = time.monotonic()
         end = begin + min(TURN_S, self._seconds - self._run_s)
         tasks: set[asyncio.Task[None]] = set()
@@ -131,7 +133,7 @@ class Timed:
         next_s = begin
         for item in self._endless():
             num = CHILD_STREAMS if isinstance(item, Child) else 1
-            next_s += sum(rng.expovariate(SHARE * self.peaks[-1]) for _ in range(num))
+            next_s += sum(rng.expovariate(SHARE * peak) for _ in range(num))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(lost.wait(), max(0.0, min(next_s, end) - time.monotonic()))
             if lost.is_set() or time.monotonic() >= end:
@@ -188,9 +190,10 @@ class Timed:
         """Figures, the table, and what is wrong."""
         books = self.books
         tenths = tenth_figures(books.took)
+        first_and_last = {name: (p99s[0], p99s[-1]) for name, p99s in tenths.items()}
         slopes = self.memory.slopes()
         problems = [*books.problems, *self.grown]
-        for name, (first, last) in tenths.items():
+        for name, (first, last) in first_and_last.items():
             if last > MAX_SLOWER * first:
                 problems.append(f"{name}: {first:.0f} ms in the first tenth, {last:.0f} at the end")
         for name, slope in slopes.items():
@@ -217,39 +220,41 @@ class Timed:
             rows[f"RSS {name}"] = (
                 f"{slope.mib_h:+.1f} MiB/h, {slope.kib_request:+.2f} KiB a request"
             )
-        for name, (first, last) in tenths.items():
+        for name, (first, last) in first_and_last.items():
             rows[f"p99 {name}"] = f"first tenth {first:.0f} ms, last tenth {last:.0f} ms"
         return {
             "minutes": round(self._run_s / 60, 2),
             "peaks": [round(peak, 2) for peak in self.peaks],
             "ends": dict(sorted(books.ends.items())),
             "rows": rows,
+            "p99 of tenths": {name: [round(p, 1) for p in p99s] for name, p99s in tenths.items()},
             "crashes of tritonserver itself": crashes,
             "table": "\n".join(f"{name:<24}{value}" for name, value in rows.items()),
             "problems": problems,
         }
 
 
-def tenth_figures(took: list[Took]) -> dict[str, tuple[float, float]]:
-    """99th percentiles in ms of the requests begun in the first and in the last tenth of the time:
-    to the first token, and between tokens.
+def tenth_figures(took: list[Took]) -> dict[str, list[float]]:
+    """99th percentiles in ms of the requests begun in each tenth of the time: to the first token,
+    and between tokens. Tenths without any are left out.
     """
     if not took:
         return {}
     begin, end = min(t.begin_s for t in took), max(t.begin_s for t in took)
-    tenth = (end - begin) / 10
-    parts = collections.defaultdict(list)
+    tenth = (end - begin) / 10 or 1.0
+    parts: dict[str, list[list[float]]] = {
+        name: [[] for _ in range(10)] for name in ("first token", "a token")
+    }
     for t in took:
-        for number, is_in in enumerate((t.begin_s < begin + tenth, t.begin_s > end - tenth)):
-            if is_in:
-                parts["first token", number].append(t.first_s - t.begin_s)
-                if t.num_tokens > 1:
-                    between = (t.last_s - t.first_s) / (t.num_tokens - 1)
-                    parts["a token", number].append(between)
+        number = min(9, int((t.begin_s - begin) / tenth))
+        parts["first token"][number].append(t.first_s - t.begin_s)
+        if t.num_tokens > 1:
+            between = (t.last_s - t.first_s) / (t.num_tokens - 1)
+            parts["a token"][number].append(between)
     return {
-        name: (1e3 * percentile(parts[name, 0], 0.99), 1e3 * percentile(parts[name, 1], 0.99))
-        for name in ("first token", "a token")
-        if parts[name, 0] and parts[name, 1]
+        name: [1e3 * percentile(values, 0.99) for values in tenths if values]
+        for name, tenths in parts.items()
+        if any(tenths)
     }
 
 

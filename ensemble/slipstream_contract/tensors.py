@@ -356,7 +356,8 @@ _VLLM_OUTPUTS = """
 # --- models --------------------------------------------------------------------------------------
 
 # A process that makes text fills a core with the responses of some 400 streams of 100 tokens/s.
-_NUM_TEXT = 2
+_NUM_TEXT = 2  # processes: while the server sends on what one has made, another makes the next
+_NUM_STAGE = 2
 
 
 def _bridge(
@@ -378,16 +379,16 @@ def _bridge(
     )
 
 
-def _stage(name: str, inputs: str, outputs: str, num_instances: int = 1) -> Model:
+def _stage(name: str, inputs: str, outputs: str, has_dynamic_batching: bool) -> Model:
     return Model(
         name,
         f"slipstream_{name}",
         MAX_BATCH_SIZE,
         _tensors(inputs),
         _tensors(outputs),
-        has_dynamic_batching=True,
+        has_dynamic_batching=has_dynamic_batching,
         instance_kind="KIND_CPU",
-        num_instances=num_instances,
+        num_instances=_NUM_STAGE,
     )
 
 
@@ -411,10 +412,11 @@ _ALL = (
         _tensors(_TEXT_OUTPUTS),
         num_instances=_NUM_TEXT,
     ),
-    _stage("preprocessing", _PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS, num_instances=2),
+    _stage("preprocessing", _PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS, True),
     _bridge("tensorrt_llm", MAX_BATCH_SIZE, _LLM_INPUTS, _LLM_OUTPUTS),
-    # While the server sends on what one process has made, the other makes the next.
-    _stage("postprocessing", _POSTPROCESSING_INPUTS, "OUTPUT STRING[-1]", num_instances=2),
+    # A queue drops requests whose client is gone; the ensemble then fails while `tensorrt_llm` runs
+    # for it, and before Triton 26.03 it is never freed.
+    _stage("postprocessing", _POSTPROCESSING_INPUTS, "OUTPUT STRING[-1]", False),
     _bls(),
     _bridge("vllm_model", 0, _VLLM_INPUTS, _VLLM_OUTPUTS, _NUM_TEXT),
     # Not decoupled, so that probes can be plain `/infer` and gRPC calls.

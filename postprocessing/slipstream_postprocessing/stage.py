@@ -1,7 +1,9 @@
-"""The Triton side of postprocessing: token ids in, text out, many requests at a time."""
+"""The Triton side of postprocessing: token ids in, text out."""
 
 import logging
 import os
+import time
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from slipstream_postprocessing.detokenize import check_ids, detokenize, detokeni
 log = logging.getLogger(__name__)
 
 _STATE = "STREAM_STATE"
+_ASK_NS = 50_000_000
 
 
 class _Responses(list[Any]):
@@ -58,6 +61,7 @@ class TritonPythonModel:
         self._skip_special = parameters.flag("skip_special_tokens", True)
         # With dynamic batching the server itself drops requests whose client is gone.
         self._sees_cancelled = not parameters.has_dynamic_batching
+        self._asked_ns = array("q", bytes(8 * NUM_SLOTS))  # when last whether a stream is cancelled
         runtime = open_runtime(os.getppid())
         self._credits = CreditFile(runtime.credits)
         self._taker = Taker(self._credits)
@@ -85,7 +89,7 @@ class TritonPythonModel:
             inputs = {tensor.name(): tensor for tensor in request.inputs()}
             if _STATE in inputs:
                 state, token_ids = self._streamed(inputs)
-                if state.slot >= 0 and self._sees_cancelled and request.is_cancelled():
+                if state.slot >= 0 and self._sees_cancelled and self._is_gone(request, state.slot):
                     self._credits.mark_cancelled(state.slot, state.number)
                 check_ids(_STATE, token_ids)
                 texts = [detokenize(self._vocab, token_ids, state, self._skip_special)]
@@ -103,6 +107,14 @@ class TritonPythonModel:
             if state and state.slot >= 0:
                 taken.append((state.slot, state.number))
             self._vitals.end()
+
+    def _is_gone(self, request: Any, slot: int) -> bool:
+        """Whether its client is; now and then, as it is a round trip to the server."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._asked_ns[slot] < _ASK_NS:
+            return False
+        self._asked_ns[slot] = now_ns
+        return bool(request.is_cancelled())
 
     def _streamed(self, inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
         """State and tokens of a response that was sent. Raises ContractError."""

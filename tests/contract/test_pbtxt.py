@@ -53,7 +53,7 @@ def test_who_serves_what():
     for name in MODELS:
         config = parse(name)
         is_stage = name in ("preprocessing", "postprocessing")
-        assert config.HasField("dynamic_batching") == is_stage
+        assert config.HasField("dynamic_batching") == (name == "preprocessing")
         # A text that lies about its length fails all that are handed over with it.
         preferred = list(config.dynamic_batching.preferred_batch_size)
         assert preferred == ([1] if name == "preprocessing" else [])

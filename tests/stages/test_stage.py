@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -180,6 +180,24 @@ def test_postprocessing_flags_cancelled_streams_where_the_server_does_not_drop_t
     model.execute([streamed([5], 1, 10), streamed([5], 2, 11, is_cancelled=True)])
     assert not file.is_cancelled(1, 10)
     assert file.is_cancelled(2, 11) == (not dynamic)
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
+def test_the_server_is_asked_now_and_then_whether_a_stream_is_cancelled(
+    repository: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = importlib.import_module("slipstream_postprocessing.stage")
+    model = post_stage(repository, dynamic=False)
+    file, now_ns, asked = CreditFile(runtime / "credits"), [10**12], []
+    monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
+    monkeypatch.setattr(Request, "is_cancelled", lambda self: bool(asked.append(self)))
+    for number in range(50):
+        for slot in (1, 2):
+            file.expect(slot, number)
+            model.execute([streamed([5], slot, number)])
+        now_ns[0] += 10_000_000
+    assert len(asked) == 2 * 10
     model.finalize()
 
 
