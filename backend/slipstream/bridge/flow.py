@@ -1,11 +1,13 @@
 """Flow control and cancel through a Triton ensemble, the bridge's side of the credit file.
 
 A stream's next response is sent when `postprocessing` has acknowledged the last. The server tells
-it, not us, that a client is gone: it either meets the cancelled request and says so in the file, or
-the server drops the request and the acknowledgement never comes. Requests are taken in the order of
-sending, so a process that has acknowledged one that was sent later does not have ours, nor does one
-that has been alive and idle for a while. Ours was dropped when that is so of every process of
-`postprocessing`. It is never concluded from time alone while one is busy or stands still.
+it, not us, that a client is gone: it meets the cancelled request and says so in the file.
+
+Where a queue was put in front of it the server drops such a request, and the acknowledgement never
+comes. Requests are taken in the order of sending, so a process that has acknowledged one that was
+sent later does not have ours, nor does one that has been alive and idle for a while. Ours was
+dropped when that is so of every process of `postprocessing`. It is never concluded from time alone
+while one is busy or stands still.
 
 And only so many responses of all streams are under way at once: what waits here still takes up the
 tokens that are made meanwhile, what waits in the server's queue does not. First and last responses
