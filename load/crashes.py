@@ -4,6 +4,7 @@ Two races in its gRPC front end: one crashes a 24.10 and is mended in 25.05; of 
 streams stand still (slipstream_compose.front_end).
 """
 
+import itertools
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ SAYS_S = 5.0  # a server that crashes writes its stack first
 HUNG = "all gRPC streams stood still"
 _CRASH = re.compile(r"Signal \((6|7|11)\) received")
 _LOOK_S = 0.2
+_LOOKS_A_READ = 5  # of the log
 
 
 class Watch:
@@ -49,9 +51,11 @@ class Watch:
 
     def _run(self) -> None:
         front_end = FrontEnd(self._server.endpoints)
-        while not self._is_over.wait(_LOOK_S) and self._server.exit_code is None:
+        for look in itertools.count():
+            if self._is_over.wait(_LOOK_S) or self._server.exit_code is not None:
+                break
             self._is_hung = front_end.is_hung(self._server.pid)
-            if self.crash:
+            if self._is_hung or (look % _LOOKS_A_READ == 0 and self.crash):
                 is_over = self._is_over.wait(0.0 if self._is_hung else SAYS_S)
                 if not is_over and self._server.exit_code is None:
                     os.kill(self._server.pid, signal.SIGKILL)

@@ -356,8 +356,8 @@ _VLLM_OUTPUTS = """
 # --- models --------------------------------------------------------------------------------------
 
 # A process that makes text fills a core with the responses of some 400 streams of 100 tokens/s.
-_NUM_TEXT = 2  # processes: while the server sends on what one has made, another makes the next
-_NUM_STAGE = 2
+_NUM_TEXT = 2
+_NUM_STAGE = 2  # while the server sends on what one has made, the other makes the next
 
 
 def _bridge(
