@@ -16,6 +16,7 @@ _METRIC = re.compile(r"^slipstream_(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 # every cancel would be thousands.
 _SLACK = {("tritonserver", "threads"): 16, ("tritonserver", "eventfd"): 16}
 _WARM_UP_S = 600.0  # in which processes take memory that they use again and again
+_SPAN_S = 600.0  # after that; in less, what comes and goes looks like growth
 
 
 @dataclass
@@ -128,6 +129,8 @@ _Sample = tuple[float, int, dict[str, float]]  # time, requests, MiB of each pro
 def _warmed_up(samples: list[_Sample]) -> list[_Sample]:
     times = [now_s for now_s, _, _ in samples] or [0.0]
     begin_s = times[0] + max((times[-1] - times[0]) / 3, _WARM_UP_S)
+    if times[-1] - begin_s < _SPAN_S:
+        return []
     return [sample for sample in samples if sample[0] >= begin_s]
 
 
@@ -150,7 +153,7 @@ class Memory:
         """Of each process: one line through all servers' samples, each with its own beginning.
 
         The first third of each server's time, and at least ten minutes, are its warm-up and do not
-        count. Of a process that no server kept for longer nothing is said.
+        count. Of a process that no server kept for ten minutes more nothing is said.
         """
         found = {}
         kept = [_warmed_up(samples) for samples in self._servers]
