@@ -69,7 +69,6 @@ class FrontEnd(Asker):
         return True
 
     def _interrupt(self) -> None:
-        self._has_answered = False
         call = self._call
         if call is not None:
             call.cancel()
