@@ -196,16 +196,8 @@ class Gate:
         self._file = file
         self._passed = passed
 
-    def check(self, num_tokens: int = 0) -> None:
-        """As `Load.check`."""
-        self._check(num_tokens)
-
-    def enter(self, num_tokens: int) -> None:
-        """Likewise; a request that may wait is now on its way."""
-        self._passed.add(num_tokens, self._check(num_tokens))
-
-    def _check(self, num_tokens: int) -> Load | None:
-        """The load that was told last, however old: an engine without work tells none."""
+    def check(self, num_tokens: int = 0) -> Load | None:
+        """As `Load.check`. Returns what was told last, however old: without work nothing is told."""
         load, is_recent = self._file.last()
         if load is not None and is_recent:
             more_requests, more_tokens = self._passed.on_their_way(load)
@@ -214,3 +206,7 @@ class Gate:
                 num_tokens=load.num_tokens + more_tokens,
             ).check(num_tokens)
         return load
+
+    def enter(self, num_tokens: int) -> None:
+        """Likewise; a request that may wait is now on its way."""
+        self._passed.add(num_tokens, self.check(num_tokens))

@@ -66,6 +66,18 @@ class Supervision(Repairer):
         return super()._find(now_s) if self._is_on else None
 
 
+@contextmanager
+def supervised(folder: Path) -> Iterator[Supervision]:
+    """A server and its supervisor, until both have ended."""
+    server = serve(folder, "--kv-cache-tokens", "8192")
+    supervision = Supervision(server)
+    try:
+        yield supervision
+    finally:
+        supervision.close()
+        server.stop()
+
+
 def serve(folder: Path, *options: str) -> TritonServer:
     """A server on the default checkpoint that is ready and has no supervisor yet."""
     repository = compose(CHECKPOINT, folder / "models", "--dtype", "float32", *options)

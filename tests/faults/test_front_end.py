@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faults.supervised import Supervision, serve, wait_line
+from faults.supervised import Supervision, supervised, wait_line
 from server.support import PROMPT, Client
 from slipstream_client import RequestTimeoutError, SlipstreamClient
 from slipstream_compose import front_end
@@ -28,13 +28,8 @@ def supervision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sup
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
     monkeypatch.setenv("TRITONSERVER_DELAY_GRPC_RESPONSE", "5")  # ms
-    server = serve(tmp_path, "--kv-cache-tokens", "8192")
-    supervision = Supervision(server)
-    try:
+    with supervised(tmp_path) as supervision:
         yield supervision
-    finally:
-        supervision.close()
-        server.stop()
 
 
 def cancel_until_it_hangs(client: SlipstreamClient) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 from faults.oracle import Oracle, asks
-from faults.supervised import Supervision, hanging_server, serve, wait_line
+from faults.supervised import Supervision, hanging_server, supervised, wait_line
 from server.metrics_page import Page, wait_for
 from server.support import PROMPT, Client, RequestError
 from slipstream_compose.server import server_directory
@@ -34,13 +34,8 @@ def supervision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisio
     folder = tmp_path_factory.mktemp("supervised")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLIPSTREAM_SERVER", str(hanging_server(folder / "server")))
-        server = serve(folder, "--kv-cache-tokens", "8192")
-        supervision = Supervision(server)
-        try:
+        with supervised(folder) as supervision:
             yield supervision
-        finally:
-            supervision.close()
-            server.stop()
 
 
 @pytest.fixture(scope="module")
