@@ -197,7 +197,7 @@ class Gate:
         self._passed = passed
 
     def check(self, num_tokens: int = 0) -> Load | None:
-        """As `Load.check`. Returns what was told last, however old: without work nothing is told."""
+        """As `Load.check`. Returns what was told last, however old: an idle engine tells none."""
         load, is_recent = self._file.last()
         if load is not None and is_recent:
             more_requests, more_tokens = self._passed.on_their_way(load)
