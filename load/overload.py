@@ -44,6 +44,7 @@ _SLACK_S = 1.0  # from a deadline to its error, or the last token, at the client
 _RAMP_S = 8.0  # does not count
 _SAMPLE_S = 2.0
 _GROWTH_MIB, _GROWTH = 6.0, 0.03  # of a process, between the second and the last quarter
+_NUM_PARTS = 10
 _NUM_PROMPTS = 64  # distinct ones
 _ANSWER_S = 120.0
 _START_S = 900.0  # of a server that loads a large model
@@ -130,15 +131,16 @@ def cpu_s(server: TritonServer, engine: int) -> dict[str, float]:
 # --- figures --------------------------------------------------------------------------------------
 
 
-def goodput(records: Sequence[Record], window: Window, timeout_s: float) -> float:
-    """Tokens a second, in the window, of the answers that became whole in time."""
-    num_tokens = 0
+def goodput(records: Sequence[Record], window: Window, timeout_s: float) -> list[float]:
+    """Tokens a second, in each tenth of the window, of the answers that became whole in time."""
+    num_tokens = np.zeros(_NUM_PARTS)
     for trace in map(Trace.of, records):
         if trace.is_whole and took_s(trace.record) <= timeout_s + _SLACK_S:
-            times = trace.times_ns
-            inside = (times >= window.begin_ns) & (times < window.end_ns)
-            num_tokens += int(trace.counts[inside].sum())
-    return num_tokens / window.seconds
+            passed = trace.times_ns - window.begin_ns
+            parts = passed * _NUM_PARTS // (window.end_ns - window.begin_ns)
+            inside = (parts >= 0) & (parts < _NUM_PARTS)
+            num_tokens += np.bincount(parts[inside], trace.counts[inside], _NUM_PARTS)
+    return [float(num) for num in num_tokens / (window.seconds / _NUM_PARTS)]
 
 
 def took_s(record: Record) -> float:
@@ -155,7 +157,8 @@ def judge(
     late = [r for r in accepted if took_s(r) > limits.timeout_s + _SLACK_S]
     codes = Counter(r.code or "whole" for r in accepted)
     others = {code: n for code, n in codes.items() if code not in ("whole", "DEADLINE_EXCEEDED")}
-    got = goodput(records, window, limits.timeout_s)
+    parts = goodput(records, window, limits.timeout_s)
+    got = statistics.fmean(parts)
     result = {
         "offered": len(records),
         "accepted": len(accepted),
@@ -163,6 +166,7 @@ def judge(
         "ends": dict(codes),
         "late": len(late),
         "goodput_tokens_per_s": round(got, 1),
+        "goodput_tenths": [round(each) for each in parts],
         "share_of_peak": round(got / peak, 4) if peak else 0.0,
         "refusal_ms": {f"p{p}": round(_percentile(refused, p), 1) for p in (50, 90, 99, 100)},
         "accepted_s": {
@@ -235,8 +239,8 @@ def _peak(
     ended = [t for t in ended if found.window.holds(int(t.times_ns[-1]))]
     if not ended:
         raise SystemExit("overload: nothing was completed at the peak; give --peak-seconds")
-    num_tokens = goodput(found.records, found.window, args.timeout_ms / 1e3)
-    return len(ended) / found.window.seconds, num_tokens
+    parts = goodput(found.records, found.window, args.timeout_ms / 1e3)
+    return len(ended) / found.window.seconds, statistics.fmean(parts)
 
 
 def _open(args: argparse.Namespace, payloads: list[bytes], rate: float) -> Load:
@@ -285,6 +289,9 @@ def table(result: dict[str, Any]) -> str:
         f"worst {ms['p100']:.1f} ms",
         f"goodput   {result['goodput_tokens_per_s']:>8.0f}  tok/s, "
         f"{result['share_of_peak']:.1%} of the peak of {result['peak_tokens_per_s']:.0f}",
+        f"tenths    {' '.join(map(str, result['goodput_tenths']))}  (peaks: "
+        + ", ".join(f"{peak:.0f}" for peak in result["peaks_tokens_per_s"])
+        + ")",
         "",
         f"{'process':<20}{'cores':>8}{'RSS MiB':>18}",
     ]

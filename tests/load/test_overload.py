@@ -56,6 +56,7 @@ def test_a_good_run_has_no_problems(load):
     result, problems = judge(load, GOOD, peak=85.0)
     assert problems == []
     assert result["goodput_tokens_per_s"] == 80.0  # those that ended within the window
+    assert result["goodput_tenths"] == [0, 0, *[100] * 8]
     assert (result["accepted"], result["refused"], result["ends"]) == (10, 100, {"whole": 10})
 
 
