@@ -66,14 +66,30 @@ def test_the_next_response_waits_for_the_acknowledgement_of_the_last(desk, flow)
     assert reply.done.wait(30)
 
 
-def test_a_cancel_that_postprocessing_meets_ends_the_call(desk, flow):
-    reply = Recorder()
+class Leaving(Recorder):
+    """Its client has left: postprocessing says so, and may acknowledge, before the flow looks."""
+
+    def __init__(self, flow: Flow, is_acknowledged: bool) -> None:
+        super().__init__()
+        self._flow, self._is_acknowledged = flow, is_acknowledged
+
+    def send(self, outputs, is_final):
+        if outputs:
+            slot, number = outputs["stamp"].tolist()
+            self._flow.other_end.mark_cancelled(slot, number)
+            if self._is_acknowledged:
+                self._flow.taker.acknowledge(slot, number)
+        super().send(outputs, is_final)
+
+
+@pytest.mark.parametrize("is_acknowledged", [False, True])
+def test_a_cancel_that_postprocessing_meets_ends_the_call(desk, flow, is_acknowledged):
+    reply = Leaving(flow, is_acknowledged)
     (number,) = desk.open(reply, flow=flow).routes
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
-    wait_for(lambda: reply.responses)
-    flow.other_end.mark_cancelled(*reply.responses[0][1])
     wait_for(reply.done.is_set)
     assert desk.cancelled() == [(number, wire.CancelCause.CLIENT)]
+    assert flow.num_cancelled == 1
 
 
 def test_a_later_response_that_is_acknowledged_proves_that_ours_was_dropped(desk, flow):

@@ -286,19 +286,26 @@ class Flow:
                 taker = self._file.taken_by(credit.slot)
                 self._newest[taker] = max(self._newest.get(taker, 0), credit.begun)
                 self._moved_ns = time.monotonic_ns()
+                # Said before it was acknowledged: not to be seen any more once the next is sent.
+                if self._file.is_cancelled(credit.slot, credit.number):
+                    self._end(credit)
                 self._give_back(credit)
             else:
                 spent.append(credit)
         takers = self._file.takers()
         for credit in spent:
             if self._is_gone(credit, takers):
-                self.num_cancelled += 1
-                call = credit.stream.call
-                assert call is not None, "its responses are sent"
-                self._cancel(call)
+                self._end(credit)
         if self._waiting:
             self._probe()
         self._settle_all()
+
+    def _end(self, credit: SlotCredit) -> None:
+        """Its client is gone."""
+        self.num_cancelled += 1
+        call = credit.stream.call
+        assert call is not None, "its responses are sent"
+        self._cancel(call)
 
     def _probe(self) -> None:
         """All under way may have been dropped: only one that is sent later can prove it."""
