@@ -1,8 +1,9 @@
 """How soon the engine knows that a client has left: `python load/cancels.py`.
 
 Every way to leave, through every model, in the middle of a stream: while other streams move, and
-alone on the server. Notice is from the client's leaving to the engine's being told, by the clocks
-of one machine; `steps` are those that the engine still told of the request after that.
+alone on the server. Then a crowd that leaves at once while most of it waits: the maximum is when
+the engine is rid of it. Notice is from the client's leaving to the engine's being told, by the
+clocks of one machine; `steps` are those that the engine still told of the request after that.
 Ends with one JSON line; 1 if a bound is exceeded.
 """
 
@@ -37,8 +38,10 @@ STOPPABLE = ("ensemble", TOKEN_MODEL)
 # Milliseconds by (is fused, are others moving).
 BOUNDS_MS = {(True, True): 100, (True, False): 100, (False, True): 300, (False, False): 2000}
 MAX_STEPS = 2
+RUNNING = 20  # requests that run at once: the rest of a crowd waits
 _MAX_TOKENS = 1500
 _NOTICE_S = 20.0
+_CROWD_S = 120.0
 
 
 class Room:
@@ -50,18 +53,23 @@ class Room:
         self._ids = load_tokenizer(CHECKPOINT).encode(PROMPTS[0]).ids
         self._seed = 0
 
-    def ask(self, way: str, model: str) -> tuple[int, Leaver]:
-        """A client that is being answered, and its seed."""
+    def begin(self, way: str, model: str) -> tuple[int, Leaver]:
+        """A client that has asked, and its seed."""
         self._seed += 1
         prompt = self._ids if model == TOKEN_MODEL else PROMPTS[0]
         asked = Asked(model, prompt, _MAX_TOKENS, self._seed)
         more = [random.uniform(0.3, 0.4)] if way == "Deadline" else []
         client: Leaver = getattr(leaving, way)(self._server, asked, *more)
+        return asked.seed, client
+
+    def ask(self, way: str, model: str) -> tuple[int, Leaver]:
+        """A client that is being answered, and its seed."""
+        seed, client = self.begin(way, model)
         deadline = time.monotonic() + _NOTICE_S
         while time.monotonic() < deadline:
             for entry in self._journal.read():
-                if entry.get("states", {}).get(str(asked.seed)) == "decode":
-                    return asked.seed, client
+                if entry.get("states", {}).get(str(seed)) == "decode":
+                    return seed, client
             time.sleep(0.002)
         raise RuntimeError(f"{way} of {model}: not answered within {_NOTICE_S:g} s")
 
@@ -86,6 +94,26 @@ class Room:
         self._journal.entries.clear()
         return (told["t"] - left_ns) / 1e6, num_steps
 
+    def crowd(self, model: str, number: int) -> list[tuple[float, int]]:
+        """So many clients that leave at once: notices (ms), and 0."""
+        clients = dict(self.begin("Cancel", model) for _ in range(number))
+        self._wait("submit", set(clients))
+        left = {seed: client.leave() for seed, client in clients.items()}
+        told = self._wait("cancel", set(clients))
+        for client in clients.values():
+            client.close()
+        self._journal.entries.clear()
+        return [((told[seed]["t"] - left[seed]) / 1e6, 0) for seed in clients]
+
+    def _wait(self, what: str, seeds: set[int]) -> dict[int, dict[str, Any]]:
+        """Until the engine has noted that of all of them."""
+        deadline = time.monotonic() + _CROWD_S
+        while seeds - (found := self._journal.of(what)).keys():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{what}: only {len(seeds & found.keys())} of {len(seeds)}")
+            time.sleep(0.05)
+        return found
+
     @contextlib.contextmanager
     def others(self, number: int) -> Iterator[None]:
         """So many streams, of all models."""
@@ -98,11 +126,12 @@ class Room:
             time.sleep(0.3)
 
 
-def row(condition: str, model: str, way: str, samples: list[tuple[float, int]]) -> dict[str, Any]:
-    """Percentiles of one cell."""
+def row(
+    condition: str, model: str, way: str, samples: list[tuple[float, int]], bound: int | None
+) -> dict[str, Any]:
+    """Percentiles of one cell, printed too. A bound of None: nothing is promised."""
     notices = sorted(notice for notice, _ in samples)
-    bound = BOUNDS_MS[model != "ensemble", condition == "others move"]
-    return {
+    shown = {
         "condition": condition,
         "model": model,
         "way": way,
@@ -112,6 +141,12 @@ def row(condition: str, model: str, way: str, samples: list[tuple[float, int]]) 
         "steps": max(steps for _, steps in samples),
         "bound_ms": bound,
     }
+    print(
+        f"{condition:<12}{model:<18}{way:<10}{shown['p50_ms']:>8}{shown['p99_ms']:>8}"
+        f"{shown['max_ms']:>8}{shown['steps']:>6}{bound or '':>8}",
+        flush=True,
+    )
+    return shown
 
 
 def measure(room: Room, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -125,13 +160,11 @@ def measure(room: Room, args: argparse.Namespace) -> list[dict[str, Any]]:
         for model, way in cells:
             with room.others(number) if number else contextlib.nullcontext():
                 samples = [room.sample(way, model) for _ in range(count)]
-            rows.append(row(condition, model, way, samples))
-            shown = rows[-1]
-            print(
-                f"{condition:<12}{model:<18}{way:<10}{shown['p50_ms']:>8}{shown['p99_ms']:>8}"
-                f"{shown['max_ms']:>8}{shown['steps']:>6}{shown['bound_ms']:>8}",
-                flush=True,
-            )
+            bound = BOUNDS_MS[model != "ensemble", number > 0]
+            rows.append(row(condition, model, way, samples, bound))
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        samples = room.crowd(model, args.crowd)
+        rows.append(row(f"{args.crowd} wait", model, "Cancel", samples, None))
     return rows
 
 
@@ -140,11 +173,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--samples", type=int, default=20, help="of each cell (%(default)s)")
     parser.add_argument("--others", type=int, default=8, help="streams that move (%(default)s)")
+    parser.add_argument("--crowd", type=int, default=800, help="clients that wait (%(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        write(compose(CHECKPOINT, folder / "models", {"dtype": "float32"}))
+        write(compose(CHECKPOINT, folder / "models", {"dtype": "float32", "max_num_seqs": RUNNING}))
         write_python(folder / "python", folder / "journal")
         journal = Journal(folder / "journal")
         os.environ["SLIPSTREAM_PYTHON"] = str(folder / "python")
@@ -159,7 +193,10 @@ def main() -> int:
         print(f"{'condition':<12}{'model':<18}{'way':<10}", end="")
         print(f"{'p50 ms':>8}{'p99':>8}{'max':>8}{'steps':>6}{'bound':>8}")
         rows = measure(Room(place, journal), args)
-    is_within = all(r["p99_ms"] <= r["bound_ms"] and r["steps"] <= MAX_STEPS for r in rows)
+    is_within = all(
+        cell["p99_ms"] <= (cell["bound_ms"] or math.inf) and cell["steps"] <= MAX_STEPS
+        for cell in rows
+    )
     result = about() | {"rows": rows}
     print(json.dumps(result))
     if args.json:
