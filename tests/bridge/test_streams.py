@@ -200,9 +200,10 @@ def test_an_id_that_is_running_is_refused_without_harm_and_free_again_after_the_
     desk.open(second, request_id="42")
 
 
-def test_a_cancel_ends_the_call_and_the_engines_work_once(desk):
+@pytest.mark.parametrize("is_step", [False, True])
+def test_a_cancel_ends_the_call_and_the_engines_work_once(desk, is_step):
     reply = Recorder()
-    call = desk.open(reply, num_requests=2, request_id="x")
+    call = desk.open(reply, num_requests=2, request_id="x", is_step=is_step)
     before_s = time.monotonic()
     for _ in range(2):
         desk.calls.cancel(call)
@@ -218,14 +219,6 @@ def test_a_cancel_ends_the_call_and_the_engines_work_once(desk):
     time.sleep(0.05)
     assert reply.num_after_end == 0
     assert reply.responses == []
-
-
-def test_a_step_of_an_ensemble_that_is_cancelled_ends_at_once(desk):
-    reply = Recorder()
-    desk.calls.cancel(desk.open(reply, is_step=True))
-    assert reply.done.is_set()
-    desk.calls.end_left(math.inf)
-    assert reply.num_after_end == 0
 
 
 def test_stop_lets_the_engine_end_the_call(desk):

@@ -322,15 +322,12 @@ class Calls:
 
         For the server it ends `_LINGER_S` later, if `end_left` is called: servers before 25.05 let
         go of it twice, and crash, where it ends before they have learnt how the writing of its last
-        response went. Of an ensemble they crash more often with it.
+        response went.
         """
         with call.lock:
             if not call.is_over:
                 self._abandon(call, cause)
-                if call.is_step:
-                    call.reply.end()
-                else:
-                    self._left.append((time.monotonic() + _LINGER_S, call.reply))
+                self._left.append((time.monotonic() + _LINGER_S, call.reply))
 
     def end_left(self, now_s: float) -> None:
         """End cancelled calls whose time has come; by one thread at a time."""
