@@ -142,12 +142,13 @@ def test_growth_of_any_count_is_seen(load):
     ]
     assert "5" in watch.table(before, larger)
     pools = [
-        watch.Held({"tritonserver": watch.Process(n, fds(9, n), 1.0)}) for n in (239, 255, 256)
+        watch.Held({"tritonserver": watch.Process(n, fds(n, n), 1.0)}) for n in (239, 255, 256)
     ]
     assert watch.growth(pools[0], pools[1]) == []
     assert watch.growth(pools[0], pools[2]) == [
         "tritonserver: threads 239 -> 256",
         "tritonserver: eventfd 239 -> 256",
+        "tritonserver: socket 239 -> 256",
     ]
 
 
