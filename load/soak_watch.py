@@ -12,9 +12,9 @@ from slipstream_compose.triton import SHARED_MEMORY, TritonServer
 
 _METRIC = re.compile(r"^slipstream_(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
-# gRPC adds threads to its pool when it likes, 5 in half an hour, each with its eventfd. A 24.10 keeps
-# the socket of a connection that broke just as an answer on it ended by itself: one of 298 that
-# broke at 10 ms a token, 24 of 316 at 1 ms. One lost by every cancel would be thousands.
+# gRPC adds threads to its pool when it likes, 5 in half an hour, each with its eventfd. A 24.10
+# keeps the socket of a connection that broke just as an answer on it ended by itself: one of 298
+# that broke at 10 ms a token, 24 of 316 at 1 ms. One lost by every cancel would be thousands.
 _SLACK = {("tritonserver", count): 16 for count in ("threads", "eventfd", "socket")}
 _WARM_UP_S = 600.0  # in which processes take memory that they use again and again
 _SPAN_S = 600.0  # after that; in less, what comes and goes looks like growth
