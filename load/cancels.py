@@ -78,14 +78,11 @@ class Room:
         seed, client = self.ask(way, model)
         time.sleep(random.uniform(0.05, 0.15))
         left_ns = client.leave()
-        deadline = time.monotonic() + _NOTICE_S
-        while seed not in (found := self._journal.of("cancel")):
-            if time.monotonic() > deadline:
-                return math.inf, 0
-            time.sleep(0.005)
+        told = self._noted("cancel", {seed}, _NOTICE_S).get(seed)
+        if told is None:
+            return math.inf, 0
         time.sleep(0.05)
         client.close()
-        told = found[seed]
         list(self._journal.read())
         later = [
             e for e in self._journal.entries if e["what"] == "step" and e["step"] > told["step"]
@@ -95,23 +92,23 @@ class Room:
         return (told["t"] - left_ns) / 1e6, num_steps
 
     def crowd(self, model: str, number: int) -> list[tuple[float, int]]:
-        """So many clients that leave at once: notices (ms), and 0."""
+        """So many clients that leave at once: notices (ms, inf for never), and 0."""
         clients = dict(self.begin("Cancel", model) for _ in range(number))
-        self._wait("submit", set(clients))
+        if clients.keys() - self._noted("submit", set(clients), _CROWD_S).keys():
+            raise RuntimeError(f"{model}: not all of {number} reached the engine")
         left = {seed: client.leave() for seed, client in clients.items()}
-        told = self._wait("cancel", set(clients))
+        told = self._noted("cancel", set(clients), _CROWD_S)
         for client in clients.values():
             client.close()
         self._journal.entries.clear()
-        return [((told[seed]["t"] - left[seed]) / 1e6, 0) for seed in clients]
+        ends = ((told[seed]["t"] if seed in told else math.inf) - left[seed] for seed in clients)
+        return [(passed / 1e6, 0) for passed in ends]
 
-    def _wait(self, what: str, seeds: set[int]) -> dict[int, dict[str, Any]]:
-        """Until the engine has noted that of all of them."""
-        deadline = time.monotonic() + _CROWD_S
-        while seeds - (found := self._journal.of(what)).keys():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{what}: only {len(seeds & found.keys())} of {len(seeds)}")
-            time.sleep(0.05)
+    def _noted(self, what: str, seeds: set[int], timeout_s: float) -> dict[int, dict[str, Any]]:
+        """The engine's entries of that kind, once all of them are there or time is over."""
+        deadline = time.monotonic() + timeout_s
+        while seeds - (found := self._journal.of(what)).keys() and time.monotonic() < deadline:
+            time.sleep(0.02)
         return found
 
     @contextlib.contextmanager

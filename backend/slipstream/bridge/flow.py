@@ -282,19 +282,19 @@ class Flow:
             watched = list(self._watched.values())
         spent = []
         for credit in watched:
-            if self._file.is_acknowledged(credit.slot, credit.number):
+            is_back = self._file.is_acknowledged(credit.slot, credit.number)
+            if self._file.is_cancelled(credit.slot, credit.number):  # said before the other
+                self._end(credit)
+            elif not is_back:
+                spent.append(credit)
+            if is_back:
                 taker = self._file.taken_by(credit.slot)
                 self._newest[taker] = max(self._newest.get(taker, 0), credit.begun)
                 self._moved_ns = time.monotonic_ns()
-                # Said before it was acknowledged: not to be seen any more once the next is sent.
-                if self._file.is_cancelled(credit.slot, credit.number):
-                    self._end(credit)
                 self._give_back(credit)
-            else:
-                spent.append(credit)
         takers = self._file.takers()
         for credit in spent:
-            if self._is_gone(credit, takers):
+            if self._is_dropped(credit, takers):
                 self._end(credit)
         if self._waiting:
             self._probe()
@@ -342,9 +342,8 @@ class Flow:
         if not credit.stream.let_go():
             self._hand_over(credit.stream)
 
-    def _is_gone(self, credit: SlotCredit, takers: Sequence[int]) -> bool:
-        if self._file.is_cancelled(credit.slot, credit.number):
-            return True
+    def _is_dropped(self, credit: SlotCredit, takers: Sequence[int]) -> bool:
+        """Whether the server has dropped what was sent, as its client is gone."""
         if not takers or not all(self._has_passed(credit, taker) for taker in takers):
             return False
         # Read again: it may have been acknowledged after the first look, before the others.
