@@ -27,14 +27,15 @@ _log = logging.getLogger(__name__)
 
 MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 UNKNOWN = -1.0  # a rate of which nothing is known yet
-MAX_AGE_NS = 250_000_000
-ON_THEIR_WAY_NS = 50_000_000  # to the engine, and the step until it tells that they wait
+MAX_AGE_NS = 1_000_000_000
+ON_THEIR_WAY_NS = 50_000_000  # to the engine's socket
 
 
 class Load(NamedTuple):
     """Requests that wait and never ran, their prompts' tokens, and how fast they are admitted.
 
-    And how many requests, and tokens of their prompts, the engine has ever been sent.
+    And how many requests, and tokens of their prompts, the engine has ever received, and when it
+    last looked for more (`time.monotonic_ns()`, 0 for never). In a step it does not look.
     """
 
     num_requests: int
@@ -46,6 +47,7 @@ class Load(NamedTuple):
     ms_per_token: float = UNKNOWN
     num_received: int = 0
     num_received_tokens: int = 0
+    looked_ns: int = 0
 
     def check(self, num_tokens: int = 0) -> None:
         """Raise `ContractError` if one more request, with so long a prompt, may not wait.
@@ -77,7 +79,7 @@ def _retry_ms(needed: int, ms_each: float) -> int:
     return round(min(max(MIN_RETRY_MS, needed * ms_each), MAX_RETRY_MS))
 
 
-_FIELDS = struct.Struct("<qqqqqqddqq")  # time.monotonic_ns(), then a `Load`
+_FIELDS = struct.Struct("<qqqqqqddqqq")  # time.monotonic_ns(), then a `Load`
 _SUM = struct.Struct("<I")
 _SIZE = _FIELDS.size + _SUM.size
 
@@ -100,9 +102,9 @@ class LoadFile:
         loss = "requests above the bounds are refused by the engine alone"
         self._map = map_if_possible(path, _SIZE, loss)
 
-    def tell(self, load: Load) -> None:
-        """This is the load now."""
-        fields = _FIELDS.pack(time.monotonic_ns(), *load)
+    def tell(self, load: Load, is_idle: bool = False) -> None:
+        """This is the load now; nobody is to be refused by that of an engine without work."""
+        fields = _FIELDS.pack(0 if is_idle else time.monotonic_ns(), *load)
         self._map[:] = fields + _SUM.pack(zlib.crc32(fields))
 
     def read(self) -> Load | None:
@@ -111,7 +113,7 @@ class LoadFile:
         return load if is_recent else None
 
     def last(self) -> tuple[Load | None, bool]:
-        """The load that was told last, and whether that is not long ago."""
+        """The load that was told last, and whether that was not long ago, by a busy engine."""
         data = self._map[:]
         fields = data[: _FIELDS.size]
         if _SUM.unpack_from(data, _FIELDS.size)[0] != zlib.crc32(fields):
@@ -134,7 +136,7 @@ class Passed:
     before (requests and tokens); who takes it keeps it locked until the process ends.
     """
 
-    _NUM_ROWS, _NUM_KEPT = 8, 128
+    _NUM_ROWS, _NUM_KEPT = 8, 512
     _SIZE = 32 * _NUM_ROWS * _NUM_KEPT
 
     def __init__(self, path: Path) -> None:
@@ -145,31 +147,33 @@ class Passed:
         except OSError as error:
             _log.warning("%s: what other processes let through is not counted", error)
             self._map, row = mmap.mmap(-1, self._SIZE), 0
-        self._entries = np.frombuffer(self._map, np.int64).reshape(-1, self._NUM_KEPT, 4)
-        self._row = self._entries[row]
+        self._entries = np.frombuffer(self._map, np.int64).reshape(4, -1, self._NUM_KEPT)
+        self._row = self._entries[:, row]
         self._turn = 0
 
     def add(self, num_tokens: int, load: Load | None) -> None:
         """One more, now; the engine's load was told to be this one."""
         received = (load.num_received, load.num_received_tokens) if load else (0, 0)
-        entry = self._row[self._turn % self._NUM_KEPT]
+        place = self._turn % self._NUM_KEPT
         self._turn += 1
-        entry[1:] = (num_tokens, *received)
-        entry[0] = time.monotonic_ns()
+        self._row[1:, place] = (num_tokens, *received)
+        self._row[0, place] = time.monotonic_ns()
 
     def on_their_way(self, load: Load) -> tuple[int, int]:
         """Requests, and their tokens, of all processes, that this load does not tell of yet.
 
-        Since each request that passed within ON_THEIR_WAY_NS, as many more are on their way as
-        passed less what the engine has received; before it there were some or none. So there are
-        at least as many as the most of these. What an engine before this one received is not its.
+        What passed ON_THEIR_WAY_NS before the engine last looked it has found. Since each request
+        that passed later, as many more are on their way as passed less what the engine has
+        received; before it there were some or none. So there are at least as many as the most of
+        these. What an engine before this one received is not its.
         """
-        is_recent = self._entries[..., 0] > time.monotonic_ns() - ON_THEIR_WAY_NS
-        recent = self._entries[is_recent & (self._entries[..., 2] <= load.num_received)]
-        if not len(recent):
+        times_ns, _, before, _ = self._entries
+        is_recent = times_ns > max(0, load.looked_ns - ON_THEIR_WAY_NS)
+        recent = self._entries[:, is_recent & (before <= load.num_received)]
+        if not recent.size:
             return 0, 0
-        _, tokens, received, received_tokens = recent[recent[:, 0].argsort()[::-1]].T
-        num_requests = np.arange(1, len(recent) + 1) - (load.num_received - received)
+        _, tokens, received, received_tokens = recent[:, recent[0].argsort()[::-1]]
+        num_requests = np.arange(1, len(tokens) + 1) - (load.num_received - received)
         num_tokens = tokens.cumsum() - (load.num_received_tokens - received_tokens)
         return max(0, int(num_requests.max())), max(0, int(num_tokens.max()))
 

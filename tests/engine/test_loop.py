@@ -14,6 +14,7 @@ import pytest
 import zmq
 from engine.counting import VOCAB_SIZE, CountingRunner, Words, expected
 from slipstream import __version__, wire
+from slipstream.engine import loop
 from slipstream.engine.engine import Engine
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.scheduler import Limits
@@ -283,10 +284,40 @@ def test_its_load_is_told_while_it_has_work(
         bridge.say(wire.Cancel(number))
     now_ns[0] += 2 * 10**12
     roomy.turn_until(roomy.is_idle)
-    left = file.read()
+    left, is_recent = file.last()
     assert left is not None
+    assert not is_recent
     assert left.num_requests == left.num_tokens == 0
     assert (left.num_received, left.num_received_tokens) == (24, 24)
+
+
+def test_it_tells_when_it_last_found_no_more(
+    roomy: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = LoadFile(path_of(Path(roomy.address.removeprefix("ipc://"))))
+
+    def looked_ns() -> int:
+        load, _ = file.last()
+        assert load is not None
+        return load.looked_ns
+
+    bridge = roomy.bridge()
+    began_ns = time.monotonic_ns()
+    bridge.say(wire.Submit(0, pack([1]), ENDLESS, 1))
+    roomy.turn_until(lambda: roomy.engine.status().running == 1)
+    assert began_ns < looked_ns() < time.monotonic_ns()
+    monkeypatch.setattr(loop, "_MAX_FRAMES", 1)  # as if more had come than it takes at a time
+    for number in range(1, 200):
+        bridge.say(wire.Submit(number, pack([1]), ENDLESS, 1))
+    told = []
+    while roomy.engine.load().num_received < 200:
+        roomy.loop.turn(0)
+        told.append(looked_ns())
+    assert len(set(told)) < len(told)
+    now_ns = time.monotonic_ns()
+    assert looked_ns() < now_ns
+    monkeypatch.undo()
+    roomy.turn_until(lambda: looked_ns() > now_ns)
 
 
 class AcceleratorError(RuntimeError):

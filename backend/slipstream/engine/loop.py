@@ -66,6 +66,7 @@ class EngineLoop:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
         self._socket.bind(address)
         self._turns = Turns(path_of(address))
+        self._looked_ns = 0
         self._load_file = LoadFile(load_path_of(Path(address.removeprefix("ipc://"))))
 
     def run(self) -> int:
@@ -87,14 +88,14 @@ class EngineLoop:
         self._turns.count()
         if self._engine.has_work or self._socket.poll(idle_ms):
             self._receive()
-            self._load_file.tell(self._engine.load())
+            self._tell_load()
         if self._engine.has_work:
             outputs = self._engine.step()
             made_ns = time.time_ns()
             for bridge, tokens in outputs.items():
                 if bridge in self._bridges:
                     self._send(bridge, wire.StepOutputs(self._engine.num_steps, made_ns, tokens))
-            self._load_file.tell(self._engine.load())
+            self._tell_load()
         if (now := time.monotonic()) >= self._next_probe_s:
             self._next_probe_s = now + 1.0
             self._status_line.tick(self._engine.status(0, ()), now)
@@ -111,6 +112,7 @@ class EngineLoop:
             try:
                 bridge, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                self._looked_ns = time.monotonic_ns()
                 return
             if len(frames) != 1:
                 self._drop(f"{len(frames)} frames for one message")
@@ -127,6 +129,10 @@ class EngineLoop:
             except Exception:  # one message must not end what all others wait for
                 _log.exception("a %s message", type(message).__name__)
                 self._drop("it could not be applied")
+
+    def _tell_load(self) -> None:
+        load = self._engine.load()._replace(looked_ns=self._looked_ns)
+        self._load_file.tell(load, is_idle=not self._engine.has_work)
 
     def _drop(self, reason: str) -> None:
         self.num_dropped += 1
