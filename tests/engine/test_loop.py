@@ -291,9 +291,7 @@ def test_its_load_is_told_while_it_has_work(
     assert (left.num_received, left.num_received_tokens) == (24, 24)
 
 
-def test_it_tells_when_it_last_found_no_more(
-    roomy: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_tells_when_it_last_found_no_more(roomy: House, monkeypatch: pytest.MonkeyPatch) -> None:
     file = LoadFile(path_of(Path(roomy.address.removeprefix("ipc://"))))
 
     def looked_ns() -> int:
