@@ -1,7 +1,9 @@
 """Where the engine has said that no more may wait, a request ends in the bridge."""
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +66,20 @@ def test_it_refuses_what_the_engine_would(bridge: Bridge, tmp_path: Path) -> Non
     assert DOWN in ask(bridge, [[1]])
     expected = {"engine_down": 3, "max_waiting_tokens": 1, "max_waiting": 1}
     assert bridge.calls.refused == expected
+
+
+def test_nothing_of_a_refused_request_waits_to_be_collected(bridge: Bridge, tmp_path: Path) -> None:
+    LoadFile(path_of(tmp_path / "engine.sock")).tell(FULL)
+    gc.collect()
+    gc.disable()
+    try:
+        reply = Recorder()
+        bridge.answer(reply, lambda: bridge.check_room())
+        kept = [weakref.ref(each) for each in (reply, reply.error)]
+        del reply
+        assert [each() for each in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("model", [Fused, Vllm])

@@ -1,7 +1,9 @@
+import gc
 import math
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -204,6 +206,7 @@ def test_an_id_that_is_running_is_refused_without_harm_and_free_again_after_the_
 def test_a_cancel_ends_the_call_and_the_engines_work_once(desk, is_step):
     reply = Recorder()
     call = desk.open(reply, num_requests=2, request_id="x", is_step=is_step)
+    numbers = list(call.routes)
     before_s = time.monotonic()
     for _ in range(2):
         desk.calls.cancel(call)
@@ -213,9 +216,8 @@ def test_a_cancel_ends_the_call_and_the_engines_work_once(desk, is_step):
     desk.calls.end_left(after_s + 0.1)
     desk.calls.end_left(math.inf)
     assert reply.done.is_set()
-    assert desk.cancelled() == [(number, wire.CancelCause.CLIENT) for number in call.routes]
-    number = next(iter(call.routes))
-    desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=finished())))
+    assert desk.cancelled() == [(number, wire.CancelCause.CLIENT) for number in numbers]
+    desk.calls.take(step(wire.Tokens(numbers[0], 0, [1], [], finished=finished())))
     time.sleep(0.05)
     assert reply.num_after_end == 0
     assert reply.responses == []
@@ -330,3 +332,36 @@ def test_over_time_the_error_comes_after_the_tokens_of_all_sequences(desk):
     desk.calls.take(step(*(overdue(n, i, [10 * n + i]) for n, i in ends)))
     check_overdue(reply)
     assert sorted(reply.ids) == [one, two, 11, 12, 21, 22]
+
+
+ENDS = {
+    "tokens": lambda desk, call, request: desk.calls.take(
+        step(wire.Tokens(request, 0, [1], [], finished=finished()))
+    ),
+    "cancel": lambda desk, call, request: desk.calls.cancel(call),
+    "error": lambda desk, call, request: desk.calls.fail(call, ContractError("planted")),
+    "refusal": lambda desk, call, request: desk.calls.reject(
+        wire.Rejected(request, "UNAVAILABLE", "planted")
+    ),
+    "loss": lambda desk, call, request: desk.calls.lose(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_of_a_call_that_has_ended_waits_to_be_collected(desk, end):
+    gc.collect()
+    gc.disable()
+    try:
+        reply = Recorder()
+        call = desk.open(reply)
+        kept = [weakref.ref(each) for each in (call, *call.streams, reply)]
+        [request] = call.routes
+        desk.calls.take(step(wire.Tokens(request, 0, [5], [])))
+        ENDS[end](desk, call, request)
+        desk.calls.end_left(math.inf)
+        assert reply.done.wait(30)
+        del call, reply
+        desk.senders.close()  # each of its threads keeps the last stream that it had
+        assert [each() for each in kept] == [None] * 3
+    finally:
+        gc.enable()

@@ -165,7 +165,7 @@ class Bridge:
             begin()
             return
         except ContractError as caught:
-            error = caught
+            error = caught.with_traceback(None)  # which would hold this frame, and it the error
         except Exception:
             _log.exception("a request could not be begun")
             error = ContractError("the request could not be begun", Code.INTERNAL)

@@ -250,9 +250,9 @@ class Calls:
             if finished is not None and finished.reason is wire.FinishReason.DEADLINE:
                 message = finished.error or "the request took too long"
                 call.expiry = ContractError(message, Code.DEADLINE_EXCEEDED)
-            stream = call.routes[request][tokens.index]
-            if stream.put(tokens):
-                hand_over(stream)
+            streams = call.routes.get(request)
+            if streams and streams[tokens.index].put(tokens):  # else it has just ended
+                hand_over(streams[tokens.index])
 
     def reject(self, rejected: wire.Rejected) -> None:
         """End the call of a request that the engine refuses."""
@@ -341,7 +341,10 @@ class Calls:
             self._cancel_in_engine(call, wire.CancelCause.STOP)
 
     def forget(self, call: Call) -> None:
-        """Make its request id free again; tokens that still come are nobody's."""
+        """Make its request id free again; tokens that still come are nobody's.
+
+        Call and streams know each other no more, so that nothing of them waits to be collected.
+        """
         with self._lock:
             for request in call.routes:
                 self._routes.pop(request, None)
@@ -351,14 +354,16 @@ class Calls:
             credit, stream.credit = stream.credit, None
             if credit is not None:
                 credit.release()
+        call.streams.clear()
+        call.routes.clear()
 
     def _close(self, call: Call) -> None:
         call.is_over = True
         self.forget(call)
 
     def _abandon(self, call: Call, cause: wire.CancelCause) -> None:
-        self._close(call)
         self._cancel_in_engine(call, cause)
+        self._close(call)
 
     def _cancel_in_engine(self, call: Call, cause: wire.CancelCause) -> None:
         now_ns, requests = time.monotonic_ns(), call.routes.keys() - call.rejected
