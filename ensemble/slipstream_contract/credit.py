@@ -25,10 +25,10 @@ NUM_SLOTS = 16384
 MAX_TAKERS = 8  # processes of postprocessing
 BEAT_S = 0.02
 MAX_BEAT_GAP_S = 0.2  # longer without a beat: the process stood still
-_LAYOUT = 0x534C4950_00000003  # changes with the words below
+_LAYOUT = 0x534C4950_00000004  # changes with the words below
 _WORDS_HEADER = 1  # the layout
 _PID, _ALIVE, _BEAT, _IDLE, _WORDS_TAKER = 0, 1, 2, 3, 4
-_ACKNOWLEDGED, _CANCELLED, _EXPECTED, _TAKER, _WORDS_SLOT = 0, 1, 2, 3, 4
+_ACKNOWLEDGED, _CANCELLED, _EXPECTED, _TAKER, _ASKED, _ASKED_NS, _WORDS_SLOT = 0, 1, 2, 3, 4, 5, 6
 _WORDS_TAKERS = _WORDS_HEADER + _WORDS_TAKER * MAX_TAKERS
 _SIZE = 8 * (_WORDS_TAKERS + _WORDS_SLOT * NUM_SLOTS)
 
@@ -58,6 +58,20 @@ class CreditFile:
     def mark_cancelled(self, slot: int, number: int) -> None:
         """Response `number` came with `is_cancelled()`: its client is gone."""
         self.words[_index(slot) + _CANCELLED] = number
+
+    def last_asked(self, slot: int) -> tuple[int, int]:
+        """At which response the server was last asked for its client, and when.
+
+        In `time.monotonic_ns()`. A response of a slot is in one process of postprocessing at most.
+        """
+        first = _index(slot)
+        return self.words[first + _ASKED], self.words[first + _ASKED_NS]
+
+    def note_asked(self, slot: int, number: int, now_ns: int) -> None:
+        """It is asked now, at response `number`."""
+        first = _index(slot)
+        self.words[first + _ASKED] = number
+        self.words[first + _ASKED_NS] = now_ns
 
     def is_expected(self, slot: int, number: int) -> bool:
         """Whether response `number` is the last one sent in this slot.

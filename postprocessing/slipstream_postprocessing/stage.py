@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,9 @@ from slipstream_postprocessing.detokenize import check_ids, detokenize, detokeni
 log = logging.getLogger(__name__)
 
 _STATE = "STREAM_STATE"
-_ASK_NS = 50_000_000
+# Whether a client is gone is a round trip to the server, half as long as all else for a response:
+# asked at every third of a stream, no more often than the first of these, no later than the second.
+_ASK_EVERY, _MIN_ASK_NS, _MAX_ASK_NS = 3, 30_000_000, 120_000_000
 
 
 class _Responses(list[Any]):
@@ -61,7 +62,6 @@ class TritonPythonModel:
         self._skip_special = parameters.flag("skip_special_tokens", True)
         # With dynamic batching the server itself drops requests whose client is gone.
         self._sees_cancelled = not parameters.has_dynamic_batching
-        self._asked_ns = array("q", bytes(8 * NUM_SLOTS))  # when last whether a stream is cancelled
         runtime = open_runtime(os.getppid())
         self._credits = CreditFile(runtime.credits)
         self._taker = Taker(self._credits)
@@ -89,7 +89,7 @@ class TritonPythonModel:
             inputs = {tensor.name(): tensor for tensor in request.inputs()}
             if _STATE in inputs:
                 state, token_ids = self._streamed(inputs)
-                if state.slot >= 0 and self._sees_cancelled and self._is_gone(request, state.slot):
+                if state.slot >= 0 and self._sees_cancelled and self._is_gone(request, state):
                     self._credits.mark_cancelled(state.slot, state.number)
                 check_ids(_STATE, token_ids)
                 texts = [detokenize(self._vocab, token_ids, state, self._skip_special)]
@@ -108,12 +108,14 @@ class TritonPythonModel:
                 taken.append((state.slot, state.number))
             self._vitals.end()
 
-    def _is_gone(self, request: Any, slot: int) -> bool:
-        """Whether its client is; now and then, as it is a round trip to the server."""
+    def _is_gone(self, request: Any, state: StreamState) -> bool:
+        """Whether its client is, as far as that is asked."""
         now_ns = time.monotonic_ns()
-        if now_ns - self._asked_ns[slot] < _ASK_NS:
+        number, asked_ns = self._credits.last_asked(state.slot)
+        is_soon = 0 <= state.number - number < _ASK_EVERY  # else also another stream's
+        if now_ns - asked_ns < (_MAX_ASK_NS if is_soon else _MIN_ASK_NS):
             return False
-        self._asked_ns[slot] = now_ns
+        self._credits.note_asked(state.slot, state.number, now_ns)
         return bool(request.is_cancelled())
 
     def _streamed(self, inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
