@@ -89,7 +89,7 @@ class Inputs:
         labels: Mapping[str, str],
     ) -> None:
         self._labels = labels
-        self._tensors = {tensor.name: tensor for tensor in model.inputs}
+        self._tensors = model.inputs_by_name
         self._values: dict[str, object] = {}
         self._given: dict[str, str] = {}  # canonical name -> what the request calls it
         for name, given in arrays.items():
@@ -112,19 +112,25 @@ class Inputs:
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A whole number. Raises ContractError if it is missing without a default."""
-        return to_whole(self._called(name), self._scalar_or(name, default))
+        if default is not None and name not in self._values:
+            return default
+        return to_whole(self._called(name), self._scalar(name))
 
     def number(self, name: str, default: float | None = None) -> float:
         """A number, perhaps not a finite one. Raises ContractError."""
-        return to_number(self._called(name), self._scalar_or(name, default))
+        if default is not None and name not in self._values:
+            return default
+        return to_number(self._called(name), self._scalar(name))
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false. Raises ContractError."""
-        return to_flag(self._called(name), self._scalar_or(name, default))
+        if name not in self._values:
+            return default
+        return to_flag(self._called(name), self._scalar(name))
 
     def text(self, name: str) -> str:
         """A text in UTF-8. Raises ContractError if it is missing or is none."""
-        return decode(self._called(name), self._scalar_or(name, None))
+        return decode(self._called(name), self._scalar(name))
 
     def texts(self, name: str) -> list[str]:
         """All texts of an input, none if it is not given. Raises ContractError."""
@@ -141,8 +147,8 @@ class Inputs:
     def _called(self, name: str) -> str:
         return self.label(self._given.get(name, name))
 
-    def _scalar_or(self, name: str, default: object) -> object:
-        value = self._values.get(name, default)
+    def _scalar(self, name: str) -> object:
+        value = self._values.get(name)
         if value is None:
             raise ContractError(f"{self.label(name)} is missing")
         return value.reshape(-1)[0] if isinstance(value, np.ndarray) else value

@@ -37,6 +37,7 @@ from slipstream_contract.words import unpack_word_list
 Arrays = Mapping[str, NDArray[Any]]
 
 _LLM_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
+_LLM_ALIASES = ALIASES | _LLM_NAMES
 _LLM_LABELS = {name: f"{name} ({text})" for text, name in _LLM_NAMES.items()} | {
     "stop_words_list": "stop_words_list (stop_words)",
     "bad_words_list": "bad_words_list (bad_words)",
@@ -173,7 +174,7 @@ def llm_request(
         max_model_len: of the engine, if known: a longer prompt is refused before it is taken apart.
     """
     scalars, own = _split(parameters)
-    read = Inputs(MODELS["tensorrt_llm"], inputs, scalars, ALIASES | _LLM_NAMES, _LLM_LABELS)
+    read = Inputs(MODELS["tensorrt_llm"], inputs, scalars, _LLM_ALIASES, _LLM_LABELS)
     if read.flag("stop"):
         return LlmRequest(TokenIds("i"), SamplingParams(max_tokens=1), stop=True)
     prompt = _prompt(read, max_model_len)

@@ -13,8 +13,9 @@ between `tensorrt_llm` and `postprocessing`. `random_seed`, `min_length` and
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from enum import StrEnum
+from functools import cached_property
 
 import msgspec
 
@@ -47,7 +48,7 @@ class Tensor(msgspec.Struct, frozen=True):
     neutral: tuple[float | str, ...] | None = None  # None: implemented
 
 
-class Model(msgspec.Struct, frozen=True):
+class Model(msgspec.Struct, frozen=True, dict=True):
     """The interface of a model. `backend` is empty for the true ensemble."""
 
     name: str
@@ -60,20 +61,18 @@ class Model(msgspec.Struct, frozen=True):
     instance_kind: str = "KIND_MODEL"
     num_instances: int = 1  # processes; of an ensemble, where the bridge itself serves it
 
+    @cached_property
+    def inputs_by_name(self) -> Mapping[str, Tensor]:
+        """Made once: every request is held against it."""
+        return {tensor.name: tensor for tensor in self.inputs}
+
     def input(self, name: str) -> Tensor:
         """Raises KeyError."""
-        return _named(self.inputs, name)
+        return self.inputs_by_name[name]
 
     def output(self, name: str) -> Tensor:
         """Raises KeyError."""
-        return _named(self.outputs, name)
-
-
-def _named(tensors: Iterable[Tensor], name: str) -> Tensor:
-    for tensor in tensors:
-        if tensor.name == name:
-            return tensor
-    raise KeyError(name)
+        return {tensor.name: tensor for tensor in self.outputs}[name]
 
 
 ALIASES = {

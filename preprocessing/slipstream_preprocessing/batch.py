@@ -97,6 +97,8 @@ def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[n
     """Every token of a word is given the word's weight; weights of several words add up."""
     words = _words(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words", size)
     weights = _rows(inputs, "EMBEDDING_BIAS_WEIGHTS", "embedding_bias_weights", size)
+    if not any(any(row) for row in (*words, *weights)):
+        return None
     bias = np.zeros((size, encoder.vocab.size), np.float32)
     for row, row_words, row_weights in zip(bias, words, weights, strict=True):
         if not any(row_words) and not any(row_weights):

@@ -43,7 +43,6 @@ class TritonPythonModel:
         quicken_bytes(pb)
         parameters = StageParameters(args)
         directory = parameters.tokenizer_directory()
-        self._names = [spec["name"] for spec in parameters.config["input"]]
         self._outputs = frozenset(spec["name"] for spec in parameters.config["output"])
         self._encoder = Encoder.load(
             directory,
@@ -72,11 +71,7 @@ class TritonPythonModel:
             is_step = self._is_step(request)
             if is_step:
                 self._gate.check()
-            inputs = {}
-            for name in self._names:
-                tensor = pb.get_input_tensor_by_name(request, name)
-                if tensor is not None:
-                    inputs[name] = tensor.as_numpy()
+            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             outputs = encode_batch(self._encoder, inputs)
             if is_step:
                 self._gate.enter(int(outputs["REQUEST_INPUT_LEN"].max()))

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from slipstream_contract import admission
 from slipstream_contract.admission import MAX_RETRY_MS, Load, LoadFile, path_of
-from slipstream_contract.credit import CreditFile
+from slipstream_contract.credit import MAX_RESPONSES, CreditFile
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.waking import wake_at_once
@@ -69,9 +70,6 @@ class Request:
 def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module: Any = ModuleType("triton_python_backend_utils")
     module.Tensor, module.TritonError, module.InferenceResponse = Tensor, TritonError, Response
-    module.get_input_tensor_by_name = lambda request, name: (
-        Tensor(name, request.tensors[name]) if name in request.tensors else None
-    )
     stages = ("slipstream_preprocessing.stage", "slipstream_postprocessing.stage")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     thresholds = gc.get_threshold()
@@ -175,30 +173,38 @@ def test_postprocessing_flags_cancelled_streams_where_the_server_does_not_drop_t
 ) -> None:
     model = post_stage(repository, dynamic)
     file = CreditFile(runtime / "credits")
-    file.expect(1, 10)
-    file.expect(2, 11)
-    model.execute([streamed([5], 1, 10), streamed([5], 2, 11, is_cancelled=True)])
-    assert not file.is_cancelled(1, 10)
-    assert file.is_cancelled(2, 11) == (not dynamic)
+    for slot, is_cancelled in ((1, False), (2, True)):
+        for number in (MAX_RESPONSES + 1, MAX_RESPONSES + 2):
+            file.expect(slot, number)
+            model.execute([streamed([5], slot, number, is_cancelled=is_cancelled)])
+            file.note_asked(slot, number, 0)  # long ago
+        assert file.is_cancelled(slot, number) == (is_cancelled and not dynamic)
     model.finalize()
 
 
 @pytest.mark.usefixtures("utils")
+@pytest.mark.parametrize(
+    ("pace_ms", "every"), [(1, 30), (5, 6), (10, 3), (50, 3), (70, 2), (150, 1)]
+)
 def test_the_server_is_asked_now_and_then_whether_a_stream_is_cancelled(
-    repository: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    repository: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, pace_ms: int, every: int
 ) -> None:
     stage = importlib.import_module("slipstream_postprocessing.stage")
-    model = post_stage(repository, dynamic=False)
+    models = [post_stage(repository, dynamic=False) for _ in range(2)]
     file, now_ns, asked = CreditFile(runtime / "credits"), [10**12], []
     monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
-    monkeypatch.setattr(Request, "is_cancelled", lambda self: bool(asked.append(self)))
-    for number in range(50):
-        for slot in (1, 2):
-            file.expect(slot, number)
-            model.execute([streamed([5], slot, number)])
-        now_ns[0] += 10_000_000
-    assert len(asked) == 2 * 10
-    model.finalize()
+    for stream in (4, 5):  # one after the other in a slot
+        asked.clear()
+        for index in range(61):
+            number = stream * MAX_RESPONSES + 1 + index
+            request = streamed([5], 1, number)
+            monkeypatch.setattr(request, "is_cancelled", partial(asked.append, index))
+            file.expect(1, number)
+            models[index % 2].execute([request])
+            now_ns[0] += pace_ms * 1_000_000
+        assert asked == list(range(every, 61, every))
+    for model in models:
+        model.finalize()
 
 
 @pytest.mark.usefixtures("utils")
