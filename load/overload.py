@@ -143,6 +143,17 @@ def goodput(records: Sequence[Record], window: Window, timeout_s: float) -> list
     return [float(num) for num in num_tokens / (window.seconds / _NUM_PARTS)]
 
 
+def refusal_tenths(records: Sequence[Record], window: Window) -> list[float]:
+    """Of the refusals in each tenth of the window, how long they took: p99, ms."""
+    parts: list[list[float]] = [[] for _ in range(_NUM_PARTS)]
+    for record in records:
+        passed = record.sent_ns - window.begin_ns
+        part = passed * _NUM_PARTS // (window.end_ns - window.begin_ns)
+        if record.is_refused and 0 <= part < _NUM_PARTS:
+            parts[part].append(took_s(record) * 1e3)
+    return [round(_percentile(part, 99), 1) for part in parts]
+
+
 def took_s(record: Record) -> float:
     """From sending to its end."""
     return (record.ended_ns - record.sent_ns) / 1e9
@@ -159,7 +170,7 @@ def judge(
     others = {code: n for code, n in codes.items() if code not in ("whole", "DEADLINE_EXCEEDED")}
     parts = goodput(records, window, limits.timeout_s)
     got = statistics.fmean(parts)
-    result = {
+    result: dict[str, Any] = {
         "offered": len(records),
         "accepted": len(accepted),
         "refused": len(refused),
@@ -169,6 +180,7 @@ def judge(
         "goodput_tenths": [round(each) for each in parts],
         "share_of_peak": round(got / peak, 4) if peak else 0.0,
         "refusal_ms": {f"p{p}": round(_percentile(refused, p), 1) for p in (50, 90, 99, 100)},
+        "refusal_p99_tenths_ms": refusal_tenths(records, window),
         "accepted_s": {
             f"p{p}": round(_percentile(sorted(map(took_s, accepted)), p), 2) for p in (50, 99, 100)
         },
@@ -287,6 +299,7 @@ def table(result: dict[str, Any]) -> str:
         + ", ".join(f"{n} {code}" for code, n in result["ends"].items()),
         f"refused   {result['refused']:>8}  p50 {ms['p50']:.1f} ms, p99 {ms['p99']:.1f} ms, "
         f"worst {ms['p100']:.1f} ms",
+        f"tenths    {' '.join(map(str, result['refusal_p99_tenths_ms']))}  (p99 of each)",
         f"goodput   {result['goodput_tokens_per_s']:>8.0f}  tok/s, "
         f"{result['share_of_peak']:.1%} of the peak of {result['peak_tokens_per_s']:.0f}",
         f"tenths    {' '.join(map(str, result['goodput_tenths']))}  (peaks: "

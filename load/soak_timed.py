@@ -29,7 +29,7 @@ MAX_SERVER_KIB = 16.0  # of tritonserver itself, a request
 _PLAN = 1000  # requests drawn at once
 _SETTLE_S = 15.0
 _NAP_S = 0.05
-_NUM_PEAKS = 3  # of the last ones the median counts: one that was too high would be an overload
+_NUM_PEAKS = 3  # of the last ones the median, or a lower last one: more would be an overload
 
 
 class Timed:
@@ -112,7 +112,7 @@ class Timed:
     async def _load(self, storm: Storm, server: TritonServer, engine: int) -> bool:
         """Requests at random times, the canary and the samples; False if the server was lost."""
         rng = random.Random(self._seed)
-        peak = statistics.median(self.peaks[-_NUM_PEAKS:])
+        peak = min(statistics.median(self.peaks[-_NUM_PEAKS:]), self.peaks[-1])
         begin = time.monotonic()
         end = begin + min(TURN_S, self._seconds - self._run_s)
         tasks: set[asyncio.Task[None]] = set()

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 UNKNOWN = -1.0  # a rate of which nothing is known yet
 MAX_AGE_NS = 1_000_000_000
-ON_THEIR_WAY_NS = 50_000_000  # to the engine's socket
+ON_THEIR_WAY_NS = 250_000_000  # to the engine's socket: behind a burst of responses it takes long
 
 
 class Load(NamedTuple):

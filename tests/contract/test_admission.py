@@ -169,14 +169,14 @@ _TURN = st.tuples(st.sampled_from(["ask", "ask", "receive", "admit"]), st.intege
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 15), _TURN), max_size=80),
+    st.lists(st.tuples(st.integers(0, 75), _TURN), max_size=80),
     st.integers(1, 6),
     st.integers(20, 60),
 )
 def test_what_is_on_its_way_waits(
     turns: list[tuple[int, tuple[str, int]]], max_requests: int, max_tokens: int
 ) -> None:
-    """Nobody is refused too early, however long the way, or passes whom 50 ms of it show.
+    """Nobody is refused too early, however long the way, or passes whom ON_THEIR_WAY_NS show.
 
     However long it is that the engine computes and does not look what has come.
     """
