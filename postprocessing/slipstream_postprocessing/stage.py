@@ -24,9 +24,8 @@ from slipstream_postprocessing.detokenize import check_ids, detokenize, detokeni
 log = logging.getLogger(__name__)
 
 _STATE = "STREAM_STATE"
-# Whether a client is gone is a round trip to the server, half as long as all else for a response:
-# asked at every third of a stream, no more often than the first of these, no later than the second.
-# The first is spared: before it, `tensorrt_llm` has asked.
+# Whether a client is gone is a round trip to the server. It is asked at every third response of a
+# stream, but no sooner and no later than so; not at the first, before which `tensorrt_llm` asked.
 _ASK_EVERY, _MIN_ASK_NS, _MAX_ASK_NS = 3, 30_000_000, 120_000_000
 
 

@@ -35,7 +35,7 @@ from slipstream.bridge.streams import Call, Stream
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.001
-_WINDOW = 64  # responses under way; more would only wait in the server's queue
+_WINDOW = 32  # responses under way; more would only wait in the server's queue
 _PROBE_NS = 20_000_000  # a window in which nothing moves for so long lets one more in
 _DROP_NS = 400_000_000
 _SETTLE_NS = 100_000_000  # from an acknowledgement to the end of that step's response
