@@ -49,6 +49,14 @@ def _gigabytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{clip(text)} is not a number of GB") from None
 
 
+def _instances(text: str) -> tuple[str, int]:
+    """A model, and its processes."""
+    model, _, number = text.partition("=")
+    if not (number.isdecimal() and number.isascii() and len(number) < 10):
+        raise argparse.ArgumentTypeError(f"{clip(text)} is not MODEL=N")
+    return model, int(number)
+
+
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare `slipstream compose`."""
     parser = subparsers.add_parser("compose", help="write a model repository for a checkpoint")
@@ -66,6 +74,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         choices=WIRINGS,
         default="composed",
         help="`ensemble` as Triton's ensemble of three models, or served by one (%(default)s)",
+    )
+    parser.add_argument(
+        "--instances",
+        type=_instances,
+        action="append",
+        default=[],
+        metavar="MODEL=N",
+        help="processes of preprocessing, postprocessing, tensorrt_llm_bls or vllm_model (default: "
+        "2); more carry more streams where there are cores for them",
     )
     parser.add_argument(
         "--check",
@@ -146,9 +163,9 @@ def run(args: argparse.Namespace) -> int:
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
     others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *_OPTIONS)
     options = {name: getattr(args, name) for name in (*names, *others)}
-    repository = compose(
-        args.checkpoint, args.output, options | {"model": args.model_name}, args.wiring
-    )
+    options["model"] = args.model_name
+    instances = dict(args.instances)
+    repository = compose(args.checkpoint, args.output, options, args.wiring, instances)
     check_tensors(args.checkpoint)
     if repository.info.has_tokenizer:
         load_tokenizer(args.checkpoint)

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from slipstream.config import EngineConfig
 from slipstream.models.hf import CheckpointInfo, describe
 from slipstream_contract.errors import clip
+from slipstream_contract.processes import MAX_INSTANCES
 from slipstream_contract.tensors import MODELS, Model
 
 from slipstream_compose.pbtxt import MARK, model_config
@@ -64,7 +66,11 @@ class Repository:
 
 
 def compose(
-    checkpoint: Path, output: Path, options: Mapping[str, Any], wiring: str = "composed"
+    checkpoint: Path,
+    output: Path,
+    options: Mapping[str, Any],
+    wiring: str = "composed",
+    instances: Mapping[str, int] = MappingProxyType({}),
 ) -> Repository:
     """The files of a repository; nothing is written yet.
 
@@ -73,12 +79,15 @@ def compose(
         output: the repository.
         options: fields of EngineConfig; those that are None are left at their defaults.
         wiring: of the model `ensemble`: the true ensemble, or the bridge alone.
+        instances: model -> its processes, where they are not the default's number.
 
     Raises ComposeError, or CheckpointError for an unsupported checkpoint.
     """
     info = describe(checkpoint)
     given = {name: value for name, value in options.items() if value is not None}
     _check(given, info)
+    is_fused = wiring == "fused"
+    _check_instances(instances, is_fused)
     given.setdefault("model", _name(checkpoint))
     engine = EngineConfig(checkpoint=_reference(checkpoint, output), **given)
     files: dict[Path, str] = {}
@@ -87,7 +96,8 @@ def compose(
         if not info.has_tokenizer and model.name not in _WITHOUT_TOKENIZER:
             notes.append(f"no {model.name}: the checkpoint has no tokenizer")
             continue
-        is_fused = wiring == "fused"
+        if model.name in instances:
+            model = msgspec.structs.replace(model, num_instances=instances[model.name])
         parameters = _parameters(model, engine.checkpoint, is_fused)
         folder = Path(model.name)
         files[folder / _CONFIG] = model_config(model, parameters, is_fused)
@@ -129,6 +139,17 @@ def _check(options: Mapping[str, Any], info: CheckpointInfo) -> None:
     tokens = options.get("kv_cache_tokens")
     if tokens is not None and tokens < size:
         raise ComposeError(f"--kv-cache-tokens is {tokens}, below one block of {size} tokens")
+
+
+def _check_instances(instances: Mapping[str, int], is_fused: bool) -> None:
+    """Of the others there is one process: it holds what all requests of a model share."""
+    several = [m.name for m in MODELS.values() if m.num_instances > 1 and (m.backend or is_fused)]
+    for name, number in instances.items():
+        if name not in several:
+            known = ", ".join(several)
+            raise ComposeError(f"--instances names {clip(name)}, which is not one of {known}")
+        if not 1 <= number <= MAX_INSTANCES:
+            raise ComposeError(f"--instances {name} is {number}, not from 1 to {MAX_INSTANCES}")
 
 
 def _flag(name: str) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.mapped import map_file, map_if_possible
+from slipstream_contract.processes import MAX_INSTANCES
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Passed:
     before (requests and tokens); who takes it keeps it locked until the process ends.
     """
 
-    _NUM_ROWS, _NUM_KEPT = 8, 512
+    _NUM_ROWS, _NUM_KEPT = MAX_INSTANCES, 512
     _SIZE = 32 * _NUM_ROWS * _NUM_KEPT
 
     def __init__(self, path: Path) -> None:

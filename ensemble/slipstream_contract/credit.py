@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 
 from slipstream_contract.mapped import map_file
-from slipstream_contract.processes import is_running
+from slipstream_contract.processes import MAX_INSTANCES, is_running
 
 NUM_SLOTS = 16384
 MAX_RESPONSES = 1 << 24  # of one stream: their numbers follow one another
-MAX_TAKERS = 8  # processes of postprocessing
+MAX_TAKERS = MAX_INSTANCES  # processes of postprocessing
 BEAT_S = 0.02
 MAX_BEAT_GAP_S = 0.2  # longer without a beat: the process stood still
 _LAYOUT = 0x534C4950_00000004  # changes with the words below

@@ -1,6 +1,8 @@
-"""What the kernel says of another process."""
+"""What the kernel says of another process, and how many there are of a model."""
 
 from pathlib import Path
+
+MAX_INSTANCES = 8  # of one model; files that they share have a place for each
 
 
 def is_running(pid: int) -> bool:

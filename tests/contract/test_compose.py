@@ -133,6 +133,52 @@ def test_what_the_engine_would_refuse_is_refused(checkpoint, tmp_path, option, v
     assert not tree(tmp_path)
 
 
+def test_as_many_processes_as_asked_for(checkpoint, tmp_path):
+    run(checkpoint, tmp_path)
+    before = tree(tmp_path)
+    options = ["--instances", "postprocessing=3", "--instances", "vllm_model=1"]
+    run(checkpoint, tmp_path, *options)
+    after = tree(tmp_path)
+    assert {path for path in before if before[path] != after[path]} == {
+        "postprocessing/config.pbtxt",
+        "vllm_model/config.pbtxt",
+    }
+    assert b"{ count: 3 kind: KIND_CPU }" in after["postprocessing/config.pbtxt"]
+    assert b"{ count: 1 kind: KIND_MODEL }" in after["vllm_model/config.pbtxt"]
+    assert run(checkpoint, tmp_path, *options, "--check") == 0
+    assert run(checkpoint, tmp_path, "--check") == 1
+
+
+MANY = "preprocessing, postprocessing, tensorrt_llm_bls, vllm_model"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("tensorrt_llm=2", f"--instances names 'tensorrt_llm', which is not one of {MANY}"),
+        ("ensemble=3", f"--instances names 'ensemble', which is not one of {MANY}"),
+        ("=3", f"--instances names '', which is not one of {MANY}"),
+        ("postprocessing=0", "--instances postprocessing is 0, not from 1 to 8"),
+        ("postprocessing=9", "--instances postprocessing is 9, not from 1 to 8"),
+    ],
+)
+def test_processes_that_a_model_cannot_have(checkpoint, tmp_path, options, words):
+    with pytest.raises(ComposeError) as caught:
+        run(checkpoint, tmp_path, "--instances", options)
+    assert str(caught.value) == words
+    assert not tree(tmp_path)
+    if options == "ensemble=3":
+        run(checkpoint, tmp_path, "--instances", options, "--wiring", "fused")
+        assert b"count: 3" in tree(tmp_path)["ensemble/config.pbtxt"]
+
+
+@pytest.mark.parametrize("value", ["postprocessing", "postprocessing=", "x=-1", "x=1.5", "x=²"])
+def test_processes_that_are_no_number(checkpoint, tmp_path, capsys, value):
+    with pytest.raises(SystemExit):
+        run(checkpoint, tmp_path, "--instances", value)
+    assert f"'{value}' is not MODEL=N" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "much"])
 def test_gigabytes_that_are_no_number(checkpoint, tmp_path, capsys, value):
     with pytest.raises(SystemExit):
