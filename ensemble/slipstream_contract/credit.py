@@ -9,7 +9,8 @@ that is never acknowledged was dropped by the server because its client has canc
 on, so that none of them overtakes another with the stream's next one.
 
 Numbers are unique over all streams, so an acknowledgement that comes late for a stream that is gone
-says nothing to the stream that has its slot now. Every word is 8 bytes, aligned, with one writer.
+says nothing to the stream that has its slot now. Every word is 8 bytes, aligned, with one writer at
+a time.
 """
 
 import fcntl
@@ -22,7 +23,6 @@ from slipstream_contract.mapped import map_file
 from slipstream_contract.processes import MAX_INSTANCES, is_running
 
 NUM_SLOTS = 16384
-MAX_RESPONSES = 1 << 24  # of one stream: their numbers follow one another
 MAX_TAKERS = MAX_INSTANCES  # processes of postprocessing
 BEAT_S = 0.02
 MAX_BEAT_GAP_S = 0.2  # longer without a beat: the process stood still
@@ -60,26 +60,28 @@ class CreditFile:
         """Response `number` came with `is_cancelled()`: its client is gone."""
         self.words[_index(slot) + _CANCELLED] = number
 
-    def last_asked(self, slot: int) -> tuple[int, int]:
-        """At which response the server was last asked for its client, and when.
-
-        In `time.monotonic_ns()`. A response of a slot is in one process of postprocessing at most.
-        """
-        first = _index(slot)
-        return self.words[first + _ASKED], self.words[first + _ASKED_NS]
-
-    def note_asked(self, slot: int, number: int, now_ns: int) -> None:
-        """It is asked now, at response `number`."""
-        first = _index(slot)
-        self.words[first + _ASKED] = number
-        self.words[first + _ASKED_NS] = now_ns
-
     def is_expected(self, slot: int, number: int) -> bool:
         """Whether response `number` is the last one sent in this slot.
 
         Clients can ask postprocessing too: what they make up must not end another's stream.
         """
         return self.words[_index(slot) + _EXPECTED] == number
+
+    # --- both sides ---
+
+    def last_asked(self, slot: int) -> tuple[int, int]:
+        """At which response the server was last asked for the stream's client, and when.
+
+        In `time.monotonic_ns()`.
+        """
+        first = _index(slot)
+        return self.words[first + _ASKED], self.words[first + _ASKED_NS]
+
+    def note_asked(self, slot: int, number: int, now_ns: int) -> None:
+        """It is asked now: by who opens the slot, then by who has its response `number`."""
+        first = _index(slot)
+        self.words[first + _ASKED] = number
+        self.words[first + _ASKED_NS] = now_ns
 
     # --- tensorrt_llm's side ---
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 from slipstream_contract import limits
-from slipstream_contract.credit import MAX_RESPONSES, NUM_SLOTS, CreditFile, Taker
+from slipstream_contract.credit import NUM_SLOTS, CreditFile, Taker
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _STATE = "STREAM_STATE"
 # Whether a client is gone is a round trip to the server. It is asked at every third response of a
-# stream, but no sooner and no later than so; not at the first, before which `tensorrt_llm` asked.
+# stream, but no sooner and no later than so. `tensorrt_llm` asked when it began.
 _ASK_EVERY, _MIN_ASK_NS, _MAX_ASK_NS = 3, 30_000_000, 120_000_000
 
 
@@ -112,12 +112,11 @@ class TritonPythonModel:
         """Whether its client is, as far as that is asked."""
         now_ns = time.monotonic_ns()
         number, asked_ns = self._credits.last_asked(state.slot)
-        is_first = number // MAX_RESPONSES != state.number // MAX_RESPONSES  # another had its slot
         is_soon = state.number - number < _ASK_EVERY
-        if not is_first and now_ns - asked_ns < (_MAX_ASK_NS if is_soon else _MIN_ASK_NS):
+        if now_ns - asked_ns < (_MAX_ASK_NS if is_soon else _MIN_ASK_NS):
             return False
         self._credits.note_asked(state.slot, state.number, now_ns)
-        return not is_first and bool(request.is_cancelled())
+        return bool(request.is_cancelled())
 
     def _streamed(self, inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
         """State and tokens of a response that was sent. Raises ContractError."""

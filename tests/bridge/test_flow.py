@@ -282,6 +282,16 @@ def num_responses(replies: list[Recorder]) -> int:
     return sum(len(reply.responses) for reply in replies)
 
 
+def test_whoever_opens_a_slot_has_asked_for_its_client(desk, flow):
+    before_ns = time.monotonic_ns()
+    desk.open(Recorder(), flow=flow)
+    [call] = desk.calls.snapshot()
+    credit = call.streams[0].credit
+    number, asked_ns = flow.other_end.last_asked(credit.slot)
+    assert number == credit.next_number - 1
+    assert before_ns <= asked_ns <= time.monotonic_ns()
+
+
 def test_many_that_were_dropped_are_found_by_one_that_came_after_them(desk, flow):
     """However many wait before it: an acknowledgement is looked for behind them too."""
     replies = [Recorder() for _ in range(60)]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from slipstream_contract import admission
 from slipstream_contract.admission import MAX_RETRY_MS, Load, LoadFile, path_of
-from slipstream_contract.credit import MAX_RESPONSES, CreditFile
+from slipstream_contract.credit import CreditFile
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.waking import wake_at_once
@@ -173,36 +173,54 @@ def test_postprocessing_flags_cancelled_streams_where_the_server_does_not_drop_t
 ) -> None:
     model = post_stage(repository, dynamic)
     file = CreditFile(runtime / "credits")
-    for slot, is_cancelled in ((1, False), (2, True)):
-        for number in (MAX_RESPONSES + 1, MAX_RESPONSES + 2):
-            file.expect(slot, number)
-            model.execute([streamed([5], slot, number, is_cancelled=is_cancelled)])
-            file.note_asked(slot, number, 0)  # long ago
-        assert file.is_cancelled(slot, number) == (is_cancelled and not dynamic)
+    file.expect(1, 10)
+    file.expect(2, 11)
+    model.execute([streamed([5], 1, 10), streamed([5], 2, 11, is_cancelled=True)])
+    assert not file.is_cancelled(1, 10)
+    assert file.is_cancelled(2, 11) == (not dynamic)
     model.finalize()
 
 
 @pytest.mark.usefixtures("utils")
 @pytest.mark.parametrize(
-    ("pace_ms", "every"), [(1, 30), (5, 6), (10, 3), (50, 3), (70, 2), (150, 1)]
+    ("wait_ms", "pace_ms", "first", "every"),
+    [
+        (0, 1, 30, 30),
+        (0, 5, 6, 6),
+        (0, 10, 3, 3),
+        (0, 50, 2, 3),
+        (0, 70, 2, 2),
+        (0, 150, 1, 1),
+        (119, 10, 1, 3),
+        (120, 10, 0, 3),
+        (5000, 200, 0, 1),
+    ],
 )
 def test_the_server_is_asked_now_and_then_whether_a_stream_is_cancelled(
-    repository: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, pace_ms: int, every: int
+    repository: Path,
+    runtime: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_ms: int,
+    pace_ms: int,
+    first: int,
+    every: int,
 ) -> None:
     stage = importlib.import_module("slipstream_postprocessing.stage")
     models = [post_stage(repository, dynamic=False) for _ in range(2)]
     file, now_ns, asked = CreditFile(runtime / "credits"), [10**12], []
     monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
-    for stream in (4, 5):  # one after the other in a slot
+    for begin in (5000, 4000):  # two streams, one after the other in a slot
         asked.clear()
+        file.note_asked(1, begin, now_ns[0])
+        now_ns[0] += wait_ms * 1_000_000
         for index in range(61):
-            number = stream * MAX_RESPONSES + 1 + index
+            number = begin + 1 + index
             request = streamed([5], 1, number)
             monkeypatch.setattr(request, "is_cancelled", partial(asked.append, index))
             file.expect(1, number)
             models[index % 2].execute([request])
             now_ns[0] += pace_ms * 1_000_000
-        assert asked == list(range(every, 61, every))
+        assert asked == list(range(first, 61, every))
     for model in models:
         model.finalize()
 

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream_contract.credit import MAX_RESPONSES, NUM_SLOTS, CreditFile
+from slipstream_contract.credit import NUM_SLOTS, CreditFile
 from slipstream_contract.errors import Code, ContractError
 
 from slipstream.bridge.cores import stay_together
@@ -34,6 +34,7 @@ from slipstream.bridge.streams import Call, Stream
 
 _log = logging.getLogger(__name__)
 
+_NUMBER_BITS = 24  # responses of one stream; the bits above tell streams apart
 _POLL_S = 0.001
 _WINDOW = 32  # responses under way; more would only wait in the server's queue
 _PROBE_NS = 20_000_000  # a window in which nothing moves for so long lets one more in
@@ -164,6 +165,8 @@ class Flow:
     def open(self, stream: Stream, turn: Turn) -> SlotCredit:
         """Put a stream under flow control; those of one call share a turn.
 
+        The server has just been asked whether its client is there.
+
         Raises ContractError if there are too many.
         """
         with self._lock:
@@ -171,7 +174,8 @@ class Flow:
                 raise ContractError(f"more than {NUM_SLOTS} streams at once", Code.UNAVAILABLE)
             slot = self._slots.popleft()
             # Drawn, not counted: a client that sees the numbers of its stream knows no other's.
-            number = secrets.randbelow((1 << 62) // MAX_RESPONSES) * MAX_RESPONSES
+            number = secrets.randbits(62 - _NUMBER_BITS) << _NUMBER_BITS
+            self._file.note_asked(slot, number, time.monotonic_ns())
             return SlotCredit(self, stream, slot, number, turn)
 
     def release(self, credit: SlotCredit) -> None:
