@@ -136,8 +136,7 @@ def goodput(records: Sequence[Record], window: Window, timeout_s: float) -> list
     num_tokens = np.zeros(_NUM_PARTS)
     for trace in map(Trace.of, records):
         if trace.is_whole and took_s(trace.record) <= timeout_s + _SLACK_S:
-            passed = trace.times_ns - window.begin_ns
-            parts = passed * _NUM_PARTS // (window.end_ns - window.begin_ns)
+            parts = _part(trace.times_ns, window)
             inside = (parts >= 0) & (parts < _NUM_PARTS)
             num_tokens += np.bincount(parts[inside], trace.counts[inside], _NUM_PARTS)
     return [float(num) for num in num_tokens / (window.seconds / _NUM_PARTS)]
@@ -147,11 +146,15 @@ def refusal_tenths(records: Sequence[Record], window: Window) -> list[float]:
     """Of the refusals in each tenth of the window, how long they took: p99, ms."""
     parts: list[list[float]] = [[] for _ in range(_NUM_PARTS)]
     for record in records:
-        passed = record.sent_ns - window.begin_ns
-        part = passed * _NUM_PARTS // (window.end_ns - window.begin_ns)
+        part = _part(record.sent_ns, window)
         if record.is_refused and 0 <= part < _NUM_PARTS:
             parts[part].append(took_s(record) * 1e3)
     return [round(_percentile(part, 99), 1) for part in parts]
+
+
+def _part(time_ns: Any, window: Window) -> Any:
+    """In which tenth of the window that is, one time or many; outside it below 0 or too large."""
+    return (time_ns - window.begin_ns) * _NUM_PARTS // (window.end_ns - window.begin_ns)
 
 
 def took_s(record: Record) -> float:
@@ -299,7 +302,7 @@ def table(result: dict[str, Any]) -> str:
         + ", ".join(f"{n} {code}" for code, n in result["ends"].items()),
         f"refused   {result['refused']:>8}  p50 {ms['p50']:.1f} ms, p99 {ms['p99']:.1f} ms, "
         f"worst {ms['p100']:.1f} ms",
-        f"tenths    {' '.join(map(str, result['refusal_p99_tenths_ms']))}  (p99 of each)",
+        f"p99 ms    {' '.join(map(str, result['refusal_p99_tenths_ms']))}  (refusals, by tenths)",
         f"goodput   {result['goodput_tokens_per_s']:>8.0f}  tok/s, "
         f"{result['share_of_peak']:.1%} of the peak of {result['peak_tokens_per_s']:.0f}",
         f"tenths    {' '.join(map(str, result['goodput_tenths']))}  (peaks: "

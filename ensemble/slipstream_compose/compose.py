@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -70,7 +69,7 @@ def compose(
     output: Path,
     options: Mapping[str, Any],
     wiring: str = "composed",
-    instances: Mapping[str, int] = MappingProxyType({}),
+    instances: Mapping[str, int] | None = None,
 ) -> Repository:
     """The files of a repository; nothing is written yet.
 
@@ -87,7 +86,8 @@ def compose(
     given = {name: value for name, value in options.items() if value is not None}
     _check(given, info)
     is_fused = wiring == "fused"
-    _check_instances(instances, is_fused)
+    instances = instances or {}
+    _check_instances(instances, info, is_fused)
     given.setdefault("model", _name(checkpoint))
     engine = EngineConfig(checkpoint=_reference(checkpoint, output), **given)
     files: dict[Path, str] = {}
@@ -141,13 +141,15 @@ def _check(options: Mapping[str, Any], info: CheckpointInfo) -> None:
         raise ComposeError(f"--kv-cache-tokens is {tokens}, below one block of {size} tokens")
 
 
-def _check_instances(instances: Mapping[str, int], is_fused: bool) -> None:
+def _check_instances(instances: Mapping[str, int], info: CheckpointInfo, is_fused: bool) -> None:
     """Of the others there is one process: it holds what all requests of a model share."""
     several = [m.name for m in MODELS.values() if m.num_instances > 1 and (m.backend or is_fused)]
     for name, number in instances.items():
         if name not in several:
             known = ", ".join(several)
             raise ComposeError(f"--instances names {clip(name)}, which is not one of {known}")
+        if not info.has_tokenizer:
+            raise ComposeError(f"--instances names {name}, but the checkpoint has no tokenizer")
         if not 1 <= number <= MAX_INSTANCES:
             raise ComposeError(f"--instances {name} is {number}, not from 1 to {MAX_INSTANCES}")
 

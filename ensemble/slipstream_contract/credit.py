@@ -23,14 +23,13 @@ from slipstream_contract.mapped import map_file
 from slipstream_contract.processes import MAX_INSTANCES, is_running
 
 NUM_SLOTS = 16384
-MAX_TAKERS = MAX_INSTANCES  # processes of postprocessing
 BEAT_S = 0.02
 MAX_BEAT_GAP_S = 0.2  # longer without a beat: the process stood still
 _LAYOUT = 0x534C4950_00000004  # changes with the words below
 _WORDS_HEADER = 1  # the layout
 _PID, _ALIVE, _BEAT, _IDLE, _WORDS_TAKER = 0, 1, 2, 3, 4
 _ACKNOWLEDGED, _CANCELLED, _EXPECTED, _TAKER, _ASKED, _ASKED_NS, _WORDS_SLOT = 0, 1, 2, 3, 4, 5, 6
-_WORDS_TAKERS = _WORDS_HEADER + _WORDS_TAKER * MAX_TAKERS
+_WORDS_TAKERS = _WORDS_HEADER + _WORDS_TAKER * MAX_INSTANCES
 _SIZE = 8 * (_WORDS_TAKERS + _WORDS_SLOT * NUM_SLOTS)
 
 
@@ -104,7 +103,7 @@ class CreditFile:
     def takers(self) -> list[int]:
         """All that have begun and not ended, of their own accord: one that was killed is there."""
         first = _WORDS_HEADER + _PID
-        return [index for index in range(MAX_TAKERS) if self.words[first + index * _WORDS_TAKER]]
+        return [index for index in range(MAX_INSTANCES) if self.words[first + index * _WORDS_TAKER]]
 
     def idle_since_ns(self, taker: int, now_ns: int) -> int | None:
         """Since when a taker has been alive without a break and without work.
@@ -174,11 +173,11 @@ class Taker:
 
     def _free(self) -> int:
         taken = self._file.takers()
-        for index in range(MAX_TAKERS):
+        for index in range(MAX_INSTANCES):
             pid = self._words[_WORDS_HEADER + index * _WORDS_TAKER + _PID]
             if index not in taken or not is_running(pid):
                 return index
-        raise ValueError(f"postprocessing has more than {MAX_TAKERS} processes")
+        raise ValueError(f"postprocessing has more than {MAX_INSTANCES} processes")
 
     def _run(self, last: int) -> None:
         while not self._closed.wait(BEAT_S):

@@ -24,8 +24,9 @@ from slipstream_postprocessing.detokenize import check_ids, detokenize, detokeni
 log = logging.getLogger(__name__)
 
 _STATE = "STREAM_STATE"
-# Whether a client is gone is a round trip to the server. It is asked at every third response of a
-# stream, but no sooner and no later than so. `tensorrt_llm` asked when it began.
+# Whether a client is gone is a round trip to the server. Every third response of a stream asks, but
+# none so soon after the last that did as the first of these times, and any after the second.
+# `tensorrt_llm` asks before a stream begins.
 _ASK_EVERY, _MIN_ASK_NS, _MAX_ASK_NS = 3, 30_000_000, 120_000_000
 
 

@@ -5,7 +5,8 @@ import time
 
 import pytest
 from bridge.test_streams import wait_for
-from slipstream_contract.credit import MAX_TAKERS, NUM_SLOTS, CreditFile, Taker
+from slipstream_contract.credit import NUM_SLOTS, CreditFile, Taker
+from slipstream_contract.processes import MAX_INSTANCES
 
 
 @pytest.fixture
@@ -70,9 +71,9 @@ def test_idle_only_while_alive_and_out_of_work(tmp_path):
 
 def test_each_process_has_a_place_of_its_own_until_it_ends(pair):
     ours, first = pair
-    others = [Taker(ours) for _ in range(MAX_TAKERS - 1)]
-    assert [first.index, *(taker.index for taker in others)] == list(range(MAX_TAKERS))
-    with pytest.raises(ValueError, match=f"more than {MAX_TAKERS} processes"):
+    others = [Taker(ours) for _ in range(MAX_INSTANCES - 1)]
+    assert [first.index, *(taker.index for taker in others)] == list(range(MAX_INSTANCES))
+    with pytest.raises(ValueError, match=f"more than {MAX_INSTANCES} processes"):
         Taker(ours)
     others[3].begin()
     assert ours.idle_since_ns(others[3].index, time.monotonic_ns()) is None

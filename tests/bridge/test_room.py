@@ -1,6 +1,5 @@
 """Where the engine has said that no more may wait, a request ends in the bridge."""
 
-import gc
 import os
 import time
 import weakref
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bridge.test_streams import Ids, Recorder
+from bridge.test_streams import Ids, Recorder, without_collector
 from bridge.test_wirings import question
 from bridge.test_writers import TEXT
 from slipstream.bridge.bridge import Bridge, Question
@@ -70,16 +69,12 @@ def test_it_refuses_what_the_engine_would(bridge: Bridge, tmp_path: Path) -> Non
 
 def test_nothing_of_a_refused_request_waits_to_be_collected(bridge: Bridge, tmp_path: Path) -> None:
     LoadFile(path_of(tmp_path / "engine.sock")).tell(FULL)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         reply = Recorder()
-        bridge.answer(reply, lambda: bridge.check_room())
+        bridge.answer(reply, bridge.check_room)
         kept = [weakref.ref(each) for each in (reply, reply.error)]
         del reply
         assert [each() for each in kept] == [None, None]
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("model", [Fused, Vllm])

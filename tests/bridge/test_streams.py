@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import math
 import random
@@ -115,6 +116,17 @@ def wait_for(condition, timeout_s: float = 30.0) -> float:
         assert time.monotonic() - begin < timeout_s
         time.sleep(0.002)
     return time.monotonic() - begin
+
+
+@contextlib.contextmanager
+def without_collector():
+    """What is freed in here is freed because nobody refers to it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
@@ -349,9 +361,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_of_a_call_that_has_ended_waits_to_be_collected(desk, end):
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         reply = Recorder()
         call = desk.open(reply)
         kept = [weakref.ref(each) for each in (call, *call.streams, reply)]
@@ -363,5 +373,3 @@ def test_nothing_of_a_call_that_has_ended_waits_to_be_collected(desk, end):
         del call, reply
         desk.senders.close()  # each of its threads keeps the last stream that it had
         assert [each() for each in kept] == [None] * 3
-    finally:
-        gc.enable()

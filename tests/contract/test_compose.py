@@ -172,6 +172,13 @@ def test_processes_that_a_model_cannot_have(checkpoint, tmp_path, options, words
         assert b"count: 3" in tree(tmp_path)["ensemble/config.pbtxt"]
 
 
+def test_processes_of_a_model_that_a_bare_checkpoint_does_not_have(bare, tmp_path):
+    with pytest.raises(ComposeError) as caught:
+        run(bare, tmp_path, "--instances", "vllm_model=3")
+    assert str(caught.value) == "--instances names vllm_model, but the checkpoint has no tokenizer"
+    assert not tree(tmp_path)
+
+
 @pytest.mark.parametrize("value", ["postprocessing", "postprocessing=", "x=-1", "x=1.5", "x=²"])
 def test_processes_that_are_no_number(checkpoint, tmp_path, capsys, value):
     with pytest.raises(SystemExit):
