@@ -1,6 +1,10 @@
-"""The bridge's end of the wire: one thread that owns a DEALER socket, and reconnects when it must.
+"""The bridge's end of the wire: a DEALER socket, and a thread that hears it and reconnects.
 
 It knows nothing of Triton nor of requests: messages go in by `send`, come out at a `Listener`.
+
+Who sends does it in its own thread: to wake up another one, which then needs the interpreter that
+the first still holds, would cost a first token 0.3 ms. So the socket, which ZeroMQ lets one thread
+use at a time, is guarded by a lock, and nobody waits within it: the thread waits for its descriptor.
 """
 
 import itertools
@@ -9,7 +13,6 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
@@ -84,17 +87,17 @@ class Connection:
         self._keep_alive = keep_alive
         self._max_unanswered = max_unanswered
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._changed = threading.Condition()  # guards the five below
+        self._changed = threading.Condition()  # guards the seven below, and all use of the socket
         self._welcome: wire.Welcome | None = None
         self._refusal: str | None = None
-        self._outbox: deque[tuple[bytes, wire.ToEngine]] = deque()
         self._waiters: dict[int, queue.SimpleQueue[wire.Status]] = {}
         self._is_closing = False
-        self._numbers = itertools.count(1)
+        self._socket: zmq.Socket[bytes] | None = None
         self._ledger = Ledger()
+        self._retried: frozenset[int] = frozenset()  # once is enough: one of them may be the cause
+        self._numbers = itertools.count(1)
         self._kept: list[wire.Submit] = []  # for the next engine, if it comes
         self._kept_until_s = 0.0
-        self._retried: frozenset[int] = frozenset()  # once is enough: one of them may be the cause
         self._num_unanswered = 0  # pings since the last word of the engine
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="connection", daemon=True)
@@ -112,17 +115,20 @@ class Connection:
             return self._welcome
 
     def send(self, *messages: wire.ToEngine) -> None:
-        """Queue messages, all or none; never blocks. Raises ContractError if there is no engine."""
+        """Send messages, all or none; never blocks. Raises ContractError if there is no engine."""
         frames = [(wire.encode(message), message) for message in messages]
         with self._changed:
-            if self._welcome is None:
+            if self._welcome is None or self._socket is None:
                 raise ContractError(
                     "the engine is not running; it is being restarted",
                     Code.UNAVAILABLE,
                     "engine_down",
                 )
-            self._outbox.extend(frames)
-        os.eventfd_write(self._wake, 1)
+            for frame, message in frames:
+                self._post(self._socket, frame, message)
+            has_come = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        if has_come:  # its descriptor has told it to this thread, and tells it only once
+            os.eventfd_write(self._wake, 1)
 
     def ask_status(self, timeout_s: float, with_figures: bool = False) -> wire.Status:
         """The engine's state now. Raises ContractError if it does not answer in time."""
@@ -154,35 +160,38 @@ class Connection:
     def _run(self) -> None:
         stay_together()
         while not self._is_closing:
-            self._ledger, self._num_unanswered = Ledger(), 0
             socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
             socket.set_hwm(0)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._num_unanswered = 0
+            with self._changed:
+                self._socket, self._ledger, self._refusal = socket, Ledger(), None
             try:
-                self._refusal = None
-                socket.connect(self._address)
-                socket.send(wire.encode(self._hello))
+                with self._changed:
+                    socket.connect(self._address)
+                    socket.send(wire.encode(self._hello))
                 self._serve(socket, monitor)
-                if self._is_closing and self._welcome is not None:
-                    socket.send(wire.encode(wire.Bye()))
+                with self._changed:
+                    if self._is_closing and self._welcome is not None:
+                        socket.send(wire.encode(wire.Bye()))
             except Exception:
                 _log.exception("the connection to the engine failed")
             finally:
+                self._lose()  # after which nobody else uses the socket
                 socket.disable_monitor()
                 socket.close(_LINGER_MS if self._is_closing else 0)
-            self._lose()
             if not self._is_closing:
                 time.sleep(_RETRY_S if self._refusal is None else _REFUSED_RETRY_S)
 
     def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-        """Pass messages both ways until the engine is gone or we are closing."""
+        """Hear the engine until it is gone or we are closing."""
         poller = zmq.Poller()
-        for source in (socket, monitor, self._wake):
+        for source in (socket.FD, monitor, self._wake):
             poller.register(source, zmq.POLLIN)
         next_s = 0.0
         while not self._is_closing:
+            self._receive(socket)  # until there is nothing: only then the descriptor tells of more
             ready = dict(poller.poll(_POLL_MS))
-            self._receive(socket)
             if monitor in ready:
                 zmq.utils.monitor.recv_monitor_message(monitor)
                 self._receive(socket)  # what it said before it went
@@ -192,7 +201,6 @@ class Connection:
                 os.eventfd_read(self._wake)
             if self._refusal is not None:
                 return
-            self._flush(socket)
             now = time.monotonic()
             if now >= next_s:
                 next_s = now + _PING_S
@@ -208,8 +216,9 @@ class Connection:
 
     def _ping(self, socket: zmq.Socket[bytes]) -> None:
         number = next(self._numbers)
-        socket.send(wire.encode(wire.Ping(number)))
-        self._ledger.ask(number)
+        with self._changed:
+            socket.send(wire.encode(wire.Ping(number)))
+            self._ledger.ask(number)
         self._num_unanswered += 1
 
     def _try_keep_alive(self) -> None:
@@ -218,22 +227,18 @@ class Connection:
         except Exception as error:
             _log.error("the engine cannot be started: %s", error)
 
-    def _flush(self, socket: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                frame, message = self._outbox.popleft()
-            except IndexError:
-                return
-            if isinstance(message, wire.Submit):
-                self._ledger.submit(message, message.request not in self._retried)
-            socket.send(frame)
+    def _post(self, socket: zmq.Socket[bytes], frame: bytes, message: wire.ToEngine) -> None:
+        """One message leaves; by who holds the lock."""
+        if isinstance(message, wire.Submit):
+            self._ledger.submit(message, message.request not in self._retried)
+        socket.send(frame)  # without a bound, so at once
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        """Hear all that has come. It may come as fast as it is heard: nothing waits for the end."""
+        """Hear all that has come."""
         while True:
-            self._flush(socket)
             try:
-                frame = socket.recv(zmq.NOBLOCK)
+                with self._changed:
+                    frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._num_unanswered = 0
@@ -243,20 +248,21 @@ class Connection:
                 self.num_dropped += 1
                 continue
             try:
-                self._hear(message)
+                self._hear(socket, message)
             except Exception:  # one message must not end what all others wait for
                 _log.exception("a %s message could not be used", type(message).__name__)
 
-    def _hear(self, message: wire.BridgeMessage) -> None:
+    def _hear(self, socket: zmq.Socket[bytes], message: wire.BridgeMessage) -> None:
         match message:
             case wire.StepOutputs():
                 self._take(message)
             case wire.Rejected():
                 self._listener.reject(message)
-                self._ledger.reject(message.request)
+                with self._changed:
+                    self._ledger.reject(message.request)
             case wire.Status():
                 self.status = message
-                self._compare(message)
+                self._compare(socket, message)
                 with self._changed:
                     waiter = self._waiters.pop(message.number, None)
                 if waiter is not None:
@@ -267,7 +273,7 @@ class Connection:
                 )
                 with self._changed:
                     self._welcome, self._refusal = message, None
-                    self._submit_again()  # before any cancel of them
+                    self._submit_again(socket)  # before any cancel of them
                     self._changed.notify_all()
             case wire.Refused():
                 _log.error("the engine refuses this bridge: %s", message.reason)
@@ -276,19 +282,20 @@ class Connection:
                     self._changed.notify_all()
 
     def _take(self, outputs: wire.StepOutputs) -> None:
-        right, lost = self._ledger.take(outputs)
+        with self._changed:
+            right, lost = self._ledger.take(outputs)
         self._miss(lost)
         if len(right) < len(outputs.tokens):
             self.num_dropped += 1
             outputs = msgspec.structs.replace(outputs, tokens=right)
         self._listener.take(outputs)
 
-    def _compare(self, status: wire.Status) -> None:
-        lost, strays = self._ledger.compare(status)
+    def _compare(self, socket: zmq.Socket[bytes], status: wire.Status) -> None:
+        with self._changed:
+            lost, strays = self._ledger.compare(status)
+            for request in strays:  # a `Submit` that came again when the first had ended
+                socket.send(wire.encode(wire.Cancel(request, wire.CancelCause.BRIDGE)))
         self._miss(lost)
-        for request in strays:  # a `Submit` that came again when the first had ended
-            stray = wire.Cancel(request, wire.CancelCause.BRIDGE)
-            self._outbox.append((wire.encode(stray), stray))
 
     def _miss(self, lost: set[int]) -> None:
         if lost:
@@ -296,23 +303,24 @@ class Connection:
             self._listener.miss(lost)
 
     def _lose(self) -> None:
-        with self._changed:  # after this, `send` refuses; before, its requests are known
+        with self._changed:  # after this, `send` refuses; before, its requests are in the ledger
             was_welcome, self._welcome = self._welcome is not None, None
-            self.status = None
-            unsent = [message for _, message in self._outbox if isinstance(message, wire.Submit)]
-            self._outbox.clear()
+            self._socket = None
+            untold = self._ledger.untold()
+        self.status = None
         if was_welcome:
-            self._kept = [] if self._is_closing else [*self._ledger.untold(), *unsent]
+            self._kept = [] if self._is_closing else untold
             self._kept_until_s = time.monotonic() + _KEEP_S
             self._listener.lose({message.request for message in self._kept})
         elif self._kept and (self._is_closing or self._refusal is not None):
             self._give_up()
 
-    def _submit_again(self) -> None:
+    def _submit_again(self, socket: zmq.Socket[bytes]) -> None:
         again = [message for message in self._kept if self._listener.knows(message.request)]
         self._kept = []
         self._retried = frozenset(message.request for message in again)
-        self._outbox.extend((wire.encode(message), message) for message in again)
+        for message in again:
+            self._post(socket, wire.encode(message), message)
         if again:
             _log.info("%d requests of which nothing was told are given to this engine", len(again))
 

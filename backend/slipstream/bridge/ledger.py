@@ -12,7 +12,7 @@ _ENDED = 1 << 62
 
 
 class Ledger:
-    """Of all requests that were sent and have not ended. For one thread."""
+    """Of all requests that were sent and have not ended. One thread at a time may use it."""
 
     def __init__(self) -> None:
         self._told: dict[int, list[int]] = {}  # request -> tokens told of each of its sequences
