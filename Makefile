@@ -80,7 +80,7 @@ soak: install    ## MINUTES=30: 80 % of peak, a fifth leaves; else SOAK_ARGS="--
 
 compose-check: install ## the committed model_repository/ is what compose writes today
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \
-	    --output model_repository --check
+	    --output model_repository --instances postprocessing=2 --check
 
 limits: install  ## the README's table of limits, on stdout
 	@$(BIN)/python -c "from slipstream_contract.limits import table; print(table())"

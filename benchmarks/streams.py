@@ -31,8 +31,10 @@ from typing import Any
 import handover_journal
 from paced_engine import write_python
 from report import RESULTS, commit
+from slipstream_compose.compose import compose, write
 from slipstream_compose.server import repository_root, server_directory
 from slipstream_compose.triton import Endpoints, TritonServer
+from slipstream_contract.processes import num_cores
 from stream_clients import Load, Prompt, Received, receive
 from stream_figures import (
     ROWS,
@@ -69,6 +71,7 @@ COLUMNS = {
     "client_cpu": "clients",
     "others_cpu": "others",
 }
+CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 OUT = repository_root() / "benchmarks" / "out"
 _PROMPT = "def main():\n    "
 _WARM_SEED, _WARM_TOKENS = 1 << 20, 8  # of a first request that no figure counts
@@ -80,7 +83,7 @@ _NS = 1_000_000_000
 
 @contextlib.contextmanager
 def serving(step_s: float, scratch: Path, log: Path) -> Iterator[TritonServer]:
-    """The default repository with a source of that step; its journals are in `scratch`."""
+    """The default model with a source of that step; its journals are in `scratch`."""
     python = scratch / "python"
     write_python(python, step_s, scratch / "journal")
     environment = {
@@ -90,7 +93,8 @@ def serving(step_s: float, scratch: Path, log: Path) -> Iterator[TritonServer]:
     }
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
-    repository = repository_root() / "model_repository"
+    repository = scratch / "models"
+    write(compose(CHECKPOINT, repository, {}, cores=num_cores()))
     try:
         with TritonServer(repository, Endpoints.free(), log).running() as server:
             yield server

@@ -30,6 +30,7 @@ from slipstream_client import SlipstreamClient
 from slipstream_compose.compose import compose, write
 from slipstream_compose.server import repository_root
 from slipstream_compose.triton import Endpoints, TritonServer
+from slipstream_contract.processes import num_cores
 
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 KV_CACHE_TOKENS = 1536  # less than the context of 2,048: prompts can fit the one and not the other
@@ -223,7 +224,7 @@ def run(requests: int, number: int, log: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "models"
         options: dict[str, object] = {"kv_cache_tokens": KV_CACHE_TOKENS, "dtype": "float32"}
-        write(compose(CHECKPOINT, repository, options))
+        write(compose(CHECKPOINT, repository, options, cores=num_cores()))
         on_servers(repository, log, books, batches(requests, number))
     return {
         "requests": sum(books.ends.values()),

@@ -34,6 +34,7 @@ from slipstream_compose.compose import compose, write
 from slipstream_compose.probe import first_token
 from slipstream_compose.server import repository_root
 from slipstream_compose.triton import Endpoints, TritonServer, check_repository
+from slipstream_contract.processes import num_cores
 from soak_watch import Held, held
 
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
@@ -326,7 +327,7 @@ def serving(args: argparse.Namespace, log: Path) -> Iterator[TritonServer]:
         if repository is None:
             repository = Path(folder) / "models"
             options = {name: getattr(args, name, None) for name in _BOUNDS}
-            write(compose(CHECKPOINT, repository, options))
+            write(compose(CHECKPOINT, repository, options, cores=num_cores()))
         with TritonServer(repository, Endpoints.free(), log).running(_START_S) as server:
             first_token(server.endpoints.http, check_repository(repository))
             yield server

@@ -34,6 +34,7 @@ from slipstream_compose.compose import compose, write
 from slipstream_compose.probe import first_token
 from slipstream_compose.server import repository_root
 from slipstream_compose.triton import Endpoints, TritonServer, check_repository
+from slipstream_contract.processes import num_cores
 from soak_plan import Ask, Child, Prompts, draw
 from soak_storm import Books, ServerLostError, Storm
 from soak_watch import Held, growth, held, metric, table
@@ -125,7 +126,7 @@ def on_servers(
     crashes: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "models"
-        write(compose(CHECKPOINT, repository, options))
+        write(compose(CHECKPOINT, repository, options, cores=num_cores()))
         while True:
             with TritonServer(repository, Endpoints.free(), log).running() as server:
                 first_token(server.endpoints.http, check_repository(repository))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slipstream.models.check import check_tensors
 from slipstream_contract.errors import clip
+from slipstream_contract.processes import num_cores
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.tokenizer import load_tokenizer
 
@@ -82,7 +83,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=[],
         metavar="MODEL=N",
         help="processes of preprocessing, postprocessing, tensorrt_llm_bls or vllm_model (default: "
-        "2); more carry more streams where there are cores for them",
+        "2; 3 of postprocessing where this machine has 12 cores or more); more carry more streams "
+        "where there are cores for them",
     )
     parser.add_argument(
         "--check",
@@ -165,7 +167,8 @@ def run(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name
     instances = dict(args.instances)
-    repository = compose(args.checkpoint, args.output, options, args.wiring, instances)
+    cores = num_cores()
+    repository = compose(args.checkpoint, args.output, options, args.wiring, instances, cores)
     check_tensors(args.checkpoint)
     if repository.info.has_tokenizer:
         load_tokenizer(args.checkpoint)

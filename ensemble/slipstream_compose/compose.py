@@ -1,4 +1,4 @@
-"""A checkpoint to a model repository: the same bytes every time, data only.
+"""A checkpoint to a model repository: for as many cores the same bytes every time, data only.
 
 A model is `config.pbtxt` and `1/model.json`. What the checkpoint cannot do, it is not given a model
 for: without a tokenizer there are no text models.
@@ -49,6 +49,11 @@ _WIRING_OF = {
     "slipstream_health": "health",
 }
 
+# A third process of `postprocessing` carries half as many streams again, if it has a core to itself
+# beside the server's threads, the bridge, the engine and two processes of each model.
+_MANY_CORES = 12
+_ON_MANY_CORES = {"postprocessing": 3}
+
 
 class ComposeError(Exception):
     """A repository that cannot be written, for the one who asked for it."""
@@ -70,6 +75,7 @@ def compose(
     options: Mapping[str, Any],
     wiring: str = "composed",
     instances: Mapping[str, int] | None = None,
+    cores: int = 1,
 ) -> Repository:
     """The files of a repository; nothing is written yet.
 
@@ -79,6 +85,7 @@ def compose(
         options: fields of EngineConfig; those that are None are left at their defaults.
         wiring: of the model `ensemble`: the true ensemble, or the bridge alone.
         instances: model -> its processes, where they are not the default's number.
+        cores: of the machine that is to serve it, for that number.
 
     Raises ComposeError, or CheckpointError for an unsupported checkpoint.
     """
@@ -86,8 +93,8 @@ def compose(
     given = {name: value for name, value in options.items() if value is not None}
     _check(given, info)
     is_fused = wiring == "fused"
-    instances = instances or {}
-    _check_instances(instances, info, is_fused)
+    _check_instances(instances or {}, info, is_fused)
+    instances = {**(_ON_MANY_CORES if cores >= _MANY_CORES else {}), **(instances or {})}
     given.setdefault("model", _name(checkpoint))
     engine = EngineConfig(checkpoint=_reference(checkpoint, output), **given)
     files: dict[Path, str] = {}

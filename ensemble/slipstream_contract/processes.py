@@ -1,8 +1,14 @@
 """What the kernel says of another process, and how many there are of a model."""
 
+import os
 from pathlib import Path
 
 MAX_INSTANCES = 8  # of one model; files that they share have a place for each
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def is_running(pid: int) -> bool:

@@ -149,6 +149,20 @@ def test_as_many_processes_as_asked_for(checkpoint, tmp_path):
     assert run(checkpoint, tmp_path, "--check") == 1
 
 
+@pytest.mark.parametrize(("cores", "count"), [(2, 2), (11, 2), (12, 3), (64, 3)])
+def test_where_there_are_cores_for_it_postprocessing_has_a_third_process(
+    checkpoint, bare, tmp_path, monkeypatch, cores, count
+):
+    monkeypatch.setattr(cli, "num_cores", lambda: cores)
+    run(checkpoint, tmp_path)
+    assert b"{ count: %d kind" % count in tree(tmp_path)["postprocessing/config.pbtxt"]
+    assert b"{ count: 2 kind" in tree(tmp_path)["preprocessing/config.pbtxt"]
+    run(checkpoint, tmp_path, "--instances", "postprocessing=1")
+    assert b"{ count: 1 kind" in tree(tmp_path)["postprocessing/config.pbtxt"]
+    run(bare, tmp_path / "bare")
+    assert "postprocessing/config.pbtxt" not in tree(tmp_path / "bare")
+
+
 MANY = "preprocessing, postprocessing, tensorrt_llm_bls, vllm_model"
 
 
@@ -376,7 +390,8 @@ def test_the_command_says_one_line(tmp_path):
 
 def test_the_committed_repository_is_what_compose_writes():
     root = Path(__file__).parents[2] / "model_repository"
-    assert run(root / "tensorrt_llm" / "1" / "checkpoint", root, "--check") == 0
+    options = ["--instances", "postprocessing=2", "--check"]  # whatever machine this is
+    assert run(root / "tensorrt_llm" / "1" / "checkpoint", root, *options) == 0
 
 
 def test_what_could_not_be_served_is_refused_before_anything_is_written(checkpoint, tmp_path):

@@ -3,8 +3,9 @@
 It knows nothing of Triton nor of requests: messages go in by `send`, come out at a `Listener`.
 
 Who sends does it in its own thread: to wake up another one, which then needs the interpreter that
-the first still holds, would cost a first token 0.3 ms. So the socket, which ZeroMQ lets one thread
-use at a time, is guarded by a lock, and nobody waits within it: the thread waits for its descriptor.
+the first still holds, would cost a first token 0.3 ms. ZeroMQ lets one thread use a socket at a
+time, so a lock guards it; nobody waits while he holds it: to hear, the thread waits for the
+socket's descriptor.
 """
 
 import itertools
