@@ -1,8 +1,8 @@
 """The README's figures from the newest results: `python benchmarks/figures.py [--check]`.
 
-Reads `benchmarks/results/step-h200.json`; writes the table between the README's two marks, and two
-plots in `docs/figures/`. With `--check` it only says, by its exit code, whether all is as it would
-be written.
+Reads `step-h200.json` and `streams-h200.json` in `benchmarks/results/`; writes the tables between
+the README's two marks, and two plots in `docs/figures/`. With `--check` it only says, by its exit
+code, whether all is as it would be written.
 """
 
 import argparse
@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from report import NEWEST, number, percent
+from report import NEWEST, RESULTS, number, percent
 from rows import PARETO, ROWS, pareto_limit_ms
 from slipstream_client.bench.plots import Axis, Line, plot
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+STREAMS = RESULTS / "streams-h200.json"
 PICTURES = ROOT / "docs" / "figures"
 BEGIN, END = "<!-- figures: make figures -->", "<!-- end of figures -->"
 COLORS = {"ours": "#1f6feb", "peer": "#8a8a8a"}
@@ -68,6 +69,34 @@ def readme_table(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def streams_table(result: dict[str, Any]) -> str:
+    """What the Triton side adds to tokens, as markdown."""
+    lines = [
+        "What Triton and our stages add to a token, from its making to its hand-over to the server "
+        "for the client, with a source in the engine's place that owes every stream its tokens: "
+        f"{result['cores']} cores, commit {result['commit']} (`make bench-streams`). Composed is "
+        "the true ensemble of three models, fused one model that speaks the same tensors.",
+        "",
+        "| streams x tok/s | fused, median | p99 | composed, median | p99 |",
+        "|---|---|---|---|---|",
+    ]
+    rows = {(r["wiring"], r["streams"], r["rate"]): r for r in result["rows"]}
+    for wiring, streams, rate in rows:
+        if wiring == "fused" and ("composed", streams, rate) in rows:
+            pair = (rows[name, streams, rate] for name in ("fused", "composed"))
+            cells = [f"{r[name]:.3g} ms" for r in pair for name in ("p50_ms", "p99_ms")]
+            lines.append(f"| {' | '.join([f'{streams} x {rate}', *cells])} |")
+    alone = [
+        f"{r['added_p50_ms']:.2g} ms {r['wiring']}" for r in rows.values() if r["streams"] == 1
+    ]
+    if alone:
+        lines += [
+            "",
+            f"Before its first token a stream alone waits {' and '.join(alone)} for them.",
+        ]
+    return "\n".join(lines)
+
+
 def _points(table: dict[str, Any], side: str) -> list[tuple[int, float]]:
     """(batch, ms a token), by batch."""
     return sorted((int(batch), itl) for batch, itl in table["pareto"][side].items())
@@ -105,14 +134,14 @@ def pareto_plot(table: dict[str, Any]) -> str:
     )
 
 
-def files(table: dict[str, Any]) -> dict[Path, str]:
-    """Everything that is made of a table."""
+def files(table: dict[str, Any], streams: dict[str, Any]) -> dict[Path, str]:
+    """Everything that is made of the two results."""
     head, mark, rest = README.read_text().partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not mark or not end:
         raise SystemExit(f"{README}: the marks {BEGIN} and {END} are not both there")
     return {
-        README: f"{head}{BEGIN}\n{readme_table(table)}\n{END}{tail}",
+        README: f"{head}{BEGIN}\n{readme_table(table)}\n\n{streams_table(streams)}\n{END}{tail}",
         PICTURES / "share-of-limit.svg": share_plot(table),
         PICTURES / "pareto.svg": pareto_plot(table),
     }
@@ -127,7 +156,7 @@ def main() -> int:
         raise SystemExit(
             f"{NEWEST}: no such file; make bench-gpu writes it on a machine with an H200"
         )
-    texts = files(json.loads(NEWEST.read_text()))
+    texts = files(json.loads(NEWEST.read_text()), json.loads(STREAMS.read_text()))
     if args.check:
         return int(any(not p.is_file() or p.read_text() != text for p, text in texts.items()))
     for path, text in texts.items():

@@ -229,6 +229,22 @@ def test_without_a_gpu_it_says_so() -> None:
     assert result.stderr.splitlines() == ["bench-gpu: torch sees no GPU on this machine"]
 
 
+def delays(wiring: str, streams: int, rate: int, p50: float, p99: float, added: float) -> dict:
+    figures = {"p50_ms": p50, "p99_ms": p99, "added_p50_ms": added}
+    return {"wiring": wiring, "streams": streams, "rate": rate} | figures
+
+
+STREAMS = {
+    "cores": 16,
+    "commit": "abc",
+    "rows": [
+        delays("fused", 1, 250, 0.6124, 1.2, 2.2),
+        delays("fused", 256, 100, 3.0, 7.0, 50.0),
+        delays("composed", 1, 250, 0.7, 67.0, 3.02),
+    ],
+}
+
+
 def test_sides_of_a_sitting_are_put_together(bench, tmp_path: Path) -> None:
     ours = side({"decode-bs1": [3.5]}, about={"gpu": "NVIDIA H200"}, start_uncached=[12.0])
     (tmp_path / "ours").write_text(json.dumps(ours))
@@ -242,7 +258,10 @@ def test_sides_of_a_sitting_are_put_together(bench, tmp_path: Path) -> None:
     assert {"commit", "gpu", "ceilings", "rows"} <= set(table)
     assert table["rows"][0]["ratio"] == 1.4
     assert "start without compiled kernels: 12.00 s" in result.stdout
-    readme = bench.figures.files(table)[bench.figures.README]
+    readme = bench.figures.files(table, STREAMS)[bench.figures.README]
+    assert readme.count("\n| 1 x 250 | 0.612 ms | 1.2 ms | 0.7 ms | 67 ms |\n") == 1
+    assert readme.count("waits 2.2 ms fused and 3 ms composed for them") == 1
+    assert "256 x 100" not in readme  # of one wiring alone
     assert readme.count("| decode, batch 1 | 3.50 ms/token | 4.90 | **1.40** |") == 1
 
 
