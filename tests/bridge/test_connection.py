@@ -267,6 +267,32 @@ def test_what_is_sent_does_not_wait_until_nothing_comes(address):
     assert heard < num_steps // 2
 
 
+def test_an_answer_is_heard_though_somebody_sends_just_as_it_comes(link):
+    """Who sends is told then what has come, and the thread that hears is not told again."""
+    connection, _, start = link
+    start("silent")
+    assert connection.wait_welcome(60)
+    is_over = threading.Event()
+
+    def send() -> None:
+        for request in range(1, 2000):
+            connection.send(wire.Submit(request, pack([1]), SamplingParams(max_tokens=1), 0))
+            if is_over.wait(0.0002):
+                return
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    took_s = []
+    while sender.is_alive() and len(took_s) < 300:
+        begin = time.monotonic()
+        connection.ask_status(30)
+        took_s.append(time.monotonic() - begin)
+    is_over.set()
+    sender.join()
+    late = [s for s in took_s if s > 0.2]  # it looks by itself every 250 ms
+    assert len(late) <= len(took_s) / 50, took_s
+
+
 def test_no_descriptor_is_left(address):
     peer = Peer(address)
     before = len(os.listdir("/proc/self/fd"))
