@@ -56,6 +56,7 @@ kv-accuracy: install ## what a KV cache in fewer bits costs: the table of docs/q
 
 bench-streams: install ## delays of streams through Triton beside their goals (ARGS="--seconds 300 --rows 256x100")
 	@$(BIN)/python benchmarks/streams.py $(ARGS)
+	@if [ -e /dev/nvidiactl ] && [ -z '$(ARGS)' ]; then $(BIN)/python benchmarks/through_triton.py; fi
 
 monitoring-tools: install ## prometheus and promtool for the tests: on PATH, or Debian's, unpacked into .slipstream
 	@$(BIN)/python load/monitoring_tools.py
