@@ -6,7 +6,8 @@ The journal has a JSON object a line: `what` is
 
     submit    a request came in
     cancel    it was told to end: `state`, `held` (blocks), `free` (blocks free or fenced, after)
-    step      a step was told: `free`, `fenced`, `total`, and `states`, of each request after it
+    step      a step was told: `free`, `fenced`, `total`, `states`, of each request after it, and
+              `left`, of each request that was told to end: blocks that are held for it still
 
 and all have `t` (ns since the epoch) and `step` (steps told before).
 """
@@ -68,6 +69,7 @@ class NotingEngine(Engine):
         super().__init__(*arguments)
         self._journal = journal
         self._step_s = step_s
+        self._left: dict[str, set[int]] = {}  # seed -> blocks that it had when it was told to end
 
     def submit(self, bridge: bytes, message: Submit) -> None:
         """As `Engine.submit`."""
@@ -79,11 +81,10 @@ class NotingEngine(Engine):
         found = self._requests.get((bridge, request))
         if found is None:
             return super().cancel(bridge, request, *why)
-        facts = {
-            "state": state_of(found),
-            "held": sum(len(table) for sequence in found.sequences for table in sequence.tables),
-        }
+        held = [block for s in found.sequences for table in s.tables for block in table]
+        facts = {"state": state_of(found), "held": len(held)}
         is_known = super().cancel(bridge, request, *why)
+        self._left[str(found.sampling.seed)] = set(held)
         self._note("cancel", found.sampling.seed, **facts, free=self.status().kv_blocks_free)
         return is_known
 
@@ -99,8 +100,25 @@ class NotingEngine(Engine):
             fenced=cache.num_fenced,
             total=cache.num_blocks,
             states={str(r.sampling.seed): state_of(r) for r in self._requests.values()},
+            left=self._take_left(),
         )
         return outputs
+
+    def _take_left(self) -> dict[str, int]:
+        """Blocks in use or fenced that are nobody else's; told once more when there are none."""
+        blocks = self._scheduler.cache._blocks
+        used = {
+            block
+            for request in self._requests.values()
+            for sequence in request.sequences
+            for table in sequence.tables
+            for block in table
+        }
+        for seed, held in self._left.items():
+            self._left[seed] = {block for block in held - used if blocks.is_wanted(block)}
+        left = {seed: len(held) for seed, held in self._left.items()}
+        self._left = {seed: held for seed, held in self._left.items() if held}
+        return left
 
     def _note(self, what: str, seed: int | None, **facts: object) -> None:
         if seed is None:

@@ -1,4 +1,4 @@
-"""A request whose client may have left: when the engine hears of it."""
+"""A request begins: what the engine is told of it, if anything."""
 
 import os
 import time
@@ -24,6 +24,7 @@ class House:
     def __init__(self, path: Path) -> None:
         self.bridge = Bridge("model", Runtime(path), EngineConfig(checkpoint="none"), os.getpid())
         self.events: list[str] = []
+        self.sent: list[wire.ToEngine] = []
         self.bridge.connection.send = self._send
 
     def begin(self, is_gone: bool) -> Recorder:
@@ -39,6 +40,7 @@ class House:
 
     def _send(self, *messages: wire.ToEngine) -> None:
         self.events += [type(message).__name__ for message in messages]
+        self.sent += messages
 
 
 class Asked(Recorder):
@@ -61,26 +63,21 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     house.bridge.close()
 
 
-def test_an_engine_with_nothing_to_do_is_given_a_request_at_once(house: House) -> None:
-    house.begin(is_gone=False)
-    assert house.events == ["Submit", "asked"]
-    assert len(house.bridge.calls.snapshot()) == 1
-
-
-def test_it_is_taken_back_if_its_client_has_left(house: House) -> None:
-    reply = house.begin(is_gone=True)
-    assert house.events == ["Submit", "asked", "Cancel"]
-    assert not house.bridge.calls.snapshot()
-    assert reply.done.wait(5)
-    assert reply.error is None
-
-
-def test_beside_others_who_has_left_never_reaches_the_engine(house: House) -> None:
-    house.begin(is_gone=False)
-    house.events.clear()
+def test_who_has_left_never_reaches_the_engine(house: House) -> None:
     reply = house.begin(is_gone=True)
     assert house.events == ["asked"]
     assert reply.done.is_set()
-    assert len(house.bridge.calls.snapshot()) == 1
+    assert reply.error is None
+    assert not house.bridge.calls.snapshot()
     house.begin(is_gone=False)
     assert house.events == ["asked", "asked", "Submit"]
+
+
+def test_who_names_no_seed_is_given_one_that_another_engine_would_begin_with_again(
+    house: House,
+) -> None:
+    for _ in range(2):
+        house.begin(is_gone=False)
+    first, second = (submit.sampling.seed for submit in house.sent)
+    assert None not in (first, second)
+    assert first != second

@@ -125,11 +125,18 @@ class Scene:
         return {seed: found[seed] for seed in seeds}
 
     def gone_in_two_steps(self, entry: dict[str, object]) -> bool:
-        """Two steps after it was told, an engine knows nothing of a request, and fences nothing."""
-        later = [
-            e for e in self.journal.entries if e["what"] == "step" and e["step"] > entry["step"] + 1
-        ]
-        return not later or str(entry["seed"]) not in later[0]["states"]
+        """Two steps after it was told, an engine knows nothing of a request, and holds nothing.
+
+        If no such step comes, it has nothing to do: then all blocks are free (`staying`).
+        """
+        begin, seed = time.monotonic(), str(entry["seed"])
+        while time.monotonic() - begin < 2.0:
+            for step in self.journal.entries:
+                if step["what"] == "step" and step["step"] > entry["step"] + 1:
+                    return seed not in step["states"] and not step["left"].get(seed)
+            time.sleep(0.02)
+            list(self.journal.read())
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -261,29 +268,40 @@ def test_preempted(scene: Scene, way: str) -> None:
 
 
 def test_as_its_last_token_is_due(scene: Scene) -> None:
-    clients, asked = {}, {}
-    with scene.staying():
-        begin = time.monotonic()
-        scene.sdk.complete(PROMPT, model="tensorrt_llm_bls", max_tokens=20, end_id=-1)
-        seconds = time.monotonic() - begin
-        for cell in cells():
-            for more_s in (0.0, 0.02, 0.04) if cell[0] == "Deadline" else (0.0,):
-                seed, client = scene.ask(cell, PROMPT, 20, seconds + more_s)
-                clients[seed], asked[seed] = client, cell
-        here = set(asked)
-        begin = time.monotonic()
-        while here and time.monotonic() - begin < 20:
-            for entry in scene.journal.read():
-                states = entry.get("states", {})
-                for seed in [s for s in here if states.get(str(s)) == "last"]:
-                    here.remove(seed)
-                    if asked[seed][0] != "Deadline":
-                        clients[seed].leave()
-            if here <= {seed for seed, cell in asked.items() if cell[0] == "Deadline"}:
-                break
-            time.sleep(0.001)
-        time.sleep(0.2)
-        close(clients)
+    """A deadline cannot be aimed so well: three of each model pass about then."""
+    wanted = {cell for cell in cells() if cell[0] != "Deadline"}
+    for _ in range(8):  # a machine may stand still while the step lasts
+        with scene.staying():
+            wanted -= leave_at_the_last_token(scene, wanted)
+        if not wanted:
+            return
+    pytest.fail(f"never left as the last token was due: {sorted(wanted)}")
+
+
+def leave_at_the_last_token(scene: Scene, wanted: set[Cell]) -> set[Cell]:
+    """The cells whose clients left while their last token was due."""
+    clients, asked, found = {}, {}, set()
+    begin = time.monotonic()
+    scene.sdk.complete(PROMPT, model="tensorrt_llm_bls", max_tokens=20, end_id=-1)
+    seconds = time.monotonic() - begin
+    for cell in [*sorted(wanted), *cells(("Deadline",))]:
+        for more_s in (0.0, 0.02, 0.04) if cell[0] == "Deadline" else (0.0,):
+            seed, client = scene.ask(cell, PROMPT, 20, seconds + more_s)
+            clients[seed], asked[seed] = client, cell
+    here = {seed for seed, cell in asked.items() if cell in wanted}
+    begin = time.monotonic()
+    while here and time.monotonic() - begin < 5:
+        for entry in scene.journal.read():
+            states = entry.get("states", {})
+            due = [seed for seed in here if states.get(str(seed)) == "last"]
+            here -= set(due)
+            for seed in due:
+                clients[seed].leave()
+                found.add(asked[seed])
+        time.sleep(0.001)
+    time.sleep(0.2)
+    close(clients)
+    return found
 
 
 @contextlib.contextmanager

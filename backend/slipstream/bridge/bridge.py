@@ -137,22 +137,17 @@ class Bridge:
         """Let a call run: from here on it will be ended.
 
         Raises ContractError if it cannot begin. `has_flow` puts its streams under flow control.
-
-        The server is asked whether the client has left while the request was queued: the last that
-        an ensemble hears of it. Where nothing else runs, an engine that has nothing better to do
-        gets the request first, and its first token does not wait for the answer.
         """
         if self._is_stopping():
             raise ContractError("the server is stopping", Code.UNAVAILABLE, "stopping")
-        is_alone = self.calls.is_idle
-        if not is_alone and call.reply.is_cancelled():
+        if call.reply.is_cancelled():  # while it was queued: the last that an ensemble hears of it
             call.reply.end()
             return
         self.check_room(max((len(submit.token_ids) for submit in submits), default=0))
         try:
-            turn, is_one = Turn(), len(call.streams) == 1
+            turn, is_alone = Turn(), len(call.streams) == 1
             for stream in call.streams if has_flow else ():
-                if stream.is_streaming or not is_one:
+                if stream.is_streaming or not is_alone:
                     stream.credit = self.flow.open(stream, turn)
             self.calls.open(call)
         except ContractError:
@@ -163,8 +158,6 @@ class Bridge:
         except ContractError as error:
             self.calls.count_refusal(error)
             self.calls.fail(call, error)
-        if is_alone:
-            self.calls.ask(call)
 
     def answer(self, reply: Reply, begin: Callable[[], None]) -> None:
         """Run `begin`; what it raises becomes the one, final response, never a traceback."""
