@@ -13,7 +13,7 @@ ARGS ?=
 PERF_ARGS ?=
 LOCUST_ARGS ?=
 REQUESTS ?= 100000
-SOAK_ARGS ?= --requests 20000
+SOAK_ARGS ?= --requests 100000 --cancels 50000
 BIN := .venv/bin
 
 help:            ## this list
@@ -76,8 +76,9 @@ isolation: install ## streams beside prompts of the longest length and bodies of
 agreement: install ## slipstream bench, perf_analyzer and locust at one load, side by side
 	@$(BIN)/python load/run_agreement.py $(ARGS)
 
-soak: install    ## MINUTES=30: 80 % of peak, a fifth leaves; else SOAK_ARGS="--requests 100000 --cancels 50000"
+soak: install    ## MINUTES=30: 80 % of peak, a fifth leaves; else 100,000 requests, half leave, then `make fuzz`
 	@$(BIN)/python load/soak.py $(if $(MINUTES),--minutes $(MINUTES),$(SOAK_ARGS))
+	@$(if $(MINUTES),,$(BIN)/python load/fuzz.py --requests $(REQUESTS))
 
 compose-check: install ## the committed model_repository/ is what compose writes today
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \

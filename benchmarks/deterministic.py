@@ -40,7 +40,7 @@ def answers(engine: Engine, together: int, num_requests: int, num_outputs: int) 
             seed=number,
             log_probs=True,
         )
-        engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.time_ns()))
+        engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.monotonic_ns()))
     while engine.has_work:
         for tokens in engine.step().get(b"bench", ()):
             found[tokens.request][0].extend(tokens.token_ids)

@@ -50,7 +50,9 @@ class EngineTarget:
     def submit(self, number: int, prompt: list[int], max_tokens: int) -> None:
         """Offer a greedy request."""
         sampling = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens, temperature=0.0)
-        self._engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.time_ns()))
+        self._engine.submit(
+            b"bench", wire.Submit(number, pack(prompt), sampling, time.monotonic_ns())
+        )
 
     def step(self) -> tuple[int, int]:
         """One step of the engine."""

@@ -44,7 +44,7 @@ def main() -> int:
     engine = Engine(limits, runner, None)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     prompt = list(range(1, args.num_input + 1))
-    engine.submit(b"start", wire.Submit(0, pack(prompt), sampling, time.time_ns()))
+    engine.submit(b"start", wire.Submit(0, pack(prompt), sampling, time.monotonic_ns()))
     while not engine.step():
         pass
     lap("first step")

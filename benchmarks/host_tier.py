@@ -81,7 +81,9 @@ class Drive:
         sampling = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens, temperature=0.0)
         self._began[number] = time.perf_counter()
         self.num_tokens[number] = 0
-        self.engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.time_ns()))
+        self.engine.submit(
+            b"bench", wire.Submit(number, pack(prompt), sampling, time.monotonic_ns())
+        )
         return number
 
     def step(self) -> None:

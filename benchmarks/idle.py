@@ -70,7 +70,7 @@ def measure(engine: Engine, rows: int) -> None:
     workload = workloads.decode(rows, max_tokens=5 * NUM_STEPS)
     sampling = SamplingParams(max_tokens=workload.max_tokens, temperature=0.0)
     for number, prompt in enumerate(workload.prompts):
-        engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.time_ns()))
+        engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.monotonic_ns()))
     scheduler = engine._scheduler
     while scheduler.num_waiting or any(s.num_outputs < 2 for s in scheduler._running.values()):
         engine.step()

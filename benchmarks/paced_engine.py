@@ -54,6 +54,7 @@ class _Sequence:
     num_input_tokens: int
     max_tokens: int
     perf: wire.Perf
+    submitted_ns: int  # time.time_ns()
     num_tokens: int = 0
 
 
@@ -87,7 +88,8 @@ class PacedEngine:
         seed = message.request if sampling.seed is None else sampling.seed
         start = seed * 7 % len(LETTERS)
         turn = self._letter_ids[start:] + self._letter_ids[:start]
-        perf = wire.Perf(message.arrival_ns, time.time_ns(), 0, 0, 0, 0, 0)
+        perf = wire.Perf(message.arrival_ns, time.monotonic_ns(), 0, 0, 0, 0, 0)
+        submitted_ns = time.time_ns()
         self._sequences.setdefault(bridge, {})[message.request] = [
             _Sequence(
                 message.request,
@@ -97,6 +99,7 @@ class PacedEngine:
                 len(message.token_ids),
                 sampling.max_tokens,
                 perf,
+                submitted_ns,
             )
             for index in range(sampling.n)
         ]
@@ -162,7 +165,7 @@ class PacedEngine:
         if sequence.max_tokens == 0:
             return self._last(sequence, [], wire.FinishReason.CANCELLED, made_ns)
         if sequence.num_tokens == 0 and sequence.index == 0:
-            self._begun.append(f"{sequence.seed}:{sequence.perf.first_scheduled_ns}")
+            self._begun.append(f"{sequence.seed}:{sequence.submitted_ns}")
         token_id = sequence.token_ids[sequence.num_tokens % len(LETTERS)]
         sequence.num_tokens += 1
         if sequence.num_tokens == sequence.max_tokens:

@@ -194,7 +194,7 @@ def _shown(rates: list[float]) -> str:
 
 
 def main() -> int:
-    """Command line."""
+    """Command line; not 0 where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--checkpoint", type=Path, help="instead of a shape with random weights")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
@@ -227,7 +227,7 @@ def main() -> int:
         rates = _shown(found["output_tok_s"][wiring])
         print(f"{wiring}: {rates} tok/s, {share} % of the engine alone, goal {GOALS[wiring]:g}")
     print(json.dumps(result))
-    return 0
+    return 0 if all(found["is_reached"].values()) else 1
 
 
 if __name__ == "__main__":

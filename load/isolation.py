@@ -9,7 +9,6 @@ model that is not there, which tritonserver refuses by itself, shows how much of
 
 import argparse
 import json
-import os
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 from overload import serving
-from serving import REPORTS
+from serving import REPORTS, about
 from slipstream_client import SlipstreamClient
 from slipstream_client.bench.figures import Trace
 from slipstream_client.bench.load import Asking, make_prompts
@@ -214,7 +213,6 @@ def conclude(
             problems.append(f"{what}: {error[:200]!r} is no refusal")
     return {
         "model": args.model,
-        "cores": os.cpu_count(),
         "users": args.users,
         "prompt_tokens": args.prompt_tokens,
         "long_prompt_tokens": args.long_prompt_tokens,
@@ -269,7 +267,7 @@ def main() -> int:
     """0 where nothing is wrong."""
     args = parse()
     with serving(args, REPORTS / "isolation-tritonserver.log") as server:
-        result = {"date": time.strftime("%Y-%m-%d"), **measure(args, server.endpoints)}
+        result = about() | measure(args, server.endpoints)
     print(table(result))
     for line in result["problems"]:
         print(f"isolation: {line}", file=sys.stderr)

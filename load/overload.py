@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serving import REPORTS
+from serving import REPORTS, about
 from slipstream_client.bench.figures import Trace, Window
 from slipstream_client.bench.load import Asking, make_prompts, schedule
 from slipstream_client.bench.messages import Job, Record
@@ -277,7 +276,6 @@ def conclude(
     return {
         "model": args.model,
         "protocol": args.protocol,
-        "cores": os.cpu_count(),
         "seconds": args.seconds,
         "factor": args.factor,
         "offered_per_s": round(rate, 1),
@@ -368,9 +366,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """0 where nothing is wrong."""
     args = parse()
-    began = time.strftime("%Y-%m-%d")
+    where = about()
     with serving(args, REPORTS / "overload-tritonserver.log") as server:
-        result = {"date": began, **measure(args, server)}
+        result = where | measure(args, server)
     print(table(result))
     for line in result["problems"]:
         print(f"overload: {line}", file=sys.stderr)

@@ -109,13 +109,13 @@ class Storm:
         await asyncio.gather(*tasks)
         return again
 
-    async def make(self, item: Ask | Child) -> None:
-        """One request, or a process of them; what is wrong goes into the books.
+    async def make(self, item: Ask | Child) -> bool:
+        """One request, or a process of them: is all well? What is wrong goes into the books.
 
         Raises ServerLostError.
         """
         try:
-            await (self._kill(item) if isinstance(item, Child) else self._ask(item))
+            return await (self._kill(item) if isinstance(item, Child) else self._ask(item))
         except ServerLostError:
             raise
         except Exception as error:
@@ -123,9 +123,10 @@ class Storm:
             self.books.num_hung += is_hung
             self.books.num_lost += not is_hung
             self.books.problems.append(f"{item}: {type(error).__name__}: {error}")
+            return False
 
-    async def _ask(self, ask: Ask) -> None:
-        """One request, to its end or until it leaves."""
+    async def _ask(self, ask: Ask) -> bool:
+        """One request, to its end or until it leaves; whether its answer is the right one."""
         books = self.books
         want = books.references[ask.question]
         timeout_s = ask.when if ask.leaving == "deadline" else ANSWER_S
@@ -163,11 +164,13 @@ class Storm:
         books.ends[ask.leaving if has_left else "complete"] += 1
         if not has_left:
             books.took.append(Took(begin_s, first_s, time.monotonic(), num_tokens))
-        if not (is_beginning(got, want) if has_left else got == want):
+        is_right = is_beginning(got, want) if has_left else got == want
+        if not is_right:
             books.num_wrong += 1
             books.problems.append(f"{ask}: answered {got!r:.300}, not {want!r:.300}")
+        return is_right
 
-    async def _kill(self, child: Child) -> None:
+    async def _kill(self, child: Child) -> bool:
         """A process with streams of its own, and its death."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -189,6 +192,7 @@ class Storm:
                 process.kill()
             await process.wait()
         self.books.ends["killed"] += len(child.asks)
+        return True
 
     @contextlib.asynccontextmanager
     async def _watched(self) -> Any:

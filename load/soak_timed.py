@@ -159,15 +159,14 @@ class Timed:
         for ask in itertools.cycle(self._canaries):
             if lost.is_set() or time.monotonic() >= end:
                 return
-            num_wrong = self.books.num_wrong
             begin = time.monotonic()
             try:
-                await storm.make(ask)
+                is_right = await storm.make(ask)
             except ServerLostError:
                 lost.set()
                 return
             self.num_canaries += 1
-            self.num_canaries_wrong += self.books.num_wrong > num_wrong
+            self.num_canaries_wrong += not is_right
             await asyncio.sleep(max(0.0, begin + CANARY_S - time.monotonic()))
 
     async def _sample(

@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import socket
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -190,6 +191,30 @@ def test_tenths_are_of_the_time_and_not_of_the_requests(load):
     figures = timed.tenth_figures([*slow, *middle, *quick])
     assert figures["first token"] == pytest.approx([500.0, 4000.0, 100.0])
     assert figures["a token"] == pytest.approx([100.0, 1000.0, 50.0])
+
+
+def test_a_canary_that_gets_no_answer_is_not_one_that_gets_the_right_one(load):
+    """Nor is another request's wrong answer the canary's."""
+
+    class Storm:
+        def __init__(self, books) -> None:
+            self.books = books
+            self.endings = iter([True, False, True])
+
+        async def make(self, ask) -> bool:
+            self.books.num_wrong += 1  # somebody else's
+            if (is_right := next(self.endings, None)) is None:
+                raise load.soak_storm.ServerLostError
+            return is_right
+
+    async def sing() -> None:
+        await timed._sing(Storm(timed.books), asyncio.Event(), time.monotonic() + 60)
+
+    timed = load.soak_timed.Timed(load.soak_storm.Books(None), 600.0, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load.soak_timed, "CANARY_S", 0.0)
+        asyncio.run(sing())
+    assert (timed.num_canaries, timed.num_canaries_wrong) == (3, 1)
 
 
 def test_what_a_timed_run_must_not_show_is_a_problem(load):

@@ -26,11 +26,9 @@ def bench(idle, tmp_path: Path):
 @pytest.mark.parametrize(
     ("model", "protocol"),
     [
-        ("ensemble", "grpc"),
-        ("tensorrt_llm_bls", "http"),
-        ("tensorrt_llm", "grpc"),
-        ("tensorrt_llm", "http"),
-        ("vllm_model", "http"),
+        (model, protocol)
+        for model in ("ensemble", "tensorrt_llm_bls", "tensorrt_llm", "vllm_model")
+        for protocol in ("grpc", "http")
     ],
 )
 def test_every_token_of_every_model_is_counted(bench, model, protocol):
