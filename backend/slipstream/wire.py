@@ -17,7 +17,7 @@ from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class FinishReason(StrEnum):
@@ -65,7 +65,7 @@ class Submit(ToEngine, frozen=True):
     request: int
     token_ids: TokenIds  # as bytes on the way
     sampling: SamplingParams
-    arrival_ns: int  # time.time_ns() when Triton handed the request over
+    arrival_ns: int  # when Triton handed the request over; see `Perf`
     priority: int = DEFAULT_PRIORITY  # 0 is admitted first
     deadline_ns: int = 0  # time.monotonic_ns() at which it ends with an error; 0: none
     timeout_ns: int = 0  # how long before that it came
@@ -119,7 +119,11 @@ class Refused(ToBridge, frozen=True):
 
 
 class Perf(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What `return_perf_metrics` reports; times in ns since the epoch."""
+    """What `return_perf_metrics` reports.
+
+    Times are of `time.monotonic_ns()`: all processes of a machine have it in common, it does not
+    jump, and only differences mean anything. 0: it never got so far.
+    """
 
     arrival_ns: int
     first_scheduled_ns: int

@@ -16,6 +16,19 @@ class Code(StrEnum):
     INTERNAL = "INTERNAL"
 
 
+_OTHER = "other"
+REASONS = (
+    *("max_waiting", "max_waiting_tokens", "engine_down", "stopping"),
+    *(code.lower() for code in Code),
+    _OTHER,
+)
+
+
+def label_of(reason: str) -> str:
+    """What metrics call it: one of `REASONS`, whatever it is."""
+    return reason if reason in REASONS else _OTHER
+
+
 class ContractError(Exception):
     """A request that cannot be served, told to the one who sent it and to nobody else.
 
@@ -24,7 +37,7 @@ class ContractError(Exception):
     """
 
     def __init__(self, message: str, code: Code = Code.INVALID_ARGUMENT, reason: str = "") -> None:
-        """`reason` is a word for metrics, of a fixed set; empty: the code's name."""
+        """`reason` is a word for metrics, of `REASONS`; empty: the code's name."""
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message

@@ -11,7 +11,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb
 from slipstream_contract.admission import Gate, LoadFile, Passed, passed_path_of, path_of
-from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.errors import Code, ContractError, label_of
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
 from slipstream_contract.stub import must_end, quicken_bytes, rest_collector
@@ -91,7 +91,7 @@ class TritonPythonModel:
 
 
 class Refusals:
-    """What is refused here, on the server's metrics page; by reason, of which there are few.
+    """What is refused here, on the server's metrics page, by reason: one of `REASONS`.
 
     Told once a second by a thread: each word to the server costs a tenth of a refusal.
     """
@@ -106,7 +106,7 @@ class Refusals:
 
     def count(self, reason: str) -> None:
         """One more; by one thread."""
-        self._counts[reason] += 1
+        self._counts[label_of(reason)] += 1
 
     def close(self) -> None:
         """Tell no more."""

@@ -31,7 +31,7 @@ class House:
         """A step of an ensemble, whose client has left or not."""
         reply = Asked(self.events, is_gone)
         inputs = {"x": np.zeros(1)}
-        asked = Question(inputs, {}, "", reply, frozenset(), time.time_ns(), Urgency(), 0)
+        asked = Question(inputs, {}, "", reply, frozenset(), time.monotonic_ns(), Urgency(), 0)
         call = Call(reply, "", is_step=True)
         stream = Stream(Ids(), True)
         submit = self.bridge.submit(call, [1], SamplingParams(max_tokens=4), [stream], asked)

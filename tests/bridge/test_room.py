@@ -40,7 +40,9 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bridge]:
 
 def ask(bridge: Bridge, prompts: list[list[int]]) -> str:
     reply = Recorder()
-    asked = Question({"x": np.zeros(1)}, {}, "id", reply, frozenset(), time.time_ns(), Urgency(), 0)
+    asked = Question(
+        {"x": np.zeros(1)}, {}, "id", reply, frozenset(), time.monotonic_ns(), Urgency(), 0
+    )
     call = Call(reply, "id")
     sampling = SamplingParams(max_tokens=4)
     submits = [

@@ -39,7 +39,7 @@ def question(text: str | bytes, model: type) -> Question:
     if model is Fused:
         inputs = {name: value[None] for name, value in (text_inputs() | inputs).items()}
     reply = SimpleNamespace()
-    return Question(inputs, {}, "", reply, frozenset(), time.time_ns(), Urgency(), 0)
+    return Question(inputs, {}, "", reply, frozenset(), time.monotonic_ns(), Urgency(), 0)
 
 
 @pytest.mark.parametrize("model", [Fused, Vllm])

@@ -1,10 +1,13 @@
 """The books of the engine agree with what its clients got; its reports say what happened."""
 
+import datetime
 import json
 import logging
 import random
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -166,6 +169,61 @@ def test_times_between_tokens_are_those_of_each_sequence():
     assert told.counters["prompt_tokens"] == 2
 
 
+@pytest.fixture
+def wall(monkeypatch):
+    """By how many `hours` the wall clock is off, for whoever asks for it, by whatever name."""
+    clock, real, real_ns = SimpleNamespace(hours=0), time.time, time.time_ns
+    turned = {
+        real: lambda: real() + 3600.0 * clock.hours,
+        real_ns: lambda: real_ns() + 3600 * 10**9 * clock.hours,
+    }
+    for name, module in list(sys.modules.items()):
+        if name == "time" or name.startswith("slipstream"):
+            for attribute, value in list(vars(module).items()):
+                if value is real or value is real_ns:
+                    monkeypatch.setattr(module, attribute, turned[value])
+    return clock
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_wall_clock_that_jumps_changes_no_duration(tmp_path, wall, hours):
+    path, telemetry = tmp_path / "requests.jsonl", Telemetry()
+    client = make(telemetry, RequestLog(path, telemetry))
+    begin_ns = time.monotonic_ns()
+
+    def ask(number: int, request_id: str, deadline_ns: int = 0) -> None:
+        ids, arrival_ns, more = pack([1, 2]), time.monotonic_ns(), (deadline_ns, MS, request_id)
+        client.engine.submit(client.name, wire.Submit(number, ids, GREEDY, arrival_ns, 2, *more))
+
+    ask(0, "whole")
+    wall.hours += hours  # from arrival to the first step
+    client.engine.step()
+    ask(1, "left")
+    ask(2, "late", deadline_ns=begin_ns)
+    while client.engine.has_work:
+        wall.hours += hours
+        if wall.hours == 4 * hours:
+            client.engine.cancel(client.name, 1, CancelCause.CLIENT)
+        client.engine.step()
+    took_s = (time.monotonic_ns() - begin_ns) / 1e9
+    histograms = client.engine.figures().histograms
+    for name in (name for name in histograms if name.endswith("_s")):
+        total = histograms[name][1]
+        assert 0 < total < values(histograms[name]) * took_s, name
+    by_id = {line["id"]: line for line in lines(path)}
+    reasons = {key: line["finish_reasons"] for key, line in by_id.items()}
+    assert reasons == {"whole": ["length"], "left": ["cancelled"], "late": ["deadline"]}
+    for line in by_id.values():
+        assert 0 < line["end_to_end_s"] < took_s
+    for key in ("whole", "left"):
+        queue_s, first_s, end_s = (
+            by_id[key][name] for name in ("queue_s", "first_token_s", "end_to_end_s")
+        )
+        assert 0 < queue_s <= first_s <= end_s
+    when = datetime.datetime.fromisoformat(by_id["whole"]["time"]).timestamp()
+    assert abs(when - time.time()) < 60
+
+
 def test_time_without_work_is_nobodys():
     client = make(Telemetry(3600.0))
     client.submit([1, 2], GREEDY)
@@ -209,7 +267,7 @@ def test_the_request_log_has_a_line_a_request_and_nothing_of_what_was_said(tmp_p
             number,
             pack([41, 42, 43]),
             sampling,
-            time.time_ns(),
+            time.monotonic_ns(),
             2,
             deadline_ns,
             MS,

@@ -90,7 +90,7 @@ def serve(engine: Engine, prompts: list[list[int]], max_tokens: int) -> int:
     """Run all to their end; how many tokens came."""
     for number, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens, temperature=0.0)
-        engine.submit(b"test", wire.Submit(number, pack(prompt), sampling, time.time_ns()))
+        engine.submit(b"test", wire.Submit(number, pack(prompt), sampling, time.monotonic_ns()))
     num_tokens = 0
     while engine.has_work:
         for tokens in engine.step().get(b"test", []):

@@ -20,6 +20,7 @@ import pytest
 from slipstream_contract import admission
 from slipstream_contract.admission import MAX_RETRY_MS, Load, LoadFile, path_of
 from slipstream_contract.credit import CreditFile
+from slipstream_contract.errors import REASONS
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.waking import wake_at_once
@@ -362,6 +363,21 @@ def test_steps_of_an_ensemble_are_refused_where_the_engine_is_full(
     assert long is not None
     assert f"max_waiting_tokens is {19 + num_ids}, this prompt has {num_ids} (" in long
     model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
+def test_refusals_have_labels_of_a_known_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = importlib.import_module("slipstream_preprocessing.stage")
+    family, refusals = Mock(), stage.Refusals("preprocessing")
+    refusals.close()
+    for reason in (*REASONS, "new", *(f"text of a client {number}" for number in range(9))):
+        refusals.count(reason)
+    refusals._tell(family)
+    refusals._tell(family)
+    told = {each.kwargs["labels"]["reason"]: each for each in family.Metric.call_args_list}
+    assert told.keys() == set(REASONS)
+    increments = [each.args[0] for each in family.Metric.return_value.increment.call_args_list]
+    assert sorted(increments) == [1] * (len(REASONS) - 1) + [11]
 
 
 def test_parameters_that_are_not_given(repository: Path) -> None:

@@ -43,7 +43,7 @@ class Question:
     request_id: str
     reply: Reply
     requested: frozenset[str]  # outputs
-    arrival_ns: int  # time.time_ns()
+    arrival_ns: int  # see `wire.Perf`
     urgency: Urgency
     deadline_ns: int  # time.monotonic_ns(); 0: none
     cache_salt: str = ""

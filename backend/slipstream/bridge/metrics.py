@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import triton_python_backend_utils as pb
 from slipstream_contract import repairs
-from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.errors import REASONS, ContractError, label_of
 from slipstream_contract.stub import must_end
 
 from slipstream import wire
@@ -28,12 +28,6 @@ from slipstream.figures import HISTOGRAMS
 _PERIOD_S = 1.0
 _ANSWER_S = 1.0
 _BUCKETS_S = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0]
-_OTHER = "other"
-REASONS = (
-    *("max_waiting", "max_waiting_tokens", "engine_down", "stopping"),
-    *(code.lower() for code in Code),
-    _OTHER,
-)
 
 
 class _Families:
@@ -142,7 +136,7 @@ class CallMetrics:
         self._tokens(calls.num_tokens)
         refused: dict[str, int] = defaultdict(int)
         for reason, number in dict(calls.refused).items():
-            refused[reason if reason in self._refusals else _OTHER] += number
+            refused[label_of(reason)] += number
         for reason, number in refused.items():
             self._refusals[reason](number)
         for seconds in calls.take_first_token_times():

@@ -141,7 +141,7 @@ class TritonPythonModel:
                 request.request_id(),
                 reply,
                 reply.requested,
-                time.time_ns(),
+                now_ns,
                 urgency,
                 now_ns + urgency.timeout_ns if urgency.timeout_ns else 0,
                 cache_salt,

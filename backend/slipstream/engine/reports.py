@@ -76,17 +76,20 @@ class RequestLog:
 
     def write(self, request: Request) -> None:
         """All of its sequences have ended."""
-        line = describe(request, self._telemetry, time.time_ns())
+        line = describe(request, self._telemetry, time.monotonic_ns())
         self._log.info("%s", json.dumps(line, ensure_ascii=True))
 
 
 def describe(request: Request, telemetry: Telemetry, now_ns: int) -> dict[str, object]:
-    """A request that has ended. Times are in s since it came; null: it never got so far."""
+    """A request that has ended just now, at a `time.monotonic_ns()`.
+
+    Times are in s since it came; null: it never got so far.
+    """
     sequences = request.sequences
     begun = [each.first_scheduled_ns for each in sequences if each.first_scheduled_ns]
     first = [each.first_token_ns for each in sequences if each.first_token_ns]
     arrival_ns = request.arrival_ns
-    moment = datetime.datetime.fromtimestamp(now_ns / 1e9, datetime.UTC)
+    moment = datetime.datetime.fromtimestamp(time.time(), datetime.UTC)
     return {
         "time": moment.isoformat(timespec="milliseconds"),
         "id": request.request_id[:_MAX_ID],

@@ -25,7 +25,7 @@ gets the token that was in flight.
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from time import monotonic_ns, time_ns
+from time import monotonic_ns
 
 from slipstream_contract.ids import TokenIds
 
@@ -198,7 +198,7 @@ class Scheduler:
         """
         self.cache.complete()
         self._pace.end()
-        now = time_ns()
+        now = monotonic_ns()
         changed, running, finished = self._changed, Status.RUNNING, Status.FINISHED
         owners, samplers = self._launched.popleft(), []
         has_held = self.waiting.num_held > 0
@@ -388,7 +388,7 @@ class Scheduler:
         self._running[sequence.id] = sequence
         if not sequence.first_scheduled_ns:
             self._telemetry.looked_up(sequence.num_prompt, sequence.num_computed)
-            sequence.start(time_ns())
+            sequence.start(monotonic_ns())
         return True
 
     def _grow(self, sequence: Sequence) -> None:

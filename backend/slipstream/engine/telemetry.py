@@ -34,14 +34,14 @@ class Histogram:
         self._bounds = bounds
 
     def add(self, value: float, times: int = 1) -> None:
-        """`times` values alike. A clock that was set back makes no time negative."""
+        """`times` values alike. A sum never falls: what is below 0 counts as 0."""
         value = max(value, 0.0)
         self.counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
 
 class Telemetry:
-    """Counters since the engine began. Times are in ns since the epoch unless said."""
+    """Counters since the engine began. Stamps are of the clock of `wire.Perf`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Telemetry:
         """A sequence is told that it has ended, with so many tokens."""
         assert sequence.ending is not None
         sequence.is_told, sequence.length = True, num_outputs
-        now_ns, last_ns = time.time_ns(), sequence.last_token_ns
+        now_ns, last_ns = time.monotonic_ns(), sequence.last_token_ns
         begin_ns, histograms = sequence.first_scheduled_ns, self._histograms
         self.counters[f"finished:{sequence.ending.reason}"] += 1
         self.counters[f"cost:{sequence.ending.reason}"] += self.cost(sequence)
