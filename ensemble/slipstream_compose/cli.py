@@ -148,7 +148,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--request-log",
         metavar="FILE",
-        help="a file, by its absolute path, that gets a line of JSON for every request",
+        help="a file, by its absolute path, that gets a line of JSON for every request taken",
     )
 
 

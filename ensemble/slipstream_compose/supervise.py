@@ -4,8 +4,9 @@ A model's process that is gone leaves the server calling itself ready, and nobod
 To unload the model and load it again takes a fraction of a second and harms no other model. But
 Triton 24.10 never ends the streams that such a process had in its hands; only the end of the server
 does. So where there were any, the server is started again once nobody else has been served for
-`QUIET_S`, and after `OTHERS_S` at the latest; the engine lives on meanwhile. Every repair is one
-line.
+`QUIET_S`, and after `OTHERS_S` at the latest; the engine lives on meanwhile. Nor does it let go of
+a model whose process ended at work in a response of an ensemble: what is left of it goes with the
+server too, but only while nobody is served. Every repair is one line.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Repairer:
         self._pulses: dict[str, Pulse] = {}
         self._num_processes: Counter[str] = Counter()  # of each model
         self._leaving: dict[int, str] = {}  # pid -> model, of those unloaded that still have work
+        self._replaced_s = 0.0  # when the last of them were unloaded
         self._look_again()
         self._num_processes = Counter(self._models.values())
         self._pulses = {model: Pulse(server.endpoints, model) for model in self._num_processes}
@@ -152,10 +154,20 @@ class Repairer:
             return Fault(None, f"tritonserver did not answer for {SERVER_SILENCE_S:g} s")
         if self._front_end.is_hung(server.pid):
             return Fault(None, f"gRPC streams of tritonserver stood still for {HUNG_S:g} s")
-        if self._restart_s and self._num_in_flight():
+        return self._find_left_over(now_s)
+
+    def _find_left_over(self, now_s: float) -> Fault | None:
+        """What a process that has been replaced has left behind, if it is time to end it."""
+        if not (self._restart_s or self._leaving):
+            return None
+        if self._num_in_flight():
             self._busy_s = now_s
-        if self._restart_s and now_s > min(self._restart_s, self._busy_s + QUIET_S):
+        is_quiet = now_s > self._busy_s + QUIET_S
+        if self._restart_s and (is_quiet or now_s > self._restart_s):
             return Fault(None, f"{self._num_lost} requests of an ended process hang", 0, True)
+        if self._leaving and is_quiet and now_s > self._replaced_s + OTHERS_S:
+            models = ", ".join(sorted(set(self._leaving.values())))
+            return Fault(None, f"a process of {models} that was replaced does not end", 0, True)
         return None
 
     def _wrong_with(self, pid: int, model: str, now_s: float) -> str:
@@ -230,6 +242,7 @@ class Repairer:
         except ServeError as error:
             return f"{error}; {self._restart(fault)}"
         self._leaving |= others
+        self._replaced_s = self._busy_s = time.monotonic()
         if not lost:
             return f"loaded {loaded} again"
         self._end_soon(lost)

@@ -3,6 +3,9 @@
 import contextlib
 import faulthandler
 import gc
+import os
+import socket
+import stat
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ _NUM_NEW = 20_000  # objects made and not freed again, after which new ones are 
 _SWITCH_S = 0.0005
 _ANSWER_S = 60.0
 _LENGTH = struct.Struct("<I")
+_LAST_STANDARD = 2  # file descriptor: a log may be a socket
 _PROBE = np.array([b"", b"some\0bytes"], dtype=object)
 
 Serialize = Callable[[np.ndarray], Any]
@@ -30,6 +34,28 @@ def rest_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NUM_NEW, 10, 10)
+
+
+def close_inherited() -> None:
+    """Close the connections, and pairs of sockets, that a tritonserver at work leaves to its child.
+
+    Call it before this process opens one of its own. A client whose connection the server has ended
+    would not hear of it as long as this process lives.
+    """
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that lists them
+            if fd > _LAST_STANDARD and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                _close_if_inherited(socket.socket(fileno=fd))
+
+
+def _close_if_inherited(found: socket.socket) -> None:
+    """What has a name or a peer on this machine may be a library's, of this process."""
+    try:
+        is_pair = found.family == socket.AF_UNIX and not found.getsockname() + found.getpeername()
+        is_inherited = is_pair or found.family in (socket.AF_INET, socket.AF_INET6)
+    except OSError:  # it listens
+        is_inherited = False
+    (found.close if is_inherited else found.detach)()
 
 
 def share_interpreter() -> None:

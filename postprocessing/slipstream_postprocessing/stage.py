@@ -14,7 +14,7 @@ from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
 from slipstream_contract.stream_state import StreamState
-from slipstream_contract.stub import quicken_bytes, rest_collector
+from slipstream_contract.stub import close_inherited, quicken_bytes, rest_collector
 from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
 from slipstream_contract.waking import wake_gently
@@ -56,6 +56,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Read the vocabulary and map the credit file. Raises where either cannot be had."""
         hide_shared_memory()
+        close_inherited()
         wake_gently()
         quicken_bytes(pb)
         parameters = StageParameters(args)

@@ -14,7 +14,7 @@ from slipstream_contract.admission import Gate, LoadFile, Passed, passed_path_of
 from slipstream_contract.errors import Code, ContractError, label_of
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
-from slipstream_contract.stub import must_end, quicken_bytes, rest_collector
+from slipstream_contract.stub import close_inherited, must_end, quicken_bytes, rest_collector
 from slipstream_contract.vitals import Vitals
 from slipstream_contract.waking import wake_gently
 
@@ -39,6 +39,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Read the tokenizer. Raises where it cannot be had."""
         hide_shared_memory()
+        close_inherited()
         wake_gently()
         quicken_bytes(pb)
         parameters = StageParameters(args)

@@ -63,12 +63,31 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     house.bridge.close()
 
 
-def test_who_has_left_never_reaches_the_engine(house: House) -> None:
+def test_an_engine_with_nothing_to_do_is_given_a_request_at_once(house: House) -> None:
+    house.begin(is_gone=False)
+    assert house.events == ["Submit", "asked"]
+    assert len(house.bridge.calls.snapshot()) == 1
+
+
+def test_of_a_crowd_that_left_one_reaches_an_idle_engine_and_is_taken_back(house: House) -> None:
+    first, *rest = [house.begin(is_gone=True) for _ in range(5)]
+    assert house.events == ["Submit", "asked", "Cancel", *["asked"] * 4]
+    assert not house.bridge.calls.snapshot()
+    assert first.done.wait(5)
+    assert all(reply.done.is_set() for reply in rest)
+    assert not any(reply.error for reply in (first, *rest))
+    house.events.clear()
+    house.begin(is_gone=False)
+    assert house.events == ["asked", "Submit"]
+
+
+def test_beside_others_who_has_left_never_reaches_the_engine(house: House) -> None:
+    house.begin(is_gone=False)
+    house.events.clear()
     reply = house.begin(is_gone=True)
     assert house.events == ["asked"]
     assert reply.done.is_set()
-    assert reply.error is None
-    assert not house.bridge.calls.snapshot()
+    assert len(house.bridge.calls.snapshot()) == 1
     house.begin(is_gone=False)
     assert house.events == ["asked", "asked", "Submit"]
 

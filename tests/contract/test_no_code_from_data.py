@@ -6,6 +6,7 @@ a running engine, in `server/test_exposure.py`.
 """
 
 import ast
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,3 +168,66 @@ def test_the_rule_sees_it(text):
 )
 def test_the_rule_leaves_other_things_alone(text):
     assert not list(faults(text))
+
+
+# --- what Triton's processes import ---------------------------------------------------------------
+
+ENTRIES = ("backend/model.py", "preprocessing/model.py", "postprocessing/model.py")
+LIBRARIES = {"jinja2", "msgspec", "numpy", "tokenizers", "triton_python_backend_utils", "zmq"}
+
+
+def imports_of(path: Path, package: str) -> set[str]:
+    """Modules that are imported anywhere in it, and names from them, which may be modules too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(filter(None, [above, node.module]))
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def closure(entry: Path) -> tuple[set[Path], set[str]]:
+    """Our own files that are imported from there on, and the top names of what is not ours."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {name: ROOT / path for name, path in tool["package-dir"].items()}
+    files, others = set(), set()
+    todo = [(entry, "")]
+    while todo:
+        file, package = todo.pop()
+        if file in files:
+            continue
+        files.add(file)
+        for name in imports_of(file, package):
+            top, *rest = name.split(".")
+            if top not in packages:
+                others.add(top)
+                continue
+            for number in range(len(rest) + 1):  # a module is imported with all above it
+                place = packages[top].joinpath(*rest[:number])
+                own, within = ".".join([top, *rest[:number]]), place / "__init__.py"
+                if within.is_file():
+                    todo.append((within, own))
+                elif (module := place.with_suffix(".py")).is_file():
+                    todo.append((module, own.rpartition(".")[0]))
+    return files, others
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_nothing_that_a_process_of_triton_imports_makes_objects_or_code_of_data(entry):
+    files, others = closure(ROOT / entry)
+    assert len(files) > 10
+    assert files <= set(sources())
+    assert [(file, fault) for file in sorted(files) for fault in faults(file.read_text())] == []
+    assert others <= LIBRARIES | sys.stdlib_module_names - MODULES
+
+
+def test_the_closure_is_followed_through_packages_and_into_functions():
+    files, others = closure(ROOT / "backend/model.py")
+    names = {str(file.relative_to(ROOT)) for file in files}
+    for each in ("backend/slipstream/bridge/vllm.py", "backend/slipstream/wire.py"):
+        assert each in names
+    assert {"zmq", "numpy", "msgspec"} <= others
+    assert "torch" in closure(ROOT / "backend/slipstream/engine/loop.py")[1]  # in a function

@@ -1,10 +1,12 @@
 """What a model's process does at its start: bytes written faster, a collector that rests."""
 
 import gc
+import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream_contract import stub
 from slipstream_contract.stub import must_end, quicken_bytes, rest_collector
 
 
@@ -99,3 +102,39 @@ def test_who_waits_for_a_dead_server_with_the_interpreter_in_its_hands_ends() ->
 def test_who_is_answered_goes_on() -> None:
     with pytest.raises(KeyError), must_end(30.0):
         raise KeyError
+
+
+def test_a_process_keeps_no_connection_of_whoever_started_it(tmp_path: Path) -> None:
+    """Nor half of a pair: their ends reach the other side. A socket with a name stays."""
+    ends, pair, named = connected(), socket.socketpair(), socket.socket(socket.AF_UNIX)
+    named.bind(str(tmp_path / "named"))
+    named.listen()
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(stub.__file__).parents[1])!r})
+from slipstream_contract.stub import close_inherited
+close_inherited()
+import socket
+socket.socket(fileno={named.fileno()}).accept()[0].sendall(b"here")
+sys.stdin.read()
+"""
+    inherited = (ends[1].fileno(), pair[1].fileno(), named.fileno())
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited) as process:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(30)
+            client.connect(named.getsockname())
+            assert client.recv(4) == b"here"
+        for near, far in (ends, pair):
+            far.close()
+            near.settimeout(5)
+            assert near.recv(1) == b""
+            near.close()
+        process.communicate()
+    named.close()
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        return client, listener.accept()[0]

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults.oracle import Ask, Oracle
+from faults.asking import Ask
+from faults.oracle import Oracle
 from faults.planter import write_python
 from server.support import CHECKPOINT, Client, compose, start
 from slipstream_compose.server import server_directory

@@ -1,7 +1,8 @@
 """What must hold whatever happens: the judge of every test that plants a fault.
 
     lost nothing    every request ends with its full answer or with one typed error, in time; what
-                    came before the error is a beginning of the full answer
+                    came before the error is a beginning of the full answer. Only where the server
+                    itself ends may the connection end instead
     harmed nobody   a request that the fault does not concern has its full answer, bit for bit
     kept nothing    when all have ended, every block is free, and no process, thread, descriptor or
                     shared memory is there that was not before
@@ -15,23 +16,19 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults.planter import VICTIM, plant
+from faults.asking import MODELS, Ask, ClosedError, pieces
+from faults.planter import plant
 from server.support import PROMPT, Client, RequestError
 from slipstream_compose.server import repository_root
 from slipstream_contract import inflight
 
-_TYPED = re.compile(
-    r"\b(INVALID_ARGUMENT|NOT_FOUND|ALREADY_EXISTS|UNSUPPORTED|UNAVAILABLE|CANCELLED"
-    r"|DEADLINE_EXCEEDED|INTERNAL): \S"
-)
 _LEAKS = re.compile(r'Traceback|File "|\.py\b|0x[0-9a-f]{6}|/tmp/')  # of what is inside
-MODELS = ("ensemble", "tensorrt_llm_bls")
 END_S = 90.0  # a request that has not ended by then is lost
 SETTLE_S = 40.0
 
@@ -46,56 +43,19 @@ def _watch() -> Any:
         sys.path.remove(folder)
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One request; `model` takes text, the answer is streamed."""
-
-    model: str
-    prompt: str
-    seed: int
-    max_tokens: int = 60
-    is_greedy: bool = False
-
-    @property
-    def inputs(self) -> dict[str, object]:
-        """Of the tensors of TensorRT-LLM's contract."""
-        how = {"temperature": 0.75, "top_k": 0, "seed": self.seed}
-        if self.is_greedy:
-            how = {"temperature": 1.0, "top_k": 1, "seed": self.seed}
-        return {
-            "text_input": self.prompt,
-            "max_tokens": self.max_tokens,
-            "stream": True,
-            "end_id": 0,
-            **how,
-        }
-
-    @property
-    def is_victim(self) -> bool:
-        """Whether faults are aimed at it."""
-        return self.seed == VICTIM
-
-
 @dataclass
 class Outcome:
-    """What became of a request; `error` is None after a full answer."""
+    """What became of a request; `error` is None after a full answer.
+
+    `is_closed`: that error is the client's own, for its connection ended.
+    """
 
     ask: Ask
     text: str = ""
     error: str | None = None
     has_ended: bool = False
+    is_closed: bool = False
     ended_s: float = 0.0  # time.monotonic()
-
-
-def asks(num: int, max_tokens: int = 60, victim: bool = False) -> list[Ask]:
-    """Requests of both wirings, each with a prompt of its own; the last one may be the victim."""
-    found = [
-        Ask(MODELS[i % 2], f"{PROMPT}x{i} = ", 100 + i, max_tokens, is_greedy=i % 3 == 0)
-        for i in range(num)
-    ]
-    if victim:
-        found.append(Ask("tensorrt_llm_bls", f"{PROMPT}victim = ", VICTIM, max_tokens))
-    return found
 
 
 @dataclass
@@ -145,21 +105,29 @@ class Oracle:
 
     def judge(
         self,
-        concerned: str = "nobody",
+        concerned: str | Callable[[Outcome], bool] = "nobody",
         codes: Iterable[str] = ("UNAVAILABLE",),
         settle_s: float = SETTLE_S,
+        said: str = "",
+        may_close: bool = False,
     ) -> list[str]:
         """All that is wrong with what came since the last time; `problems` has it as well.
 
         Args:
-            concerned: who may have an error: "nobody", "victims" (and they must) or "all".
+            concerned: who may have an error: "nobody", "victims" (and they must), "all", or as a
+                function says.
             codes: of the errors that are right.
             settle_s: how long what was held may take to be given back.
+            said: a regular expression of what tritonserver itself may say instead, without a code.
+            may_close: whether a connection may end without an answer: the server did.
         """
         problems: list[str] = []
         for outcome in self.outcomes:
             may_fail = concerned == "all" or (concerned == "victims" and outcome.ask.is_victim)
-            problems += self._judge_one(outcome, may_fail, tuple(codes))
+            if callable(concerned):
+                may_fail = concerned(outcome)
+            right = "|".join([*(rf"\b{code}: \S" for code in codes), *([said] if said else [])])
+            problems += self._judge_one(outcome, may_fail, right, may_close)
             if concerned == "victims" and outcome.ask.is_victim and outcome.error is None:
                 problems.append(f"{outcome.ask}: the victim of the fault has not noticed it")
         problems += self._settle(settle_s)
@@ -178,26 +146,35 @@ class Oracle:
         while True:
             try:
                 if self.client.health()["engine_pid"] != pid:
-                    for model in MODELS:
-                        self.client.generate(model, text_input=PROMPT, max_tokens=1)
+                    self.ask_all()
                     return
             except RequestError as error:
                 if "UNAVAILABLE" not in str(error) or time.monotonic() - begin > timeout_s:
                     raise
             time.sleep(0.05)
 
-    def _judge_one(self, outcome: Outcome, may_fail: bool, codes: tuple[str, ...]) -> list[str]:
-        want, got, error = self.references[outcome.ask], outcome.text, outcome.error
-        name = f"{outcome.ask.model} seed {outcome.ask.seed}"
+    def ask_all(self) -> None:
+        """Whether every model answers, over both protocols. Raises RequestError or ClosedError."""
+        for model in MODELS:
+            for is_http in (False, True):
+                for _ in pieces(self.client, Ask(model, PROMPT, 1, 1, is_http=is_http), END_S):
+                    pass
+
+    def _judge_one(
+        self, outcome: Outcome, may_fail: bool, right: str, may_close: bool
+    ) -> list[str]:
+        ask, got, error = outcome.ask, outcome.text, outcome.error
+        want = self.references[ask]
+        name = f"{ask.model} over {'HTTP' if ask.is_http else 'gRPC'}, seed {ask.seed}"
         if not outcome.has_ended:
-            return [f"{name}: no end"]
+            return [f"{name}: no end: {error}"]
         if error is None:
             return [] if got == want else [f"{name}: answered {got!r}, not {want!r}"]
         problems = []
         if not may_fail:
             problems.append(f"{name}: harmed: {error}")
-        if not _TYPED.search(error) or not any(f"{code}: " in error for code in codes):
-            problems.append(f"{name}: not an error of {codes}: {error}")
+        if not re.search(right, error) and not (outcome.is_closed and may_close):
+            problems.append(f"{name}: not an error of {right}: {error}")
         if _LEAKS.search(error):
             problems.append(f"{name}: an error that tells what is inside: {error}")
         if not want.startswith(got):
@@ -260,14 +237,13 @@ class Oracle:
         return threads
 
     def _one(self, outcome: Outcome) -> None:
-        ask = outcome.ask
         try:
-            for part in self.client.iterate(ask.model, "", END_S, **ask.inputs):
-                if outcome.has_ended:
-                    outcome.error = "INTERNAL: something followed the end"
-                outcome.text += part["text_output"].ravel()[0].decode()
+            for piece in pieces(self.client, outcome.ask, END_S):
+                outcome.text += piece
         except RequestError as error:
             outcome.error = str(error)
+        except ClosedError as error:
+            outcome.error, outcome.is_closed = str(error), True
         except Exception as error:  # no answer in time, or a client that cannot read it
             outcome.error = f"{type(error).__name__}: {error}"
             return

@@ -5,13 +5,14 @@ import os
 import signal
 
 import pytest
-from faults.oracle import SETTLE_S, Oracle, asks
+from faults.asking import asks
+from faults.oracle import SETTLE_S, Oracle
 
 pytestmark = pytest.mark.triton
 
 
 def test_three_bugs_are_seen(oracle: Oracle) -> None:
-    questions = asks(10, victim=True)
+    questions = asks(10, victim="tensorrt_llm")
     oracle.learn(questions)
     pid = oracle.client.health()["engine_pid"]
     with oracle.storm(questions):

@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from faults.oracle import Oracle, asks
+from faults.asking import asks
+from faults.oracle import Oracle
 from faults.rude_clients import SlowReaders, drop_many, wait_until
 from server.support import Client, serving
 

@@ -1,5 +1,6 @@
 """A server that is told to end while a hundred streams run: `slipstream serve`, and one alone."""
 
+import functools
 import signal
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from faults.asking import MODELS, Ask, pieces
 from server.serve_process import Serve, short_directory
 from server.support import PROMPT, Client, RequestError, start
 from slipstream_compose.triton import SHARED_MEMORY, Endpoints
@@ -16,38 +18,35 @@ from slipstream_compose.triton import SHARED_MEMORY, Endpoints
 pytestmark = pytest.mark.triton
 
 NUM_STREAMS = 100
-MODELS = ("ensemble", "tensorrt_llm_bls")
 
 
 class Streams:
-    """So many, of these models in turn, each far too long to end by itself."""
+    """So many, of these models in turn and over both protocols, too long to end by themselves."""
 
     def __init__(self, client: Client, number: int, models: tuple[str, ...]) -> None:
-        self.errors: list[str] = []
-        self.num_begun = 0
-        self._client = client
-        self._models = models
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, args=(index,), daemon=True)
-            for index in range(number)
+        # One question for each model: what was told of it is a beginning of the longest answer.
+        kinds = [
+            Ask(model, PROMPT, 1, 1900, end_id=-1, is_http=is_http)
+            for model in models
+            for is_http in (False, True)
         ]
-        for thread in self._threads:
-            thread.start()
+        self.errors: list[str] = []
+        self._texts: list[tuple[Ask, list[str]]] = []
+        self._threads = []
+        for index in range(number):
+            self._texts.append((kinds[index % len(kinds)], []))
+            run = functools.partial(self._run, client, *self._texts[-1])
+            self._threads.append(threading.Thread(target=run, daemon=True))
+            self._threads[-1].start()
         begin = time.monotonic()
-        while self.num_begun < number:
-            assert time.monotonic() - begin < 120, (self.num_begun, self.errors[:3])
+        while not all(text for _, text in self._texts):
+            assert time.monotonic() - begin < 120, self.errors[:3]
             time.sleep(0.05)
 
-    def _run(self, index: int) -> None:
-        model = self._models[index % len(self._models)]
-        request = {"text_input": PROMPT, "max_tokens": 1900, "end_id": -1, "stream": True}
-        is_begun = False
+    def _run(self, client: Client, ask: Ask, text: list[str]) -> None:
         try:
-            for _ in self._client.iterate(model, timeout_s=60, **request):
-                with self._lock:
-                    self.num_begun += not is_begun
-                is_begun = True
+            for piece in pieces(client, ask, 60):
+                text.append(piece)
             self.errors.append("ended by itself")
         except RequestError as error:
             self.errors.append(str(error))
@@ -55,7 +54,7 @@ class Streams:
             self.errors.append(f"{type(error).__name__}: {error}")
 
     def assert_told(self) -> None:
-        """Each has had one error that says why."""
+        """Each has had one error that says why, and before it a beginning of its answer."""
         deadline = time.monotonic() + 60
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -64,6 +63,10 @@ class Streams:
             text for text in self.errors if "UNAVAILABLE: the server is stopping" not in text
         ]
         assert unclear == []
+        for model in {ask.model for ask, _ in self._texts}:
+            texts = ["".join(text) for ask, text in self._texts if ask.model == model]
+            longest = max(texts, key=len)
+            assert [text for text in texts if not longest.startswith(text)] == []
 
 
 def wait_not_ready(http: str, timeout_s: float) -> None:
@@ -94,7 +97,7 @@ def test_slipstream_serve_with_100_streams(roomy: Path) -> None:
 
 @pytest.mark.slow
 def test_a_tritonserver_alone_with_100_streams(roomy: Path, tmp_path: Path) -> None:
-    """Of one model; streams of a true ensemble hang where Triton refuses their next step."""
+    """Of all but one; streams of a true ensemble hang where Triton refuses their next step."""
     server = start(roomy, tmp_path / "log")
     try:
         streams = Streams(Client(server), NUM_STREAMS, MODELS[1:])

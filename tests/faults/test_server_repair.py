@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from faults.oracle import Oracle, asks
+from faults.asking import asks
+from faults.bounds import assert_promised
+from faults.oracle import Oracle, Outcome
 from faults.supervised import Supervision, hanging_server, supervised, wait_line
 from server.metrics_page import Page, wait_for
 from server.support import PROMPT, Client, RequestError
@@ -23,8 +25,12 @@ pytestmark = pytest.mark.triton
 
 MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model")
 STUBS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls", "vllm_model")
-# Promised are 5 and 15 s, measured less than 4 (docs/faults.md): others may use this machine, too.
+PROMISED_S = {"noticed": 5.0, "served again": 15.0}  # measured less than 4 (docs/faults.md)
+TOLD_S = 5.0  # by `slipstream health`
+# Of each time, whatever else the machine does.
 NOTICED_S, REPAIRED_S = 60.0, 120.0
+# What tritonserver itself says of a request that its process had, or that comes before the next.
+STUB_SAYS = r"Stub process '\w+' is not healthy"
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +58,38 @@ def health(client: Client) -> tuple[int, dict[str, object], float]:
     return done.returncode, json.loads(done.stdout), time.monotonic() - begin
 
 
-def assert_unhealthy(client: Client, record, *words: str) -> None:
-    code, said, seconds = health(client)
-    record(f"health after {' '.join(words)}", seconds)
-    assert code == 1, said
-    assert all(word in str(said["error"]) for word in words), said
-    assert seconds < NOTICED_S
+def assert_unhealthy(
+    client: Client, record, *words: str, provoke: Callable[[], object] = lambda: None
+) -> None:
+    """That it is told, with these words; `provoke` comes before each question."""
+    what = f"health after {' '.join(words)}"
+
+    def ask() -> dict[str, float]:
+        provoke()
+        code, said, seconds = health(client)
+        assert code == 1, said
+        assert all(word in str(said["error"]) for word in words), said
+        assert seconds < NOTICED_S
+        return {what: seconds}
+
+    assert_promised({what: TOLD_S}, ask, record)
 
 
 def engine_pid(client: Client) -> int:
     return int(client.health()["engine_pid"])
+
+
+def measure(lines: list[str], pattern: str, fault: Callable[[], object]) -> dict[str, float]:
+    """How soon a fault was noticed, and how soon the line of its repair said that it is mended."""
+    lines.clear()
+    begin = time.monotonic()
+    fault()
+    line = wait_line(lines, pattern)
+    mended_s = time.monotonic() - begin
+    assert mended_s < REPAIRED_S
+    repair = re.search(r"repair \d+, ([\d.]+) s", line)
+    assert repair is not None, line
+    return dict(zip(PROMISED_S, (mended_s - float(repair[1]), mended_s), strict=True))
 
 
 def wait_served(client: Client, timeout_s: float) -> None:
@@ -105,9 +133,13 @@ def test_health_tells_of_what_stands_still(client: Client, record_property, who:
 
 @pytest.mark.slow
 def test_health_tells_of_what_is_dead(client: Client, record_property) -> None:
-    os.kill(engine_pid(client), signal.SIGKILL)
-    time.sleep(0.3)  # until its socket is closed, it is being asked
-    assert_unhealthy(client, record_property, "UNAVAILABLE: the engine")
+    def end_engine() -> None:
+        wait_served(client, 30)
+        os.kill(engine_pid(client), signal.SIGKILL)
+        time.sleep(0.3)  # until its socket is closed, it is being asked
+
+    words = "UNAVAILABLE: the engine"
+    assert_unhealthy(client, record_property, words, provoke=end_engine)
     wait_served(client, 30)
     for model in (*STUBS, "slipstream_health"):
         os.kill(client.stub(model), signal.SIGKILL)
@@ -144,22 +176,29 @@ def test_a_loaded_server_is_a_healthy_one(client: Client) -> None:
 # --- under slipstream serve -----------------------------------------------------------------------
 
 
+def kill_idle(client: Client, lines: list[str], model: str) -> dict[str, float]:
+    *_, old = client.stubs(model)
+    # Without its pid, where the supervisor had not looked again since the last repair.
+    pattern = rf"the process of model {model}( \(pid {old}\))? ended"
+    times = measure(lines, pattern, lambda: os.kill(old, signal.SIGKILL))
+    (line,) = lines
+    assert f"loaded {model}" in line
+    assert ("ensemble" in line) == (model in STUBS[:3])
+    assert old not in client.stubs(model)
+    return times
+
+
 def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
     client: Client, supervision: Supervision, record_property
 ) -> None:
     pid, server = engine_pid(client), client.server.pid
     with supervision.on() as lines:
         for model in (*STUBS, "slipstream_health"):
-            *_, old = client.stubs(model)
-            begin = time.monotonic()
-            os.kill(old, signal.SIGKILL)
-            # Without its pid, where the supervisor had not looked again since the last repair.
-            line = wait_line(lines, rf"the process of model {model}( \(pid {old}\))? ended")
-            record_property(f"{model} killed", time.monotonic() - begin)
-            assert time.monotonic() - begin < REPAIRED_S
-            assert f"loaded {model}" in line
-            assert ("ensemble" in line) == (model in STUBS[:3])
-            assert old not in client.stubs(model)
+            assert_promised(
+                PROMISED_S,
+                lambda model=model: kill_idle(client, lines, model),
+                lambda what, seconds, model=model: record_property(f"{model} {what}", seconds),
+            )
         wait_served(client, 60)
     assert (engine_pid(client), client.server.pid) == (pid, server)
 
@@ -193,46 +232,49 @@ def test_who_is_asked_of_another_model_is_not_harmed(
         wait_line(lines, "started tritonserver again", timeout_s=90)
     ours = [each for each in oracle.outcomes if each.ask.model == "tensorrt_llm_bls"]
     assert sum(each.error is not None for each in ours) >= int(told[1]) - 1  # a probe may be one
-    for outcome in oracle.outcomes:
-        want, after_s = oracle.references[outcome.ask], outcome.ended_s - killed_s
-        assert want.startswith(outcome.text)
-        assert after_s < REPAIRED_S, outcome
-        if outcome.error is None:
-            assert outcome.text == want
-        elif (
-            outcome.ask.model != "tensorrt_llm_bls"
-        ):  # a machine on which they take longer than others have
-            assert "UNAVAILABLE" in outcome.error, (outcome, lines)
-            assert after_s > OTHERS_S, (outcome, lines)
+    check_repaired(oracle, {"tensorrt_llm_bls"}, killed_s)
     assert engine_pid(client) == pid
-    client.wait_idle(60)
+
+
+def check_repaired(oracle: Oracle, concerned: set[str], killed_s: float) -> None:
+    """Those models' requests may have been lost, others only where they took very long."""
+
+    def may_fail(outcome: Outcome) -> bool:
+        return outcome.ask.model in concerned or outcome.ended_s - killed_s > OTHERS_S
+
+    for outcome in oracle.outcomes:
+        assert outcome.has_ended, outcome
+        assert outcome.ended_s - killed_s < REPAIRED_S, outcome
+        assert not outcome.is_closed or outcome.ask.model in concerned, outcome
+    problems = oracle.judge(may_fail, said=STUB_SAYS, may_close=True)
+    assert problems == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm", "postprocessing"])
+@pytest.mark.parametrize(
+    ("model", "concerned"),
+    [
+        ("preprocessing", set()),  # all have left it
+        ("tensorrt_llm", {"ensemble", "tensorrt_llm"}),
+        ("postprocessing", {"ensemble"}),
+    ],
+)
 def test_a_stage_that_dies_at_work(
-    client: Client, supervision: Supervision, tmp_path, model: str
+    client: Client, supervision: Supervision, tmp_path, model: str, concerned: set[str]
 ) -> None:
     oracle = Oracle(client, tmp_path)
     questions = asks(10, max_tokens=100)
     oracle.learn(questions)
     pid = engine_pid(client)
     with supervision.on() as lines, oracle.storm(questions, running=10):
-        begin = time.monotonic()
+        killed_s = time.monotonic()
         os.kill(client.stub(model), signal.SIGKILL)
         wait_line(lines, f"process of model {model} ")
-    if model == "tensorrt_llm":
-        wait_line(lines, "started tritonserver again")
-    for outcome in oracle.outcomes:
-        assert outcome.has_ended or outcome.error, outcome
-        assert outcome.ended_s - begin < REPAIRED_S, outcome
-        is_concerned = outcome.ask.model == "ensemble" and model != "preprocessing"
-        assert outcome.error is None or is_concerned, outcome
-        want = oracle.references[outcome.ask]
-        assert outcome.text == want if outcome.error is None else want.startswith(outcome.text)
+        if model != "preprocessing":
+            wait_line(lines, "started tritonserver again")
     wait_served(client, 10)
+    check_repaired(oracle, concerned, killed_s)
     assert engine_pid(client) == pid
-    client.wait_idle(60)
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faults.oracle import Oracle, asks
+from faults.asking import asks
+from faults.oracle import Oracle
 from server.serve_process import Serve, short_directory
 from server.support import Client, RequestError
 from slipstream_compose.triton import Endpoints

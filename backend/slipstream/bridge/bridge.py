@@ -82,6 +82,7 @@ class Bridge:
         self._load_file = LoadFile(path_of(runtime.socket))
         self.repairs = runtime.repairs  # the file, see `slipstream_contract.repairs`
         self._is_stopping = runtime.stopping.exists
+        self._had_left = False  # the client that the server was last asked about at a beginning
         self._watch = Watch(self.calls, self._is_stopping)
 
     def wait(self) -> wire.Welcome:
@@ -137,17 +138,25 @@ class Bridge:
         """Let a call run: from here on it will be ended.
 
         Raises ContractError if it cannot begin. `has_flow` puts its streams under flow control.
+
+        The server is asked whether the client has left while the request was queued: the last that
+        an ensemble hears of it. Where no other runs, the engine gets the request first, and its
+        first token does not wait for the answer; unless the one asked about before had left: no
+        second one of a crowd that left reaches the engine.
         """
         if self._is_stopping():
             raise ContractError("the server is stopping", Code.UNAVAILABLE, "stopping")
-        if call.reply.is_cancelled():  # while it was queued: the last that an ensemble hears of it
-            call.reply.end()
-            return
+        is_first = self.calls.is_idle and not self._had_left
+        if not is_first:
+            self._had_left = call.reply.is_cancelled()
+            if self._had_left:
+                call.reply.end()
+                return
         self.check_room(max((len(submit.token_ids) for submit in submits), default=0))
         try:
-            turn, is_alone = Turn(), len(call.streams) == 1
+            turn, is_one = Turn(), len(call.streams) == 1
             for stream in call.streams if has_flow else ():
-                if stream.is_streaming or not is_alone:
+                if stream.is_streaming or not is_one:
                     stream.credit = self.flow.open(stream, turn)
             self.calls.open(call)
         except ContractError:
@@ -158,6 +167,8 @@ class Bridge:
         except ContractError as error:
             self.calls.count_refusal(error)
             self.calls.fail(call, error)
+        if is_first:
+            self._had_left = self.calls.ask(call)
 
     def answer(self, reply: Reply, begin: Callable[[], None]) -> None:
         """Run `begin`; what it raises becomes the one, final response, never a traceback."""

@@ -165,7 +165,7 @@ class Flow:
     def open(self, stream: Stream, turn: Turn) -> SlotCredit:
         """Put a stream under flow control; those of one call share a turn.
 
-        The server has just been asked whether its client is there.
+        The server is asked about now whether its client is there.
 
         Raises ContractError if there are too many.
         """

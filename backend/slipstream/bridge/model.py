@@ -17,7 +17,12 @@ from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.retention import split_salt
 from slipstream_contract.runtime import PROBE, hide_shared_memory, open_runtime
-from slipstream_contract.stub import quicken_bytes, rest_collector, share_interpreter
+from slipstream_contract.stub import (
+    close_inherited,
+    quicken_bytes,
+    rest_collector,
+    share_interpreter,
+)
 from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
@@ -73,6 +78,7 @@ class TritonPythonModel:
             format=f"%(asctime)s {args['model_name']} %(levelname)s %(message)s",
         )
         hide_shared_memory()
+        close_inherited()
         wake_gently()
         quicken_bytes(pb)
         share_interpreter()

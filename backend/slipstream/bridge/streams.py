@@ -204,6 +204,11 @@ class Calls:
                 self._routes[request] = call
             self.num_calls += 1
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is running."""
+        return not self._routes
+
     def snapshot(self) -> list[Call]:
         """Calls that are running now."""
         with self._lock:
@@ -328,6 +333,14 @@ class Calls:
             if not call.is_over:
                 self._abandon(call, cause)
                 self._left.append((time.monotonic() + _LINGER_S, call.reply))
+
+    def ask(self, call: Call) -> bool:
+        """Ask the server whether the client of a call has left, a round trip; end it if so."""
+        with call.lock:
+            is_gone = not call.is_over and call.reply.is_cancelled()
+        if is_gone:
+            self.cancel(call)
+        return is_gone
 
     def end_left(self, now_s: float) -> None:
         """End cancelled calls whose time has come; by one thread at a time."""

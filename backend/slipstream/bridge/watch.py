@@ -71,7 +71,7 @@ class Watch:
             if begin and (self._closed.wait(_PAUSE_S) or self._must_stop()):
                 return
             for call in asked[begin : begin + _BURST]:
-                self._ask(call)
+                self._calls.ask(call)
 
     def _must_stop(self) -> bool:
         """Whether the server ends; all calls then have ended with an error."""
@@ -79,12 +79,6 @@ class Watch:
             return False
         self._calls.fail_all(ContractError("the server is stopping", Code.UNAVAILABLE))
         return True
-
-    def _ask(self, call: Call) -> None:
-        with call.lock:
-            is_gone = not call.is_over and call.reply.is_cancelled()
-        if is_gone:
-            self._calls.cancel(call)
 
     def _expire(self, call: Call) -> None:
         passed_ns = time.monotonic_ns() - call.deadline_ns + call.timeout_ns
