@@ -4,7 +4,8 @@
 
 Each is drawn with its outcome (see fuzz_cases.py): one without a fault must be answered completely,
 one with faults must be refused by an error that names the field of one of them. No error may be an
-internal one, or hold a path or a traceback; no process may end; a canary of each model must have
+internal one, hold a path or a traceback, quote a value at length or have another status than is
+documented (see fuzz_judge.py); no process may end; a canary of each model must have
 the same answer all along; and in the end every block must be free.
 
 tritonserver 24.10 itself can crash (crashes.py): that is counted apart, and a new server goes on.
@@ -23,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from crashes import Watch
-from fuzz_cases import ANY, GENERATING, Case, Given, cases
-from fuzz_send import NO_END, Outcome, Sender
+from fuzz_cases import GENERATING, Case, Given, cases
+from fuzz_judge import judge
+from fuzz_send import Sender
 from serving import REPORTS, about
 from slipstream_client import SlipstreamClient
 from slipstream_compose.compose import compose, write
@@ -41,8 +43,6 @@ _CANARY_EVERY = 25  # cases
 _IDLE_S = 20.0
 _SHOWN = 12
 _MAX_CRASHES = 3
-_APART = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")  # a series of responses a sequence
-_NEVER = ("Traceback", 'File "', "INTERNAL:", "could not be begun", "failed to process", ".py")
 
 
 @dataclass
@@ -73,31 +73,6 @@ def canary(model: str) -> Case:
         case.tensors[0] = Given("input_ids", "INT32", [1, 3], [290, 293, 8], ids)
         case.tensors.append(Given("input_lengths", "INT32", size, [3], (3).to_bytes(4, "little")))
     return case
-
-
-def judge(case: Case, outcome: Outcome) -> str:
-    """What is wrong with an outcome; nothing where it is as it must be."""
-    error = outcome.error
-    if any(word in error for word in _NEVER) or str(repository_root()) in error:
-        return f"says too much, or is internal: {error[:300]}"
-    if case.mutation is not None:  # the server drops what is no message without a word
-        return error if error.startswith(NO_END) else ""
-    if not outcome.is_whole:
-        return f"has no end: {error[:300]}"
-    if case.is_stop and not case.faults:
-        return ""
-    if case.faults:
-        if not error and case.model == "ensemble" and not outcome.responses and ANY in case.faults:
-            return ""  # without a required tensor no step begins, and the server ends it so
-        if not error:
-            return "was served"
-        if not any(name in error for names in case.faults for name in names):
-            return f"is refused, but not by name: {error[:300]}"
-        return f"has an error of {len(error)} characters" if len(error) > 800 else ""
-    if error:
-        return f"was refused: {error[:300]}"
-    least = case.size * case.num_sequences if case.model in _APART else 1
-    return "" if len(outcome.responses) >= least else "has too few responses"
 
 
 class Run:

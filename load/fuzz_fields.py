@@ -39,7 +39,11 @@ def _number(low: float, high: float, step: float = 0.5) -> Field:
 _TEXT = st.text(
     st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \n\0é😀")), min_size=1, max_size=12
 ).map(str.encode)
+# An error quotes the beginning of a value alone: some are long for that.
+_LONG = "long " * 199
+_LONG_WHOLE = 10**999
 _BAD_TEXTS = [b"\xff", b"a\xc3", b"\xed\xa0\xbd", b"\xf8\x88\x80\x80\x80"]
+_BAD_TEXTS += [b"\xff" * 199, _LONG.encode() + b"\xff"]
 _WORD = st.text("ab(): \né", min_size=1, max_size=5).map(str.encode)
 _TOO_MANY, _TOO_LONG = [b"w%d" % i for i in range(1025)], [b"x" * 4097]
 _TOO_BIG = [b"y" * 4096] * 17
@@ -94,7 +98,12 @@ def pack(words: Sequence[Sequence[int]]) -> list[list[int]]:
 
 _LIST = Field(
     _PACKED.map(pack),
-    st.sampled_from([[[1, 2], [9, -1]], [[1, 2], [2, 1]], [[-5, 2], [1, 2]], [[1, 2], [-1, 1]]]),
+    st.sampled_from(
+        [
+            *([[1, 2], [9, -1]], [[1, 2], [2, 1]], [[-5, 2], [1, 2]], [[1, 2], [-1, 1]]),
+            [[7] * 99, [99] * 99],
+        ]
+    ),
 )
 _LLM_NAMES = {
     "max_tokens": "request_output_len",
@@ -150,6 +159,7 @@ _POSTPROCESSING_FIELDS = {
             st.lists(st.integers(-(2**63), 2**63 - 1), min_size=6, max_size=6).map(
                 lambda values: [2**60, *values[1:]]
             ),
+            st.just([-2, *range(10**6, 10**6 + 99)]),
         ),
     ),
 }
@@ -172,46 +182,63 @@ REQUIRED = {
 
 # Request parameters of the models that generate: values to be served, values to be refused.
 PARAMETERS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
-    "request_priority": ([0, 5, 9, "3"], [-1, 10, "first", 1.5, True]),
-    "timeout_ms": ([60_000, 86_400_000, "60000"], [0, -1, 86_400_001, "soon", 0.5]),
-    "min_p": ([0, 1, 0.5, "0.25"], [-1, 2, "much"]),
+    "request_priority": ([0, 5, 9, "3"], [-1, 10, "first", 1.5, True, _LONG]),
+    "timeout_ms": ([60_000, 86_400_000, "60000"], [0, -1, 86_400_001, "soon", 0.5, _LONG]),
+    "min_p": ([0, 1, 0.5, "0.25"], [-1, 2, "much", _LONG]),
     "cache_salt": (["", "tenant", "é" * 9], [5, True, "s" * 3000]),
-    "ignore_eos": ([True, False, "true", "0"], ["maybe", 2]),
+    "ignore_eos": ([True, False, "true", "0"], ["maybe", 2, _LONG]),
     "temprature": ([], [1, "1", True]),
     "zz": ([], [0, "x" * 3000]),
+    "z" * 999: ([], [0]),
 }
 
 # `sampling_parameters` of vllm_model.
 VLLM: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
-    "max_tokens": (range(1, MAX_TOKENS + 1), [0, -1, 2**31, 2**63, 1.5, "x", True, [], {}]),
+    "max_tokens": (
+        range(1, MAX_TOKENS + 1),
+        [0, -1, 2**31, 2**63, 1.5, "x", True, [], {}, _LONG_WHOLE],
+    ),
     "min_tokens": ([0, 1], [-1, 99, "x"]),
-    "n": ([1, 1, 2], [0, -1, 257, 10**6, "two"]),
-    "temperature": ([0.5, 1, 2, 1e-4, "0.5"], [-1, NAN, INF, 1e39, "hot", []]),
+    "n": ([1, 1, 2], [0, -1, 257, 10**6, "two", _LONG, _LONG_WHOLE]),
+    "temperature": (
+        [0.5, 1, 2, 1e-4, "0.5"],
+        [-1, NAN, INF, 1e39, "hot", [], _LONG, [7] * 99, _LONG_WHOLE],
+    ),
     "top_p": ([1, 0.5, 1e-6], [0, 1.1, NAN, -1]),
-    "top_k": ([-1, 0, 1, 50, INT32_MAX], [-2, 2**40, "x"]),
+    "top_k": ([-1, 0, 1, 50, INT32_MAX], [-2, 2**40, "x", _LONG_WHOLE]),
     "min_p": ([0, 0.5, 1], [-1, 2, NAN]),
     "presence_penalty": ([-2, 0, 2], [-2.1, 2.1, NAN]),
     "frequency_penalty": ([-2, 0, 2], [-2.1, 2.1, INF]),
     "repetition_penalty": ([1, 0.5, 2], [0, -1, 1001, NAN]),
-    "seed": ([None, 0, -1, 2**63 - 1, -(2**63)], [2**63, 2**70, "x", 1.5]),
-    "stop": (["a", ["\n", "ab"], None, []], ["", ["a", ""], [5], ["w"] * 1025, "x" * 4097, {}]),
-    "stop_token_ids": ([[], [5], [VOCABULARY - 1]], [[-1], [VOCABULARY], [True], ["x"], 5, [1.5]]),
-    "include_stop_str_in_output": ([True, False], ["maybe", 5]),
+    "seed": ([None, 0, -1, 2**63 - 1, -(2**63)], [2**63, 2**70, "x", 1.5, _LONG, _LONG_WHOLE]),
+    "stop": (
+        ["a", ["\n", "ab"], None, []],
+        ["", ["a", ""], [5], ["w"] * 1025, "x" * 4097, {}, {_LONG: 1}, [[_LONG]], [_LONG_WHOLE]],
+    ),
+    "stop_token_ids": (
+        [[], [5], [VOCABULARY - 1]],
+        [[-1], [VOCABULARY], [True], ["x"], 5, [1.5], [_LONG], [_LONG_WHOLE], {_LONG: _LONG}],
+    ),
+    "include_stop_str_in_output": ([True, False], ["maybe", 5, _LONG, [7] * 99]),
     "ignore_eos": ([True, False], ["maybe"]),
     "skip_special_tokens": ([True, False], ["maybe"]),
-    "bad_words": ([[], ["a", "é"]], ["", [5], ["w"] * 1025, "x" * 4097]),
+    "bad_words": ([[], ["a", "é"]], ["", [5], ["w"] * 1025, "x" * 4097, {_LONG: 1}]),
     "logit_bias": (
         [{}, {"5": 1}, {"5": -100, "6": 100}],
-        [{"x": 1}, {"5": 101}, {"5": NAN}, {str(VOCABULARY): 1}, {"-1": 1}, {"05": 1, "5": 1}, 5],
+        [
+            *({"x": 1}, {"5": 101}, {"5": NAN}, {str(VOCABULARY): 1}, {"-1": 1}, {"05": 1, "5": 1}),
+            *(5, _LONG, {_LONG: 1}, {"5": _LONG}, {"5": _LONG_WHOLE}, {str(_LONG_WHOLE): 1}),
+        ],
     ),
     "logprobs": ([0, None], [-1, 2, 10**6, "x"]),
-    "best_of": ([None, 1], [2, "x"]),
+    "best_of": ([None, 1], [2, "x", _LONG]),
     "use_beam_search": ([False], [True]),
-    "structured_outputs": ([None, {}], [{"regex": "(a+)+$"}, "x"]),
+    "structured_outputs": ([None, {}], [{"regex": "(a+)+$"}, "x", {"regex": _LONG}]),
     "guided_decoding": ([None], [{"json": {"$ref": "#"}}]),
     "prompt_logprobs": ([None], [1, 10**6]),
     "response_format": ([], [{"type": "json_object"}]),
     "zz": ([], [None, 1]),
+    "z" * 999: ([], [None]),
 }
 
 
@@ -228,7 +255,7 @@ def later_values(tensor: Tensor) -> tuple[list[Any], list[Any]]:
     """Elements of no effect, and one that asks for what is not there."""
     assert tensor.neutral is not None
     if tensor.dtype is DType.STRING:
-        return [b""], [b"zz"]
+        return [b""], [b"zz", _LONG.encode()]
     cast = bool if tensor.dtype is DType.BOOL else float if "FP" in tensor.dtype else int
     return [cast(value) for value in tensor.neutral], [cast(True) if cast is bool else cast(77)]
 

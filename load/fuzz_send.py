@@ -22,7 +22,7 @@ class Outcome:
     """Either an error, or responses by output name; `is_whole`: their end was told."""
 
     error: str = ""
-    status: str = ""  # of HTTP or gRPC
+    status: str = ""  # of HTTP, its number; of gRPC, its name
     responses: list[dict[str, Any]] = field(default_factory=list)
     is_whole: bool = False
     is_lost: bool = False  # no connection: the server may be gone
@@ -77,8 +77,9 @@ class Sender:
                 if found:
                     outcome.responses.append(found)
                 outcome.is_whole |= response.parameters["triton_final_response"].bool_param
+            outcome.status = (await call.code()).name
         except grpc.RpcError as error:
-            outcome.status = str(error.code())
+            outcome.status = error.code().name
             outcome.error, outcome.is_whole = str(error.details()), True
             outcome.is_lost = error.code() is grpc.StatusCode.UNAVAILABLE
 

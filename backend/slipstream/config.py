@@ -30,7 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: int = 4096
     max_waiting_tokens: int = 2_097_152
     gpu_hour_price: float = 0.0  # in any currency; with it, metrics tell the cost of requests
-    request_log: str = ""  # a file that gets a line of JSON for every request; empty: none
+    request_log: str = ""  # a file that gets a line of JSON for every request taken; empty: none
     stuck_after_s: int = 60  # an engine whose step takes longer is killed, and started again
     # Beside decodes, chunks of longer prompts take no more of a step than the decodes do.
     long_prompt_tokens: int = 1024

@@ -7,6 +7,7 @@ has and we do not is accepted at the value that has no effect.
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -231,11 +232,20 @@ def _object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text, object_pairs_hook=_without_twins) if text.strip() else {}
     except (ValueError, RecursionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ContractError(f"sampling_parameters is not JSON: {clip(reason)}") from None
+        raise ContractError(f"sampling_parameters is not JSON: {_fault(error)}") from None
     if not isinstance(value, dict):
         raise ContractError(f"sampling_parameters is {clip(value)}, not a JSON object")
     return value
+
+
+def _fault(error: Exception) -> str:
+    """What is wrong with a JSON; not in Python's words where they are about Python."""
+    if isinstance(error, json.JSONDecodeError):
+        start = error.doc[error.pos : error.pos + 65]
+        return f"{error.msg} at character {error.pos}: {clip(start)}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return f"it has a number of more than {sys.get_int_max_str_digits()} digits"
 
 
 def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -1,14 +1,16 @@
 """Requests drawn over the whole contract, on a real tritonserver; and what the judge would find."""
 
 import hashlib
+import json
 import subprocess
 import sys
 
 import pytest
 from slipstream_compose.server import repository_root, server_directory
+from slipstream_contract import errors
 from slipstream_contract.tensors import MODELS
 
-NAMES = ("crashes", "serving", "fuzz_fields", "fuzz_cases", "fuzz_send", "fuzz")
+NAMES = ("crashes", "serving", "fuzz_fields", "fuzz_cases", "fuzz_send", "fuzz_judge", "fuzz")
 
 
 @pytest.mark.triton
@@ -37,20 +39,71 @@ def test_2000_requests(load, tmp_path):
         ([("top_p",)], "INTERNAL: top_p", True, "internal"),
         ([("top_p",)], 'top_p: Traceback: File "x.py"', True, "says too much"),
         ([("top_p",)], f"top_p: {repository_root()}", True, "says too much"),
-        ([("top_p",)], "top_p " * 200, True, "an error of 1200 characters"),
+        ([("top_p",)], "top_p is 2", True, "without a code"),
+        ([("top_p",)], "INVALID_ARGUMENT: top_p " + "a " * 500, True, "an error of 1024 char"),
     ],
 )
 def test_the_judge(load, faults, error, is_whole, said):
     case = load.fuzz_cases.Case("ensemble", "grpc", faults=faults)
     responses = [] if error else [{"text_output": "a"}]
-    outcome = load.fuzz_send.Outcome(error, "", responses, is_whole)
+    outcome = load.fuzz_send.Outcome(error, "OK", responses, is_whole)
     assert said in load.fuzz.judge(case, outcome)
     assert bool(said) == bool(load.fuzz.judge(case, outcome))
 
 
+@pytest.mark.parametrize(
+    ("wire", "is_streaming", "responses", "allowed"),
+    [
+        ("grpc", True, 0, {"OK"}),
+        ("grpc", True, 1, {"OK"}),
+        ("http", False, 0, {"400"}),
+        ("http", True, 0, {"400"}),
+        ("http", True, 1, {"200", "400"}),  # its status was sent before the error
+    ],
+)
+def test_the_judge_looks_at_the_status_of_a_refusal(load, wire, is_streaming, responses, allowed):
+    case = load.fuzz_cases.Case("ensemble", wire, is_streaming=is_streaming, faults=[("top_p",)])
+    for status in ("OK", "INTERNAL", "UNKNOWN", "200", "400", "404", "500", "503", ""):
+        answers = [{"text_output": "a"}] * responses
+        error = "INVALID_ARGUMENT: top_p is 2"
+        outcome = load.fuzz_send.Outcome(error, status, answers, is_whole=True)
+        said = load.fuzz.judge(case, outcome)
+        assert bool(said) == (status not in allowed), status
+        assert not said or "has status" in said
+
+
+def test_what_is_served_or_is_no_json_has_its_status_too(load):
+    case = load.fuzz_cases.Case("ensemble", "http")
+    served = load.fuzz_send.Outcome("", "500", [{"text_output": "a"}], is_whole=True)
+    assert "has status '500'" in load.fuzz.judge(case, served)
+    changed = load.fuzz_cases.Case("ensemble", "http", mutation=(0, b"}"))
+    refused = load.fuzz_send.Outcome("failed to parse", "500", [], is_whole=True)
+    assert load.fuzz.judge(changed, refused) == ""
+    assert load.fuzz.judge(case, refused)
+
+
+@pytest.mark.parametrize("sent", ["y" * 999, "ab\n" * 99, ["y" * 999], {"y" * 999: 1}, 10**99])
+def test_the_judge_sees_a_value_that_is_not_cut(load, sent):
+    """Whether it is a text, or in a list or an object, however it is written."""
+    asked = json.dumps({"seed": sent}).encode()
+    tensor = load.fuzz_cases.Given("sampling_parameters", "BYTES", [1], [asked], asked)
+    case = load.fuzz_cases.Case("vllm_model", "grpc", tensors=[tensor], faults=[("seed",)])
+    for size, is_seen in ((64, False), (80, True)):
+        error = f"INVALID_ARGUMENT: seed is {errors.clip(sent, size)}, not a whole number"
+        outcome = load.fuzz_send.Outcome(error, "OK", [], is_whole=True)
+        assert ("of a value and more" in load.fuzz.judge(case, outcome)) == is_seen, error
+
+
+def test_long_values_are_drawn(load):
+    """Of most inputs that are quoted where they are wrong."""
+    drawn = list(load.fuzz_cases.cases(400, 7))
+    long = [case for case in drawn if any(True for _ in load.fuzz_judge.long_values(case))]
+    assert len([case for case in long if case.faults]) > 40
+
+
 def test_an_answer_for_each_sequence_is_counted(load):
     case = load.fuzz_cases.Case("ensemble", "grpc", size=2, num_sequences=2)
-    outcome = load.fuzz_send.Outcome("", "", [{"text_output": "a"}] * 3, is_whole=True)
+    outcome = load.fuzz_send.Outcome("", "OK", [{"text_output": "a"}] * 3, is_whole=True)
     assert "too few" in load.fuzz.judge(case, outcome)
 
 

@@ -1,10 +1,17 @@
-"""What `slipstream serve` shows of the engine's log while it starts."""
+"""What `slipstream serve` shows of the engine's log while it starts; what the log says of load."""
 
+import contextlib
+import datetime
 import io
 import logging
+import re
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
 from slipstream_compose.serve import _EngineLog
 
 ENTRY = "2026-01-02 03:04:05,678 engine {level} {text}\n"
@@ -64,3 +71,67 @@ def test_the_pattern_is_that_of_the_engines_log() -> None:
     engine = _EngineLog(Path("unused"), sink)
     engine._show_piece(logging.Formatter(template).format(record) + "\n")
     assert engine.banner == BANNER
+
+
+# --- a real server -------------------------------------------------------------------------------
+
+STATUS = re.compile(
+    r"^(\S+ \S+),\d+ engine INFO (\d+) running, (\d+) waiting, KV cache (\d+\.\d) % used, "
+    r"(\d+\.\d) tok/s generated, (\d+\.\d) tok/s of prompts, "
+    r"\d+\.\d % of prompts found in the cache, \d+ preemptions$",
+    re.MULTILINE,
+)
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Iterator[Client]:
+    """One sequence at a time, in a cache of twice its context."""
+    options = ["--max-num-seqs", "1", "--kv-cache-tokens", "4096", "--dtype", "float32"]
+    with serving(compose(CHECKPOINT, tmp_path / "models", *options), tmp_path / "log") as client:
+        yield client
+
+
+def statuses(client: Client, number: int) -> list[tuple[str, ...]]:
+    """The lines of how the engine is doing, once there are so many."""
+    deadline = time.monotonic() + 60
+    while len(found := STATUS.findall(client.server.runtime.log.read_text())) < number:
+        assert time.monotonic() < deadline, client.server.runtime.log.read_text()
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.triton
+def test_every_ten_seconds_it_says_what_runs_waits_and_is_made(single: Client) -> None:
+    """Three streams of the longest kind, again and again: two of them wait."""
+    counts, ended = [0, 0, 0], threading.Event()
+    asked = {"text_input": PROMPT, "max_tokens": 2000, "end_id": -1, "stream": True}
+    asked |= {"return_num_output_tokens": True}
+
+    def ask(index: int) -> None:
+        with contextlib.suppress(RequestError):
+            while True:
+                for response in single.iterate("ensemble", **asked):
+                    counts[index] += int(response["num_output_tokens"].item())
+                    if ended.is_set():
+                        return
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(counts))]
+    for thread in threads:
+        thread.start()
+    try:
+        num_lines = len(statuses(single, 1))
+        num_before, begin = sum(counts), time.monotonic()
+        first, second = statuses(single, num_lines + 1)[num_lines - 1 :]
+        rate = (sum(counts) - num_before) / (time.monotonic() - begin)
+    finally:
+        ended.set()
+    for thread in threads:
+        thread.join(60)
+    _, running, waiting, used, generated, prompts = second
+    moments = [datetime.datetime.fromisoformat(line[0]) for line in (first, second)]
+    assert 9 <= (moments[1] - moments[0]).total_seconds() <= 20
+    assert int(running) == 1
+    assert 1 <= int(waiting) <= 2  # who has just ended is about to ask again
+    assert 0 < float(used) <= 51  # of one context, and the block behind it
+    assert float(generated) == pytest.approx(rate, rel=0.2)
+    assert 0 <= float(prompts) < float(generated)

@@ -169,9 +169,13 @@ def check_histogram(page: Page, name: str) -> None:
     assert page.get(f"{name}_sum") >= 0
 
 
-def test_a_line_of_the_request_log_for_each_request(idle, url):
+def test_a_line_of_the_request_log_for_each_request_that_was_taken(idle, url):
     path = idle.server.repository.parent / "requests.jsonl"
     num_before = len(path.read_text().splitlines())
+    before = Page(url).get("slipstream_refusals_total", model=BLS, reason="invalid_argument")
+    for refused in ({"top_p": 7.0}, {"text_input": PROMPT * 230}):  # by the model, by the engine
+        with pytest.raises(RequestError, match="INVALID_ARGUMENT"):
+            idle.stream(BLS, "refused", **{"text_input": PROMPT, "max_tokens": 3} | refused)
     secret = "correct_horse_battery"
     text = {"text_input": secret + PROMPT, "stream": True}
     idle.stream(BLS, 'log "1"\n', max_tokens=3, num_return_sequences=2, **text)
@@ -185,6 +189,9 @@ def test_a_line_of_the_request_log_for_each_request(idle, url):
         assert time.monotonic() < deadline, lines
         time.sleep(0.05)
     found = {line["id"]: line for line in map(json.loads, lines)}
+    assert len(lines) == len(found)
+    refusals = settled(url).get("slipstream_refusals_total", model=BLS, reason="invalid_argument")
+    assert refusals - before == 2
     assert set(found) == {'log "1"\n', "log-2", "log-3", "log-4"}
     models = [found[name]["model"] for name in sorted(found)]
     assert models == [BLS, "tensorrt_llm", VLLM, BLS]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from server.metrics_page import wait_for as wait_for_page
-from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
+from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving, text
 from slipstream_client.codec import request_of
 from slipstream_compose.serve import _EngineLog
 from tritonclient.grpc import service_pb2_grpc
@@ -93,7 +93,8 @@ def refusal(client: Client, model: str, protocol: str, num_prompt: int = 0) -> t
         elif protocol == "http stream":
             client.events(model, **body(model, 4, num_prompt))
         else:
-            client.generate(model, **body(model, 4, num_prompt) | {"stream": False})
+            is_streaming = "streaming" if model == "tensorrt_llm" else "stream"
+            client.generate(model, **body(model, 4, num_prompt) | {is_streaming: False})
     except RequestError as error:
         return str(error), time.monotonic() - begin
     return "no error", time.monotonic() - begin
@@ -127,8 +128,6 @@ def test_too_many_requests_are_refused_at_once_everywhere(small):
         wait_for(small, lambda state: state["waiting"] >= MAX_WAITING)
         for model in MODELS:
             for protocol in ("grpc", "http stream", "http"):
-                if (model, protocol) == ("tensorrt_llm", "http"):
-                    continue  # its name for streaming is another
                 error, seconds = refusal(small, model, protocol)
                 found = FULL.search(error)
                 assert found, (model, protocol, error)
@@ -168,14 +167,16 @@ def test_too_many_tokens_are_refused_at_once_everywhere(small):
         stack.enter_context(streams(small, 17, 900, num_prompt=1001))
         wait_for(small, lambda state: state["waiting"] >= 16)
         for model in MODELS:
-            for protocol in ("grpc", "http stream"):
+            for protocol in ("grpc", "http stream", "http"):
                 error, seconds = refusal(small, model, protocol, num_prompt=1900)
                 pattern = (
                     rf"UNAVAILABLE: the engine is full: \d+ requests wait with \d+ tokens, "
                     rf"max_waiting_tokens is {MAX_WAITING_TOKENS}, this prompt has \d+ "
-                    r"\(\d+ sequences are running\); retry_after_ms: \d+"
+                    r"\(\d+ sequences are running\); retry_after_ms: (\d+)"
                 )
-                assert re.search(pattern, error), (model, protocol, error)
+                found = re.search(pattern, error)
+                assert found, (model, protocol, error)
+                assert 50 <= int(found[1]) <= 30_000
                 assert seconds < 20, (model, protocol)  # 40 ms where nothing else runs
     small.wait_idle(60)
 
@@ -202,6 +203,38 @@ def test_a_cache_of_a_tenth_of_what_is_asked_for(small):
     assert answers == wanted
     small.wait_idle(60)
     assert 0 < preemptions(small) - before <= 3 * len(answers)
+
+
+@pytest.fixture
+def tiny(tmp_path) -> Iterator[Client]:
+    """All may run, but the cache holds two of them."""
+    options = ["--kv-cache-tokens", "256", "--request-log", str(tmp_path / "requests.jsonl")]
+    repository = compose(CHECKPOINT, tmp_path / "models", *options, "--dtype", "float32")
+    with serving(repository, tmp_path / "server.log") as client:
+        yield client
+
+
+def test_nobody_is_preempted_again_and_again_where_a_tenth_fits(tiny):
+    """20 requests of 128 tokens, each prompt through both wirings: all complete, as if alone."""
+    numbers = range(20)
+
+    def ask(number: int, name: str = "") -> str:
+        model = ("ensemble", "tensorrt_llm_bls")[number % 2]
+        prompt = f"def read_{number // 2}(path):\n    "
+        asked = {"text_input": prompt, "max_tokens": 116, "end_id": -1, "stream": True}
+        return text(tiny.iterate(model, name, timeout_s=120, **asked))
+
+    wanted = [alone for number in numbers[::2] for alone in [ask(number)] * 2]
+    before = preemptions(tiny)
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        assert list(pool.map(ask, numbers, map(str, numbers))) == wanted
+    log = (tiny.server.repository.parent / "requests.jsonl").read_text()
+    lines = [line for line in map(json.loads, log.splitlines()) if line["id"]]
+    assert sorted(int(line["id"]) for line in lines) == list(numbers)
+    assert {tuple(line["finish_reasons"]) for line in lines} == {("length",)}
+    counts = [line["num_preemptions"] for line in lines]
+    assert 0 < max(counts) <= 3, counts
+    assert preemptions(tiny) - before == sum(counts)
 
 
 def preemptions(client: Client) -> float:

@@ -5,24 +5,28 @@ import json
 import re
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from server.sixty import MODELS, TEXTS, Grpc, Http, Raw, raw_json, text, vllm
+from server.sixty_ask import LATEST_S, as_tensors, ask, call, check, infer, raw, whole
+from server.sixty_cases import (
+    CLOSED,
+    GOOD,
+    MODELS,
+    PATHS,
+    STAGES,
+    TEXTS,
+    Call,
+    Grpc,
+    Http,
+    Item,
+    text,
+    vllm,
+)
 from server.sixty_rest import ALL
-from server.support import PROMPT, Client, RequestError
+from server.support import Client, RequestError
+from tritonclient.grpc import service_pb2 as messages
 
 pytestmark = pytest.mark.triton
-
-GOOD: dict[str, dict[str, Any]] = {
-    "ensemble": {"text_input": PROMPT, "max_tokens": 5},
-    "tensorrt_llm_bls": {"text_input": PROMPT, "max_tokens": 5},
-    "vllm_model": {"text_input": PROMPT, "sampling_parameters": '{"temperature": 0}'},
-    "tensorrt_llm": {"input_ids": [290, 293, 8], "input_lengths": 3, "request_output_len": 5},
-    "preprocessing": {"QUERY": "a", "REQUEST_OUTPUT_LEN": 1},
-    "postprocessing": {"TOKENS_BATCH": [[5, 6, 7]], "SEQUENCE_LENGTH": 3},
-}
-LATEST_S = 60.0  # an answer comes at once; the machine may be busy
 
 
 def canaries(client: Client) -> dict[str, str]:
@@ -45,87 +49,111 @@ def watched(idle: Client, undisturbed: dict[str, str]) -> Iterator[Client]:
     assert (idle.health()["engine_pid"], idle.server.stubs()) == before
 
 
-def check(said: str, expected: str) -> None:
-    assert re.search(expected, said, re.S), f"{said[:600]} is not {expected}"
-    assert not re.search(r"Traceback|\.py\b|File \"|INTERNAL", said), said[:600]
-    assert len(said) < 12_000, "a value is not cut"  # the server repeats a model's name as it is
-
-
-def ask_http(client: Client, case: Http) -> None:
-    models = {"{m}": MODELS[:3], "{t}": TEXTS, "{v}": ("vllm_model",)}.get(case.path, (case.path,))
-    for model in models:
-        for verb in ("generate", "generate_stream"):
-            status, said = client.post(f"{model}/{verb}", case.body, LATEST_S)
-            assert status == case.status, f"{model}/{verb}: {status} {said[:300]}"
-            check(said, case.expected)
-
-
-def ask_grpc(client: Client, case: Grpc) -> None:
-    inputs = GOOD.get(case.model, {}) | case.tensors
-    inputs = {name: value for name, value in inputs.items() if value is not None}
-    with pytest.raises(RequestError) as error:
-        client.stream(case.model, case.request_id, LATEST_S, parameters=case.parameters, **inputs)
-    check(str(error.value), case.expected)
-
-
-def raw(client: Client, data: bytes, patience_s: float) -> int:
-    """The status of the answer; 0 where none comes."""
-    host, port = client.http.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), patience_s) as connection:
-        answer = b""
-        with contextlib.suppress(OSError):
-            connection.sendall(data)
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            answer = connection.recv(64)
-    found = re.match(rb"HTTP/1\.[01] (\d+)", answer)
-    return int(found[1]) if found else 0
-
-
-def ask(client: Client, case: Http | Grpc | Raw) -> None:
-    match case:
-        case Http():
-            ask_http(client, case)
-        case Grpc():
-            ask_grpc(client, case)
-        case Raw():
-            status = raw(client, case.data, case.patience_s)
-            assert status in case.statuses, f"{case.data[:80]!r}: {status}"
-
-
 @pytest.mark.parametrize("number", [number for number, item in ALL.items() if item.cases])
 def test_it_is_answered_and_nobody_else_notices(watched: Client, number: int) -> None:
     for case in ALL[number].cases:
         ask(watched, case)
 
 
+def protocols(item: Item) -> set[str]:
+    """Those that its cases go over; a body of JSON goes over gRPC too, where gRPC can say it."""
+    found = set()
+    for case in item.cases:
+        if isinstance(case, Http):
+            found.add("HTTP")
+            models = () if case.alone else PATHS.get(case.path, (case.path,))
+            if case.status == 400 and models:  # it must have a twin, or is not sent at all
+                found.add("gRPC")
+            elif case.status == 500:  # no JSON of the tensor's type
+                found |= {"gRPC" for m in models for _ in as_tensors(m, whole(m, case.body))}
+        elif isinstance(case, Grpc):
+            found |= {"gRPC"} | (set() if case.alone else {"HTTP"})
+        else:
+            found.add("gRPC" if isinstance(case, Call) else "HTTP")
+    return found
+
+
 def test_all_sixty_are_here() -> None:
+    """Each is tried over both protocols, or it says why not."""
     assert sorted(ALL) == list(range(1, 61))
-    assert all(item.cases or item.why for item in ALL.values())
+    for number, item in ALL.items():
+        assert item.cases or item.why, number
+        assert not item.cases or bool(item.alone) == (len(protocols(item)) == 1), number
 
 
-def test_10_slow_headers_hold_up_nobody(watched: Client) -> None:
+def test_what_is_not_sent_from_here_is_elsewhere() -> None:
+    """A number without a case has a test of its own below, or names where it is tested."""
+    here = {name.split("_")[1] for name in globals() if re.match(r"test_\d", name)}
+    for number, item in ALL.items():
+        assert item.cases or str(number) in here or "tests/" in item.why, number
+
+
+def test_a_model_that_generates_has_no_answers_of_one_response(watched: Client) -> None:
+    """So there is no code of a refusal's own beside the text: see sixty_ask.py."""
+    for model in MODELS:
+        request = messages.ModelInferRequest(model_name=model)
+        code, details, _ = call(watched, "ModelInfer", request.SerializeToString())
+        assert (code, "decoupled" in details) == ("UNIMPLEMENTED", True)
+        status, said = infer(watched, request)
+        assert (status, "decoupled" in said) == (501, True)
+
+
+def test_silence_is_no_closed_connection(watched: Client) -> None:
+    with pytest.raises(TimeoutError):
+        raw(watched, b"POST /v2/models/ensemble/generate HTTP/1.1\r\nHos", patience_s=0.5)
+    assert raw(watched, b"no HTTP at all\r\n\r\n") == (CLOSED, "")
+
+
+@pytest.mark.parametrize("model", [*MODELS, *STAGES])
+def test_57_an_output_twice_is_answered_once(watched: Client, model: str) -> None:
+    outputs = {"tensorrt_llm": "output_ids", STAGES[0]: "INPUT_ID", STAGES[1]: "OUTPUT"}
+    name = outputs.get(model, "text_output")
+    request = messages.ModelInferRequest(model_name=model)
+    for tensor in watched.tensors(model, GOOD[model]):
+        request.inputs.append(tensor._get_tensor())
+        request.raw_input_contents.append(tensor._get_content())
+    for _ in range(2):
+        request.outputs.add(name=name)
+    code, _, [reply] = call(watched, "ModelStreamInfer", request.SerializeToString())
+    answer = messages.ModelStreamInferResponse.FromString(reply)
+    assert (code, answer.error_message) == ("OK", "")
+    assert [output.name for output in answer.infer_response.outputs] == [name]
+
+
+@pytest.mark.parametrize("protocol", ["HTTP", "gRPC"])
+def test_10_slow_headers_hold_up_nobody(watched: Client, protocol: str) -> None:
     host, port = watched.http.removeprefix("http://").split(":")
+    half = b"POST /v2/models/ensemble/generate HTTP/1.1\r\nHos"
+    if protocol == "gRPC":
+        (host, port), half = watched.address.split(":"), b"PRI * HTTP/2.0\r\n\r\nSM"
     with contextlib.ExitStack() as stack:
         for _ in range(50):
             connection = stack.enter_context(socket.create_connection((host, int(port))))
-            connection.sendall(b"POST /v2/models/ensemble/generate HTTP/1.1\r\nHos")
+            connection.sendall(half)
         for model in TEXTS:
             assert watched.generate(model, **text())["text_output"].startswith("def f(")
+            assert watched.stream(model, **text())
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "vllm_model"])
 def test_14_a_nul_is_a_character(watched: Client, model: str) -> None:
-    answer = watched.generate(model, **(GOOD[model] | {"text_input": "a = '\0'\n"}))
+    asked = GOOD[model] | {"text_input": "a = '\0'\n"}
+    answer = watched.generate(model, **asked)
     assert str(answer["text_output"]).startswith("a = '\0'\n")
+    [response] = watched.stream(model, **asked)
+    assert response["text_output"].ravel()[0].decode() == answer["text_output"]
 
 
 @pytest.mark.parametrize("model", TEXTS)
 def test_35_the_smallest_temperature_is_greedy(watched: Client, model: str) -> None:
-    greedy = watched.generate(model, **text(temperature=0.0, top_k=50))
-    body = json.loads(raw_json(max_tokens="3", temperature="1e-300", top_k="50"))
-    assert watched.generate(model, **body)["text_output"] == greedy["text_output"]
-    tiny = watched.generate("vllm_model", **vllm(max_tokens=3, temperature=1e-300))
-    assert tiny["text_output"] == greedy["text_output"]
+    greedy = watched.generate(model, **text(temperature=0.0, top_k=50))["text_output"]
+    tiny = text(temperature=1e-300, top_k=50)
+    assert watched.generate(model, **tiny)["text_output"] == greedy
+    of_vllm = vllm(max_tokens=3, temperature=1e-300)
+    assert watched.generate("vllm_model", **of_vllm)["text_output"] == greedy
+    for name, asked in ((model, tiny), ("vllm_model", of_vllm)):
+        [response] = watched.stream(name, **asked)
+        assert response["text_output"].ravel()[0].decode() == greedy
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -139,6 +167,9 @@ def test_58_an_id_in_use(watched: Client, model: str) -> None:
         next(first)
         with pytest.raises(RequestError, match="ALREADY_EXISTS: request id 'the same'"):
             watched.stream(model, "the same", **GOOD[model])
+        status, said = watched.post(f"{model}/generate", GOOD[model] | {"id": "the same"}, LATEST_S)
+        assert status == 400
+        check(json.loads(said)["error"], "ALREADY_EXISTS: request id 'the same'")
         rest = list(first)
     assert rest
     assert watched.stream(model, "the same", **GOOD[model])

@@ -10,6 +10,7 @@ import tritonclient.grpc as grpcclient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server.support import PROMPT, Client
+from slipstream_contract.stream_state import StreamState
 
 pytestmark = pytest.mark.triton
 
@@ -50,24 +51,40 @@ def count(found: list[Response]) -> int:
     return sum(counts)
 
 
-def ask(client: Client, model: str, prompt: str, sampling: dict[str, object], is_streaming: bool):
+def inputs(model: str, prompt: str, sampling: dict[str, object], is_streaming: bool) -> dict:
     """The same request in the words of each text model; every response is to tell its tokens."""
-    flag = np.array([[True]]) if model == "tensorrt_llm_bls" else True
+    flags = {"stream": is_streaming, "exclude_input_in_output": True}
+    flags |= {"text_input": prompt, "return_num_output_tokens": True}
     if model != "vllm_model":
-        asked = {name: value for name, value in sampling.items() if value != []}
-        asked |= {"text_input": prompt, "stream": is_streaming, "return_num_output_tokens": flag}
-        return responses(client, model, **asked, exclude_input_in_output=True)
+        return flags | {name: value for name, value in sampling.items() if value != []}
     named = {{"stop_words": "stop"}.get(name, name): value for name, value in sampling.items()}
-    return responses(
-        client,
-        model,
-        text_input=prompt,
-        stream=is_streaming,
-        exclude_input_in_output=True,
-        return_num_output_tokens=True,
-        return_finish_reason=True,
-        sampling_parameters=json.dumps(named | {"include_stop_str_in_output": True}),
-    )
+    options = json.dumps(named | {"include_stop_str_in_output": True})
+    return flags | {"return_finish_reason": True, "sampling_parameters": options}
+
+
+def ask(client: Client, model: str, prompt: str, sampling: dict[str, object], is_streaming: bool):
+    """Over gRPC."""
+    asked = inputs(model, prompt, sampling, is_streaming)
+    if model == "tensorrt_llm_bls":
+        asked["return_num_output_tokens"] = np.array([[True]])
+    return responses(client, model, **asked)
+
+
+def events(client: Client, model: str, asked: dict[str, object]) -> list[Response]:
+    """All events of HTTP `generate_stream`, and there is nothing else before the answer's end."""
+    status, body = client.post(f"{model}/generate_stream", asked)
+    assert status == 200, body
+    *found, rest = body.split("\n\n")
+    assert rest == ""
+    assert all(event.startswith("data: {") for event in found), body
+    answers = [json.loads(event.removeprefix("data: ")) for event in found]
+    assert not any("error" in answer for answer in answers), body
+    return [{name: as_array(value) for name, value in answer.items()} for answer in answers]
+
+
+def as_array(value: object) -> np.ndarray:
+    """As gRPC gives it."""
+    return np.array([value.encode()], object) if isinstance(value, str) else np.array([value])
 
 
 WORDS = ["\n", "e", "self.", "):", "return", "  ", "é", "日", "\ufffd", "🙂"]
@@ -93,40 +110,47 @@ def test_every_stream_joins_to_the_one_shot_text_of_any_model(client, prompt, sa
     want, num_tokens = joined([whole]), int(whole["num_output_tokens"].item())
     assert 1 <= num_tokens <= sampling["max_tokens"]
     for model in ("tensorrt_llm_bls", "ensemble", "vllm_model"):
-        found = ask(client, model, prompt, sampling, True)
-        assert joined(found) == want, model
-        assert count(found) == num_tokens, model
-        if model == "vllm_model":
-            reasons = [response["finish_reason"].item() for response in found]
-            assert set(reasons[:-1]) <= {b"None"}
-            assert reasons[-1] in (b"stop", b"length")
+        over_http = events(client, model, inputs(model, prompt, sampling, True))
+        for found in (ask(client, model, prompt, sampling, True), over_http):
+            assert joined(found) == want, model
+            assert count(found) == num_tokens, model
+            if model == "vllm_model":
+                reasons = [response["finish_reason"].item() for response in found]
+                assert set(reasons[:-1]) <= {b"None"}
+                assert reasons[-1] in (b"stop", b"length")
     (other,) = ask(client, "ensemble", prompt, sampling, False)
     assert (joined([other]), other["num_output_tokens"].item()) == (want, num_tokens)
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_token_ids_always_say_how_many_they_are(idle, is_asked):
-    inputs = {"input_ids": [290, 293, 8], "input_lengths": 3, "request_output_len": 20}
-    flags = {"return_num_output_tokens": is_asked, "exclude_input_in_output": True}
-    (whole,) = responses(idle, "tensorrt_llm", **inputs, **flags, streaming=False)
-    found = responses(idle, "tensorrt_llm", **inputs, **flags, streaming=True)
-    ids = [i for response in found for i in response["output_ids"].ravel().tolist()]
-    assert ids == whole["output_ids"].ravel().tolist()
-    lengths = [response["sequence_length"].item() for response in found]
-    assert lengths == [response["output_ids"].size for response in found]
-    assert sum(lengths) == 20
-    if is_asked:
-        assert [response["num_output_tokens"].item() for response in found] == lengths
+    asked = {"input_ids": [290, 293, 8], "input_lengths": 3, "request_output_len": 20}
+    asked |= {"return_num_output_tokens": is_asked, "exclude_input_in_output": True}
+    (whole,) = responses(idle, "tensorrt_llm", **asked, streaming=False)
+    over_http = events(idle, "tensorrt_llm", asked | {"streaming": True})
+    for found in (responses(idle, "tensorrt_llm", **asked, streaming=True), over_http):
+        ids = [i for response in found for i in response["output_ids"].ravel().tolist()]
+        assert ids == whole["output_ids"].ravel().tolist()
+        lengths = [response["sequence_length"].item() for response in found]
+        assert lengths == [response["output_ids"].size for response in found]
+        assert sum(lengths) == 20
+        packed = [response["STREAM_STATE"].ravel().tolist() for response in found]
+        states = [StreamState.unpack(values)[0] for values in packed]
+        assert [state.number for state in states] == list(range(1, len(found) + 1))
+        assert [state.is_first for state in states] == [True] + [False] * (len(found) - 1)
+        assert [state.is_last for state in states] == [False] * (len(found) - 1) + [True]
+        if is_asked:
+            assert [response["num_output_tokens"].item() for response in found] == lengths
 
 
 def test_with_several_sequences_each_response_tells_its_sequence_and_its_tokens(idle):
     for model in ("ensemble", "tensorrt_llm_bls"):
         flag = np.array([[True]]) if model == "tensorrt_llm_bls" else True
         several = np.array([[3]], np.int32) if model == "tensorrt_llm_bls" else 3
-        inputs = {"text_input": PROMPT, "max_tokens": 9, "stream": True, "temperature": 1.0}
-        inputs |= {"num_return_sequences": several, "return_num_output_tokens": flag, "seed": 5}
+        asked = {"text_input": PROMPT, "max_tokens": 9, "stream": True, "temperature": 1.0}
+        asked |= {"num_return_sequences": several, "return_num_output_tokens": flag, "seed": 5}
         counts: dict[int, list[int]] = {}
-        for response in responses(idle, model, **inputs):
+        for response in responses(idle, model, **asked):
             index = response["sequence_index"].item()
             counts.setdefault(index, []).append(response["num_output_tokens"].item())
         assert sorted(counts) == [0, 1, 2]

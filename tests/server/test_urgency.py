@@ -1,5 +1,6 @@
 """Timeouts, priorities and full queues on the real server, in every wiring and protocol."""
 
+import json
 import os
 import re
 import signal
@@ -7,8 +8,19 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
-from server.support import CHECKPOINT, PROMPT, TEXT_MODELS, RequestError, compose, serving, text
+from server.support import (
+    CHECKPOINT,
+    PROMPT,
+    TEXT_MODELS,
+    Client,
+    RequestError,
+    compose,
+    serving,
+    text,
+)
+from slipstream.engine.waiting import OLDEST_EVERY
 
 pytestmark = pytest.mark.triton
 
@@ -30,10 +42,12 @@ def long_request(model: str) -> dict[str, object]:
 
 
 def content(model: str, responses: list[dict[str, object]]) -> str | list[int]:
-    """Text or token ids of a stream."""
-    if model != "tensorrt_llm":
-        return text(responses)
-    return [int(i) for response in responses for i in response["output_ids"].ravel()]
+    """Text or token ids of a stream, over gRPC or HTTP."""
+    if model == "tensorrt_llm":
+        return [int(i) for response in responses for i in np.ravel(response["output_ids"])]
+    if all(isinstance(response["text_output"], str) for response in responses):
+        return "".join(response["text_output"] for response in responses)
+    return text(responses)
 
 
 def shortened(model: str, num_tokens: int) -> dict[str, object]:
@@ -77,12 +91,20 @@ def test_a_stream_ends_at_its_deadline_with_all_it_has(idle, model, urgency):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["timeout_ms", "timeout"])
 def test_over_http(idle, model, name):
-    body = {name: 400 if name == "timeout_ms" else 400_000}
-    if model == "vllm_model":
-        body |= {"sampling_parameters": long_request(model)["sampling_parameters"]}
+    body = {name: 400 if name == "timeout_ms" else 400_000, "return_num_output_tokens": True}
     status, answer = idle.post(f"{model}/generate_stream", long_request(model) | body)
     assert status == 200
-    check_expired(answer, answer.count("data: ") - 1)
+    *events, rest = answer.split("\n\n")
+    assert rest == ""
+    *responses, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert not any("error" in response for response in responses)
+    check_expired(last["error"], len(responses))
+    num_tokens = sum(response["num_output_tokens"] for response in responses)
+    assert num_tokens == int(EXPIRED.search(last["error"])[2])
+    whole = content(model, idle.stream(model, **shortened(model, num_tokens + 8)))
+    got = content(model, responses)
+    assert 0 < len(got) < len(whole)
+    assert whole[: len(got)] == got
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -194,6 +216,7 @@ def narrow(tmp_path_factory):
     """One sequence at a time, and two may wait."""
     folder = tmp_path_factory.mktemp("narrow")
     options = ["--max-num-seqs", "1", "--max-waiting", "2", "--max-waiting-tokens", "1000"]
+    options += ["--request-log", str(folder / "requests.jsonl")]
     repository = compose(CHECKPOINT, folder / "models", *options)
     with serving(repository, folder / "server.log") as client:
         yield client
@@ -206,38 +229,76 @@ def wait_waiting(client, number: int) -> None:
         time.sleep(0.01)
 
 
-def test_the_higher_priority_is_admitted_first_and_a_full_queue_refuses(narrow):
-    begun_ns: dict[str, int] = {}
+def ended(client: Client) -> list[dict[str, object]]:
+    """Requests that the engine took, in the order of their ends."""
+    log = client.server.repository.parent / "requests.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()]
 
-    def ask(name: str, max_tokens: int, **parameters: int) -> threading.Thread:
-        def run() -> None:
-            request = {"text_input": PROMPT, "max_tokens": max_tokens, "end_id": -1, "stream": True}
-            request["return_perf_metrics"] = True
-            *_, last = narrow.iterate("ensemble", parameters=parameters, **request)
-            begun_ns[name] = last["first_scheduled_time_ns"].item()
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
+def ask(client: Client, protocol: str, model: str, name: str, priority: int) -> threading.Thread:
+    """A request of that id, which waits."""
 
+    def run() -> None:
+        if protocol == "http":
+            client.events(model, **shortened(model, 4), id=name, priority=priority)
+        else:
+            parameters = {"request_priority": priority}
+            client.stream(model, name, parameters=parameters, **shortened(model, 4))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def check_refused(client: Client, reason: str, **prompts: dict[str, object]) -> None:
+    """By every model, over both protocols; `prompts` are inputs of models."""
+    pattern = (
+        rf"UNAVAILABLE: the engine is full: \d requests wait with \d+ tokens, {reason} "
+        r"\(1 sequences are running\); retry_after_ms: (\d+)"
+    )
+    for model in MODELS:
+        request = shortened(model, 4) | prompts.get(model, {})
+        is_streaming = "streaming" if model == "tensorrt_llm" else "stream"
+        for call in (client.stream, client.events, client.generate):
+            with pytest.raises(RequestError) as caught:
+                call(model, **request | {is_streaming: call != client.generate})
+            found = re.search(pattern, str(caught.value))
+            assert found, (model, call, str(caught.value))
+            assert 50 <= int(found[1]) <= 30_000
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_higher_priority_is_admitted_first(narrow, model, protocol):
+    num_before = len(ended(narrow))
     running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
     next(running)
-    threads = [ask("low", 4, request_priority=9)]
+    threads = [ask(narrow, protocol, model, "low", 9)]
     wait_waiting(narrow, 1)
-    threads.append(ask("high", 4, request_priority=0))
+    threads.append(ask(narrow, protocol, model, "high", 0))
     wait_waiting(narrow, 2)
-    for model in TEXT_MODELS:
-        with pytest.raises(RequestError) as caught:
-            narrow.stream(model, text_input=PROMPT, max_tokens=4, stream=True)
-        assert re.search(
-            r"UNAVAILABLE: the engine is full: 2 requests wait with \d+ tokens, max_waiting is 2 "
-            r"\(1 sequences are running\); retry_after_ms: \d+",
-            str(caught.value),
-        )
+    num_admitted = 1 + sum(line["queue_s"] is not None for line in ended(narrow))
     running.close()
     for thread in threads:
         thread.join(60)
-    assert begun_ns["high"] < begun_ns["low"]
+    _, first, second = ended(narrow)[num_before:]
+    # Or it is the turn of the one that has waited longest, whatever its priority.
+    is_turn_of_oldest = num_admitted % OLDEST_EVERY == OLDEST_EVERY - 1
+    want = [("low", 9), ("high", 0)] if is_turn_of_oldest else [("high", 0), ("low", 9)]
+    assert [(line["id"], line["priority"]) for line in (first, second)] == want
+    narrow.wait_idle(60)
+
+
+def test_a_full_queue_refuses_everywhere(narrow):
+    running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
+    next(running)
+    threads = [ask(narrow, "grpc", "ensemble", name, 5) for name in ("one", "two")]
+    wait_waiting(narrow, 2)
+    check_refused(narrow, "max_waiting is 2")
+    running.close()
+    for thread in threads:
+        thread.join(60)
+    narrow.wait_idle(60)
 
 
 def test_one_that_waits_is_over_time_too(narrow):
@@ -264,8 +325,9 @@ def test_too_many_tokens_wait(narrow):
     )
     waiting.start()
     wait_waiting(narrow, 1)
-    with pytest.raises(RequestError, match=r"max_waiting_tokens is 1000, this prompt has \d+ "):
-        narrow.stream("ensemble", text_input=PROMPT * 150, max_tokens=1)
+    longer = {model: {"text_input": PROMPT * 150} for model in MODELS}
+    longer["tensorrt_llm"] = {"input_ids": [5] * 800, "input_lengths": 800}
+    check_refused(narrow, r"max_waiting_tokens is 1000, this prompt has \d+", **longer)
     running.close()
     waiting.join(60)
     narrow.wait_idle(60)
