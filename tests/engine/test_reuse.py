@@ -171,6 +171,21 @@ def test_a_burst_computes_what_it_has_in_common_once(max_in_flight: int) -> None
     assert computed <= len(shared) + 20 * SIZE
 
 
+def test_a_burst_of_long_prompts_computes_what_it_has_in_common_once() -> None:
+    """Beside decodes a step takes little of long prompts: those it takes nothing of wait for it."""
+    client, runner = make(num_blocks=2000, num_seqs=32, num_tokens=128)
+    client.engine._scheduler._long_tokens = 20
+    shared = list(range(40))
+    asked = [[*shared, *[50 + i % 8, i] * 30] for i in range(24)]
+    numbers = [client.submit(prompt, greedy(12)) for prompt in asked]
+    client.drain()
+    for number, prompt in zip(numbers, asked, strict=True):
+        check(client, number, prompt, greedy(12))
+    rows = [row for batch in runner.batches for row in batch.rows]
+    computed = sum(len(row.token_ids) for row in rows if row.start < len(shared))
+    assert computed <= 4 * len(asked[0]), "by the leader, and those that a step had room for"
+
+
 @pytest.mark.parametrize("way", ["cancel", "preempt", "fail", "nan"])
 def test_who_waits_goes_on_when_the_leader_is_gone(way: str) -> None:
     client, runner = make(num_tokens=30)

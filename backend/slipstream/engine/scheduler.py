@@ -4,22 +4,19 @@ A running sequence with one token not yet computed is a decode; with more (a new
 everything again after a preemption) it is cut into chunks. Beside decodes, those of long prompts
 are cut as `Pace` says. A step costs O(sequences) here, not O(tokens).
 
-Only running sequences hold blocks. A sequence is admitted with blocks for all its tokens, and a
-decode takes one more at each block border, so only decodes can find the pool empty. Then the
-youngest sequence is preempted: it gives up its blocks, waits at the front of the queue and later
-computes prompt and output again. After `MAX_PREEMPTIONS` it is admitted only with all the blocks it
-can ever need, and is then no victim: that bounds the waste.
+Only running sequences hold blocks. A sequence is admitted with blocks for all its tokens, a decode
+takes one more at each block border: only decodes can find the pool empty. Then the youngest is
+preempted: it gives up its blocks, waits in front and later computes all again. After
+`MAX_PREEMPTIONS` it is admitted only with all the blocks it can ever need, and is no victim then.
 
-What is computed already is found by the cache, and not computed again. Who is next to be admitted
-while another one is computing what it would compute too is held until that is done, and others go
-before it; siblings (n > 1) are held until the first of them has computed the prompt. A leader that
-leaves wakes those it holds, so nobody waits for one that does not run, and nobody is held more than
-`MAX_HELD` times.
+What is computed already is found by the cache. Who is next to be admitted while another one computes
+what it would compute too is held until that is done, and others go before it; siblings (n > 1) are
+held until the first of them has computed the prompt. A leader that leaves wakes those it holds, so
+nobody waits for one that does not run, and nobody is held more than `MAX_HELD` times.
 
-A step may be scheduled while the one before it runs. The tokens that one samples are then known by
-number only (`Sequence.num_pending`): a row computes them all the same, and says whose sample it is.
-Who turns out to have ended has a row in flight that means nothing; who is preempted meanwhile still
-gets the token that was in flight.
+A step may be scheduled while the one before it runs, whose tokens are then known by number only
+(`Sequence.num_pending`): a row says whose sample it is. Who turns out to have ended has a row in
+flight that means nothing; who is preempted meanwhile still gets its token.
 """
 
 from collections import deque
@@ -356,9 +353,9 @@ class Scheduler:
             if not self.cache.tier.has_room((num_running + 1) * self.cache.window.num_tables):
                 return
             match = self.cache.match(sequence)
-            if match.leader is not None and self._is_worth_waiting(sequence, match.leader, match):
+            if (leader := match.leader) and self._is_worth_waiting(sequence, leader, match, work):
                 sequence.num_held += 1
-                self.waiting.hold(sequence, match.leader.id)
+                self.waiting.hold(sequence, leader.id)
                 num_held += 1
                 if num_held == _MAX_HELD_A_STEP:
                     return
@@ -368,14 +365,17 @@ class Scheduler:
             else:
                 return
 
-    def _is_worth_waiting(self, sequence: Sequence, leader: Sequence, match: Match) -> bool:
-        """Is what it would compute beside the leader most of what that has yet to compute?
-
-        And will the leader be as fast as it would be by itself?
+    def _is_worth_waiting(
+        self, sequence: Sequence, leader: Sequence, match: Match, work: _Work
+    ) -> bool:
+        """Is what it would compute beside the leader most of what that has yet to compute, or will
+        this step compute nothing of it? And is the leader as fast as it would be by itself?
         """
-        is_slow = leader.num_tokens > self._long_tokens >= sequence.num_tokens
-        num_left = leader.num_tokens - leader.num_computed
-        return sequence.num_held < MAX_HELD and not is_slow and 2 * match.num_coming >= num_left
+        is_long, is_slow = (s.num_tokens > self._long_tokens for s in (sequence, leader))
+        if sequence.num_held == MAX_HELD or is_slow > is_long:
+            return False
+        is_idle = is_long and work.long_budget == 0
+        return is_idle or 2 * match.num_coming >= leader.num_tokens - leader.num_computed
 
     def _admit(self, sequence: Sequence, match: Match) -> bool:
         """Give a waiting sequence its blocks, if that leaves some for each running sequence."""
