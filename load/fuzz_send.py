@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from tritonclient.grpc import service_pb2 as messages
 
 TIMEOUT_S = 60.0
 NO_END = "no end within"
+_DEAD_STUB = re.compile(r"Stub process '\w+' is not healthy")
 _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -25,7 +27,7 @@ class Outcome:
     status: str = ""  # of HTTP, its number; of gRPC, its name
     responses: list[dict[str, Any]] = field(default_factory=list)
     is_whole: bool = False
-    is_lost: bool = False  # no connection: the server may be gone
+    is_lost: bool = False  # no connection, or no process behind it: the server may be gone
 
 
 class Sender:
@@ -58,6 +60,7 @@ class Sender:
                 await ask(case, outcome)
         except TimeoutError:
             outcome.error, outcome.is_whole = f"{NO_END} {TIMEOUT_S:g} s", False
+        outcome.is_lost |= _DEAD_STUB.search(outcome.error) is not None
         return outcome
 
     async def _ask_grpc(self, case: Case, outcome: Outcome) -> None:

@@ -3,8 +3,8 @@
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS, ROTATES
 #pragma once
 #include "decode_heads.cuh"
-#include "prefix_products.cuh"
 
+constexpr int SHARED_BYTES = SHARED_TILE * ROW_BYTES;  // of a tile's K, or V
 constexpr int STAGES_THERE = WARPS * RING_BYTES / (2 * SHARED_BYTES);
 constexpr int STAGES = STAGES_THERE < 4 ? STAGES_THERE : 4;
 constexpr int AHEAD = 2;  // tiles of a worker: of 8 on 132 SMs, with 128 dimensions, 34 MB
@@ -14,9 +14,9 @@ static_assert(STAGES >= 2, "one tile is read, the next is on its way");
 class PrefixRows {
   const int lane = threadIdx.x % 32;
   u32 query[STEPS][4];
-  float output[HEAD_SIZE / 2];  // [4 i + 2 h + j]: row g + 8 h, dimension 8 i + 2 t + j
-  float maximum[2];             // of rows g and g + 8
-  float total[2];               // this lane's share: its tokens
+  float output[CHUNKS][4];  // rows g and g + 8, each of dimensions 2t, 2t + 1 of every chunk
+  float maximum[2];         // of rows g and g + 8
+  float total[2];           // this lane's share: its tokens
 
   // Elements 2t, 2t + 1 of a chunk of row g + 8 half.
   DEVICE u32& pair(int half, int chunk) { return query[chunk / 2][half + chunk % 2 * 2]; }
@@ -24,7 +24,9 @@ class PrefixRows {
  public:
   DEVICE void clear() {
 #pragma unroll
-    for (int i = 0; i < HEAD_SIZE / 2; ++i) output[i] = 0.0f;
+    for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) output[i][j] = 0.0f;
     maximum[0] = maximum[1] = -INFINITE;
     total[0] = total[1] = 0.0f;
   }
@@ -42,22 +44,23 @@ class PrefixRows {
                    ::load<2>(own + HEAD_SIZE / 2 + i * 8));
   }
 
-  // The first `count` tokens of a tile; one at least. By all warps that multiply together.
+  // The first `count` tokens of a tile; one at least.
   DEVICE void attend(u32 keys, u32 values, int count, float scale) {
-    float scores[SHARED_TILE / 2];  // as `output`: of tokens
-    score_tile(scores, query, keys);
+    float scores[SHARED_TILE / 8][4];
+    score(scores, keys);
 #pragma unroll
-    for (int i = 0; i < SHARED_TILE / 2; ++i) scores[i] *= scale;
+    for (int i = 0; i < SHARED_TILE / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[i][j] *= scale;
     if (count < SHARED_TILE) {
 #pragma unroll
-      for (int i = 0; i < SHARED_TILE / 2; ++i)
-        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= count) scores[i] = -INFINITE;
+      for (int i = 0; i < SHARED_TILE / 8; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (i * 8 + lane % 4 * 2 + j % 2 >= count) scores[i][j] = -INFINITE;
     }
     exponentiate(scores);
-    u32 weights[SHARED_TILE / 16][4];
-#pragma unroll
-    for (int i = 0; i < SHARED_TILE / 4; ++i) weights[i / 4][i % 4] = pack_pair(scores[2 * i], scores[2 * i + 1]);
-    add_tile(output, weights, values);
+    accumulate(scores, values);
   }
 
   DEVICE void sum_totals() {
@@ -71,33 +74,74 @@ class PrefixRows {
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i)
       ::store<2>(state.output + i * 8 + lane % 4 * 2,
-                 Pack<float, 2>{output[4 * i + half * 2], output[4 * i + half * 2 + 1]});
+                 Pack<float, 2>{output[i][half * 2], output[i][half * 2 + 1]});
     if (lane % 4 == 0) ::store<2>(&state.maximum, Pack<float, 2>{maximum[half], total[half]});
   }
 
  private:
+  // Q K^T: rows g and g + 8, each of tokens 2t, 2t + 1 of every eight.
+  DEVICE void score(float (&scores)[SHARED_TILE / 8][4], u32 keys) const {
+#pragma unroll
+    for (int i = 0; i < SHARED_TILE / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[i][j] = 0.0f;
+    const u32 own = keys + chunk_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int i = 0; i < SHARED_TILE / 16; ++i) {
+        u32 key[4];  // tokens 0-7: dimensions 0-7, 8-15; tokens 8-15: the same
+        load_matrices(key, at_step(own, step) + i * 16 * ROW_BYTES);
+        multiply_add(scores[i * 2], query[step], key[0], key[1], T{});
+        multiply_add(scores[i * 2 + 1], query[step], key[2], key[3], T{});
+      }
+  }
+
   // Scores become exponentials; what was summed so far is rescaled.
-  DEVICE void exponentiate(float (&scores)[SHARED_TILE / 2]) {
-    float factor[2];
+  DEVICE void exponentiate(float (&scores)[SHARED_TILE / 8][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float highest = maximum[half];
 #pragma unroll
       for (int i = 0; i < SHARED_TILE / 8; ++i)
-        highest = fmaxf(highest, fmaxf(scores[4 * i + half * 2], scores[4 * i + half * 2 + 1]));
+        highest = fmaxf(highest, fmaxf(scores[i][half * 2], scores[i][half * 2 + 1]));
 #pragma unroll
       for (int mask = 1; mask < 4; mask *= 2)
         highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, mask));
-      factor[half] = exp2_fast(maximum[half] - highest);
+      const float factor = exp2_fast(maximum[half] - highest);
       maximum[half] = highest;
-      total[half] *= factor[half];
+      total[half] *= factor;
+#pragma unroll
+      for (int i = 0; i < CHUNKS; ++i) {
+        output[i][half * 2] *= factor;
+        output[i][half * 2 + 1] *= factor;
+      }
+#pragma unroll
+      for (int i = 0; i < SHARED_TILE / 8; ++i)
+#pragma unroll
+        for (int j = half * 2; j < half * 2 + 2; ++j) {
+          scores[i][j] = exp2_fast(scores[i][j] - highest);
+          total[half] += scores[i][j];
+        }
     }
+  }
+
+  // output += P V
+  DEVICE void accumulate(const float (&scores)[SHARED_TILE / 8][4], u32 values) {
+    const u32 own = values + chunk_offset(lane % 8 + lane / 8 % 2 * 8, lane / 16);
 #pragma unroll
-    for (int i = 0; i < HEAD_SIZE / 2; ++i) output[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < SHARED_TILE / 16; ++i) {
+      const float(&low)[4] = scores[i * 2];
+      const float(&high)[4] = scores[i * 2 + 1];
+      const u32 weights[4] = {pack_pair(low[0], low[1]), pack_pair(low[2], low[3]),
+                              pack_pair(high[0], high[1]), pack_pair(high[2], high[3])};
 #pragma unroll
-    for (int i = 0; i < SHARED_TILE / 2; ++i) {
-      scores[i] = exp2_fast(scores[i] - maximum[i / 2 % 2]);
-      total[i / 2 % 2] += scores[i];
+      for (int step = 0; step < STEPS; ++step) {
+        u32 value[4];  // dimensions 0-7: tokens 0-7, 8-15; dimensions 8-15: the same
+        load_transposed(value, at_step(own, step) + i * 16 * ROW_BYTES);
+        multiply_add(output[step * 2], weights, value[0], value[1], T{});
+        multiply_add(output[step * 2 + 1], weights, value[2], value[3], T{});
+      }
     }
   }
 };
@@ -134,7 +178,7 @@ class SharedTiles {
         const T* source = cache.memory + __shfl_sync(ALL_LANES, piece, token / PIECE) +
                           token % PIECE * HEAD_SIZE + i % CHUNKS * 8;
         if (COPIES % AT_ONCE != 0 && i >= COPIES) continue;
-        T* target = reinterpret_cast<T*>(slot + tile_offset(token, i % CHUNKS));
+        T* target = reinterpret_cast<T*>(slot + chunk_offset(token, i % CHUNKS));
         copy_async(target, source, first + token < item.end);
         copy_async(target + SHARED_BYTES / 2, source + cache.from_k_to_v(), first + token < item.end);
       }
@@ -220,11 +264,10 @@ DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& h
     int stage = 0, next = STAGES - 1;
     for (int begin = 0; begin < num_tokens; begin += SHARED_TILE) {
       copy_wait<STAGES - 2>();
-      tile_arrived();
       __syncthreads();  // this tile is there, and the one before is read: its stage takes the next copy
       tiles.start_copy(next);
       ahead.fetch(cache.from_k_to_v());
-      if (TOGETHER_ROWS > 16 || first < item.num_rows)
+      if (first < item.num_rows)
         rows.attend(tiles.keys(stage), tiles.values(stage), num_tokens - begin, scale);
       next = stage;
       stage = stage + 1 == STAGES ? 0 : stage + 1;

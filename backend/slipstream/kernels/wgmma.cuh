@@ -23,8 +23,6 @@ DEVICE u64 advance(u64 descriptor, u32 bytes) {
   return (descriptor >> 32 << 32) | (u32(descriptor) + (bytes >> 4));  // the address never carries
 }
 
-// Orders a thread's own writes to shared memory before products, and copies, that others start behind a barrier.
-DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Before products that read registers which other instructions wrote.
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -68,14 +66,6 @@ DEVICE void pin(float (&sums)[N]) {
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" NAMES_64       \
                  "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                                   \
                  : SUMS_64                                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));            \
-  }                                                                                               \
-  /* the same of 64 columns */                                                                    \
-  DEVICE void multiply(float (&sums)[32], const u32 (&a)[4], u64 b, bool add, ELEMENT_TYPE) {     \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                     \
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" NAMES_32        \
-                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"                                   \
-                 : SUMS_32                                                                        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));            \
   }                                                                                               \
   /* the same, A by rows */                                                                       \
