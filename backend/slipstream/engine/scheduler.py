@@ -9,10 +9,10 @@ takes one more at each block border: only decodes can find the pool empty. Then 
 preempted: it gives up its blocks, waits in front and later computes all again. After
 `MAX_PREEMPTIONS` it is admitted only with all the blocks it can ever need, and is no victim then.
 
-What is computed already is found by the cache. Who is next to be admitted while another one computes
-what it would compute too is held until that is done, and others go before it; siblings (n > 1) are
-held until the first of them has computed the prompt. A leader that leaves wakes those it holds, so
-nobody waits for one that does not run, and nobody is held more than `MAX_HELD` times.
+What is computed already is found by the cache. Who is next to be admitted while another one is
+computing what it would compute too is held until that is done, and others go before it; siblings
+(n > 1) are held until the first of them has computed the prompt. A leader that leaves wakes those
+it holds: nobody waits for one that does not run, or is held more than `MAX_HELD` times.
 
 A step may be scheduled while the one before it runs, whose tokens are then known by number only
 (`Sequence.num_pending`): a row says whose sample it is. Who turns out to have ended has a row in
