@@ -186,6 +186,17 @@ def test_a_burst_of_long_prompts_computes_what_it_has_in_common_once() -> None:
     assert computed <= 4 * len(asked[0]), "by the leader, and those that a step had room for"
 
 
+@pytest.mark.parametrize(("num_shared", "is_held"), [(40, True), (16, False)])
+def test_who_has_little_in_common_keeps_its_place(num_shared: int, is_held: bool) -> None:
+    client, _ = make(num_blocks=2000, num_seqs=32, num_tokens=128)
+    client.engine._scheduler._long_tokens = 20
+    prompts = [[*range(num_shared), *[50 + i % 8, i] * 30] for i in range(12)]
+    numbers = [client.submit(prompt, greedy(12)) for prompt in prompts]
+    requests = [client.engine._requests[client.name, number] for number in numbers]
+    client.drain()
+    assert any(request.sequences[0].num_held for request in requests) == is_held
+
+
 @pytest.mark.parametrize("way", ["cancel", "preempt", "fail", "nan"])
 def test_who_waits_goes_on_when_the_leader_is_gone(way: str) -> None:
     client, runner = make(num_tokens=30)

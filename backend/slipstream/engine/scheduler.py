@@ -353,7 +353,7 @@ class Scheduler:
             if not self.cache.tier.has_room((num_running + 1) * self.cache.window.num_tables):
                 return
             match = self.cache.match(sequence)
-            if (leader := match.leader) and self._is_worth_waiting(sequence, leader, match, work):
+            if (leader := self._awaited(sequence, match, work)) is not None:
                 sequence.num_held += 1
                 self.waiting.hold(sequence, leader.id)
                 num_held += 1
@@ -365,17 +365,17 @@ class Scheduler:
             else:
                 return
 
-    def _is_worth_waiting(
-        self, sequence: Sequence, leader: Sequence, match: Match, work: _Work
-    ) -> bool:
-        """Is what it would compute beside the leader most of what that has yet to compute, or will
-        this step compute nothing of it? And is the leader as fast as it would be by itself?
+    def _awaited(self, sequence: Sequence, match: Match, work: _Work) -> Sequence | None:
+        """The leader, if most of what it has yet to compute is of both; or a fourth of this one, of
+        which the step computes nothing: others pass who waits. Not a leader that would be slower.
         """
+        if (leader := match.leader) is None or sequence.num_held == MAX_HELD:
+            return None
         is_long, is_slow = (s.num_tokens > self._long_tokens for s in (sequence, leader))
-        if sequence.num_held == MAX_HELD or is_slow > is_long:
-            return False
         is_idle = is_long and work.long_budget == 0
-        return is_idle or 2 * match.num_coming >= leader.num_tokens - leader.num_computed
+        is_most = 2 * match.num_coming >= leader.num_tokens - leader.num_computed
+        is_much = is_idle and 4 * match.num_coming >= sequence.num_tokens
+        return leader if is_slow <= is_long and (is_most or is_much) else None
 
     def _admit(self, sequence: Sequence, match: Match) -> bool:
         """Give a waiting sequence its blocks, if that leaves some for each running sequence."""
