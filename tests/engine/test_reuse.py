@@ -21,10 +21,16 @@ def make(
     num_tokens: int = 64,
     max_in_flight: int = 2,
     is_reused: bool = True,
+    long_prompt_tokens: int = 1024,
 ) -> tuple[Client, CountingRunner]:
     runner = CountingRunner(num_blocks, SIZE, MAX_LEN, max_in_flight)
     runner.max_tokens = num_tokens
-    limits = Limits(num_seqs, num_tokens, kv_cache_reuse=is_reused)
+    limits = Limits(
+        num_seqs,
+        num_tokens,
+        kv_cache_reuse=is_reused,
+        long_prompt_tokens=long_prompt_tokens,
+    )
     return Client(Engine(limits, runner, Words())), runner
 
 
@@ -173,8 +179,7 @@ def test_a_burst_computes_what_it_has_in_common_once(max_in_flight: int) -> None
 
 def test_a_burst_of_long_prompts_computes_what_it_has_in_common_once() -> None:
     """Beside decodes a step takes little of long prompts: those it takes nothing of wait for it."""
-    client, runner = make(num_blocks=2000, num_seqs=32, num_tokens=128)
-    client.engine._scheduler._long_tokens = 20
+    client, runner = make(num_blocks=2000, num_seqs=32, num_tokens=128, long_prompt_tokens=20)
     shared = list(range(40))
     asked = [[*shared, *[50 + i % 8, i] * 30] for i in range(24)]
     numbers = [client.submit(prompt, greedy(12)) for prompt in asked]
@@ -188,8 +193,7 @@ def test_a_burst_of_long_prompts_computes_what_it_has_in_common_once() -> None:
 
 @pytest.mark.parametrize(("num_shared", "is_held"), [(40, True), (16, False)])
 def test_who_has_little_in_common_keeps_its_place(num_shared: int, is_held: bool) -> None:
-    client, _ = make(num_blocks=2000, num_seqs=32, num_tokens=128)
-    client.engine._scheduler._long_tokens = 20
+    client, _ = make(num_blocks=2000, num_seqs=32, num_tokens=128, long_prompt_tokens=20)
     prompts = [[*range(num_shared), *[50 + i % 8, i] * 30] for i in range(12)]
     numbers = [client.submit(prompt, greedy(12)) for prompt in prompts]
     requests = [client.engine._requests[client.name, number] for number in numbers]
