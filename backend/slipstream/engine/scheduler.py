@@ -366,8 +366,8 @@ class Scheduler:
                 return
 
     def _awaited(self, sequence: Sequence, match: Match, work: _Work) -> Sequence | None:
-        """The leader, if that is worth it: most of what it has yet to compute is of both, or a fourth
-        of this one is and the step has no token for it. Not a leader that would be slower.
+        """The leader, if that is worth it: most of what it has yet to compute is of both, or a
+        fourth of this one is and the step has no token for it. Not a leader that would be slower.
         """
         if (leader := match.leader) is None or sequence.num_held == MAX_HELD:
             return None
