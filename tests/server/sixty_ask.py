@@ -27,7 +27,9 @@ from tritonclient.grpc import service_pb2 as messages
 LATEST_S = 60.0  # an answer comes at once; the machine may be busy
 MAX_SAID = 800  # characters of a refusal of ours
 _SERVICE = "/inference.GRPCInferenceService/"
+# Of what a refusal's text repeats, a channel takes 8 KB; up to 16 it refuses some, by chance.
 _NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+_NO_LIMIT += [("grpc.max_metadata_size", 1 << 16), ("grpc.absolute_max_metadata_size", 1 << 16)]
 _OURS = re.compile(r"(in ensemble 'ensemble', )?(INVALID_ARGUMENT|ALREADY_EXISTS): ")
 _SERVERS = re.compile(
     r"failed to parse the request JSON|attempt to get members|Unable to parse|has invalid type|"
