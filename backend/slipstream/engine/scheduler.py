@@ -24,13 +24,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic_ns
 
-from slipstream_contract.ids import TokenIds
-
-from slipstream.engine.batch import Batch, Row, Sampled
+from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.cache import Copies, KVCache
 from slipstream.engine.host import Mover
 from slipstream.engine.pace import Pace
 from slipstream.engine.reuse import Match
+from slipstream.engine.rows import chunk_row, decode_row
 from slipstream.engine.sequence import Request, Sequence, Status
 from slipstream.engine.stop import Ending
 from slipstream.engine.telemetry import Telemetry
@@ -41,7 +40,6 @@ from slipstream.wire import FinishReason
 MAX_PREEMPTIONS = 3
 MAX_HELD = 3
 _MAX_HELD_A_STEP = 64  # each costs a look at its prompt
-_IN_FLIGHT = TokenIds("i", [0])  # in place of a token that is not known yet; any valid id
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,76 +268,14 @@ class Scheduler:
         is_same = not chunks and decodes == self._last_decodes
         continues = is_same and all(sequence.num_pending for sequence in decodes)
         self._last_decodes = None if chunks else decodes
-        rows = [self._decode(sequence, number) for number, sequence in enumerate(decodes)]
+        rows = [decode_row(sequence, number) for number, sequence in enumerate(decodes)]
         num_samples = len(decodes)
         for sequence, num_tokens in chunks:
-            row = self._chunk(sequence, num_tokens, num_samples)
+            row = chunk_row(sequence, num_tokens, num_samples)
             num_samples += row.samples
             rows.append(row)
         self._launched.append([*decodes, *(sequence for sequence, _ in chunks)])
         return Batch(tuple(rows), len(decodes), continues, copies)
-
-    def _decode(self, sequence: Sequence, sample: int) -> Row:
-        """The row of the last token, known or not; it is sample number `sample` of the step."""
-        start = sequence.num_scheduled
-        if not sequence.num_pending:
-            return self._chunk(sequence, 1, sample)
-        edits, num_outputs = sequence.edits, start + 1 - sequence.num_prompt
-        row = Row(
-            sequence.id,
-            sequence.slot,
-            _IN_FLIGHT,
-            start,
-            sequence.tables,
-            True,
-            sequence.sampling,
-            sequence.seed,
-            num_outputs,
-            b"" if edits is None else edits.pack(num_outputs),
-            sequence.sample,
-            sequence.is_new,
-            sequence.num_prompt,
-            gap=sequence.gap,
-        )
-        sequence.num_scheduled = start + 1
-        sequence.is_new = False
-        sequence.num_tokens += 1
-        sequence.num_in_flight += 1
-        sequence.num_pending += 1
-        sequence.sample = sample
-        return row
-
-    def _chunk(self, sequence: Sequence, num_tokens: int, sample: int) -> Row:
-        """The next `num_tokens` tokens, all known; the row sees the sequence's own block list."""
-        start = sequence.num_scheduled
-        end = start + num_tokens
-        samples = end == sequence.num_known
-        row = Row(
-            sequence.id,
-            sequence.slot,
-            sequence.ids(start, end),
-            start,
-            sequence.tables,
-            samples,
-            sequence.sampling,
-            sequence.seed,
-            sequence.num_outputs,
-            sequence.pack_edits() if samples else b"",
-            -1,
-            sequence.is_new,
-            sequence.num_prompt,
-            sequence.ids(0, end) if samples and sequence.needs_history else None,
-            sequence.gap,
-        )
-        sequence.num_scheduled = end
-        sequence.num_in_flight += 1
-        sequence.is_new = False
-        if samples:
-            sequence.needs_history = False
-            sequence.num_tokens += 1
-            sequence.num_pending += 1
-            sequence.sample = sample
-        return row
 
     # --- admission and preemption --------------------------------------------------------------
 
