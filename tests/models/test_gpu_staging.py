@@ -30,6 +30,7 @@ def test_arrays_lie_where_they_lay() -> None:
     assert [t.data_ptr() for t in first] == [t.data_ptr() for t in again]
     assert first[0].data_ptr() == staging.home.data_ptr()
     assert first[1].tolist() == [0, 0, 0]
-    assert staging.copy([np.zeros(1 << 13, np.int32)]) is not staging.home
+    assert staging.copy(np.zeros(1 << 15, np.uint8)) is not staging.home
+    staging.sent()
     torch.cuda.synchronize()
     assert first[0].tolist() == list(range(5))

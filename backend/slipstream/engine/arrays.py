@@ -1,23 +1,39 @@
-"""A batch as numpy arrays: what a step copies to the device.
+"""A batch as numpy arrays in one piece of memory: what a step copies to the device.
 
 What a sequence keeps while it runs (`Slots`) is written down once, and then what changed of it; so
-a step of decodes costs a few microseconds of numpy and next to nothing a row.
+a step of decodes costs a few microseconds of numpy and next to nothing a row. A step of one prompt
+is what a request waits for on an idle device, where each numpy function is slow the first time: it
+takes few of them.
 """
 
-from itertools import chain
-from typing import NamedTuple, TypeVar
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.engine.batch import Batch, Row
-from slipstream.kernels.sample import ROW
-from slipstream.sampling.rows import HistoryArrays, history_arrays, pack_row, sampling_arrays
+from slipstream.kernels.sample import EDIT_WORDS, ROW_WORDS
+from slipstream.sampling.rows import (
+    NUMBER,
+    RESULT,
+    HistoryArrays,
+    fill_rows,
+    history_arrays,
+    pack_row,
+)
 
 Array = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
-_Int = TypeVar("_Int", np.int32, np.int64)
+
+_ALIGNMENT = 16  # bytes
+
+
+def aligned(size: int) -> int:
+    """Where the next array begins, after one of so many bytes."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Shape(NamedTuple):
@@ -33,7 +49,8 @@ class Shape(NamedTuple):
 class StepArrays(NamedTuple):
     """A step of a `Shape`: `n` tokens of `s` rows, `r` of which are sampled.
 
-    What is there only to fill a shape reads no cache, writes none, and draws nothing.
+    What is there only to fill a shape reads no cache, writes none, and draws nothing. All arrays
+    lie in one memory, in this order, each `aligned`.
     """
 
     header: Int32s  # [3]: see `kernels.stage.begin_step`
@@ -45,8 +62,48 @@ class StepArrays(NamedTuple):
     query_starts: Int32s  # [s - decodes + 1]
     lengths: Int32s  # [s]; 0: no row
     rows: Int32s  # [r, 16], of `SamplingInputs`
-    edits: Int32s  # [e, 2], of `SamplingInputs`
+    edits: Int32s  # [e, 2], of `SamplingInputs`; one at least: an empty tensor has no address
     tables: Int32s  # [rows of the batch * t, longest table], a row's t tables together
+
+    @property
+    def memory(self) -> Bytes:
+        """All of them."""
+        memory = self.header.base
+        assert memory is not None
+        return memory
+
+    @classmethod
+    def of(
+        cls, shape: Shape, num_tables: int, num_edits: int, tables: tuple[int, int]
+    ) -> "StepArrays":
+        """All of it is there to fill the shape; `tables` is the shape of those."""
+        n, r = shape.num_tokens, shape.num_samples
+        num_queries = shape.num_rows - shape.num_decodes + 1
+        parts: list[tuple[type, tuple[int, ...], int]] = [
+            (np.int32, (3,), 12),
+            (np.int64, (n,), 8 * n),
+            (np.int32, (n,), 4 * n),
+            (np.int64, (r,), 8 * r),
+            (np.int64, (n,), 8 * n),
+            (np.int64, (num_tables * n,), 8 * num_tables * n),
+            (np.int32, (num_queries,), 4 * num_queries),
+            (np.int32, (shape.num_rows,), 4 * shape.num_rows),
+            (np.int32, (r, ROW_WORDS), 4 * r * ROW_WORDS),
+            (np.int32, (max(1, num_edits), EDIT_WORDS), 4 * max(1, num_edits) * EDIT_WORDS),
+            (np.int32, tables, 4 * tables[0] * tables[1]),
+        ]
+        begins = [0, *accumulate([aligned(size) for _, _, size in parts])]
+        memory = np.zeros(begins[-1], np.uint8)
+        arrays = cls(
+            *[
+                np.ndarray(dims, dtype, memory, begin)
+                for (dtype, dims, _), begin in zip(parts, begins, strict=False)
+            ]
+        )
+        arrays.header[:] = (begins[-2] // 4, tables[1], tables[0])
+        arrays.sources.fill(-1)
+        arrays.slots.fill(-1)
+        return arrays
 
 
 class Layout(NamedTuple):
@@ -91,17 +148,22 @@ class Slots:
     def update(self, rows: tuple[Row, ...]) -> Int64s:
         """Take in what is new of these rows' sequences; their slots."""
         slots = np.array([row.slot for row in rows], np.int64)
-        if self.num_tables == 1:
-            sizes = [len(row.tables[0]) for row in rows]
-        else:
-            sizes = [len(table) for row in rows for table in row.tables]
+        num_new = 0
         for row in rows:
             if row.is_new:
-                begin = row.slot * self.num_tables
-                self._num_blocks[begin : begin + self.num_tables] = 0
-                self._packed[row.slot] = pack_row(row.sampling, row.seed, row.slot)
-        self.grow(rows, self.of(slots), np.array(sizes, np.int64))
+                self._begin(row)
+                num_new += 1
+        if num_new < len(rows):
+            sizes = [len(table) for row in rows for table in row.tables]
+            self.grow(rows, self.of(slots), np.array(sizes, np.int64))
         return slots
+
+    def _begin(self, row: Row) -> None:
+        """Its slot is new to its sequence, or all that it has there is."""
+        for place, blocks in enumerate(row.tables, row.slot * self.num_tables):
+            self.tables[place, : len(blocks)] = blocks
+            self._num_blocks[place] = len(blocks)
+        self._packed[row.slot] = pack_row(row.sampling, row.seed, row.slot)
 
     def of(self, slots: Int64s) -> Int64s:
         """Which of `tables` are theirs."""
@@ -109,14 +171,15 @@ class Slots:
             return slots
         return (slots[:, None] * self.num_tables + np.arange(self.num_tables)).ravel()
 
-    def grow(self, rows: tuple[Row, ...], tables: Int64s, num_blocks: Int64s) -> None:
-        """Take in the blocks of the rows' tables that have had fewer than `num_blocks`."""
+    def grow(self, rows: tuple[Row, ...], tables: Int64s, num_blocks: Int64s) -> Int64s:
+        """Take in the blocks of the rows' tables that have had fewer than `num_blocks`; which."""
         grown = (self._num_blocks[tables] < num_blocks).nonzero()[0]
         for i, place in zip(grown.tolist(), tables[grown].tolist(), strict=True):
             number, table = divmod(i, self.num_tables)
             blocks, begin = rows[number].tables[table], int(self._num_blocks[place])
             end = self._num_blocks[place] = len(blocks)
             self.tables[place, begin:end] = blocks[begin:]
+        return grown
 
     def packed(self, rows: list[Row]) -> list[bytes]:
         """How each is drawn, but for what changes with every step."""
@@ -130,44 +193,15 @@ def histories(rows: tuple[Row, ...]) -> HistoryArrays | None:
     return history_arrays(found) if found else None
 
 
-def _filled(array: NDArray[_Int], size: int, fill: int) -> NDArray[_Int]:
-    """`array`, made as long as `size`."""
-    if len(array) == size:
-        return array
-    out = np.full(size, fill, array.dtype)
-    out[: len(array)] = array
-    return out
+def _gap(batch: Batch, shape: Shape) -> tuple[int, int]:
+    """What fills a shape between decodes and chunks: at which row, and how many, of a token each.
 
-
-class _Gap(NamedTuple):
-    """What fills a shape between decodes and chunks: `size` rows, of a token each, at `begin`."""
-
-    begin: int
-    size: int
-
-    @classmethod
-    def of(cls, batch: Batch, shape: Shape) -> "_Gap":
-        """None, of size 0, where the decodes are chunks, or the shape has nothing but decodes."""
-        if shape.num_rows == shape.num_decodes:
-            return cls(len(batch.rows), 0)
-        begin = min(batch.num_decodes, shape.num_decodes)
-        return cls(begin, shape.num_decodes - begin)
-
-    def open(self, array: NDArray[_Int], fill: int) -> NDArray[_Int]:
-        """`array`, with the gap in it."""
-        if self.size == 0:
-            return array
-        parts = (array[: self.begin], np.full(self.size, fill, array.dtype), array[self.begin :])
-        return np.concatenate(parts)
-
-
-def _query_starts(row_ends: Int64s, num_decodes: int, num_chunks: int) -> Int32s:
-    """Of so many chunks, those that there are and then empty ones, from their first token on."""
-    starts = np.zeros(num_chunks + 1, np.int32)
-    ends = row_ends[num_decodes:] - num_decodes
-    starts[1 : 1 + len(ends)] = ends
-    starts[1 + len(ends) :] = starts[len(ends)]
-    return starts
+    None where the decodes are chunks, or the shape has nothing but decodes.
+    """
+    if shape.num_rows == shape.num_decodes:
+        return len(batch.rows), 0
+    begin = min(batch.num_decodes, shape.num_decodes)
+    return begin, shape.num_decodes - begin
 
 
 class _Built(NamedTuple):
@@ -207,6 +241,7 @@ class StepBuilder:
         self._block_size = block_size
         self._has_gaps = has_gaps
         self.layout = layout or Layout()
+        self._every_table = np.arange(slots.num_tables)[:, None]
         self._last: _Built | None = None
 
     def build(self, batch: Batch, shape: Shape, first_result: int, first_source: int) -> StepArrays:
@@ -223,109 +258,130 @@ class StepBuilder:
             self._last = self._next(last, batch.rows, first_result, first_source)
             return self._last.arrays
         row_slots, arrays = self._build(batch, shape, first_result, first_source)
-        if batch.num_decodes == len(batch.rows):
+        if batch.num_decodes == len(batch.rows) and not any(row.edits for row in batch.rows):
             tables = self._slots.of(row_slots)
             self._last = _Built.of(shape, tables, self._slots.num_tables, arrays)
         return arrays
 
     def _is_next(self, last: _Built, batch: Batch, shape: Shape) -> bool:
         """Is a step the last one, but for numbers that grow?"""
-        has_edits = len(last.arrays.edits) > 0 or any(row.edits for row in batch.rows)
         is_next = batch.continues and not self._has_gaps
-        return is_next and last.shape == shape and not has_edits
+        return is_next and last.shape == shape and not any(row.edits for row in batch.rows)
 
     def _next(
         self, last: _Built, rows: tuple[Row, ...], first_result: int, first_source: int
     ) -> _Built:
         """Every sequence one token further, which is the sample that it was in the last step."""
-        count, size = len(rows), self._block_size
-        positions, lengths = last.arrays.positions.copy(), last.arrays.lengths.copy()
-        positions[:count] += 1
-        lengths[:count] += 1
-        last_blocks, within = np.divmod(positions[last.owners][: len(last.tables)], size)
-        self._slots.grow(rows, last.tables, last_blocks + 1)
-        width = last_blocks.max() + 1
-        tables = np.take(self._slots.tables[:, :width], last.tables, axis=0)
-        slots, sources = last.arrays.slots.copy(), last.arrays.sources.copy()
-        slots[last.places] = tables[last.every, last_blocks].astype(np.int64) * size + within
-        sources[:count] = np.arange(first_source, first_source + count)
-        drawn = last.arrays.rows.copy()
-        records = drawn.view(ROW)[:count, 0]
-        records["number"] += 1
-        records["result"] = np.arange(first_result, first_result + count)
-        arrays = last.arrays._replace(
-            positions=positions,
-            lengths=lengths,
-            slots=slots,
-            sources=sources,
-            rows=drawn,
-            tables=tables,
-        )
+        count, size, arrays = len(rows), self._block_size, last.arrays
+        arrays.positions[:count] += 1
+        arrays.lengths[:count] += 1
+        last_blocks, within = np.divmod(arrays.positions[last.owners][: len(last.tables)], size)
+        grown: Int64s | slice = self._slots.grow(rows, last.tables, last_blocks + 1)
+        width = int(last_blocks.max()) + 1
+        if width != arrays.tables.shape[1]:
+            arrays, grown = self._widened(last, width), slice(None)
+        arrays.tables[grown] = self._slots.tables[last.tables[grown], :width]
+        blocks = arrays.tables[last.every, last_blocks].astype(np.int64)
+        arrays.slots[last.places] = blocks * size + within
+        arrays.sources[:count] = np.arange(first_source, first_source + count)
+        arrays.rows[:count, NUMBER] += 1
+        arrays.rows[:count, RESULT] = np.arange(first_result, first_result + count)
         return last._replace(arrays=arrays)
+
+    def _widened(self, last: _Built, width: int) -> StepArrays:
+        """Its arrays, with room for longer tables."""
+        old = last.arrays
+        arrays = StepArrays.of(last.shape, self._slots.num_tables, 0, (len(old.tables), width))
+        begin, end = aligned(old.header.nbytes), 4 * int(old.header[0])  # but header and tables
+        arrays.memory[begin:end] = old.memory[begin:end]
+        return arrays
 
     def _build(
         self, batch: Batch, shape: Shape, first_result: int, first_source: int
     ) -> tuple[Int64s, StepArrays]:
         """The slots of the rows, and `build`."""
-        rows, size = batch.rows, self._block_size
-        slots = self._slots.update(rows)
-        starts = np.array([row.start for row in rows], np.int64)
-        if batch.num_decodes == len(rows):
-            token_ids = np.array([row.token_ids[0] for row in rows], np.int64)
-            counts = np.ones(len(rows), np.int64)
-            owners = np.arange(len(rows))
+        rows, count = batch.rows, batch.num_decodes
+        slots, (begin, gap) = self._slots.update(rows), _gap(batch, shape)
+        sizes = [1] * count + [len(row.token_ids) for row in rows[count:]]
+        lengths = [row.start + n - row.gap for row, n in zip(rows, sizes, strict=True)]
+        width = -(-max(lengths, default=0) // self._block_size)
+        sampling = [row for row in rows if row.samples]
+        edits = [row.edits for row in sampling]
+        listed = slots if self.layout.has_chunks else slots.repeat(sizes)
+        if gap:
+            parts = (listed[:begin], np.zeros(gap, np.int64), listed[begin:])
+            listed = np.concatenate(parts)
+        listed = self._slots.of(listed)
+        num_edits = sum(map(len, edits)) // (4 * EDIT_WORDS)
+        arrays = StepArrays.of(shape, self._slots.num_tables, num_edits, (len(listed), width))
+        arrays.tables[:] = self._slots.tables[listed, :width]
+        packed, numbers = self._slots.packed(sampling), [row.num_outputs for row in sampling]
+        fill_rows(arrays.rows, arrays.edits, packed, numbers, edits, first_result)
+        if count:
+            self._put_decodes(arrays, rows[:count], slots[:count], first_source)
+        if count < len(rows):
+            self._put_chunks(arrays, rows[count:], slots[count:], sizes[count:], count + gap)
+        ends = [*accumulate(sizes)]
+        sampled = [gap + ends[i] - 1 for i in range(count, len(rows)) if rows[i].samples]
+        arrays.sample_rows[: len(sampling)] = [*range(count), *sampled]
+        if self.layout.has_chunks:
+            arrays.lengths[:count] = lengths[:count]
+            arrays.lengths[count + gap : len(rows) + gap] = lengths[count:]
         else:
-            counts = np.array([len(row.token_ids) for row in rows], np.int64)
-            token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64)
-            owners = np.repeat(np.arange(len(rows)), counts)
-        ends = counts.cumsum()
-        positions = np.arange(len(owners)) - (ends - counts - starts)[owners]
-        places, lengths = positions, starts + counts  # in the tables
-        if self._has_gaps:
-            gaps = np.array([row.gap for row in rows], np.int64)
-            places, lengths = positions - gaps[owners], lengths - gaps
-        table_slots, row_ends = slots, ends
-        if not self.layout.has_chunks:
-            lengths, table_slots = places + 1, slots[owners]
-            row_ends = np.arange(1, len(owners) + 1)
-        width = -(-int(lengths.max()) // size) if len(rows) else 0
+            ends = [*range(1, sum(sizes) + 1)]
+        starts = [0, *(end - begin for end in ends[begin:])]
+        arrays.query_starts[: len(starts)] = starts
+        arrays.query_starts[len(starts) :] = starts[-1]
+        return slots, arrays
+
+    def _put_decodes(
+        self, arrays: StepArrays, rows: tuple[Row, ...], slots: Int64s, first_source: int
+    ) -> None:
+        """The first tokens, each of a row of its own; `slots` are those of the rows."""
+        count = len(rows)
         sources = np.array([row.source for row in rows], np.int32)
         sources[sources >= 0] += first_source
-        samples = np.array([row.samples for row in rows], bool)
-        sampling = [row for row in rows if row.samples]
-        drawn = sampling_arrays(
-            self._slots.packed(sampling),
-            [row.num_outputs for row in sampling],
-            [row.edits for row in sampling],
-            shape.num_samples,
-            first_result,
-        )
-        gap, n = _Gap.of(batch, shape), shape.num_tokens
-        sampled = ends - 1
-        sampled[gap.begin :] += gap.size
-        return slots, StepArrays(
-            np.zeros(3, np.int32),
-            _filled(gap.open(token_ids, 0), n, 0),
-            _filled(gap.open(sources[owners], -1), n, -1),
-            _filled(sampled[samples], shape.num_samples, 0),
-            _filled(gap.open(positions, 0), n, 0),
-            self._places(slots[owners], places, gap, n),
-            _query_starts(row_ends, gap.begin, shape.num_rows - shape.num_decodes),
-            _filled(gap.open(lengths, 0), shape.num_rows, 0).astype(np.int32),
-            drawn.rows,
-            drawn.edits,
-            np.take(
-                self._slots.tables[:, :width], self._slots.of(gap.open(table_slots, 0)), axis=0
-            ),
-        )
+        arrays.token_ids[:count] = [row.token_ids[0] for row in rows]
+        arrays.sources[:count] = sources
+        arrays.positions[:count] = [row.start for row in rows]
+        self._put_places(arrays, slice(count), slots, rows, 1)
 
-    def _places(self, slots: Int64s, places: Int64s, gap: _Gap, num_tokens: int) -> Int64s:
-        """`StepArrays.slots` of tokens that have these places in the tables of their slots."""
+    def _put_chunks(
+        self,
+        arrays: StepArrays,
+        rows: tuple[Row, ...],
+        slots: Int64s,
+        sizes: list[int],
+        begin: int,
+    ) -> None:
+        """The tokens from `begin` on, so many of each row."""
+        end = begin
+        for row, size in zip(rows, sizes, strict=True):
+            tokens = slice(end, end := end + size)
+            arrays.token_ids[tokens] = row.token_ids
+            arrays.positions[tokens] = np.arange(row.start, row.start + size)
+        owners = slots if len(rows) == 1 else slots.repeat(sizes)
+        self._put_places(arrays, slice(begin, end), owners, rows, sizes)
+
+    def _put_places(
+        self,
+        arrays: StepArrays,
+        tokens: slice,
+        slots: Int64s,
+        rows: tuple[Row, ...],
+        sizes: int | list[int],
+    ) -> None:
+        """Where keys and values of these tokens go, so many of each row; slots are of each token,
+        or one of all.
+        """
+        places = arrays.positions[tokens]  # in the tables
+        if self._has_gaps:
+            places = places - np.repeat([row.gap for row in rows], sizes)
+        if not self.layout.has_chunks:
+            arrays.lengths[tokens] = places + 1
         block, within = np.divmod(places, self._block_size)
-        first = slots * self._slots.num_tables
-        found = [
-            self._slots.tables[first + i, block].astype(np.int64) * self._block_size + within
-            for i in range(self._slots.num_tables)
-        ]
-        filled = [_filled(gap.open(each, -1), num_tokens, -1) for each in found]
-        return filled[0] if len(filled) == 1 else np.concatenate(filled)
+        num_tables = self._slots.num_tables
+        found = arrays.slots.reshape(num_tables, -1)[:, tokens]
+        found[:] = self._slots.tables[slots * num_tables + self._every_table, block]
+        found *= self._block_size
+        found += within

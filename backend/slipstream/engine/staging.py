@@ -6,27 +6,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.arrays import Array
+from slipstream.engine.arrays import Array, Bytes, aligned
 
-_ALIGNMENT = 16  # bytes
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def num_bytes(arrays: Sequence[Array]) -> int:
-    """What they take in a `Staging`."""
-    return sum([_aligned(array.nbytes) for array in arrays])
+def packed(arrays: Sequence[Array]) -> Bytes:
+    """One after another in one memory, as those of a step are made."""
+    memory, offset = np.zeros(sum([aligned(array.nbytes) for array in arrays]), np.uint8), 0
+    for array in arrays:
+        piece = memory[offset : offset + array.nbytes]
+        piece[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        offset += aligned(array.nbytes)
+    return memory
 
 
 class _Pinned:
     """Host memory that the device copies from."""
 
     def __init__(self, size: int) -> None:
-        self.tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self.bytes = self.tensor.numpy()
+        self._tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.address = self._tensor.data_ptr()
+        self.bytes = self._tensor.numpy()
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -35,7 +36,8 @@ class Staging:
 
     What `upload` returns is overwritten by the next one. Arrays go one after another to `home`; so
     each lies where it lay before if those in front of it have the same shapes. Only where `home` is
-    too small, they go elsewhere.
+    too small, they go elsewhere. Copies go into the stream that is current when this is made, and
+    not by torch: where the host was idle, its way to a copy takes longer than the copy.
 
     Args:
         device: where to.
@@ -47,7 +49,13 @@ class Staging:
         self._turn = 0
         if device.type == "cpu":
             return
+        from cupy.cuda import runtime
+
+        self._runtime = runtime
+        self._stream = torch.cuda.current_stream(device)
+        self._handle = self._stream.cuda_stream
         self.home = torch.empty(reserved, dtype=torch.uint8, device=device)
+        self._address, self._size = self.home.data_ptr(), reserved
         self._pinned = [_Pinned(reserved) for _ in range(2)]  # one is written, one copied
 
     @property
@@ -57,9 +65,9 @@ class Staging:
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         """The arrays as tensors on the device, in order."""
-        if self._device.type == "cpu":
-            return [torch.from_numpy(np.require(array, requirements="W")) for array in arrays]
-        return self.views(self.copy(arrays), arrays)
+        base = self.copy(packed(arrays))
+        self.sent()
+        return self.views(base, arrays)
 
     @staticmethod
     def views(base: Tensor, arrays: Sequence[Array]) -> list[Tensor]:
@@ -68,25 +76,32 @@ class Staging:
         for array in arrays:
             piece = base[offset : offset + array.nbytes].view(_DTYPES[array.dtype.name])
             tensors.append(piece.view(array.shape))
-            offset += _aligned(array.nbytes)
+            offset += aligned(array.nbytes)
         return tensors
 
-    def copy(self, arrays: Sequence[Array]) -> Tensor:
-        """Copy them behind what the stream does; the memory they go to."""
-        total = num_bytes(arrays)
+    def copy(self, memory: Bytes) -> Tensor:
+        """Copy it behind what the stream does; where it is then. `sent` must follow."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(memory)
+        total = len(memory)
         self._turn ^= 1
         pinned = self._pinned[self._turn]
         pinned.copied.synchronize()  # its last copy has long ended
         if total > len(pinned.bytes):
             pinned = self._pinned[self._turn] = _Pinned(2 * total)
-        host, offset = pinned.bytes, 0
-        for array in arrays:
-            size = array.nbytes
-            host[offset : offset + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            offset += _aligned(size)
-        base = self.home
-        if total > len(base):
+        pinned.bytes[:total] = memory
+        base, address = self.home, self._address
+        if total > self._size:
             base = torch.empty(total, dtype=torch.uint8, device=self._device)
-        base[:total].copy_(pinned.tensor[:total], non_blocking=True)
-        pinned.copied.record(torch.cuda.current_stream(self._device))
+            address = base.data_ptr()
+        to_device = self._runtime.memcpyHostToDevice
+        self._runtime.memcpyAsync(address, pinned.address, total, to_device, self._handle)
         return base
+
+    def sent(self) -> None:
+        """What was copied may be overwritten once the stream has done all that is in it by now.
+
+        Apart from `copy`, so that a step which is launched between the two need not wait for this.
+        """
+        if self._device.type != "cpu":
+            self._pinned[self._turn].copied.record(self._stream)

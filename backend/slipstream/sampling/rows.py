@@ -1,6 +1,7 @@
 """What the sampling kernels read of a step, as numpy arrays: two for a draw, four for histories."""
 
 from collections.abc import Sequence
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,13 @@ from slipstream_contract.sampling import SamplingParams
 from slipstream.kernels.sample import EDIT_WORDS, ROW, ROW_WORDS
 
 Words = NDArray[np.int32]
+
+assert ROW.fields is not None
+_WORD = {name: offset // 4 for name, (_, offset, *_) in ROW.fields.items()}
+NUMBER, RESULT = _WORD["number"], _WORD["result"]  # words of a row
+_FIRST_EDIT, _END_EDIT = _WORD["first_edit"], _WORD["end_edit"]
+_RECORD = Struct("<fi5fiq4iq")  # `ROW`
+assert _RECORD.size == ROW.itemsize
 
 
 class SamplingArrays(NamedTuple):
@@ -30,15 +38,18 @@ class HistoryArrays(NamedTuple):
 
 def pack_row(sampling: SamplingParams, seed: int, slot: int) -> bytes:
     """What never changes of a sequence's `ROW` record while it keeps its slot: worth keeping."""
-    row = np.zeros(1, ROW)
-    row["temperature"] = sampling.temperature
-    row["top_k"] = min(sampling.top_k, 2**31 - 1)
-    row["top_p"], row["min_p"] = sampling.top_p, sampling.min_p
-    row["repetition"] = sampling.repetition_penalty
-    row["presence"], row["frequency"] = sampling.presence_penalty, sampling.frequency_penalty
-    row["slot"] = slot
-    row["seed"] = np.uint64(seed % 2**64).astype(np.int64)
-    return row.tobytes()
+    return _RECORD.pack(
+        sampling.temperature,
+        min(sampling.top_k, 2**31 - 1),
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        slot,
+        (seed + 2**63) % 2**64 - 2**63,  # the 64 bits as a signed number
+        *(0,) * 5,
+    )
 
 
 def sampling_arrays(
@@ -48,30 +59,43 @@ def sampling_arrays(
     num_rows: int = 0,
     first_result: int = 0,
 ) -> SamplingArrays:
-    """Rows in the order of their logits, then padding up to `num_rows`.
+    """Rows in the order of their logits, then padding up to `num_rows`: see `fill_rows`."""
+    num_edits = sum(map(len, edits)) // (4 * EDIT_WORDS)
+    arrays = SamplingArrays(
+        np.zeros((max(len(packed), num_rows), ROW_WORDS), np.int32),
+        np.zeros((num_edits, EDIT_WORDS), np.int32),
+    )
+    fill_rows(*arrays, packed, numbers, edits, first_result)
+    return arrays
+
+
+def fill_rows(
+    rows: Words,
+    all_edits: Words,
+    packed: Sequence[bytes],
+    numbers: Sequence[int],
+    edits: Sequence[bytes],
+    first_result: int,
+) -> None:
+    """Write `SamplingArrays` that are zeroed; rows that are more than `packed` are padding.
 
     Args:
+        rows, all_edits: the arrays.
         packed: `pack_row` of each.
         numbers: how many output tokens are before the one to draw.
         edits: `Edits.pack` of each, empty for most.
-        num_rows: how many rows the logits have, if more.
         first_result: where in the results the tokens go, one after the other.
     """
     count = len(packed)
-    rows = np.zeros(max(count, num_rows), ROW)
-    rows["result"] = -1
-    rows[:count] = np.frombuffer(b"".join(packed), ROW)
-    rows["number"][:count] = numbers
-    rows["result"][:count] = np.arange(first_result, first_result + count)
-    joined = b"".join(edits)
-    if joined:
+    rows[count:, RESULT] = -1
+    rows[:count] = np.frombuffer(b"".join(packed), np.int32).reshape(count, ROW_WORDS)
+    rows[:count, NUMBER] = numbers
+    rows[:count, RESULT] = np.arange(first_result, first_result + count)
+    if any(edits):
         lengths = np.fromiter(map(len, edits), np.int64, count) // (4 * EDIT_WORDS)
         ends = lengths.cumsum()
-        rows["first_edit"][:count], rows["end_edit"][:count] = ends - lengths, ends
-    return SamplingArrays(
-        rows.view(np.int32).reshape(-1, ROW_WORDS),
-        np.frombuffer(joined, np.int32).reshape(-1, EDIT_WORDS),
-    )
+        rows[:count, _FIRST_EDIT], rows[:count, _END_EDIT] = ends - lengths, ends
+        all_edits[: ends[-1]] = np.frombuffer(b"".join(edits), np.int32).reshape(-1, EDIT_WORDS)
 
 
 def history_arrays(histories: Sequence[tuple[int, Sequence[int], int]]) -> HistoryArrays:
