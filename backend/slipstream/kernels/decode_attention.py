@@ -39,9 +39,9 @@ from slipstream.kernels.pages import (
 )
 from slipstream.kernels.sinks import Sinks, check_angles, sink_attention
 
-# Tiles: what a CTA gets at least; how long its run may be, or how much longer than others, for the
-# sake of whole sequences.
-_MIN_RUN, _WHOLE_RUN, _WHOLE_MORE = 4, 16, 8
+# Tiles: what a CTA gets at least; how long its run may be, or how much longer than with equal ones
+# (or by which part of these), for the sake of whole sequences.
+_MIN_RUN, _WHOLE_RUN, _WHOLE_MORE, _WHOLE_SHARE = 4, 16, 8, 8
 _PLAN_CTAS, _PLAN_THREADS = 16, 512
 _MOST_SEQUENCES = 16384
 _MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
@@ -202,6 +202,7 @@ def _plan_decode(
         _MIN_RUN,
         _WHOLE_RUN,
         _WHOLE_MORE,
+        _WHOLE_SHARE,
         window - (num_sinks or 0),
         num_sinks or 0,
         shared_memory=4 * (2 * num_sequences + num_ctas + 1),

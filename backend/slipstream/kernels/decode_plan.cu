@@ -83,9 +83,10 @@ DEVICE void collect(const int* lengths, const RowPrefix* prefixes, int num_rows,
 
 // What the plan may do.
 struct Limits {
-  int min_run;     // tiles that a CTA gets at least, if it gets any
-  int whole_run;   // a CTA may get whole (sequence, head)s up to so many tiles ...
-  int whole_more;  // ... or up to so many more than with equal runs
+  int min_run;      // tiles that a CTA gets at least, if it gets any
+  int whole_run;    // a CTA may get whole (sequence, head)s up to so many tiles ...
+  int whole_more;   // ... or up to so many more than with equal runs ...
+  int whole_share;  // ... or such a part of those more: what is left of memory's rate shortens a run that is alone
 };
 
 // Borders of the CTAs' runs: equal runs, or whole (sequence, head)s, which need no merging, where that hardly makes
@@ -102,7 +103,8 @@ DEVICE void cut(const Tiles& tiles, int* cuts, int num_ctas, const Limits& limit
   for (int c = threadIdx.x; c < num_ctas; c += THREADS) atomicMax(&longest, cuts[c + 1] - cuts[c]);
   __syncthreads();
   const int equal = (total + num_equal - 1) / num_equal;
-  if (longest > max(limits.whole_run, equal + limits.whole_more))
+  const int more = max(limits.whole_more, equal / limits.whole_share);
+  if (longest > max(limits.whole_run, equal + more))
     for (int c = threadIdx.x; c <= num_ctas; c += THREADS)
       cuts[c] = int(i64(total) * min(c, num_equal) / num_equal);
   __syncthreads();
@@ -169,13 +171,14 @@ DEVICE void write_shares(const Plan& plan, const Tiles& tiles, const int* cuts, 
 // Starts no kernel before it has ended: those that follow read the plan without waiting for it.
 extern "C" __global__ void __launch_bounds__(THREADS)
     plan_decode(const int* lengths, int* memory, i64 num_rows, i64 num_heads, i64 num_ctas,
-                i64 num_workers, i64 min_run, i64 whole_run, i64 whole_more, i64 window, i64 num_sinks) {
+                i64 num_workers, i64 min_run, i64 whole_run, i64 whole_more, i64 whole_share, i64 window,
+                i64 num_sinks) {
   const Plan plan(memory, int(num_ctas), int(num_workers));
   Tiles tiles = {shared_ints, shared_ints + num_rows, 0, int(num_heads), {int(window), int(num_sinks)}};
   int* cuts = shared_ints + 2 * num_rows;
   const RowPrefix* prefixes = plan.prefixes(int(num_rows)).rows;
   collect(lengths, prefixes, int(num_rows), tiles);
-  cut(tiles, cuts, int(num_ctas), {int(min_run), int(whole_run), int(whole_more)});
+  cut(tiles, cuts, int(num_ctas), {int(min_run), int(whole_run), int(whole_more), int(whole_share)});
 
   const int first = threadIdx.x * gridDim.x + blockIdx.x, step = THREADS * gridDim.x;
   for (int i = first; i < num_ctas * num_workers; i += step)

@@ -22,7 +22,7 @@ MAX_ROWS = 128
 GROUP_ROWS = 64  # of x, for each group of warps
 CLUSTERS = (1, 2, 4)
 TILE_ROWS = range(16, 225, 16)
-_FEWEST_TILE_ROWS = 48  # a narrower tile reads more of x than of the weights
+_FEWEST_TILE_ROWS = {1: 64, 2: 48, 4: 16}  # a narrower tile reads more of x than of the weights
 _MOST_SHARED_ROWS = 96  # of a cluster's tile: clusters are for what is too small for one CTA each
 CHUNK_BYTES = 128  # of a row
 MAX_SLOTS = 16
@@ -106,7 +106,7 @@ def tiling(num_rows: int, num_weight_rows: int, multiprocessors: int) -> Tiling:
             tiles = tiles * 10 // 11
         waves = -(-num_weight_rows // (tiles * TILE_ROWS[-1]))
         rows = -(-num_weight_rows // (tiles * waves * 16)) * 16
-        if rows >= _FEWEST_TILE_ROWS:
+        if rows >= _FEWEST_TILE_ROWS[cluster]:
             break
     return Tiling(rows, groups, cluster)
 
@@ -148,9 +148,8 @@ def _variant(dtype: torch.dtype, tiles: Tiling) -> jit.Variant:
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
     for dtype, groups, cluster in itertools.product(MIN_ROWS, (1, 2), CLUSTERS):
-        fewest = TILE_ROWS[0] if cluster == CLUSTERS[-1] else _FEWEST_TILE_ROWS
         most = TILE_ROWS[-1] if cluster == 1 else _MOST_SHARED_ROWS
-        for rows in range(fewest, most + 1, TILE_ROWS.step):
+        for rows in range(_FEWEST_TILE_ROWS[cluster], most + 1, TILE_ROWS.step):
             yield _variant(dtype, Tiling(rows, groups, cluster))
 
 
