@@ -100,10 +100,11 @@ def without(runner: Any, part: str, num_rows: int) -> Iterator[None]:
     like = {"device": "cuda", "dtype": model.norm.weight.dtype}
     hidden, size = len(model.norm.weight), model.blocks[0].attention.head_size
     heads = torch.randn((num_rows, hidden // size, size), **like)
+    normed = torch.randn((num_rows, hidden), **like)
     logits = torch.randn((num_rows, runner.vocab_size), **like)
     patches = {
         "attention": lambda: mock.patch.object(Attention, "_attend", return_value=heads),
-        "norms": lambda: mock.patch.object(linear, "rms_norm", lambda x, *_: x),
+        "norms": lambda: mock.patch.object(linear, "rms_norm", lambda x, *_: normed[: len(x)]),
         "gate": lambda: mock.patch.object(linear, "silu_mul", lambda x: x[:, : x.shape[1] // 2]),
         "draw": lambda: mock.patch("slipstream.engine.runner.draw"),
         "head": lambda: mock.patch.object(model.head, "of_norm", lambda _, x: logits[: len(x)]),

@@ -108,7 +108,9 @@ def keep(table: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
             row = {"commit": old["commit"]} | kept
         rows.append(row)
     pareto = table["pareto"] if table["pareto"]["ours"] else old["pareto"]
-    return table | {"rows": rows, "pareto": pareto}
+    uncached = table["start_uncached"]
+    uncached = old["start_uncached"] if uncached is None else uncached
+    return table | {"rows": rows, "pareto": pareto, "start_uncached": uncached}
 
 
 def number(value: float | None, unit: str) -> str:
