@@ -205,11 +205,23 @@ def test_tiles_that_won_are_ranked_high() -> None:
 
 
 class FakeTrial(search._Trial):
-    """Kernels whose seconds are known; `broken` ones compute something else, some do not start."""
+    """Kernels whose seconds are known; `broken` ones compute something else, some do not start.
 
-    def __init__(self, seconds: dict[int, float], broken: tuple[int, ...] = ()) -> None:
+    Those that are `hot` take twice as long once they have run for 20 ms without another one.
+    """
+
+    def __init__(
+        self,
+        seconds: dict[int, float],
+        broken: tuple[int, ...] = (),
+        rows: int = 64,
+        hot: tuple[int, ...] = (),
+    ) -> None:
         operands = type("Operands", (), {"weights": [None] * 5})
-        self._problem, self._operands = type("Problem", (), {"shape": "shape"}), operands
+        shape = type("Shape", (), {"rows": rows})
+        self._problem, self._operands = type("Problem", (), {"shape": shape}), operands
+        self._hot = [algorithm(i).blob for i in hot]
+        self._alone = (b"", 0.0)  # the last kernel, and how long it has run
         self._seconds = {}
         self._known = {algorithm(i).blob: value for i, value in seconds.items()}
         self._broken = [algorithm(i).blob for i in broken]
@@ -221,7 +233,11 @@ class FakeTrial(search._Trial):
         self.launches[blob[0]] = self.launches.get(blob[0], 0) + count
         if self._known[blob] < 0:
             raise KernelError("it does not start")
-        self._clock += self._known[blob] * count
+        last, alone = self._alone
+        alone = alone if last == blob else 0.0
+        seconds = self._known[blob] * count * (2 if blob in self._hot and alone > 0.02 else 1)
+        self._alone = (blob, alone + seconds)
+        self._clock += seconds
 
     def _elapsed(self, work: Callable[[], None]) -> float:
         begin = self._clock
@@ -273,6 +289,16 @@ def test_the_fastest_that_is_right_wins(
     assert found.algorithm == algorithm(winner)
     assert found.seconds == pytest.approx(seconds[winner])
     assert found.default_seconds == pytest.approx(1e-4)
+
+
+@pytest.mark.usefixtures("plans")
+@pytest.mark.parametrize(("rows", "winner"), [(1023, 2), (1024, 3), (4096, 3)])
+def test_of_many_rows_the_fastest_under_load_wins(rows: int, winner: int) -> None:
+    trial = FakeTrial({1: 1e-4, 2: 8e-5, 3: 9e-5}, rows=rows, hot=(2,))
+    trial.time(map(algorithm, (1, 2, 3)))
+    found = trial.finish(algorithm(1))
+    assert found.algorithm == algorithm(winner)
+    assert found.seconds == pytest.approx({2: 8e-5, 3: 9e-5}[winner])
 
 
 @pytest.mark.usefixtures("plans")

@@ -240,18 +240,7 @@ class _Trial:
         finalists = [default, *(a for a in self.best(_NUM_FINALISTS) if a != default)]
         if default not in self._seconds:
             raise KernelError(f"{self._problem.shape}: cuBLASLt's own choice does not run")
-        expected = min(self._seconds.values())
-        count = max(len(self._operands.weights), math.ceil(_ROUND_S / expected))
-        graphs = [self._captured(Plan(self._problem, a), count) for a in finalists]
-        is_load = self._problem.shape.rows >= _LOAD_ROWS
-        replays = math.ceil(_LOAD_S / 2 / (count * expected)) if is_load else 0
-        times: list[list[float]] = [[] for _ in finalists]
-        for _ in range(_LOADS if is_load else _ROUNDS):
-            for graph, taken in zip(graphs, times, strict=True):
-                _replay(graph, replays)
-                number = max(1, replays)
-                taken.append(self._elapsed(partial(_replay, graph, number)) / number / count)
-        figures = [min(taken) if is_load else median(taken) for taken in times]
+        figures = self._compare(finalists, min(self._seconds.values()))
         seconds = dict(zip(finalists, figures, strict=True))
         wanted = self._output(default)
         for algorithm in sorted(seconds, key=seconds.__getitem__):
@@ -259,6 +248,19 @@ class _Trial:
             if is_faster and torch.equal(self._output(algorithm), wanted):
                 return Found(algorithm, seconds[algorithm], seconds[default])
         return Found(default, seconds[default], seconds[default])
+
+    def _compare(self, finalists: list[Algorithm], expected: float) -> list[float]:
+        """Seconds of each: in turns, or of many rows by itself, when the clocks have settled."""
+        count = max(len(self._operands.weights), math.ceil(_ROUND_S / expected))
+        graphs = [self._captured(Plan(self._problem, a), count) for a in finalists]
+        is_load = self._problem.shape.rows >= _LOAD_ROWS
+        number = math.ceil(_LOAD_S / 2 / (count * expected)) if is_load else 1
+        times: list[list[float]] = [[] for _ in finalists]
+        for _ in range(_LOADS if is_load else _ROUNDS):
+            for graph, taken in zip(graphs, times, strict=True):
+                _replay(graph, number if is_load else 0)
+                taken.append(self._elapsed(partial(_replay, graph, number)) / number / count)
+        return [min(taken) if is_load else median(taken) for taken in times]
 
     def _launch(self, plan: Plan, count: int) -> None:
         operands = self._operands
