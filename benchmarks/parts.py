@@ -25,9 +25,7 @@ from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 from workloads import VOCABULARY
 
-SECONDS = (
-    0.7  # of load; the first third, in which the clock falls to what the power allows, is left out
-)
+SECONDS = 0.7  # of load; in the first third clocks fall to what power allows: it does not count
 CASES = {  # sequences, tokens of each that are cached; tokens of a prompt
     "decode-bs1": (1, 256, 0),
     "decode-bs32": (32, 256, 0),
@@ -97,19 +95,25 @@ def milliseconds(replay: Callable[[], None]) -> float:
 def without(runner: Any, part: str, num_rows: int) -> Iterator[None]:
     """Steps of so many tokens made meanwhile lack the part; random numbers are in its place."""
     model = runner._model
-    like = {"device": "cuda", "dtype": model.norm.weight.dtype}
-    hidden, size = len(model.norm.weight), model.blocks[0].attention.head_size
-    heads = torch.randn((num_rows, hidden // size, size), **like)
-    normed = torch.randn((num_rows, hidden), **like)
-    logits = torch.randn((num_rows, runner.vocab_size), **like)
-    patches = {
-        "attention": lambda: mock.patch.object(Attention, "_attend", return_value=heads),
-        "norms": lambda: mock.patch.object(linear, "rms_norm", lambda x, *_: normed[: len(x)]),
-        "gate": lambda: mock.patch.object(linear, "silu_mul", lambda x: x[:, : x.shape[1] // 2]),
-        "draw": lambda: mock.patch("slipstream.engine.runner.draw"),
-        "head": lambda: mock.patch.object(model.head, "of_norm", lambda _, x: logits[: len(x)]),
-    }
-    with patches[part]():
+    weight, size = model.norm.weight, model.blocks[0].attention.head_size
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=weight.device, dtype=weight.dtype)
+
+    if part == "attention":
+        heads = random(num_rows, len(weight) // size, size)
+        patch = mock.patch.object(Attention, "_attend", return_value=heads)
+    elif part == "norms":
+        normed = random(num_rows, len(weight))
+        patch = mock.patch.object(linear, "rms_norm", lambda x, *_: normed[: len(x)])
+    elif part == "gate":
+        patch = mock.patch.object(linear, "silu_mul", lambda x: x[:, : x.shape[1] // 2])
+    elif part == "draw":
+        patch = mock.patch("slipstream.engine.runner.draw")
+    else:
+        logits = random(num_rows, runner.vocab_size)
+        patch = mock.patch.object(model.head, "of_norm", lambda _, x: logits[: len(x)])
+    with patch:
         yield
 
 

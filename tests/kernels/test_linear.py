@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernels.checking import DTYPES, Judge, short
 from slipstream.kernels import jit, skinny, wide
@@ -134,6 +134,7 @@ def test_who_multiplies_on_a_hopper(
 VARIANTS = frozenset(wide.variants())
 
 
+@example(100, 6248, 131)  # an odd one has no partner
 @given(st.integers(1, 128), st.integers(1, 20_000).map(lambda n: 8 * n), st.integers(60, 148))
 def test_tiles_of_wide(num_rows: int, num_weight_rows: int, multiprocessors: int) -> None:
     """They cover the matrix in full waves, fit, and do not depend on the rows of x."""

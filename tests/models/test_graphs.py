@@ -21,7 +21,7 @@ from slipstream.engine.batch import Batch, Row
 from slipstream.engine.edits import EDIT
 from slipstream.engine.graphs import MAX_CHUNK_ROWS, Buckets, row_buckets, token_buckets
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.staging import packed
+from slipstream.engine.staging import joined
 from slipstream.kernels.sample import ROW
 
 TOKENS = token_buckets(2048)
@@ -280,7 +280,7 @@ def test_chunks_of_a_padded_step(runner: ModelRunner) -> None:
     assert apart.sample_rows.tolist() == [0, 7, 0, 0]
     assert apart.tables[[0, 3, 4]].tolist() == step.tables.tolist()
     for arrays in (step, mixed, apart):  # as a staging lays them out, and says where the tables are
-        assert np.array_equal(arrays.memory, packed(arrays))
+        assert np.array_equal(arrays.memory, joined(arrays))
         begin, width, count = arrays.header.tolist()
         words = arrays.memory.view(np.int32)[begin : begin + count * width]
         assert words.reshape(count, width).tolist() == arrays.tables.tolist()
@@ -355,4 +355,4 @@ def test_a_step_that_continues_is_built_from_the_one_before(
         for name, ours, want in zip(fast._fields, fast, plain, strict=True):
             assert ours.dtype == want.dtype
             assert np.array_equal(ours, want), (step, name)
-        assert np.array_equal(fast.memory, packed(fast))
+        assert np.array_equal(fast.memory, joined(fast))

@@ -6,8 +6,10 @@ is what a request waits for on an idle device, where each numpy function is slow
 takes few of them.
 """
 
+from collections.abc import Iterable
 from itertools import accumulate
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +31,23 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 _ALIGNMENT = 16  # bytes
+_I32, _I64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def aligned(size: int) -> int:
     """Where the next array begins, after one of so many bytes."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def side_by_side(parts: Iterable[tuple[np.dtype[Any], tuple[int, ...]]]) -> tuple[Bytes, list[Any]]:
+    """Zeros: a memory, and in it arrays of these dtypes and shapes, one `aligned` after another."""
+    parts = list(parts)
+    ends = [*accumulate([aligned(dtype.itemsize * prod(shape)) for dtype, shape in parts])]
+    memory, begins = np.zeros(ends[-1], np.uint8), [0, *ends[:-1]]
+    return memory, [
+        np.ndarray(shape, dtype, memory, begin)
+        for (dtype, shape), begin in zip(parts, begins, strict=True)
+    ]
 
 
 class Shape(NamedTuple):
@@ -78,29 +92,27 @@ class StepArrays(NamedTuple):
     ) -> "StepArrays":
         """All of it is there to fill the shape; `tables` is the shape of those."""
         n, r = shape.num_tokens, shape.num_samples
-        num_queries = shape.num_rows - shape.num_decodes + 1
-        parts: list[tuple[type, tuple[int, ...], int]] = [
-            (np.int32, (3,), 12),
-            (np.int64, (n,), 8 * n),
-            (np.int32, (n,), 4 * n),
-            (np.int64, (r,), 8 * r),
-            (np.int64, (n,), 8 * n),
-            (np.int64, (num_tables * n,), 8 * num_tables * n),
-            (np.int32, (num_queries,), 4 * num_queries),
-            (np.int32, (shape.num_rows,), 4 * shape.num_rows),
-            (np.int32, (r, ROW_WORDS), 4 * r * ROW_WORDS),
-            (np.int32, (max(1, num_edits), EDIT_WORDS), 4 * max(1, num_edits) * EDIT_WORDS),
-            (np.int32, tables, 4 * tables[0] * tables[1]),
-        ]
-        begins = [0, *accumulate([aligned(size) for _, _, size in parts])]
-        memory = np.zeros(begins[-1], np.uint8)
-        arrays = cls(
-            *[
-                np.ndarray(dims, dtype, memory, begin)
-                for (dtype, dims, _), begin in zip(parts, begins, strict=False)
+        memory, made = side_by_side(
+            [
+                (_I32, (3,)),
+                (_I64, (n,)),
+                (_I32, (n,)),
+                (_I64, (r,)),
+                (_I64, (n,)),
+                (_I64, (num_tables * n,)),
+                (_I32, (shape.num_rows - shape.num_decodes + 1,)),
+                (_I32, (shape.num_rows,)),
+                (_I32, (r, ROW_WORDS)),
+                (_I32, (max(1, num_edits), EDIT_WORDS)),
+                (_I32, tables),
             ]
         )
-        arrays.header[:] = (begins[-2] // 4, tables[1], tables[0])
+        arrays = cls(*made)
+        arrays.header[:] = (
+            (len(memory) - aligned(arrays.tables.nbytes)) // 4,
+            tables[1],
+            tables[0],
+        )
         arrays.sources.fill(-1)
         arrays.slots.fill(-1)
         return arrays
@@ -148,12 +160,10 @@ class Slots:
     def update(self, rows: tuple[Row, ...]) -> Int64s:
         """Take in what is new of these rows' sequences; their slots."""
         slots = np.array([row.slot for row in rows], np.int64)
-        num_new = 0
         for row in rows:
             if row.is_new:
                 self._begin(row)
-                num_new += 1
-        if num_new < len(rows):
+        if not all(row.is_new for row in rows):
             sizes = [len(table) for row in rows for table in row.tables]
             self.grow(rows, self.of(slots), np.array(sizes, np.int64))
         return slots

@@ -140,7 +140,7 @@ class Engine:
         self._num_received_tokens += len(message.token_ids)
         self._names.check(bridge, message.model, message.request_id)
         self._bounds.check(message)
-        self._scheduler.load().check(len(message.token_ids))
+        self.load().check(len(message.token_ids))
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = Request(
@@ -234,7 +234,8 @@ class Engine:
 
     def load(self) -> Load:
         """What waits, and how much may."""
-        return self._scheduler.load()._replace(
+        scheduler = self._scheduler
+        return scheduler.waiting.load(scheduler.num_running)._replace(
             num_received=self._num_received, num_received_tokens=self._num_received_tokens
         )
 

@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic_ns
 
-from slipstream_contract.admission import Load
-
 from slipstream.engine.batch import Batch, Sampled
 from slipstream.engine.cache import Copies, KVCache
 from slipstream.engine.host import Mover
@@ -115,10 +113,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Is there any sequence?"""
         return bool(self._running or self.waiting)
-
-    def load(self) -> Load:
-        """What waits, and how much may; not what was received."""
-        return self.waiting.load(len(self._running))
 
     def add(self, request: Request) -> None:
         """Queue all sequences of a new request."""

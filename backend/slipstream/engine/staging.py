@@ -2,22 +2,19 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engine.arrays import Array, Bytes, aligned
+from slipstream.engine.arrays import Array, Bytes, aligned, side_by_side
 
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
-def packed(arrays: Sequence[Array]) -> Bytes:
-    """One after another in one memory, as those of a step are made."""
-    memory, offset = np.zeros(sum([aligned(array.nbytes) for array in arrays]), np.uint8), 0
-    for array in arrays:
-        piece = memory[offset : offset + array.nbytes]
-        piece[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        offset += aligned(array.nbytes)
+def joined(arrays: Sequence[Array]) -> Bytes:
+    """Copies, side by side in one memory."""
+    memory, places = side_by_side((array.dtype, array.shape) for array in arrays)
+    for place, array in zip(places, arrays, strict=True):
+        place[...] = array
     return memory
 
 
@@ -65,7 +62,7 @@ class Staging:
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:
         """The arrays as tensors on the device, in order."""
-        base = self.copy(packed(arrays))
+        base = self.copy(joined(arrays))
         self.sent()
         return self.views(base, arrays)
 

@@ -3,7 +3,7 @@
 // ring and multiplies, a warpgroup for each 64 rows of x; then each adds up what the cluster has for every CLUSTER-th
 // piece of eight columns. Weights are copied from before the previous kernel's end on.
 // -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3 rather than T), ROWS (a multiple of 16 up to 224),
-// GROUPS (1, 2), CLUSTER (1; 2, 4: up to 96 rows)
+// GROUPS (1, 2), CLUSTER (1; 2, 4: up to 112 rows)
 #include "cluster.cuh"
 #include "fetch.cuh"
 #include "wgmma.cuh"
