@@ -1,7 +1,7 @@
 """Host memory behind the KV cache: `python benchmarks/host_tier.py [SUITE ...] [--output FILE]`.
 
-    copies   bandwidth of each way to copy blocks, as a share of the PCIe bandwidth measured here
-    beside   inter-token time of a steady decode while each way copies without a pause
+    copies   bandwidth of copies of blocks, as a share of the PCIe bandwidth measured here
+    beside   inter-token time of a steady decode while blocks are copied both ways without a pause
     prefix   first token after a long prefix that is computed, in host memory, on the device
     others   inter-token time of a steady decode while prefixes come in from host memory
 
@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from engine import build
-from host_copies import Ways, dma_rates, endless
+from host_copies import Copies, dma_rates, endless
 from slipstream import wire
 from slipstream.engine.engine import Engine
+from slipstream.engine.host import Direction
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from workloads import VOCABULARY
@@ -137,7 +138,7 @@ def make(size: Size, num_prefixes: float, on_host: bool = True) -> Drive:
     """An engine whose device holds about so many prefixes, and host memory for ten."""
     blocks = -(-size.max_model_len // BLOCK_SIZE)
     probe = build(size.shape, "auto", size.budget, max_model_len=size.max_model_len, max_num_seqs=8)
-    block_bytes = sum(cache[0].nbytes for cache in probe._runner._caches)
+    block_bytes = probe._runner._cache[:, 0].nbytes
     del probe
     gc.collect()
     if torch.cuda.is_available():
@@ -157,36 +158,33 @@ def make(size: Size, num_prefixes: float, on_host: bool = True) -> Drive:
     return drive
 
 
-def parts_of(size: Size) -> list[torch.Tensor]:
+def cache_of(size: Size) -> torch.Tensor:
     """A cache of the shape's, large enough that its blocks lie apart."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layers, heads, d = (32, 8, 128) if size is FULL else (2, 1, 64)
-    shape = (2 * size.num_moved, heads, 2, BLOCK_SIZE, d)
-    return [torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(layers)]
+    shape = (layers, 2 * size.num_moved, heads, 2, BLOCK_SIZE, d)
+    return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
 
 def copies(size: Size) -> dict[str, object]:
-    """Each way alone."""
+    """Each direction alone."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     peak = dma_rates(size.dma_bytes, device)
-    ways = Ways(parts_of(size), size.num_moved)
-    rows: dict[str, object] = {f"pcie_{way}_gb_s": rate / 1e9 for way, rate in peak.items()}
-    print(f"PCIe by DMA: out {peak['out'] / 1e9:.1f} GB/s, in {peak['in'] / 1e9:.1f}", flush=True)
-    for name in ways.names():
-        row = {}
-        for way in ("out", "in"):
-            rate = ways.rate(name, way)
-            row[way] = {
-                "gb_s": rate / 1e9,
-                "share": rate / peak[way],
-                "host_us": ways.host_seconds(name, way) * 1e6,
-            }
-        rows[name] = row
-        shown = ", ".join(
-            f"{way} {r['gb_s']:.1f} GB/s ({r['share']:.0%}; host {r['host_us']:.0f} us)"
-            for way, r in row.items()
+    moved = Copies(cache_of(size), size.num_moved)
+    rows: dict[str, object] = {}
+    for direction in Direction:
+        rate, on_host = moved.figures(direction)
+        rows[str(direction)] = {
+            "pcie_gb_s": peak[direction] / 1e9,
+            "gb_s": rate / 1e9,
+            "share": rate / peak[direction],
+            "host_us_per_block": on_host / size.num_moved * 1e6,
+        }
+        print(
+            f"{direction:3} {rate / 1e9:.1f} GB/s, {rate / peak[direction]:.0%} of PCIe's; a block "
+            f"costs the host {on_host / size.num_moved * 1e6:.1f} us",
+            flush=True,
         )
-        print(f"{name:12} {shown}", flush=True)
     return rows
 
 
@@ -197,28 +195,31 @@ def gaps_ms(times: list[float]) -> tuple[float, float]:
 
 
 def beside(size: Size) -> dict[str, object]:
-    """A decode while blocks of another cache are copied both ways without a pause."""
+    """A decode while blocks of another cache are copied both ways without a pause, and without."""
     drive = make(size, size.num_others / 2 + 2, on_host=False)
-    ways = Ways(parts_of(size), size.num_moved)
+    moved = Copies(cache_of(size), size.num_moved)
     drive.begin_others()
-    num_steps = min(150, (size.max_model_len - 300) // (len(ways.names()) + 2))
-    rows: dict[str, object] = {}
-    alone = 0.0
-    for name in ["alone", *ways.names()]:
+    num_steps = min(150, (size.max_model_len - 300) // (2 * size.repeat))
+    gaps: dict[str, list[tuple[float, float]]] = {"alone": [], "beside": []}
+    for _ in range(size.repeat):
         first = len(drive.steps)
-        if name == "alone":
+        for _ in range(num_steps):
+            drive.step()
+        gaps["alone"].append(gaps_ms(drive.steps[first + 5 :]))
+        first = len(drive.steps)
+        with endless(moved) as feed:
             for _ in range(num_steps):
+                feed()
                 drive.step()
-        else:
-            with endless(ways, name) as feed:
-                for _ in range(num_steps):
-                    feed()
-                    drive.step()
-        middle, mean = gaps_ms(drive.steps[first + 5 :])
-        alone = alone or mean
-        rows[name] = {"median_ms": middle, "mean_ms": mean, "slower": mean / alone - 1}
-        print(f"{name:12} {middle:.3f} ms, mean {mean:.3f}: {mean / alone - 1:+.1%}", flush=True)
+            gaps["beside"].append(gaps_ms(drive.steps[first + 5 :]))
     drive.end()
+    middle, mean = (
+        {name: statistics.median(some) for name, some in zip(gaps, each, strict=True)}
+        for each in zip(*(zip(*pairs, strict=True) for pairs in gaps.values()), strict=True)
+    )
+    slower = mean["beside"] / mean["alone"] - 1
+    rows: dict[str, object] = {"median_ms": middle, "mean_ms": mean, "slower": slower}
+    print(f"a step: median and mean {middle}, {mean} ms: {slower:+.1%}", flush=True)
     return rows
 
 
@@ -248,38 +249,55 @@ def prefix(size: Size) -> dict[str, object]:
     return rows
 
 
-def _window(drive: Drive, others: list[int], prompts: list[list[int]]) -> tuple[float, float]:
-    """Milliseconds of a token of the others while these prompts are served one after another."""
-    begin, before = time.perf_counter(), sum(drive.num_tokens[n] for n in others)
-    first = len(drive.steps)
+def _window(drive: Drive, prompts: list[list[int]]) -> tuple[float, int]:
+    """Seconds and steps while these prompts are served one after another."""
+    begin, first = time.perf_counter(), len(drive.steps)
     for prompt in prompts:
         drive.ask(prompt + drive.tokens(drive._size.tail))
-    told = sum(drive.num_tokens[n] for n in others) - before
-    mean = (time.perf_counter() - begin) * 1e3 * len(others) / max(told, 1)
-    return mean, gaps_ms(drive.steps[first:])[0]
+    return time.perf_counter() - begin, len(drive.steps) - first
 
 
 def others(size: Size) -> dict[str, object]:
-    """The same requests, their prefixes on the device and then in host memory."""
-    drive = make(size, 4.5)
-    running = drive.begin_others()
-    prompts = [drive.tokens(size.prefix) for _ in range(2)]
-    means: dict[str, list[float]] = {"device": [], "host": []}
+    """Steps of a decode while prefixes come in from host memory.
+
+    Beside what the same requests take with their prefixes on the device, and steps of the decode
+    alone for the rest of the steps: what is above that is due to the copies.
+    """
+    drive = make(size, 8)
+    prompts = [drive.tokens(size.prefix) for _ in range(14)]  # the least lately used comes first
+    for prompt in prompts:
+        drive.ask(prompt)
+    drive.begin_others()
+    slower, alone_ms = [], []
     for _ in range(size.repeat):
-        for prompt in prompts:
-            drive.ask(prompt)
-        means["device"].append(_window(drive, running, prompts)[0])
-        drive.crowd_out(6 * size.prefix)
-        begun = drive.moved()["in"]
-        mean, _ = _window(drive, running, prompts)
-        if drive.moved()["in"] > begun:
-            means["host"].append(mean)
+        first = len(drive.steps)
+        for _ in range(20):
+            drive.step()
+        alone = gaps_ms(drive.steps[first:])[1] / 1e3
+        alone_ms.append(alone * 1e3)
+        on_device = _window(drive, prompts[-2:])
+        begun, out = drive.moved()["in"], drive.moved()["out"]
+        prompts = prompts[2:] + prompts[:2]
+        in_host = _window(drive, prompts[-2:])
+        moved = {
+            way: (count - n) / 1e9
+            for n, (way, count) in zip((out, begun), drive.moved().items(), strict=True)
+        }
+        expected = on_device[0] + (in_host[1] - on_device[1]) * alone
+        slower.append(in_host[0] / expected - 1)
+        print(
+            f"{in_host[1]} steps in {in_host[0] * 1e3:.1f} ms instead of {expected * 1e3:.1f}: "
+            f"{slower[-1]:+.1%}; GB moved: {moved}",
+            flush=True,
+        )
     drive.end()
-    device, host = (statistics.median(values or [float("nan")]) for values in means.values())
-    rows = {"device_ms": device, "host_ms": host, "slower": host / device - 1}
+    rows: dict[str, object] = {
+        "alone_ms": statistics.median(alone_ms),
+        "slower": statistics.median(slower),
+    }
     print(
-        f"a token of {size.num_others} others: {device:.3f} ms while prefixes are found on the "
-        f"device, {host:.3f} while they come in: {host / device - 1:+.1%} (goal: 3 %)",
+        f"steps of {size.num_others} others, {rows['alone_ms']:.3f} ms alone, take "
+        f"{rows['slower']:+.1%} while prefixes come in (goal: 3 %)",
         flush=True,
     )
     return rows

@@ -17,6 +17,7 @@ from slipstream.kernels import (
     sinks,
     skinny,
     stage,
+    upload,
     wide,
 )
 from slipstream.kernels.jit import Variant
@@ -36,6 +37,7 @@ MODULES = (
     sinks,
     skinny,
     stage,
+    upload,
     wide,
 )
 VARIANTS = [v for module in MODULES for v in module.variants()]
@@ -63,6 +65,7 @@ ENTRIES = {
     "sample.cu": {"sample"},
     "skinny.cu": {"skinny"},
     "stage.cu": {"begin_step"},
+    "upload.cu": {"upload"},
     "wide.cu": {"wide"},
 }
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")

@@ -17,9 +17,9 @@ from slipstream.engine.laps import Laps
 from slipstream.engine.memory import left_on_gpu, num_blocks
 from slipstream.engine.plan import Plan, available_on_host
 from slipstream.engine.staging import Staging
-from slipstream.engine.transfers import Transfers, host_block_bytes
+from slipstream.engine.transfers import Transfers
 from slipstream.kernels import jit
-from slipstream.kernels.copy_blocks import copy_blocks, route
+from slipstream.kernels.copy_blocks import copy_blocks
 from slipstream.kernels.kv_format import row_size
 from slipstream.kernels.stage import begin_step
 from slipstream.layers.attention import AttentionInputs
@@ -151,22 +151,19 @@ class ModelRunner:
         return left
 
     def _make_caches(self, plan: Plan, num_blocks: int) -> None:
-        """One a layer of a group, zeroed: padding may be multiplied by 0 and must be finite for
-        that."""
+        """One a layer of a group, in one piece of memory; zeroed: padding may be multiplied by 0
+        and must be finite for that."""
         d = plan.model.dims
         row = row_size(plan.cache_dtype, d.head_size)
-        shape = (num_blocks, d.num_kv_heads, 2, plan.block_size, row)
-        dtype, device = plan.cache_dtype, plan.device
-        self._caches = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(plan.groups.size)
-        ]
-        self._within = route(self._caches, self._caches, plan.device)
+        shape = (plan.groups.size, num_blocks, d.num_kv_heads, 2, plan.block_size, row)
+        self._cache = torch.zeros(shape, dtype=plan.cache_dtype, device=plan.device)
+        self._caches = list(self._cache)
 
     def _make_transfers(self, plan: Plan) -> None:
         """Host memory for blocks, if the configuration has any."""
-        num_slots = plan.config.kv_cache_host_bytes // host_block_bytes(self._caches)
-        self.transfers: Mover | None = Transfers(self._caches, num_slots) if num_slots else None
-        self._host_bytes = num_slots * host_block_bytes(self._caches)
+        num_slots = plan.config.kv_cache_host_bytes // plan.block_bytes
+        self.transfers: Mover | None = Transfers(self._cache, num_slots) if num_slots else None
+        self._host_bytes = num_slots * plan.block_bytes
 
     def _make_buffers(self, plan: Plan, buckets: Buckets) -> None:
         """What a step reads and writes besides weights and cache, for the largest step there is."""
@@ -271,7 +268,7 @@ class ModelRunner:
     def _copy_blocks(self, batch: Batch) -> None:
         """The copies of a batch, in all layers."""
         (pairs,) = self._copies.upload([np.array(batch.copies, np.int32)])
-        copy_blocks(pairs, self._within)
+        copy_blocks(pairs, self._cache)
 
     def _prepare(self, shape: Shape) -> Callable[[], None]:
         """A step of nothing but padding, its inputs in place."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.arrays import Array, Bytes, aligned, side_by_side
+from slipstream.kernels.upload import Upload
 
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
@@ -33,8 +34,7 @@ class Staging:
 
     What `upload` returns is overwritten by the next one. Arrays go one after another to `home`; so
     each lies where it lay before if those in front of it have the same shapes. Only where `home` is
-    too small, they go elsewhere. Copies go into the stream that is current when this is made, and
-    not by torch: where the host was idle, its way to a copy takes longer than the copy.
+    too small, they go elsewhere. Copies go into the stream that is current when this is made.
 
     Args:
         device: where to.
@@ -46,11 +46,8 @@ class Staging:
         self._turn = 0
         if device.type == "cpu":
             return
-        from cupy.cuda import runtime
-
-        self._runtime = runtime
         self._stream = torch.cuda.current_stream(device)
-        self._handle = self._stream.cuda_stream
+        self._upload = Upload(self._stream)
         self.home = torch.empty(reserved, dtype=torch.uint8, device=device)
         self._address, self._size = self.home.data_ptr(), reserved
         self._pinned = [_Pinned(reserved) for _ in range(2)]  # one is written, one copied
@@ -91,8 +88,7 @@ class Staging:
         if total > self._size:
             base = torch.empty(total, dtype=torch.uint8, device=self._device)
             address = base.data_ptr()
-        to_device = self._runtime.memcpyHostToDevice
-        self._runtime.memcpyAsync(address, pinned.address, total, to_device, self._handle)
+        self._upload(address, pinned.address, total)
         return base
 
     def sent(self) -> None:

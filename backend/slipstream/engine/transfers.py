@@ -4,30 +4,25 @@ Each direction has a stream of its own, in which copies end in the order in whic
 step waits for a stream, nor a stream for a step: a copy begins when its source is complete and
 nobody touches its destination, and who needs it looks whether it has ended. See host.py.
 
-In host memory a block's parts, one or more a layer, lie side by side. A GPU copies by a kernel,
-which reads and writes pinned memory at 93 % of what DMA reaches there whatever the size of the
-parts; DMA gets as far only with parts of several megabytes.
+In host memory a block's parts, one a layer, lie side by side. On a GPU its copy engine moves them
+(kernels/dma.py), beside which a step's kernels run as fast as ever.
 """
 
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
 from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engine.host import Direction
 from slipstream.errors import ConfigError
-from slipstream.kernels.copy_blocks import Route, copy_blocks, route
+from slipstream.kernels.dma import BlockDma
 
 _MAX_PAIRS = 128  # of one copy: who waits for a block may wait for the others, too
-_MAX_COPIES = 64  # of a direction that are under way
-_CTAS = 32  # enough for PCIe, and few beside a step
-_ALIGNMENT = 16  # bytes, of a part
+_MAX_PARTS = 1 << 15  # of a direction that the driver has: a host with more waits for room
 _NUM_SAMPLES = 7
 _TRIAL_BYTES = 64 << 20
 
@@ -53,13 +48,7 @@ def _pin(memory: Tensor, owner: object) -> None:
     weakref.finalize(owner, cudart.cudaHostUnregister, address).atexit = False
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def host_block_bytes(parts: Sequence[Tensor]) -> int:
-    """What a block takes in host memory."""
-    return sum(_aligned(part[0].nbytes) for part in parts)
+Pairs = Sequence[tuple[int, int]]
 
 
 class _OnDevice:
@@ -84,43 +73,50 @@ class _OnDevice:
 class _OneWay:
     """The copies of one direction."""
 
-    def __init__(self, way: Route, block_bytes: int, device: torch.device) -> None:
+    def __init__(self, cache: Tensor, slots: Tensor, direction: Direction) -> None:
         self.num_ended = 0
         self.rates: deque[float] = deque(maxlen=_NUM_SAMPLES)  # bytes/s
-        self._way = way
-        self._block_bytes = block_bytes
-        self._device = device
-        self._copies: deque[_OnDevice] = deque()  # that have not ended, as far as is known
-        self._num_begun = 0
+        self._cache, self._slots = cache, slots
+        self._is_out = direction is Direction.OUT
+        self._dma: BlockDma | None = None
+        self._waiting: deque[Pairs] = deque()  # copies that the driver does not have yet
+        self._copies: deque[_OnDevice] = deque()  # that it has, and that have not ended
+        self._max_copies = max(1, _MAX_PARTS // (_MAX_PAIRS * len(cache)))  # of these
         self._num_untold = 0  # ended, and told of by the next `poll`
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            shape = (_MAX_COPIES, _MAX_PAIRS, 2)
-            self._pinned = torch.empty(shape, dtype=torch.int32, pin_memory=True)
-            self._pairs = torch.empty(shape, dtype=torch.int32, device=device)
+        if cache.is_cuda:
+            self._stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
+            self._dma = BlockDma(cache, slots, self._is_out, self._stream)
 
-    def begin(self, pairs: Sequence[tuple[int, int]]) -> None:
-        num_bytes = len(pairs) * self._block_bytes
-        array = np.array(pairs, np.int32).reshape(-1, 2)
-        if self._device.type == "cpu":
+    def begin(self, pairs: Pairs) -> None:
+        if self._dma is None:
             begin = time.perf_counter()
-            copy_blocks(torch.from_numpy(array), self._way)
-            self.rates.append(num_bytes / max(time.perf_counter() - begin, 1e-9))
+            self._copy_on_host(pairs)
+            seconds = time.perf_counter() - begin
+            self.rates.append(self._num_bytes(pairs) / max(seconds, 1e-9))
             self._num_untold += 1
-            return
-        if len(self._copies) == _MAX_COPIES:
-            self.poll(waits=True)  # its pairs lie where these go
-        place, size = self._num_begun % _MAX_COPIES, len(array)
-        self._num_begun += 1
-        on_host, on_device = self._pinned[place, :size], self._pairs[place, :size]
-        on_host.copy_(torch.from_numpy(array))
-        copy = _OnDevice(num_bytes)
-        with torch.cuda.stream(self._stream):
-            on_device.copy_(on_host, non_blocking=True)
-            copy.began.record()
-            copy_blocks(on_device, self._way, _CTAS)
-            copy.ended.record()
-        self._copies.append(copy)
+        else:
+            self._waiting.append(pairs)
+            self._hand_over(self._dma)
+
+    def _num_bytes(self, pairs: Pairs) -> int:
+        return len(pairs) * self._slots[0].nbytes
+
+    def _hand_over(self, dma: BlockDma) -> None:
+        """What waits to the driver, as far as there is room."""
+        while self._waiting and len(self._copies) < self._max_copies:
+            pairs = self._waiting.popleft()
+            copy = _OnDevice(self._num_bytes(pairs))
+            copy.began.record(self._stream)
+            dma(pairs)
+            copy.ended.record(self._stream)
+            self._copies.append(copy)
+
+    def _copy_on_host(self, pairs: Pairs) -> None:
+        sources, destinations = (list(side) for side in zip(*pairs, strict=True))
+        if self._is_out:
+            self._slots[destinations] = self._cache[:, sources].transpose(0, 1)
+        else:
+            self._cache[:, destinations] = self._slots[sources].transpose(0, 1)
 
     def poll(self, waits: bool = False) -> int:
         """How many have ended; with `waits`, the oldest among them if there is one."""
@@ -132,6 +128,8 @@ class _OneWay:
             waits = False
             self.rates.append(copy.num_bytes / max(copy.seconds(), 1e-9))
             self.num_ended += 1
+        if self._dma is not None:
+            self._hand_over(self._dma)
         return self.num_ended
 
 
@@ -141,40 +139,32 @@ class Transfers:
     max_pairs = _MAX_PAIRS
 
     @torch.inference_mode()
-    def __init__(self, parts: Sequence[Tensor], num_slots: int) -> None:
-        """`parts` are the cache on the device: tensors whose first dimension is the block.
+    def __init__(self, cache: Tensor, num_slots: int) -> None:
+        """`cache` is `[part, block, ...]`, contiguous, on the device.
 
         Raises ConfigError if so much memory cannot be had.
         """
-        device = parts[0].device
         self.num_slots = num_slots
-        self.block_bytes = host_block_bytes(parts)
+        self.block_bytes = cache[:, 0].nbytes
         self.num_bytes = num_slots * self.block_bytes
-        self._is_pinned = device.type == "cuda"
-        memory = _memory(self.num_bytes).view(num_slots, self.block_bytes)
-        if self._is_pinned:
+        self._num_blocks = cache.shape[1]
+        memory = _memory(self.num_bytes)
+        if cache.is_cuda:
             _pin(memory, self)
-        sizes = [part[0].nbytes for part in parts]
-        ends = accumulate(map(_aligned, sizes))
-        hosts = [
-            memory[:, end - _aligned(size) :][:, :size]
-            for size, end in zip(sizes, ends, strict=True)
-        ]
-        self._ways = {
-            Direction.OUT: _OneWay(route(parts, hosts, device), self.block_bytes, device),
-            Direction.IN: _OneWay(route(hosts, parts, device), self.block_bytes, device),
-        }
-        if self._is_pinned:
-            torch.cuda.synchronize(device)  # the cache is being cleared
+        slots = memory.view(num_slots, len(cache), -1)
+        data = cache.flatten(2).view(torch.uint8)
+        self._ways = {direction: _OneWay(data, slots, direction) for direction in Direction}
+        if cache.is_cuda:
+            torch.cuda.synchronize(cache.device)  # the cache is being cleared
             self._try()
 
     def _try(self) -> None:
         """The first figures, with blocks that nobody uses yet, each to its own slot and back."""
         ways = self._ways
-        num_blocks = len(ways[Direction.OUT]._way.sources[0])
-        size = min(_MAX_PAIRS, num_blocks, self.num_slots, max(1, _TRIAL_BYTES // self.block_bytes))
+        most = max(1, _TRIAL_BYTES // self.block_bytes)
+        size = min(_MAX_PAIRS, self._num_blocks, self.num_slots, most)
         pairs = [(i, i) for i in range(size)]
-        for _ in range(2):  # the first one loads the kernel
+        for _ in range(2):  # the first one is slow
             for direction in Direction:
                 self.begin(direction, pairs)
                 self.wait()
@@ -184,7 +174,7 @@ class Transfers:
             way.num_ended = 0
 
     @torch.inference_mode()
-    def begin(self, direction: Direction, pairs: Sequence[tuple[int, int]]) -> None:
+    def begin(self, direction: Direction, pairs: Pairs) -> None:
         """Copy from blocks to slots, or from slots to blocks: up to `max_pairs` (from, to)."""
         assert 0 < len(pairs) <= self.max_pairs
         self._ways[direction].begin(pairs)
