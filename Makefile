@@ -82,7 +82,8 @@ soak: install    ## MINUTES=30: 80 % of peak, a fifth leaves; else 100,000 reque
 
 compose-check: install ## the committed model_repository/ is what compose writes today
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \
-	    --output model_repository --instances postprocessing=2 --check
+	    --output model_repository --instances postprocessing=2 --instances tensorrt_llm_bls=2 \
+	    --instances vllm_model=2 --check
 
 limits: install  ## the README's table of limits, on stdout
 	@$(BIN)/python -c "from slipstream_contract.limits import table; print(table())"

@@ -83,8 +83,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=[],
         metavar="MODEL=N",
         help="processes of preprocessing, postprocessing, tensorrt_llm_bls or vllm_model (default: "
-        "2; 3 of postprocessing where this machine has 12 cores or more); more carry more streams "
-        "where there are cores for them",
+        "2; 3 of postprocessing where this machine has 12 cores or more, 1 of the last two where "
+        "it has one or two); more carry more streams where there are cores for them",
     )
     parser.add_argument(
         "--check",

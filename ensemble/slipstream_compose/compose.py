@@ -50,9 +50,11 @@ _WIRING_OF = {
 }
 
 # A third process of `postprocessing` carries half as many streams again, if it has a core to itself
-# beside the server's threads, the bridge, the engine and two processes of each model.
-_MANY_CORES = 12
+# beside the server's threads, the bridge, the engine and two processes of each model. On two cores
+# a second process of a model that serves alone takes a seventh more of them, and tokens are later.
+_MANY_CORES, _FEW_CORES = 12, 2
 _ON_MANY_CORES = {"postprocessing": 3}
+_ON_FEW_CORES = {"ensemble": 1, "tensorrt_llm_bls": 1, "vllm_model": 1}
 
 
 class ComposeError(Exception):
@@ -75,7 +77,7 @@ def compose(
     options: Mapping[str, Any],
     wiring: str = "composed",
     instances: Mapping[str, int] | None = None,
-    cores: int = 1,
+    cores: int = _MANY_CORES - 1,
 ) -> Repository:
     """The files of a repository; nothing is written yet.
 
@@ -94,7 +96,7 @@ def compose(
     _check(given, info)
     is_fused = wiring == "fused"
     _check_instances(instances or {}, info, is_fused)
-    instances = {**(_ON_MANY_CORES if cores >= _MANY_CORES else {}), **(instances or {})}
+    instances = {**_instances(cores), **(instances or {})}
     given.setdefault("model", _name(checkpoint))
     engine = EngineConfig(checkpoint=_reference(checkpoint, output), **given)
     files: dict[Path, str] = {}
@@ -146,6 +148,13 @@ def _check(options: Mapping[str, Any], info: CheckpointInfo) -> None:
     tokens = options.get("kv_cache_tokens")
     if tokens is not None and tokens < size:
         raise ComposeError(f"--kv-cache-tokens is {tokens}, below one block of {size} tokens")
+
+
+def _instances(cores: int) -> Mapping[str, int]:
+    """Processes of the models that should not have the default's number on so many cores."""
+    if cores >= _MANY_CORES:
+        return _ON_MANY_CORES
+    return _ON_FEW_CORES if cores <= _FEW_CORES else {}
 
 
 def _check_instances(instances: Mapping[str, int], info: CheckpointInfo, is_fused: bool) -> None:

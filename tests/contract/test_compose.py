@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -136,29 +137,40 @@ def test_what_the_engine_would_refuse_is_refused(checkpoint, tmp_path, option, v
 def test_as_many_processes_as_asked_for(checkpoint, tmp_path):
     run(checkpoint, tmp_path)
     before = tree(tmp_path)
-    options = ["--instances", "postprocessing=3", "--instances", "vllm_model=1"]
+    options = ["--instances", "postprocessing=4", "--instances", "vllm_model=3"]
     run(checkpoint, tmp_path, *options)
     after = tree(tmp_path)
     assert {path for path in before if before[path] != after[path]} == {
         "postprocessing/config.pbtxt",
         "vllm_model/config.pbtxt",
     }
-    assert b"{ count: 3 kind: KIND_CPU }" in after["postprocessing/config.pbtxt"]
-    assert b"{ count: 1 kind: KIND_MODEL }" in after["vllm_model/config.pbtxt"]
+    assert b"{ count: 4 kind: KIND_CPU }" in after["postprocessing/config.pbtxt"]
+    assert b"{ count: 3 kind: KIND_MODEL }" in after["vllm_model/config.pbtxt"]
     assert run(checkpoint, tmp_path, *options, "--check") == 0
     assert run(checkpoint, tmp_path, "--check") == 1
 
 
-@pytest.mark.parametrize(("cores", "count"), [(2, 2), (11, 2), (12, 3), (64, 3)])
-def test_where_there_are_cores_for_it_postprocessing_has_a_third_process(
-    checkpoint, bare, tmp_path, monkeypatch, cores, count
+@pytest.mark.parametrize(
+    ("cores", "post", "text"),
+    [(1, 2, 1), (2, 2, 1), (3, 2, 2), (11, 2, 2), (12, 3, 2), (64, 3, 2)],
+)
+def test_as_many_processes_as_the_cores_are_good_for(
+    checkpoint, bare, tmp_path, monkeypatch, cores, post, text
 ):
+    def num_processes(name):
+        return int(re.search(rb"count: (\d+) kind", tree(tmp_path)[f"{name}/config.pbtxt"])[1])
+
     monkeypatch.setattr(cli, "num_cores", lambda: cores)
     run(checkpoint, tmp_path)
-    assert b"{ count: %d kind" % count in tree(tmp_path)["postprocessing/config.pbtxt"]
-    assert b"{ count: 2 kind" in tree(tmp_path)["preprocessing/config.pbtxt"]
-    run(checkpoint, tmp_path, "--instances", "postprocessing=1")
-    assert b"{ count: 1 kind" in tree(tmp_path)["postprocessing/config.pbtxt"]
+    assert num_processes("postprocessing") == post
+    assert num_processes("preprocessing") == 2
+    assert num_processes("tensorrt_llm_bls") == num_processes("vllm_model") == text
+    assert b"count" not in tree(tmp_path)["ensemble/config.pbtxt"]
+    run(checkpoint, tmp_path, "--instances", "postprocessing=1", "--instances", "vllm_model=4")
+    assert num_processes("postprocessing") == 1
+    assert num_processes("vllm_model") == 4
+    run(checkpoint, tmp_path, "--wiring", "fused")
+    assert num_processes("ensemble") == text
     run(bare, tmp_path / "bare")
     assert "postprocessing/config.pbtxt" not in tree(tmp_path / "bare")
 
@@ -388,10 +400,10 @@ def test_the_command_says_one_line(tmp_path):
     assert "no config.json" in done.stderr
 
 
-def test_the_committed_repository_is_what_compose_writes():
+def test_the_committed_repository_is_what_compose_writes(monkeypatch):
     root = Path(__file__).parents[2] / "model_repository"
-    options = ["--instances", "postprocessing=2", "--check"]  # whatever machine this is
-    assert run(root / "tensorrt_llm" / "1" / "checkpoint", root, *options) == 0
+    monkeypatch.setattr(cli, "num_cores", lambda: 4)  # whatever machine this is
+    assert run(root / "tensorrt_llm" / "1" / "checkpoint", root, "--check") == 0
 
 
 def test_what_could_not_be_served_is_refused_before_anything_is_written(checkpoint, tmp_path):

@@ -204,7 +204,13 @@ def text(responses) -> str:
     return b"".join(response["text_output"].ravel()[0] for response in responses).decode()
 
 
+# Whatever machine runs the tests: on two cores one process each would be written.
+_PROCESSES = ("--instances", "tensorrt_llm_bls=2", "--instances", "vllm_model=2")
+
+
 def compose(checkpoint: Path, output: Path, *options: str) -> Path:
+    has_text = (checkpoint / "tokenizer.json").is_file()
+    options = (*(_PROCESSES if has_text else ()), *options)
     command = [sys.executable, "-m", "slipstream_client.cli", "compose"]
     command += ["--checkpoint", str(checkpoint), "--output", str(output), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

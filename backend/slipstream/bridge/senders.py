@@ -21,7 +21,7 @@ class Senders:
     waits for most, a stream's first and last response, has a queue and a thread of its own.
     """
 
-    def __init__(self, num_threads: int = 4) -> None:
+    def __init__(self, num_threads: int = 6) -> None:
         self.calls: Calls | None = None
         self._shared: SimpleQueue[Stream | None] = SimpleQueue()
         self._fast: SimpleQueue[Stream | None] = SimpleQueue()
