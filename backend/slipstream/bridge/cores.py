@@ -18,3 +18,11 @@ def stay_together() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= _MANY_CORES:
         os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+
+
+def num_senders() -> int:
+    """Threads of a process that send: while one waits for the server, another builds a response.
+
+    On cores that others use too the wait is long; on one of their own more are in each other's way.
+    """
+    return 4 if len(os.sched_getaffinity(0)) >= _MANY_CORES else 6

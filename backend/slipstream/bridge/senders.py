@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from slipstream_contract.errors import Code, ContractError
 
 from slipstream import wire
-from slipstream.bridge.cores import stay_together
+from slipstream.bridge.cores import num_senders, stay_together
 from slipstream.bridge.streams import Call, Calls, Stream
 
 _log = logging.getLogger(__name__)
@@ -21,11 +21,11 @@ class Senders:
     waits for most, a stream's first and last response, has a queue and a thread of its own.
     """
 
-    def __init__(self, num_threads: int = 6) -> None:
+    def __init__(self) -> None:
         self.calls: Calls | None = None
         self._shared: SimpleQueue[Stream | None] = SimpleQueue()
         self._fast: SimpleQueue[Stream | None] = SimpleQueue()
-        queues = [self._shared] * num_threads + [self._fast]
+        queues = [self._shared] * num_senders() + [self._fast]
         self._threads = [
             threading.Thread(target=self._run, args=(each,), name=f"sender-{index}", daemon=True)
             for index, each in enumerate(queues)
