@@ -213,14 +213,13 @@ def beside(size: Size) -> dict[str, object]:
                 drive.step()
             gaps["beside"].append(gaps_ms(drive.steps[first + 5 :]))
     drive.end()
-    middle, mean = (
-        {name: statistics.median(some) for name, some in zip(gaps, each, strict=True)}
-        for each in zip(*(zip(*pairs, strict=True) for pairs in gaps.values()), strict=True)
-    )
+    middle = {name: statistics.median(each for each, _ in runs) for name, runs in gaps.items()}
+    mean = {name: statistics.median(each for _, each in runs) for name, runs in gaps.items()}
     slower = mean["beside"] / mean["alone"] - 1
-    rows: dict[str, object] = {"median_ms": middle, "mean_ms": mean, "slower": slower}
-    print(f"a step: median and mean {middle}, {mean} ms: {slower:+.1%}", flush=True)
-    return rows
+    for name in gaps:
+        print(f"{name:6} {middle[name]:.3f} ms a step (median), {mean[name]:.3f} (mean)")
+    print(f"beside copies {slower:+.1%}", flush=True)
+    return {"median_ms": middle, "mean_ms": mean, "slower": slower}
 
 
 def prefix(size: Size) -> dict[str, object]:
@@ -276,18 +275,15 @@ def others(size: Size) -> dict[str, object]:
         alone = gaps_ms(drive.steps[first:])[1] / 1e3
         alone_ms.append(alone * 1e3)
         on_device = _window(drive, prompts[-2:])
-        begun, out = drive.moved()["in"], drive.moved()["out"]
         prompts = prompts[2:] + prompts[:2]
+        before = drive.moved()
         in_host = _window(drive, prompts[-2:])
-        moved = {
-            way: (count - n) / 1e9
-            for n, (way, count) in zip((out, begun), drive.moved().items(), strict=True)
-        }
+        moved = {way: (count - before[way]) / 1e9 for way, count in drive.moved().items()}
         expected = on_device[0] + (in_host[1] - on_device[1]) * alone
         slower.append(in_host[0] / expected - 1)
         print(
             f"{in_host[1]} steps in {in_host[0] * 1e3:.1f} ms instead of {expected * 1e3:.1f}: "
-            f"{slower[-1]:+.1%}; GB moved: {moved}",
+            f"{slower[-1]:+.1%}; {moved['out']:.1f} GB moved out, {moved['in']:.1f} in",
             flush=True,
         )
     drive.end()

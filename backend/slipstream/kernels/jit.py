@@ -385,8 +385,8 @@ def bind(
 ) -> Callable[..., None]:
     """A kernel of so many pointers and integers in one stream: `run(num_ctas, *args)`.
 
-    For what a host does after it was idle: what `launch` looks up takes it 0.2 ms then. The kernel
-    is loaded at once, and its launches are not put off.
+    Nothing is looked up at a launch, at which a host is slow that was idle. The kernel is loaded at
+    once, and its launches are not put off.
     """
     kernel = _kernel(wanted, entry, block, 0, False, stream.device_index, "q" * num_args)
     handle = _stream(stream.cuda_stream)
