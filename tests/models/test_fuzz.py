@@ -62,6 +62,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=400, deadline=None)
 @example(changes={"num_hidden_layers": 2**63})
 @example(changes={"num_hidden_layers": 10_001})
+@example(changes={"rope_scaling": {"\n": False}})
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
 def test_any_config(directory: Path, changes: dict[str, object]) -> None:
     (directory / "config.json").write_text(json.dumps(BASE | changes))

@@ -23,8 +23,8 @@ class Reader:
 
     def refusal(self, key: str, why: str) -> CheckpointError:
         """The error that names file, key and value."""
-        value = clip(self.data.get(key))
-        return CheckpointError(f"{self._where}: {self._prefix}{key} = {value} {why}")
+        name, value = key if key.isidentifier() else clip(key), clip(self.data.get(key))
+        return CheckpointError(f"{self._where}: {self._prefix}{name} = {value} {why}")
 
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
