@@ -5,7 +5,7 @@ step waits for a stream, nor a stream for a step: a copy begins when its source 
 nobody touches its destination, and who needs it looks whether it has ended. See host.py.
 
 In host memory a block's parts, one a layer, lie side by side. On a GPU its copy engine moves them
-(kernels/dma.py), beside which a step's kernels run as fast as ever.
+(kernels/dma.py): it takes no multiprocessor from a step, only some of the memory's time.
 """
 
 import time

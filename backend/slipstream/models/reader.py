@@ -23,7 +23,8 @@ class Reader:
 
     def refusal(self, key: str, why: str) -> CheckpointError:
         """The error that names file, key and value."""
-        name, value = key if key.isidentifier() else clip(key), clip(self.data.get(key))
+        is_name = key.isidentifier() and len(key) <= 64
+        name, value = key if is_name else clip(key), clip(self.data.get(key))
         return CheckpointError(f"{self._where}: {self._prefix}{name} = {value} {why}")
 
     def has(self, key: str) -> bool:
