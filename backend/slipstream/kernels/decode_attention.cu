@@ -1,8 +1,8 @@
 // Paged decode attention for 16-bit elements: every warp is a worker that streams the tiles which the plan gives it
 // (decode_plan.cuh) through a ring of its own. What several workers of a CTA have of one (sequence, head) they merge
 // in shared memory; what several CTAs have, the last of them to arrive. Every sum has one order, whoever is last.
-// What sequences share is attended to first, for all of them together (decode_prefixes.cuh); what is left of it is where
-// the sums of their own tokens begin.
+// What sequences share is attended to first, for all of them together (decode_prefixes.cuh); what is left of it is merged
+// with the sums of their own tokens, by whoever has the first of these.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, TILE (tokens), WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K
 // come as projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SINKS (1: the
 // first tokens are seen too, by queries that are turned further: sinks.py), SHARES (1: there may be what sequences
@@ -54,6 +54,8 @@ class Worker {
   const Cache& cache;
   const Output& out;
   const State* const states;  // if SHARES
+  const Prefixes* const prefixes;
+  int num_items;  // 0: their states are there
   const float scale;          // of scores, times log2(e)
   Shared& shared;
   const int warp = threadIdx.x / 32;
@@ -64,8 +66,10 @@ class Worker {
 
  public:
   DEVICE Worker(const Heads& heads, const Inputs& inputs, const Cache& cache, const Output& out,
-                const State* states, float scale, Shared& shared, const Cursor& first, int count)
-      : heads(heads), inputs(inputs), cache(cache), out(out), states(states), scale(scale), shared(shared),
+                const State* states, const Prefixes* prefixes, int num_items, float scale, Shared& shared,
+                const Cursor& first, int count)
+      : heads(heads), inputs(inputs), cache(cache), out(out), states(states), prefixes(prefixes),
+        num_items(num_items), scale(scale), shared(shared),
         ring(cache, shared.rings[threadIdx.x / 32], heads.count, first, count), cursor(first),
         left(count) {}
 
@@ -90,9 +94,12 @@ class Worker {
       Columns columns;
       columns.clear();
 #if SHARES
-      if (cursor.is_first()) resume(columns);
+      const int own_states = cursor.is_first() ? cursor.now.prefix.states : 0;
 #endif
       const int flags = attend(query, newest, columns);
+#if SHARES
+      if (own_states & ((1 << STATES_BITS) - 1)) merge_shared(columns, head, own_states);
+#endif
       columns.sum_totals();
       const int num_queries = heads.num_queries(head);
       if (flags == (PRESENT | BEGINS | ENDS)) {
@@ -121,13 +128,14 @@ class Worker {
   }
 
 #if SHARES
-  // Begin with what the sequence shares with others.
-  DEVICE void resume(Columns& columns) const {
-    const int first = cursor.now.prefix.states >> STATES_BITS;
-    const int count = cursor.now.prefix.states & ((1 << STATES_BITS) - 1);
+  // What the sequence shares with others. Waited for once.
+  DEVICE void merge_shared(Columns& columns, int head, int own_states) {
+    if (num_items > 0) wait_for_items(*prefixes, num_items);
+    num_items = 0;
+    const int first = own_states >> STATES_BITS, count = own_states & ((1 << STATES_BITS) - 1);
     const int stride = heads.all_queries();
-    const State* own = states + i64(first) * stride + heads.first_query(cursor.head);
-    columns.merge(own, count, stride, heads.num_queries(cursor.head));
+    const State* own = states + i64(first) * stride + heads.first_query(head);
+    columns.merge(own, count, stride, heads.num_queries(head));
   }
 #endif
 
@@ -359,8 +367,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     has_empty |= load_fresh<1>(lengths + row).at[0] == 0;
 #if SHARES
   const Prefixes prefixes = plan.prefixes(int(num_rows));
+  const Prefixes* const shared_prefixes = &prefixes;
   const int num_items = load_fresh<1>(prefixes.num_items).at[0];
 #else
+  constexpr const Prefixes* shared_prefixes = nullptr;
   constexpr int num_items = 0;
 #endif
   // Who has nothing to do makes room for the next kernel; CTA 0 keeps the order of kernels.
@@ -380,21 +390,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend_items(prefixes, num_items, heads, inputs, cache, lengths, ahead, shared.rings[0], states, scale);
   }
 #endif
-  Worker worker(heads, inputs, cache, out, states, scale, shared, first, start.count);
+  Worker worker(heads, inputs, cache, out, states, shared_prefixes, num_items, scale, shared, first, start.count);
   const int filled = worker.begin();
   wait_for_previous();
-#if SHARES
-  if (num_items > 0) wait_for_items(prefixes, num_items, has_tiles);
-#endif
-
   if (has_empty)
     for (int row = first_row; row < num_rows; row += row_step)
       if (load_fresh<1>(lengths + row).at[0] == 0)
         for (int i = lane * 8; i < out.row_elements; i += 32 * 8)
           store<8>(rows + row * out.row_elements + i, Pack<T, 8>{});
-  if (!has_tiles) return;
-  worker.run(filled);
+  if (has_tiles) worker.run(filled);
   __syncthreads();
+#if SHARES
+  if (num_items > 0 && threadIdx.x == 0) leave_items(prefixes);
+#endif
+  if (!has_tiles) return;
   if (!merge_workers(heads, out, shared, partials + blockIdx.x * 2)) return;
   arrive(LOADS_AHEAD ? plan : find_again(plan_memory), heads, out, shared, partials);
 }

@@ -7,7 +7,7 @@
 constexpr int SHARED_BYTES = SHARED_TILE * ROW_BYTES;  // of a tile's K, or V
 constexpr int STAGES_THERE = WARPS * RING_BYTES / (2 * SHARED_BYTES);
 constexpr int STAGES = STAGES_THERE < 4 ? STAGES_THERE : 4;
-constexpr int AHEAD = 2;  // tiles of a worker: of 8 on 132 SMs, with 128 dimensions, 34 MB
+constexpr int AHEAD = 1;  // tiles of a worker: of 8 on 132 SMs, with 128 dimensions, 17 MB
 static_assert(STAGES >= 2, "one tile is read, the next is on its way");
 
 // 16 query rows of a warp.
@@ -239,27 +239,27 @@ DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& h
     SharedTiles tiles(cache, memory, item);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) tiles.start_copy(stage);
-    wait_for_previous();
-
-    PrefixRows rows;
-    rows.clear();
+    // Who its query rows are of was found before the kernels that are waited for.
+    const T* heads_of[2] = {nullptr, nullptr};
+    const float* angles[2] = {nullptr, nullptr};
     State* targets[2] = {nullptr, nullptr};
     const int first = item.first_row + warp * 16;  // of this warp
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = first + half * 8 + lane / 4;
-      const T* head = nullptr;
-      const float* angles = nullptr;
-      if (own < item.num_rows) {
-        const int member = own / heads.group, query = item.head * heads.group + own - member * heads.group;
-        const int row = load_fresh<1>(prefixes.members + item.first_member + member).at[0];
-        const int state = (load_fresh<1>(&prefixes.rows[row].states).at[0] >> STATES_BITS) + item.state;
-        targets[half] = states + i64(state) * heads.all_queries() + query;
-        head = inputs.q + row * inputs.q_stride + query * HEAD_SIZE;
-        angles = inputs.angles({row, load_fresh<1>(lengths + row).at[0]});
-      }
-      rows.load(half, head, angles);
+      if (own >= item.num_rows) continue;
+      const int member = own / heads.group, query = item.head * heads.group + own - member * heads.group;
+      const int row = load_fresh<1>(prefixes.members + item.first_member + member).at[0];
+      const int state = (load_fresh<1>(&prefixes.rows[row].states).at[0] >> STATES_BITS) + item.state;
+      targets[half] = states + i64(state) * heads.all_queries() + query;
+      heads_of[half] = inputs.q + row * inputs.q_stride + query * HEAD_SIZE;
+      angles[half] = inputs.angles({row, load_fresh<1>(lengths + row).at[0]});
     }
+    wait_for_previous();
+    PrefixRows rows;
+    rows.clear();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rows.load(half, heads_of[half], angles[half]);
     const int num_tokens = item.end - item.begin;
     int stage = 0, next = STAGES - 1;
     for (int begin = 0; begin < num_tokens; begin += SHARED_TILE) {
@@ -284,15 +284,15 @@ DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& h
   }
 }
 
-// By every CTA, once: until all states are there, if it `reads` any.
-DEVICE void wait_for_items(const Prefixes& prefixes, int num_items, bool reads) {
-  if (threadIdx.x == 0) {
-    while (reads && load_acquire(prefixes.arrived) != num_items) __nanosleep(20);
-    __threadfence();
-    if (atomicAdd(prefixes.left, 1) == int(gridDim.x) - 1) {  // nobody looks at them any more
-      *prefixes.arrived = 0;
-      *prefixes.left = 0;
-    }
-  }
-  __syncthreads();
+// By a warp: all states are there.
+DEVICE void wait_for_items(const Prefixes& prefixes, int num_items) {
+  if (threadIdx.x % 32 == 0)
+    while (load_acquire(prefixes.arrived) != num_items) __nanosleep(20);
+  __syncwarp();
+}
+// By one thread of every CTA, when none of its warps waits any more.
+DEVICE void leave_items(const Prefixes& prefixes) {
+  if (atomicAdd(prefixes.left, 1) != int(gridDim.x) - 1) return;
+  *prefixes.arrived = 0;
+  *prefixes.left = 0;
 }
