@@ -23,6 +23,7 @@ import requests  # noqa: E402
 from locust import User, task  # noqa: E402
 from serving import PROMPTS  # noqa: E402
 from slipstream_client import SlipstreamClient  # noqa: E402
+from slipstream_contract import whole  # noqa: E402
 
 GRPC = os.environ.get("GRPC", "127.0.0.1:8001")
 MODEL = os.environ.get("MODEL", "ensemble")
@@ -128,15 +129,20 @@ class SseUser(User):
             body["sampling_parameters"] = json.dumps(PARAMETERS)
         else:
             body |= PARAMETERS | {"exclude_input_in_output": True}
+        body |= whole.mark_of(MODEL)
 
         def sizes() -> Iterable[int]:
             url = f"{self.host}/v2/models/{MODEL}/generate_stream"
+            is_whole = False
             with self.session.post(url, json=body, stream=True, timeout=120) as reply:
                 for line in reply.iter_lines():
                     event = json.loads(line.removeprefix(b"data:") or b"{}")
                     if "error" in event:
                         raise RuntimeError(event["error"])
+                    is_whole = is_whole or whole.is_last(event)
                     if event:
                         yield len(line)
+            if not is_whole:
+                raise RuntimeError(whole.CUT)
 
         Clock(self.environment, "SSE").watch(sizes())

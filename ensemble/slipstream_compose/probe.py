@@ -11,6 +11,8 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from slipstream_contract import whole
+
 from slipstream_compose.triton import ServeError
 
 TEXT_MODELS = (
@@ -74,8 +76,12 @@ def first_token(http: str, models: Iterable[str], timeout_s: float = 120.0) -> N
 def stream_text(
     http: str, model: str, prompt: str, max_tokens: int, timeout_s: float = 60.0
 ) -> Iterator[str]:
-    """The pieces of text of one completion, as the server sends them (server-sent events)."""
-    body = _body(model, prompt, max_tokens, stream=True)
+    """The pieces of text of one completion, as the server sends them (server-sent events).
+
+    Raises ServeError, also where the answer ends too early.
+    """
+    body = _body(model, prompt, max_tokens, stream=True) | whole.mark_of(model)
+    is_whole = False
     with _post(f"{http}/v2/models/{model}/generate_stream", body, timeout_s) as reply:
         for line in reply:
             if not line.startswith(b"data:"):
@@ -83,4 +89,7 @@ def stream_text(
             event = json.loads(line[len(b"data:") :])
             if "error" in event:
                 raise ServeError(f"{model}: {str(event['error']).splitlines()[0]}")
+            is_whole = is_whole or whole.is_last(event)
             yield event.get("text_output", "")
+    if not is_whole:
+        raise ServeError(f"{model}: {whole.CUT}")

@@ -26,6 +26,7 @@ from pathlib import Path
 from slipstream_contract.processes import is_running
 from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
 
+from slipstream_compose.control import control
 from slipstream_compose.server import server_directory, server_environment, stub_directory
 from slipstream_compose.spawn import spawn
 
@@ -236,17 +237,11 @@ class TritonServer:
 
     def control(self, verb: str, model: str, timeout_s: float) -> None:
         """`load` or `unload` a model of a supervised server. Raises ServeError where it fails."""
-        url = f"{self.endpoints.http}/v2/repository/models/{model}/{verb}"
-        headers = {CONTROL_HEADER: self._control_key}
-        request = urllib.request.Request(url, data=b"{}", headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s):
-                return
-        except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace").strip()
-        except OSError as error:
-            said = str(error)
-        raise ServeError(f"{verb} of model {model}: {said.splitlines()[0] if said else 'failed'}")
+        said = control(
+            self.endpoints.grpc, CONTROL_HEADER, self._control_key, verb, model, timeout_s
+        )
+        if said is not None:
+            raise ServeError(f"{verb} of model {model}: {said}")
 
     def _plain(self, path: Path, name: str) -> Path:
         """`path`, or a link to it: the Python backend hands its paths to a shell unquoted."""

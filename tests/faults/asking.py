@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 from faults.planter import VICTIM
 from server.support import CHECKPOINT, PROMPT, Client, RequestError
+from slipstream_contract import whole
 from slipstream_preprocessing.tokenizer import load_tokenizer
 
 MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model", "tensorrt_llm")
@@ -18,6 +19,10 @@ _TEMPERATURE = 0.75  # the same number as FP32 tensor and as JSON
 
 class ClosedError(Exception):
     """The connection ended before the answer did, and nothing said why."""
+
+
+class CutError(RequestError):
+    """The answer ended in good order and too early, which is never right (docs/faults.md)."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def _ids(prompt: str) -> tuple[int, ...]:
 def pieces(client: Client, ask: Ask, timeout_s: float) -> Iterator[str]:
     """The answer as it comes; of token ids each with a blank after it.
 
-    Raises RequestError with what the server said, ClosedError, or an error of the client's own.
+    Raises RequestError with what the server said, CutError, ClosedError, or an error of the client.
     """
     yield from (_over_http if ask.is_http else _over_grpc)(client, ask, timeout_s)
 
@@ -112,11 +117,12 @@ def _over_grpc(client: Client, ask: Ask, timeout_s: float) -> Iterator[str]:
 
 
 def _over_http(client: Client, ask: Ask, timeout_s: float) -> Iterator[str]:
-    error = ""
+    error, is_whole = "", False
     try:
         for event in _events(client, ask, timeout_s):
             if error:
                 raise RequestError(f"an event after its error: {event}")
+            is_whole = is_whole or whole.is_last(event)
             if "error" in event:
                 error = str(event["error"])
             elif "output_ids" in event:
@@ -128,6 +134,8 @@ def _over_http(client: Client, ask: Ask, timeout_s: float) -> Iterator[str]:
         raise ClosedError(f"{type(closed).__name__}: {closed}") from None
     if error:
         raise RequestError(error)
+    if not is_whole:
+        raise CutError(whole.CUT)
 
 
 def _events(client: Client, ask: Ask, timeout_s: float) -> Iterator[dict[str, object]]:
@@ -135,11 +143,11 @@ def _events(client: Client, ask: Ask, timeout_s: float) -> Iterator[dict[str, ob
     rest, url = b"", f"/v2/models/{ask.model}/generate_stream"
     link = http.client.HTTPConnection(client.http.removeprefix("http://"), timeout=timeout_s)
     with closing(link):
-        link.request("POST", url, json.dumps(ask.body))
+        link.request("POST", url, json.dumps(ask.body | whole.mark_of(ask.model)))
         reply = link.getresponse()
         while chunk := reply.read1():  # readline() takes a connection that breaks for the end
-            *whole, rest = (rest + chunk).split(b"\n\n")
-            for event in whole:
+            *events, rest = (rest + chunk).split(b"\n\n")
+            for event in events:
                 yield json.loads(event.removeprefix(b"data: "))
     if rest.strip():
         yield json.loads(rest.removeprefix(b"data: "))

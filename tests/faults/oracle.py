@@ -2,7 +2,8 @@
 
     lost nothing    every request ends with its full answer or with one typed error, in time; what
                     came before the error is a beginning of the full answer. Only where the server
-                    itself ends may the connection end instead
+                    itself ends may the connection end instead; an answer that ends in good order
+                    without its last event is as wrong as other tokens
     harmed nobody   a request that the fault does not concern has its full answer, bit for bit
     kept nothing    when all have ended, every block is free, and no process, thread, descriptor or
                     shared memory is there that was not before

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from slipstream_contract import whole
 from slipstream_contract.errors import ContractError, clip
 
 from slipstream_client.codec import TENSORRT_LLM, VLLM, request_of
@@ -183,8 +184,9 @@ class Asking:
         return json.dumps(self._body(prompt, parameters)).encode()
 
     def _body(self, prompt: str | list[int], parameters: dict[str, Any]) -> dict[str, Any]:
-        flags = {"return_num_input_tokens": True, "return_num_output_tokens": True}
-        flags["exclude_input_in_output"] = True
+        flags: dict[str, object] = {"return_num_input_tokens": True}
+        flags |= {"return_num_output_tokens": True}
+        flags |= {"exclude_input_in_output": True} | whole.mark_of(self.model)
         if self.model == VLLM:
             sampling = json.dumps(parameters)
             return {"text_input": prompt, "stream": True, "sampling_parameters": sampling} | flags

@@ -16,6 +16,7 @@ import aiohttp
 import grpc
 import grpc.aio
 import msgspec
+from slipstream_contract import whole
 from slipstream_contract.errors import Code
 from tritonclient.grpc import service_pb2
 
@@ -160,6 +161,13 @@ class _Event(msgspec.Struct):
     num_output_tokens: int | list[int] = 0
     num_input_tokens: int | list[int] = -1
     error: str = ""
+    last_token_time_ns: int = 0
+    finish_reason: str = whole.RUNNING
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the answer has ended with it."""
+        return bool(self.last_token_time_ns) or self.finish_reason != whole.RUNNING
 
 
 _events = msgspec.json.Decoder(_Event)
@@ -179,7 +187,7 @@ class HttpTransport:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
         times, counts = array("q"), array("i")
-        error, status = "", "ERROR"
+        error, status, is_whole = "", "ERROR", False
         try:
             async with self._session.post(
                 self._url, data=payload, headers=_JSON, read_bufsize=MAX_LINE_BYTES
@@ -187,12 +195,15 @@ class HttpTransport:
                 status = f"HTTP_{reply.status}"
                 async for now_ns, event in _events_of(reply):
                     error = error or event.error
+                    is_whole = is_whole or event.is_last
                     count, num_input = _one(event.num_output_tokens), _one(event.num_input_tokens)
                     if count and not error:
                         times.append(now_ns)
                         counts.append(count)
                     if num_input >= 0:
                         record.num_input_tokens = num_input
+            if status == "HTTP_200" and not (error or is_whole):
+                error, status = whole.CUT, "UNAVAILABLE"
         except TimeoutError:
             error, status = _LATE, "DEADLINE_EXCEEDED"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as failure:

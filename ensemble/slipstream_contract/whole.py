@@ -1,0 +1,23 @@
+"""How a client over HTTP knows that an answer is whole: the end of its connection does not tell.
+
+A tritonserver whose HTTP thread is kept from writing loses the last events of streams, an error
+among them, and ends them in good order all the same (docs/faults.md). Events that do come are in
+order. So an answer is whole if the event is there that only its end brings: a reason, or the times
+of the whole answer.
+"""
+
+from collections.abc import Mapping
+
+CUT = "the answer ended without its last event"
+RUNNING = "None"  # as Triton's vLLM backend writes a reason that is not there yet
+
+
+def mark_of(model: str) -> dict[str, object]:
+    """What a request to that model asks for, so that its last event can be told from the others."""
+    name = "return_finish_reason" if model == "vllm_model" else "return_perf_metrics"
+    return {name: True}
+
+
+def is_last(event: Mapping[str, object]) -> bool:
+    """Whether a sequence has ended with it; each of several in one answer has such an event."""
+    return "last_token_time_ns" in event or event.get("finish_reason", RUNNING) != RUNNING

@@ -1,0 +1,189 @@
+"""Answers over HTTP that Triton cuts short and ends in good order: not by us, and never unseen."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from faults.asking import Ask, ClosedError, CutError, asks, pieces
+from server.support import CHECKPOINT, Client, RequestError, compose, start
+from slipstream_client.bench.messages import Record
+from slipstream_client.bench.transports import transport
+from slipstream_compose.control import _request
+from slipstream_compose.probe import stream_text
+from slipstream_compose.server import server_directory
+from slipstream_compose.triton import Endpoints, ServeError, TritonServer
+from slipstream_contract.whole import CUT
+from tritonclient.grpc import service_pb2
+
+TEXT_MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model")
+LOAD_S = 5.0  # of a model whose process starts slowly
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    """Of a server with one HTTP thread, so that all streams are in the hands of the same one."""
+    if not (server_directory() / "bin" / "tritonserver").is_file():
+        pytest.skip("no tritonserver: make install")
+    usual = TritonServer._arguments
+    one = "--http-thread-count=1"
+    monkeypatch.setattr(TritonServer, "_arguments", lambda *given: [*usual(*given), one])
+    options = ("--kv-cache-tokens", "8192", "--dtype", "float32")
+    repository = compose(CHECKPOINT, tmp_path / "models", *options)
+    server = start(repository, tmp_path / "log", is_supervised=True)
+    try:
+        yield Client(server)
+    finally:
+        server.stop()
+
+
+def answers(client: Client, questions: list[Ask]) -> tuple[list[threading.Thread], dict[int, str]]:
+    """Threads that ask over HTTP, and by the seed what they got so far."""
+    found = {ask.seed: "" for ask in questions}
+
+    def run(ask: Ask) -> None:
+        try:
+            for piece in pieces(client, ask, PATIENCE_S):
+                found[ask.seed] += piece
+        except (ClosedError, RequestError, OSError) as error:
+            found[ask.seed] += f" {error!r}"
+
+    threads = [threading.Thread(target=run, args=(ask,), daemon=True) for ask in questions]
+    for thread in threads:
+        thread.start()
+    return threads, found
+
+
+def load_slowly(client: Client, model: str) -> float:
+    """Load it anew, with processes that stand still meanwhile; the seconds that it took."""
+    server = client.server
+    server.control("unload", model, PATIENCE_S)
+    old = set(server.stubs())
+
+    def hold() -> None:
+        while not (new := set(server.stubs()) - old):
+            time.sleep(0.01)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in new:
+                os.kill(pid, number)
+            time.sleep(LOAD_S)
+
+    begin = time.monotonic()
+    threading.Thread(target=hold, daemon=True).start()
+    server.control("load", model, PATIENCE_S)
+    return time.monotonic() - begin
+
+
+@pytest.mark.triton
+def test_a_model_that_is_loaded_slowly_cuts_no_answer_short(client: Client) -> None:
+    """Over HTTP the load would keep the one thread from all streams, and their ends would be lost:
+    of what comes in that time Triton remembers 278 responses of all streams."""
+    models = ("tensorrt_llm_bls", "tensorrt_llm", "ensemble")
+    questions = [ask for ask in asks(24, 150, models=models) if ask.is_http]
+    assert len(questions) == 12
+    want = None
+    for is_loading in (False, True):
+        threads, found = answers(client, questions)
+        client.wait_running(len(questions))
+        if is_loading:
+            assert load_slowly(client, "vllm_model") > 0.8 * LOAD_S
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+            assert not thread.is_alive()
+        want = want or found
+        assert found == want
+    assert client.generate("vllm_model", text_input="a", sampling_parameters='{"max_tokens": 2}')
+
+
+# --- and where it happens nonetheless -------------------------------------------------------------
+
+
+@contextmanager
+def playing(*events: str) -> Iterator[int]:
+    """An HTTP server that answers everything with these events, in good order; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for chunk in (*(f"data: {event}\n\n".encode() for event in events), b""):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+MARKS = dict.fromkeys(TEXT_MODELS[:2], '"last_token_time_ns": 7')
+MARKS["vllm_model"] = '"finish_reason": "length"'
+
+
+async def measured(address: str, model: str) -> Record:
+    """What `slipstream bench` notes of one answer."""
+    record = Record(0, 0, 0)
+    async with transport("http", address.removeprefix("http://"), model, 9) as way:
+        await way.send(b"{}", record)
+    return record
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_an_answer_without_its_last_event_is_no_answer(model: str) -> None:
+    first, last = '{"text_output": "a", "finish_reason": "None"}', '{"text_output": "b", %s}'
+    for events in ((first, last % MARKS[model]), (first,), ()):
+        with playing(*events) as port:
+            address = f"http://127.0.0.1:{port}"
+            record = asyncio.run(measured(address, model))
+            got = []
+            told = stream_text(address, model, "x", 2)
+            asked = pieces(SimpleNamespace(http=address), Ask(model, "x", 1, is_http=True), 9)
+            if len(events) == 2:
+                assert (list(told), list(asked)) == (["a", "b"], ["a", "b"])
+                assert record.code == ""
+                continue
+            with pytest.raises(ServeError, match="without its last event"):
+                got.extend(told)
+            with pytest.raises(CutError, match="without its last event"):
+                got.extend(asked)
+            assert len(got) == 2 * len(events)
+            assert (record.code, record.message) == ("UNAVAILABLE", CUT)
+
+
+# --- what is sent to load a model -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 255])
+def test_requests_to_load_and_unload_are_those_of_triton(size: int) -> None:
+    name = "m" * size
+    kinds = (service_pb2.RepositoryModelLoadRequest, service_pb2.RepositoryModelUnloadRequest)
+    for kind in kinds:
+        assert _request(name) == kind(model_name=name).SerializeToString()
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
+    server = TritonServer(tmp_path, Endpoints.free(), tmp_path / "log", is_supervised=True)
+    try:
+        with pytest.raises(ServeError, match=r"^load of model ensemble: \S[^\n]*$"):
+            server.control("load", "ensemble", 5)
+    finally:
+        server.stop()
