@@ -135,7 +135,7 @@ def playing(*events: str) -> Iterator[int]:
         thread.join()
 
 
-MARKS = dict.fromkeys(TEXT_MODELS[:2], '"last_token_time_ns": 7')
+MARKS = dict.fromkeys(TEXT_MODELS[:2], '"last_token_time_ns": 0')
 MARKS["vllm_model"] = '"finish_reason": "length"'
 
 

@@ -184,9 +184,12 @@ class Asking:
         return json.dumps(self._body(prompt, parameters)).encode()
 
     def _body(self, prompt: str | list[int], parameters: dict[str, Any]) -> dict[str, Any]:
-        flags: dict[str, object] = {"return_num_input_tokens": True}
-        flags |= {"return_num_output_tokens": True}
-        flags |= {"exclude_input_in_output": True} | whole.mark_of(self.model)
+        flags: dict[str, object] = {
+            "return_num_input_tokens": True,
+            "return_num_output_tokens": True,
+            "exclude_input_in_output": True,
+        }
+        flags |= whole.mark_of(self.model)
         if self.model == VLLM:
             sampling = json.dumps(parameters)
             return {"text_input": prompt, "stream": True, "sampling_parameters": sampling} | flags

@@ -161,13 +161,13 @@ class _Event(msgspec.Struct):
     num_output_tokens: int | list[int] = 0
     num_input_tokens: int | list[int] = -1
     error: str = ""
-    last_token_time_ns: int = 0
+    last_token_time_ns: int | list[int] | None = None
     finish_reason: str = whole.RUNNING
 
     @property
     def is_last(self) -> bool:
         """Whether the answer has ended with it."""
-        return bool(self.last_token_time_ns) or self.finish_reason != whole.RUNNING
+        return self.last_token_time_ns is not None or self.finish_reason != whole.RUNNING
 
 
 _events = msgspec.json.Decoder(_Event)
