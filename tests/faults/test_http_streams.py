@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,12 +69,19 @@ def load_slowly(client: Client, model: str) -> float:
     old = set(server.stubs())
 
     def hold() -> None:
-        while not (new := set(server.stubs()) - old):
+        """All that the load starts, from the first process on: one of them may end by itself."""
+        held: set[int] = set()
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            for pid in set(server.stubs()) - old - held:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    until = until if held else time.monotonic() + LOAD_S
+                    held.add(pid)
             time.sleep(0.01)
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in new:
-                os.kill(pid, number)
-            time.sleep(LOAD_S)
+        for pid in held:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     begin = time.monotonic()
     threading.Thread(target=hold, daemon=True).start()
