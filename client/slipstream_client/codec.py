@@ -14,6 +14,7 @@ from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.inputs import to_whole
 from slipstream_contract.limits import check_whole
 from slipstream_contract.tensors import MODELS, TO_LLM, Model, Tensor
+from slipstream_contract.whole import RUNNING
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
@@ -210,7 +211,7 @@ def _text(array: Array | None, index: int = 0) -> str:
 
 def _reason(array: Array | None, index: int) -> str | None:
     reason = _text(array, index)
-    return None if reason in ("", "None") else reason  # so says that backend while it runs
+    return None if reason in ("", RUNNING) else reason
 
 
 def _number(array: Array | None, index: int = 0) -> int | None:

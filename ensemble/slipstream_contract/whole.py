@@ -20,4 +20,9 @@ def mark_of(model: str) -> dict[str, object]:
 
 def is_last(event: Mapping[str, object]) -> bool:
     """Whether a sequence has ended with it; each of several in one answer has such an event."""
-    return "last_token_time_ns" in event or event.get("finish_reason", RUNNING) != RUNNING
+    return has_ended(event.get("last_token_time_ns"), event.get("finish_reason", RUNNING))
+
+
+def has_ended(last_token_time_ns: object, finish_reason: object) -> bool:
+    """The same of the two fields that tell; a time of None is one that is not there."""
+    return last_token_time_ns is not None or finish_reason != RUNNING

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 from slipstream_contract.ids import pack
 from slipstream_contract.vllm import VllmRequest, vllm_request
+from slipstream_contract.whole import RUNNING
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question
@@ -20,7 +21,6 @@ _REASONS = {
     wire.FinishReason.LENGTH: "length",
     wire.FinishReason.CANCELLED: "abort",
 }
-_RUNNING = "None"  # as that backend writes a reason that is not there yet
 
 
 class Vllm:
@@ -62,14 +62,14 @@ class _Sequence:
 
     def __init__(self, text: Text, skip_special: bool, is_greedy: bool) -> None:
         self.cum_log_prob = 0.0
-        self.reason = _RUNNING
+        self.reason = RUNNING
         self._rank = 1 if is_greedy else None  # of the sampled token, known where it is the first
         self._text = text
         self._detokenizer = text.begin(skip_special)
 
     def decode(self, piece: Piece) -> str:
         """The new text, which may be empty."""
-        is_ended = self.reason != _RUNNING
+        is_ended = self.reason != RUNNING
         if piece.finished is not None:
             self.reason = _REASONS[piece.finished.reason]
         self.cum_log_prob += sum(piece.log_probs)

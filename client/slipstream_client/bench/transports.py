@@ -167,7 +167,7 @@ class _Event(msgspec.Struct):
     @property
     def is_last(self) -> bool:
         """Whether the answer has ended with it."""
-        return self.last_token_time_ns is not None or self.finish_reason != whole.RUNNING
+        return whole.has_ended(self.last_token_time_ns, self.finish_reason)
 
 
 _events = msgspec.json.Decoder(_Event)
