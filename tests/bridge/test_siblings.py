@@ -55,27 +55,27 @@ def siblings(tmp_path: Path) -> Iterator[Siblings]:
 
 def wait_for(siblings: Siblings, faults: list[str], timeout_s: float = 60.0) -> None:
     begin = time.monotonic()
-    while siblings.faults != faults:
-        assert time.monotonic() - begin < timeout_s, siblings.faults
+    while siblings.look() != faults:
+        assert time.monotonic() - begin < timeout_s, (siblings.look(), faults)
         time.sleep(0.05)
 
 
 def test_one_that_dies_is_told_until_another_takes_its_place(begin, siblings: Siblings) -> None:
     first, second = begin("postprocessing"), begin("postprocessing")
     time.sleep(0.6)
-    assert siblings.faults == []
+    assert siblings.look() == []
     first.kill()
     first.wait()
-    wait_for(siblings, [f"the process of model postprocessing (pid {first.pid}) ended"])
+    assert siblings.look() == [f"the process of model postprocessing (pid {first.pid}) ended"]
     begin("postprocessing_of_another")  # whose name begins alike
     time.sleep(0.6)
-    assert siblings.faults
+    assert siblings.look()
     begin("postprocessing")
-    wait_for(siblings, [])
+    assert siblings.look() == []
     second.stdin.close()  # it ends by itself, as an unloaded model does
     second.wait()
     time.sleep(0.6)
-    assert siblings.faults == []
+    assert siblings.look() == []
 
 
 def test_one_that_is_stopped_or_hangs(begin, siblings: Siblings) -> None:
@@ -99,5 +99,5 @@ def test_the_dead_of_an_earlier_server_count_for_nothing(begin, tmp_path: Path) 
     assert len(list(tmp_path.glob("vitals-*"))) == 1
     siblings = Siblings(Runtime(tmp_path))
     time.sleep(0.6)
-    assert siblings.faults == []
+    assert siblings.look() == []
     siblings.close()

@@ -32,7 +32,7 @@ class Supervision(Repairer):
 
     @contextmanager
     def on(self) -> Iterator[list[str]]:
-        """What it says from now on."""
+        """What it says from now on. What a repair leaves for later is done before this ends."""
         self.lines.clear()
         self._pauses.clear()
         self._is_on = True
@@ -41,6 +41,7 @@ class Supervision(Repairer):
                 assert self._thread.is_alive()
                 time.sleep(0.01)
             yield self.lines
+            self._wait_settled()
         finally:
             self._is_on = False
 
@@ -49,6 +50,13 @@ class Supervision(Repairer):
         self._is_over = True
         self._thread.join(60)
         assert not self._thread.is_alive()
+
+    def _wait_settled(self, timeout_s: float = 60.0) -> None:
+        begin = time.monotonic()
+        while self._restart_s or self._leaving:
+            assert self._thread.is_alive()
+            assert time.monotonic() - begin < timeout_s, (self._restart_s, self._leaving)
+            time.sleep(0.05)
 
     def _run(self) -> None:
         with suppress(_Over):

@@ -4,6 +4,7 @@ The server's own readiness stays 200 when the engine, or even a stub, is dead: a
 have several processes, of which a question reaches one; what is wrong with any of them is told too.
 """
 
+import threading
 import time
 from pathlib import Path
 
@@ -43,32 +44,37 @@ def health(bridge: Bridge, siblings: "Siblings", output: str) -> Outputs:
     """A `Report` as the given output. Raises ContractError if the engine is silent for 1 s."""
     status: wire.Status = bridge.connection.ask_status(_ANSWER_S)
     state = {field: getattr(status, field) for field in _OF_ENGINE}
-    report = Report(**state, faults=siblings.faults)
+    report = Report(**state, faults=siblings.look())
     return {output: np.array([msgspec.json.encode(report)], dtype=object)}
 
 
 class Siblings:
-    """One thread that looks at the processes of all models of this server, by their `vitals`."""
+    """Looks at the processes of all models of this server, by their `vitals`.
+
+    Also while nobody asks: that a process hangs is seen over several looks. Thread-safe.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.faults: list[str] = []  # a new list with each look
+        self._lock = threading.Lock()
         self._directory = runtime.directory
         self._began_ns = time.monotonic_ns()
         self._still: dict[Path, Stillness] = {}
         self._stopped_s: dict[Path, float] = {}  # since when
-        self._periodic = Periodic("siblings", _PERIOD_S, self._look)
+        self._periodic = Periodic("siblings", _PERIOD_S, self.look)
 
     def close(self) -> None:
         """End the thread."""
         self._periodic.close()
 
-    def _look(self) -> None:
-        files = set(self._directory.glob("vitals-*"))
-        for known in (self._still, self._stopped_s):
-            for gone in known.keys() - files:
-                del known[gone]
-        found = ((file, self._wrong_with(file)) for file in sorted(files))
-        self.faults = [_named(file, what) for file, what in found if what]
+    def look(self) -> list[str]:
+        """What is wrong at this moment, a line for each process."""
+        with self._lock:
+            files = set(self._directory.glob("vitals-*"))
+            for known in (self._still, self._stopped_s):
+                for gone in known.keys() - files:
+                    del known[gone]
+            found = [(file, self._wrong_with(file)) for file in sorted(files)]
+        return [_named(file, what) for file, what in found if what]
 
     def _wrong_with(self, file: Path) -> str:
         pid = vitals.pid_of(file)

@@ -10,7 +10,7 @@ _log = logging.getLogger(__name__)
 class Periodic:
     """Goes on whatever the work raises, which is logged, until it is closed."""
 
-    def __init__(self, name: str, period_s: float, work: Callable[[], None]) -> None:
+    def __init__(self, name: str, period_s: float, work: Callable[[], object]) -> None:
         """`period_s` is from the end of the work to its next beginning, and before the first."""
         self._name = name
         self._period_s = period_s
