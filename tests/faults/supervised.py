@@ -26,7 +26,7 @@ class Supervision(Repairer):
     def __init__(self, server: TritonServer) -> None:
         self.lines: list[str] = []
         super().__init__(server, lambda: server.wait_ready(60), self._take)
-        self._is_on = self._was_on = self._is_over = False
+        self._is_on = self._was_on = self._is_over = self._is_repairing = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -53,7 +53,7 @@ class Supervision(Repairer):
 
     def _wait_settled(self, timeout_s: float = 60.0) -> None:
         begin = time.monotonic()
-        while self._restart_s or self._leaving:
+        while self._restart_s or self._leaving or self._is_repairing:
             assert self._thread.is_alive()
             assert time.monotonic() - begin < timeout_s, (self._restart_s, self._leaving)
             time.sleep(0.05)
@@ -64,6 +64,11 @@ class Supervision(Repairer):
 
     def _take(self, line: str) -> None:
         self.lines.append(line)
+
+    def _repair(self, fault: Fault, found_s: float) -> None:
+        self._is_repairing = True
+        super()._repair(fault, found_s)
+        self._is_repairing = False
 
     def _find(self, now_s: float) -> Fault | None:
         if self._is_over:
