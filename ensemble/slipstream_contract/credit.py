@@ -3,7 +3,8 @@
 Between two steps of an ensemble the server keeps a hidden, unbounded queue, and it never tells a
 running step that the client is gone. So `tensorrt_llm` sends the next response of a stream only
 after `postprocessing` has acknowledged the last one here: that is one credit a stream. A response
-that is never acknowledged was dropped by the server because its client has cancelled.
+that is never acknowledged was dropped by the server because its client has cancelled, or lost by a
+process of `postprocessing` that was killed.
 
 `postprocessing` may be several processes. Each acknowledges a response when the server has sent it
 on, so that none of them overtakes another with the stream's next one.
@@ -101,9 +102,18 @@ class CreditFile:
         return self.words[_index(slot) + _TAKER]
 
     def takers(self) -> list[int]:
-        """All that have begun and not ended, of their own accord: one that was killed is there."""
-        first = _WORDS_HEADER + _PID
-        return [index for index in range(MAX_INSTANCES) if self.words[first + index * _WORDS_TAKER]]
+        """All that have begun and not ended, of their own accord or killed."""
+        now_ns = time.monotonic_ns()
+        return [index for index in range(MAX_INSTANCES) if self._is_there(index, now_ns)]
+
+    def _is_there(self, taker: int, now_ns: int) -> bool:
+        first = _WORDS_HEADER + taker * _WORDS_TAKER
+        pid, is_beating = self.words[first + _PID], self._is_beating(taker, now_ns)
+        return pid != 0 and (is_beating or is_running(pid))
+
+    def _is_beating(self, taker: int, now_ns: int) -> bool:
+        beat_ns = self.words[_WORDS_HEADER + taker * _WORDS_TAKER + _BEAT]
+        return now_ns - beat_ns <= MAX_BEAT_GAP_S * 1e9
 
     def idle_since_ns(self, taker: int, now_ns: int) -> int | None:
         """Since when a taker has been alive without a break and without work.
@@ -111,9 +121,9 @@ class CreditFile:
         In `time.monotonic_ns()`; None while it is busy, stands still or does not run.
         """
         first = _WORDS_HEADER + taker * _WORDS_TAKER
-        beat_ns = self.words[first + _BEAT]  # first: it is written last, after a break
+        is_beating = self._is_beating(taker, now_ns)  # first: it is written last, after a break
         alive_ns, idle_ns = self.words[first + _ALIVE], self.words[first + _IDLE]
-        if idle_ns == 0 or now_ns - beat_ns > MAX_BEAT_GAP_S * 1e9:
+        if idle_ns == 0 or not is_beating:
             return None
         return max(alive_ns, idle_ns)
 

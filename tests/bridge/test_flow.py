@@ -1,7 +1,9 @@
 """Flow control: what waits for an acknowledgement, and what its absence proves."""
 
 import math
+import os
 import random
+import subprocess
 import time
 
 import pytest
@@ -31,8 +33,8 @@ def desk():
 def flow(desk, tmp_path):
     """Flow control, and postprocessing's end of its file: a process that is at work."""
 
-    def cancel(call):
-        desk.calls.cancel(call)
+    def cancel(call, error):
+        desk.calls.cancel(call, error)
         desk.calls.end_left(math.inf)
 
     flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, cancel)
@@ -88,6 +90,7 @@ def test_a_cancel_that_postprocessing_meets_ends_the_call(desk, flow, is_acknowl
     (number,) = desk.open(reply, flow=flow).routes
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
     wait_for(reply.done.is_set)
+    assert reply.error is None
     assert desk.cancelled() == [(number, wire.CancelCause.CLIENT)]
     assert flow.num_cancelled == 1
 
@@ -104,6 +107,7 @@ def test_a_later_response_that_is_acknowledged_proves_that_ours_was_dropped(desk
     assert not ours.done.is_set()
     flow.taker.acknowledge(*theirs.responses[0][1])
     wait_for(ours.done.is_set)
+    assert ours.error.code is Code.UNAVAILABLE  # if not dropped, it was lost
     assert desk.cancelled() == [(one, wire.CancelCause.CLIENT)]
     assert not theirs.done.is_set()
 
@@ -134,9 +138,12 @@ def test_alone_a_drop_is_concluded_only_from_an_idle_postprocessing(desk, flow):
     assert time.monotonic() - busy_s > 0.4
 
 
-@pytest.mark.parametrize("how", ["later", "idle", "ended"])
-def test_of_several_processes_each_must_have_passed_it(desk, flow, how):
-    other = Taker(flow.other_end)
+@pytest.mark.parametrize("how", ["later", "idle", "ended", "killed"])
+def test_of_several_processes_each_must_have_passed_it(desk, flow, monkeypatch, how):
+    process = subprocess.Popen(["sleep", "60"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: process.pid)
+        other = Taker(flow.other_end)
     other.begin()
     ours, theirs = Recorder(), Recorder()
     (one,) = desk.open(ours, flow=flow).routes
@@ -154,8 +161,14 @@ def test_of_several_processes_each_must_have_passed_it(desk, flow, how):
         other.acknowledge(*theirs.responses[-1][1])
     elif how == "idle":
         other.end()
-    else:
+    elif how == "ended":
         other.close()
+    else:
+        other._closed.set()  # it beats no more
+        time.sleep(0.3)
+        assert not ours.done.is_set()
+    process.kill()
+    process.wait()
     wait_for(ours.done.is_set)
     assert desk.cancelled() == [(one, wire.CancelCause.CLIENT)]
     if how != "ended":

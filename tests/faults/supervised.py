@@ -97,16 +97,20 @@ def serve(folder: Path, *options: str) -> TritonServer:
     return start(repository, folder / "log", is_supervised=True)
 
 
-def hanging_server(directory: Path) -> Path:
-    """The installed server, by links, with a preprocessing that can be made to hang."""
+def planted_server(directory: Path) -> Path:
+    """The installed server, by links; preprocessing can be made to hang, postprocessing to die."""
+    planted = {
+        "slipstream_preprocessing": "hanging_preprocessing.py",
+        "slipstream_postprocessing": "dying_postprocessing.py",
+    }
     installed, backends = server_directory(), directory / "backends"
     backends.mkdir(parents=True)
     for entry in [*installed.iterdir(), *(installed / "backends").iterdir()]:
-        if entry.name not in ("backends", "slipstream_preprocessing"):
+        if entry.name not in ("backends", *planted):
             (directory / entry.relative_to(installed)).symlink_to(entry.resolve())
-    (backends / "slipstream_preprocessing").mkdir()
-    script = Path(__file__).with_name("hanging_preprocessing.py")
-    (backends / "slipstream_preprocessing" / "model.py").symlink_to(script)
+    for backend, script in planted.items():
+        (backends / backend).mkdir()
+        (backends / backend / "model.py").symlink_to(Path(__file__).with_name(script))
     return directory
 
 

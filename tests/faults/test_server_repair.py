@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from faults.asking import asks
+from faults.asking import Ask, asks, pieces
 from faults.bounds import assert_promised
 from faults.oracle import Oracle, Outcome
-from faults.supervised import Supervision, hanging_server, supervised, wait_line
+from faults.supervised import Supervision, planted_server, supervised, wait_line
 from server.metrics_page import Page, wait_for
 from server.support import PROMPT, Client, RequestError
 from slipstream_compose.server import server_directory
@@ -40,7 +40,7 @@ def supervision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisio
         pytest.skip("no tritonserver: make install")
     folder = tmp_path_factory.mktemp("supervised")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLIPSTREAM_SERVER", str(hanging_server(folder / "server")))
+        patch.setenv("SLIPSTREAM_SERVER", str(planted_server(folder / "server")))
         with supervised(folder) as supervision:
             yield supervision
 
@@ -283,6 +283,30 @@ def test_a_stage_that_dies_at_work(
     wait_served(client, 10)
     check_repaired(oracle, concerned, killed_s)
     assert engine_pid(client) == pid
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_an_acknowledgement_that_dies_with_its_process_is_an_error(
+    client: Client, supervision: Supervision, *, is_watched: bool
+) -> None:
+    """The server has all of the response by then, so of itself it says nothing."""
+    ask = Ask("ensemble", PROMPT, 1, max_tokens=1000, is_http=is_watched, end_id=-1)
+
+    def lose() -> None:
+        answer = pieces(client, ask, 60)
+        next(answer)
+        (client.server.repository / "postprocessing" / "die").touch()
+        with pytest.raises(RequestError, match=r"UNAVAILABLE: .* postprocessing"):
+            list(answer)
+
+    if not is_watched:
+        lose()
+    with supervision.on() as lines:
+        if is_watched:
+            lose()
+        wait_line(lines, r"repair \d+,")
+        wait_served(client, 10)
+    client.wait_idle(30)
 
 
 @pytest.mark.slow

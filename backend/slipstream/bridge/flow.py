@@ -5,9 +5,11 @@ it, not us, that a client is gone: it meets the cancelled request and says so in
 
 Where a queue was put in front of it the server drops such a request, and the acknowledgement never
 comes. Requests are taken in the order of sending, so a process that has acknowledged one that was
-sent later does not have ours, nor does one that has been alive and idle for a while. Ours was
-dropped when that is so of every process of `postprocessing`. It is never concluded from time alone
-while one is busy or stands still.
+sent later does not have ours, nor does one that has been alive and idle for a while, nor one that
+has died. Ours was dropped when that is so of every process of `postprocessing`. It is never
+concluded from time alone while one is busy or stands still. One that is killed when the server has
+its response, and before it acknowledges, leaves the same traces as a client that is gone. So such a
+stream ends with an error, which nobody hears where the client is.
 
 And only so many responses of all streams are under way at once: what waits here still takes up the
 tokens that are made meanwhile, what waits in the server's queue does not. First and last responses
@@ -42,6 +44,7 @@ _DROP_NS = 400_000_000
 _SETTLE_NS = 100_000_000  # from an acknowledgement to the end of that step's response
 _MAX_SETTLE_NS = 1_000_000_000
 _MAX_PAUSE_NS = 200_000_000  # between two polls; longer: this process stood still
+_LOST = "a part of the answer was lost, a process of postprocessing has ended; try again"
 
 
 @dataclass
@@ -140,9 +143,12 @@ class Flow:
         self,
         file: CreditFile,
         hand_over: Callable[[Stream], None],
-        cancel: Callable[[Call], None],
+        cancel: Callable[[Call, ContractError | None], None],
     ) -> None:
-        """`hand_over` passes a stream with pending tokens to the senders, `cancel` ends a call."""
+        """`hand_over` passes a stream with pending tokens to the senders, `cancel` ends a call.
+
+        With an error where its client may be there.
+        """
         self.num_cancelled = 0
         self._file = file
         self._hand_over = hand_over
@@ -287,7 +293,7 @@ class Flow:
         for credit in watched:
             is_back = self._file.is_acknowledged(credit.slot, credit.number)
             if self._file.is_cancelled(credit.slot, credit.number):  # said before the other
-                self._end(credit)
+                self._end(credit, None)
             elif not is_back:
                 spent.append(credit)
             if is_back:
@@ -298,17 +304,17 @@ class Flow:
         takers = self._file.takers()
         for credit in spent:
             if self._is_dropped(credit, takers):
-                self._end(credit)
+                self._end(credit, ContractError(_LOST, Code.UNAVAILABLE))
         if self._waiting:
             self._probe()
         self._settle_all()
 
-    def _end(self, credit: SlotCredit) -> None:
-        """Its client is gone."""
+    def _end(self, credit: SlotCredit, error: ContractError | None) -> None:
+        """Its client is gone, or with an error: may be."""
         self.num_cancelled += 1
         call = credit.stream.call
         assert call is not None, "its responses are sent"
-        self._cancel(call)
+        self._cancel(call, error)
 
     def _probe(self) -> None:
         """All under way may have been dropped: only one that is sent later can prove it."""
@@ -346,7 +352,7 @@ class Flow:
             self._hand_over(credit.stream)
 
     def _is_dropped(self, credit: SlotCredit, takers: Sequence[int]) -> bool:
-        """Whether the server has dropped what was sent, as its client is gone."""
+        """Whether nobody has, or will get, what was sent."""
         if not takers or not all(self._has_passed(credit, taker) for taker in takers):
             return False
         # Read again: it may have been acknowledged after the first look, before the others.

@@ -181,7 +181,8 @@ class Calls:
         self._lock = threading.Lock()  # guards the two below
         self._routes: dict[int, Call] = {}
         self._ids: dict[str, Call] = {}
-        self._left: deque[tuple[float, Reply]] = deque()  # when to end them, the earliest first
+        # When to end them, the earliest first, and with what word.
+        self._left: deque[tuple[float, Reply, ContractError | None]] = deque()
 
     def next_request(self) -> int:
         """A number for a `Submit`."""
@@ -322,8 +323,13 @@ class Calls:
                 self._close(call)
                 call.reply.fail(error)
 
-    def cancel(self, call: Call, cause: wire.CancelCause = wire.CancelCause.CLIENT) -> None:
-        """End a call whose client is gone, without a further word.
+    def cancel(
+        self,
+        call: Call,
+        error: ContractError | None = None,
+        cause: wire.CancelCause = wire.CancelCause.CLIENT,
+    ) -> None:
+        """End a call whose client is gone; with an error where that is not certain.
 
         For the server it ends `_LINGER_S` later, if `end_left` is called: servers before 25.05 let
         go of it twice, and crash, where it ends before they have learnt how the writing of its last
@@ -332,7 +338,7 @@ class Calls:
         with call.lock:
             if not call.is_over:
                 self._abandon(call, cause)
-                self._left.append((time.monotonic() + _LINGER_S, call.reply))
+                self._left.append((time.monotonic() + _LINGER_S, call.reply, error))
 
     def ask(self, call: Call) -> bool:
         """Ask the server whether the client of a call has left, a round trip; end it if so."""
@@ -345,7 +351,11 @@ class Calls:
     def end_left(self, now_s: float) -> None:
         """End cancelled calls whose time has come; by one thread at a time."""
         while self._left and self._left[0][0] <= now_s:
-            self._left.popleft()[1].end()
+            _, reply, error = self._left.popleft()
+            if error is None:
+                reply.end()
+            else:
+                reply.fail(error)
 
     def stop(self, request_id: str) -> None:
         """Let the engine stop the call of that id; it answers with what it has. None: nothing."""
