@@ -158,8 +158,9 @@ def figures(records: Sequence[Record], spans: Sequence[Span], what: str) -> dict
 
 def measure(args: argparse.Namespace, endpoints: Endpoints) -> dict[str, Any]:
     """The users, and what happens beside them."""
-    target = Target("grpc", endpoints.grpc, args.model, _ANSWER_S, 0)
-    asking = Asking("grpc", args.model, {"temperature": 0.0}, has_end=False)
+    addresses = {"grpc": endpoints.grpc, "http": endpoints.http.removeprefix("http://")}
+    target = Target(args.protocol, addresses[args.protocol], args.model, _ANSWER_S, 0)
+    asking = Asking(args.protocol, args.model, {"temperature": 0.0}, has_end=False)
     prompts = make_prompts(args.model, np.full(args.users, 16), 4096, 1.0, 0)
     payloads = [asking.payload(prompt.content, args.max_tokens, "") for prompt in prompts]
     jobs = [Job(index, -1, payload) for index, payload in enumerate(payloads)]
@@ -190,6 +191,11 @@ def measure(args: argparse.Namespace, endpoints: Endpoints) -> dict[str, Any]:
     names = ("usual", "long", "big", NOBODY) if args.rounds else ("usual", "long")
     found = {name: figures(outcome.records, disturber.spans, name) for name in names}
     result = conclude(args, found, disturber.answers)
+    result["problems"] += [
+        f"a user's answer: {record.code}: {record.message}"
+        for record in outcome.records
+        if record.code
+    ]
     bodies = [span for span in disturber.spans if span.what in ("big", NOBODY)]
     worst_ms = result["worst_ms"]
     for (what, *_), span in zip(disturber.answers, bodies, strict=True):
@@ -219,6 +225,7 @@ def conclude(
             problems.append(f"{what}: {error[:200]!r} is no refusal")
     return {
         "model": args.model,
+        "protocol": args.protocol,
         "users": args.users,
         "prompt_tokens": args.prompt_tokens,
         "long_prompt_tokens": args.long_prompt_tokens,
@@ -258,6 +265,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     add = parser.add_argument
     add("--model", default="tensorrt_llm_bls", help="that the users ask (%(default)s)")
+    add("--protocol", choices=("grpc", "http"), default="grpc", help="of theirs (%(default)s)")
     add("--users", type=int, default=4, help="(%(default)s)")
     add("--max-tokens", type=int, default=1500, help="of a user's request (%(default)s)")
     add("--prompt-tokens", type=int, default=2046, help="of the long prompt (%(default)s)")

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
+from slipstream_compose.http_notes import ENOUGH
 from slipstream_compose.probe import first_token, stream_text, text_model
 from slipstream_compose.server import repository_root, server_directory
 from slipstream_compose.supervise import Repairer
@@ -193,6 +194,12 @@ def _print_ready(server: TritonServer, banner: str, seconds: float) -> None:
     )
     if not ends.is_local:
         print(f"listening on {ends.host}: there is no authentication")
+    if server.http_notes is None or server.http_notes < ENOUGH:
+        kept = server.http_notes or "some hundred"
+        print(
+            f"over HTTP, {kept} responses are kept while tritonserver parses another's long body; "
+            "it loses the rest (docs/faults.md)"
+        )
 
 
 def _demo(endpoints: Endpoints, models: list[str]) -> None:

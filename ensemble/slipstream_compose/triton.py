@@ -26,6 +26,7 @@ from pathlib import Path
 from slipstream_contract.processes import is_running
 from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
 
+from slipstream_compose import http_notes
 from slipstream_compose.control import control
 from slipstream_compose.server import server_directory, server_environment, stub_directory
 from slipstream_compose.spawn import spawn
@@ -179,6 +180,7 @@ class TritonServer:
         self.repository = repository.resolve()
         self.endpoints = endpoints
         self.log = log
+        self.http_notes: int | None = None  # how many a busy HTTP thread takes; None: not told
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0  # where this start's lines begin
         self._is_supervised = is_supervised
@@ -281,6 +283,8 @@ class TritonServer:
             if time.monotonic() > deadline:
                 raise ServeError(f"not ready after {timeout_s:.0f} s: see {self.log}")
             time.sleep(interval_s)
+        with contextlib.suppress(OSError):
+            self.http_notes = http_notes.widen(self.pid)
 
     def reason(self) -> str:
         """Why it ended, in one line: the engine's own word, else the server's log."""

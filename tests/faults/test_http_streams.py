@@ -1,10 +1,14 @@
 """Answers over HTTP that Triton cuts short and ends in good order: not by us, and never unseen."""
 
 import asyncio
+import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +23,7 @@ from slipstream_client.bench.transports import transport
 from slipstream_compose.control import _request
 from slipstream_compose.probe import stream_text
 from slipstream_compose.server import server_directory
-from slipstream_compose.triton import Endpoints, ServeError, TritonServer
+from slipstream_compose.triton import CONTROL_HEADER, Endpoints, ServeError, TritonServer
 from slipstream_contract.whole import CUT
 from tritonclient.grpc import service_pb2
 
@@ -62,7 +66,19 @@ def answers(client: Client, questions: list[Ask]) -> tuple[list[threading.Thread
     return threads, found
 
 
-def load_slowly(client: Client, model: str) -> float:
+def load_over_http(client: Client, model: str) -> None:
+    """As `serve` does not: the thread that serves all clients does it."""
+    server = client.server
+    request = urllib.request.Request(
+        f"{client.http}/v2/repository/models/{model}/load",
+        b"{}",
+        {CONTROL_HEADER: server._control_key},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
+        assert reply.status == 200
+
+
+def load_slowly(client: Client, model: str, *, is_http: bool = False) -> float:
     """Load it anew, with processes that stand still meanwhile; the seconds that it took."""
     server = client.server
     server.control("unload", model, PATIENCE_S)
@@ -85,14 +101,20 @@ def load_slowly(client: Client, model: str) -> float:
 
     begin = time.monotonic()
     threading.Thread(target=hold, daemon=True).start()
-    server.control("load", model, PATIENCE_S)
+    if is_http:
+        load_over_http(client, model)
+    else:
+        server.control("load", model, PATIENCE_S)
     return time.monotonic() - begin
 
 
 @pytest.mark.triton
-def test_a_model_that_is_loaded_slowly_cuts_no_answer_short(client: Client) -> None:
-    """Over HTTP the load would keep the one thread from all streams, and their ends would be lost:
-    of what comes in that time Triton remembers 278 responses of all streams."""
+@pytest.mark.parametrize("is_http", [False, True])
+def test_a_model_that_is_loaded_slowly_cuts_no_answer_short(
+    client: Client, *, is_http: bool
+) -> None:
+    """Over HTTP the load keeps the one thread from all streams: what comes in that time must wait,
+    and of itself Triton remembers 278 responses of all streams. Over gRPC it keeps nobody."""
     models = ("tensorrt_llm_bls", "tensorrt_llm", "ensemble")
     questions = [ask for ask in asks(24, 150, models=models) if ask.is_http]
     assert len(questions) == 12
@@ -101,7 +123,7 @@ def test_a_model_that_is_loaded_slowly_cuts_no_answer_short(client: Client) -> N
         threads, found = answers(client, questions)
         client.wait_running(len(questions))
         if is_loading:
-            assert load_slowly(client, "vllm_model") > 0.8 * LOAD_S
+            assert load_slowly(client, "vllm_model", is_http=is_http) > 0.8 * LOAD_S
         for thread in threads:
             thread.join(2 * PATIENCE_S)
             assert not thread.is_alive()
@@ -194,3 +216,35 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> No
             server.control("load", "ensemble", 5)
     finally:
         server.stop()
+
+
+# --- room for notes -------------------------------------------------------------------------------
+
+
+_OWN = """
+import os, socket
+from slipstream_compose import http_notes
+ends = [*socket.socketpair(), socket.socket(), *socket.socketpair(type=socket.SOCK_DGRAM)]
+before = [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in ends]
+room, count = http_notes.widen(os.getpid()), len(os.listdir("/proc/self/fd"))
+after = [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in ends]
+http_notes.widen(os.getpid())
+assert len(os.listdir("/proc/self/fd")) == count
+print(room, *(now // old for now, old in zip(after, before)))
+"""
+_DROP_FROM_BOUNDS, _NET_ADMIN = 24, 12  # of prctl
+
+
+@pytest.mark.parametrize("may_force", [True, False])
+def test_sockets_get_as_much_room_as_the_kernel_allows(*, may_force: bool) -> None:
+    prctl = ctypes.CDLL(None).prctl
+    drop = None if may_force else lambda: prctl(_DROP_FROM_BOUNDS, _NET_ADMIN)
+    done = subprocess.run(
+        [sys.executable, "-c", _OWN], capture_output=True, text=True, check=True, preexec_fn=drop
+    )
+    room, *grown = map(int, done.stdout.split())
+    allowed = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    forced, usual = (2 * each // 768 for each in (32 << 20, min(allowed, 32 << 20)))
+    assert room in ((forced, usual) if may_force else (usual,))  # not everybody may
+    assert min(grown[:2]) > 1
+    assert grown[2:] == [1, 1, 1]
