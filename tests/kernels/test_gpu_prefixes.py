@@ -33,6 +33,7 @@ MIXES: dict[str, Rows] = {
         ([("a", 256), (x, 256), (x + y, 768)], size) for x in "bc" for y in "de" for size in SIZES
     ],
     "long": [([("a", 8192)], size) for size in (1, 300, 40)] + [([("b", 5120)], 5)] * 2,
+    "more of their own": [([("a", 512)], 43 * i) for i in range(1, 60)],
     "many": [([("a", 256)], 1 + i % 70) for i in range(150)] + [([], 0)] * 3,
 }
 
@@ -258,6 +259,19 @@ def test_rotation_and_cache_within(dtype: torch.dtype) -> None:
         judge.close(name, outs[0], attend(turned, torch.float64), attend(turned, dtype))
         judge.true(f"{name}: repeats", all(same_bits(out, outs[0]) for out in outs))
         judge.true(f"{name}: v", same_bits(case.cache[:, :, 1], turned.cache[:, :, 1]))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("num_ctas", [1, 5, 40])
+def test_few_ctas(num_ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has many items, and tiles of its own after them."""
+    judge = Judge(f"{num_ctas} CTAs")
+    shape = module._device(0, torch.bfloat16, 128)[1]
+    monkeypatch.setattr(module, "_device", lambda *_: (num_ctas, shape))
+    for mix in ("one run", "three levels", "more of their own", "many"):
+        case = shared_case(MIXES[mix], (8, 2), 128, 32, torch.bfloat16, "cuda")
+        judge.true(f"{mix}: shared", num_items(case, plan_of(case)) > 0)
+        check(judge, mix, case)
     judge.verdict()
 
 

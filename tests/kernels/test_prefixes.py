@@ -115,12 +115,21 @@ def test_a_header_that_all_have_is_part_of_longer_runs() -> None:
 
 
 def test_no_run_where_little_is_saved() -> None:
-    rows = [([("a", 320)], 9)] * 8
-    case = shared_case(rows, (4, 2), 16, BLOCK, torch.float32, "cpu")
-    assert find(case, min_saved=7 * 320).items
-    words = find(case, min_saved=7 * 320 + 1)
-    assert not words.items
-    assert not any(words.first_own(row) for row in range(8))
+    """As much as is its own, unless that is less than half of `min_saved`, or more than it."""
+
+    def pays(own: int, min_saved: int) -> bool:
+        case = shared_case([([("a", 320)], own)] * 8, (4, 2), 16, BLOCK, torch.float32, "cpu")
+        words = find(case, min_saved=min_saved)
+        assert {words.first_own(row) for row in range(8)} == {320 if words.items else 0}
+        return bool(words.items)
+
+    saved = 7 * 320
+    assert pays(9, 2 * saved)
+    assert not pays(9, 2 * saved + 2)
+    assert pays(250, saved + 2)  # 8 tiles of 32
+    assert not pays(280, saved + 2)  # 9
+    assert pays(1000, saved)
+    assert not pays(1000, saved + 1)
     alone = shared_case([([(str(i), 320)], 9) for i in range(8)], (4, 2), 16, BLOCK, torch.float32)
     assert not find(alone).items
 
@@ -163,3 +172,12 @@ def test_splits_cover_a_run_once() -> None:
         assert bounds[-1][1] == 4096
         assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
         assert len(bounds) <= decode_prefixes.MAX_SPLITS
+
+
+def test_longer_items_where_they_would_be_more_than_ctas() -> None:
+    """A level of half the length: 24 items of 8 tiles, or 8 of them and 8 of 16."""
+    rows = [([("a", 512), (name, 1024)], 9) for name in "abcd" for _ in range(8)]
+    case = shared_case(rows, (2, 2), 16, BLOCK, torch.float32, "cpu")
+    items = find(case, num_ctas=16, item_rows=8).items
+    assert len(items) == 16
+    assert {item.end - item.begin for item in items} == {512, 1024}

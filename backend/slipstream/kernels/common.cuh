@@ -126,3 +126,5 @@ DEVICE void start_next() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+// Orders a thread's own writes to shared memory before later reads and writes by copies and wgmma (sm_90 on).
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -2,7 +2,7 @@
 // (decode_plan.cuh) through a ring of its own. What several workers of a CTA have of one (sequence, head) they merge
 // in shared memory; what several CTAs have, the last of them to arrive. Every sum has one order, whoever is last.
 // What sequences share is attended to first, for all of them together (decode_prefixes.cuh); what is left of it is merged
-// with the sums of their own tokens, by whoever has the first of these.
+// with the sums of their own tokens, by whoever has the first of these, some tiles before its last.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, TILE (tokens), WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K
 // come as projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SINKS (1: the
 // first tokens are seen too, by queries that are turned further: sinks.py), SHARES (1: there may be what sequences
@@ -21,6 +21,9 @@ constexpr bool LOADS_AHEAD = HEAD_SIZE <= 128;
 constexpr bool ANGLES_AHEAD = LOADS_AHEAD && ROTATES && !SINKS;  // nor do angles of sinks
 constexpr int SPANS = (HEAD_SIZE + 127) / 128;  // of a column: four dimensions for each lane
 enum { PRESENT = 1, BEGINS = 2, ENDS = 4 };
+// So many tiles of its own before a worker's last of a sequence it merges what that shares: what all would do at the end
+// costs time, what is waited for while other workers' tiles come does not.
+constexpr int MERGED_BEFORE = 6;
 
 static_assert(FORMAT == 0 || !ROTATES, "a quantised cache is written by rope.cu alone");
 static_assert(FORMAT == 0 || !SINKS, "queries over a quantised cache are not turned");
@@ -93,13 +96,7 @@ class Worker {
       query.prepare();
       Columns columns;
       columns.clear();
-#if SHARES
-      const int own_states = cursor.is_first() ? cursor.now.prefix.states : 0;
-#endif
       const int flags = attend(query, newest, columns);
-#if SHARES
-      if (own_states & ((1 << STATES_BITS) - 1)) merge_shared(columns, head, own_states);
-#endif
       columns.sum_totals();
       const int num_queries = heads.num_queries(head);
       if (flags == (PRESENT | BEGINS | ENDS)) {
@@ -129,13 +126,12 @@ class Worker {
 
 #if SHARES
   // What the sequence shares with others. Waited for once.
-  DEVICE void merge_shared(Columns& columns, int head, int own_states) {
+  DEVICE void merge_shared(Columns& columns, int head, const RowPrefix& prefix) {
     if (num_items > 0) wait_for_items(*prefixes, num_items);
     num_items = 0;
-    const int first = own_states >> STATES_BITS, count = own_states & ((1 << STATES_BITS) - 1);
     const int stride = heads.all_queries();
-    const State* own = states + i64(first) * stride + heads.first_query(head);
-    columns.merge(own, count, stride, heads.num_queries(head));
+    const State* own = states + i64(prefix.first_state()) * stride + heads.first_query(head);
+    columns.merge(own, prefix.num_states(), stride, heads.num_queries(head));
   }
 #endif
 
@@ -153,6 +149,11 @@ class Worker {
   DEVICE int attend(const Query& query, Newest& newest, Columns& columns) {
     int flags = PRESENT | (cursor.is_first() ? BEGINS : 0);
     const bool is_writer = cursor.head % heads.parts == 0;
+#if SHARES
+    const int head = cursor.head;
+    const RowPrefix prefix = cursor.is_first() ? cursor.now.prefix : RowPrefix{0, 0};
+    int until_merge = max(1, min(left, (cursor.num_tokens() + TILE - 1) / TILE) - MERGED_BEFORE);
+#endif
     for (bool goes_on = true; goes_on;) {
       const int count = cursor.num_tokens(), hidden = cursor.num_hidden();
       if (count <= TILE) flags |= ENDS;
@@ -185,6 +186,9 @@ class Worker {
       if (ROTATES && count <= TILE) newest.put_value(slot, count - 1, is_writer, cache.from_k_to_v());
       columns.accumulate(weights, shared_address(slot));
       ring.pop<true>();
+#if SHARES
+      if (--until_merge == 0 && prefix.num_states() > 0) merge_shared(columns, head, prefix);
+#endif
     }
     return flags;
   }
@@ -385,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   State* const states = reinterpret_cast<State*>(partials + gridDim.x * 2);
   const Cursor first(plan, start, {int(window), int(num_sinks)});
 #if SHARES
-  if (num_items > 0) {
+  if (int(blockIdx.x) < num_items) {
     const Ahead ahead(cache, first, start.count, heads.count);
     attend_items(prefixes, num_items, heads, inputs, cache, lengths, ahead, shared.rings[0], states, scale);
   }

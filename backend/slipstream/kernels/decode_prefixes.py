@@ -18,11 +18,13 @@ MAX_ROWS = 1024  # of find_prefixes.cu: a thread each; larger batches share noth
 LEVELS, MAX_SPLITS, MAX_SEGMENTS = 3, 8, 256
 TILE = 64  # tokens
 _OWN_TILE = 32  # of decode_plan.cuh: where a sequence's own part may begin
-_MIN_RUN = 2  # tiles that an item has at least, if the run has them
+_MIN_RUN = 4  # tiles that an item has at least, if the run has them
 _HEADER, _ITEM = 4, 8  # words
-# A run that is read once for all must be so long, and save reading so many tokens; all of a step's
-# together so many bytes of a layer. Those come from L2 at about 11 TB/s, and what is shared costs a
-# layer 10 to 30 us by itself (H200: 256 MB saved were 5 us lost, 500 MB 12 us gained).
+# A run that is read once for all must be so long, and save reading so many tokens. What a step's
+# runs save of a layer must be as many bytes as its sequences have of their own, but half of
+# _MIN_SAVED_BYTES at least, and those are always enough: what is shared costs a layer some 10 us by
+# itself, and to read it for each costs less, since it comes from L2, the more comes from memory
+# meanwhile (H200, 256 MB: 3 us gained beside 130 MB, 2 lost beside 290).
 _MIN_TOKENS, _MIN_SAVED_TOKENS, _MIN_SAVED_BYTES = 64, 1024, 384 << 20
 
 
@@ -34,7 +36,7 @@ class Work(NamedTuple):
     group_size: int  # query heads of a kv head
     item_rows: int  # query heads of sequences that a CTA takes at once
     num_ctas: int
-    min_saved_tokens: int  # by all together
+    min_saved_tokens: int  # by all together; half of it where rows have little of their own
 
     @classmethod
     def of(cls, cache: Tensor, num_q_heads: int, item_rows: int, num_ctas: int) -> "Work":
@@ -102,7 +104,9 @@ def find_prefixes(block_tables: Tensor, lengths: Tensor, out: Tensor, work: Work
     out.zero_()
     num_rows = len(lengths)
     segments, first_own = _find(block_tables.tolist(), lengths.tolist(), work)
-    if sum(segment.saved for segment in segments) < max(1, work.min_saved_tokens):
+    least = max(work.min_saved_tokens // 2, _OWN_TILE * _own_tiles(lengths.tolist(), first_own))
+    least = max(1, min(work.min_saved_tokens, least))
+    if sum(segment.saved for segment in segments) < least:
         return out
     _split(segments, work)
     words = out[_HEADER:]
@@ -188,12 +192,26 @@ def _row_tiles(segment: _Segment, work: Work) -> int:
     return -(-len(segment.members) * work.group_size // work.item_rows)
 
 
+def _own_tiles(lengths: list[int], first_own: list[int]) -> int:
+    """Of all rows, that no other row has."""
+    pairs = zip(lengths, first_own, strict=True)
+    return sum(-(-length // _OWN_TILE) - first // _OWN_TILE for length, first in pairs)
+
+
+def _num_splits(segment: _Segment, tiles: int) -> int:
+    """Of a run, if an item has so many tiles."""
+    return min(MAX_SPLITS, -(-segment.num_tiles // tiles))
+
+
 def _split(segments: list[_Segment], work: Work) -> None:
     """Cut each run so that all CTAs get about as much."""
     tiles = sum(_row_tiles(s, work) * s.num_tiles for s in segments) * work.num_kv_heads
     run = max(_MIN_RUN, -(-tiles // work.num_ctas))
+    count = sum(_row_tiles(s, work) * _num_splits(s, run) for s in segments) * work.num_kv_heads
+    if count > work.num_ctas:
+        run *= 2  # some would get two short items
     for i, segment in enumerate(segments):
-        segment.num_splits = min(MAX_SPLITS, -(-segment.num_tiles // run))
+        segment.num_splits = _num_splits(segment, run)
         outer = (s for s in segments[:i] if segment.leader in s.members)
         segment.first_state = sum(s.num_splits for s in outer)
 

@@ -10,7 +10,7 @@ constexpr int MAX_ROWS = 1024, MAX_WARPS = MAX_ROWS / 32;
 constexpr int OWN_TILE = 32;      // of decode_plan.cuh
 constexpr int MAX_SPLITS = 8;     // of a run
 constexpr int MAX_SEGMENTS = 256;
-constexpr int MIN_RUN = 2;        // tiles that an item has at least, if the run has them
+constexpr int MIN_RUN = 4;        // tiles that an item has at least, if the run has them
 constexpr int MIN_TOKENS = 64;    // of a run
 constexpr int MIN_SAVED = 1024;   // tokens that a run saves reading, at least
 constexpr int SLOTS = 2 * MAX_ROWS;
@@ -46,7 +46,8 @@ struct Shared {
   int limits[MAX_ROWS];      // units before the newest token
   int segment_of[MAX_ROWS];  // of a leader's class, -1 without one
   u64 sums[MAX_WARPS];
-  u64 saved;  // tokens
+  u64 saved;      // tokens
+  int own_tiles;  // that no other row has
 };
 
 struct Arguments {
@@ -208,15 +209,23 @@ DEVICE bool find_level(const Arguments& a, Shared& shared, int level, Row& mine,
   return true;
 }
 
+// How many splits a run gets if an item has so many tiles.
+DEVICE int num_splits(const Segment& segment, int tiles) {
+  return min(MAX_SPLITS, (segment.num_tiles() + tiles - 1) / tiles);
+}
+
 // Cut the runs so that all CTAs get about as much. Returns the number of items.
 DEVICE int split(const Arguments& a, Shared& shared, const Row& mine, int num_segments) {
   i64 tiles = 0;
   for (int i = 0; i < num_segments; ++i)
     tiles += i64(shared.segments[i].row_tiles) * shared.segments[i].num_tiles();
   tiles *= a.num_kv_heads;
-  const int run = int(max(i64(MIN_RUN), (tiles + a.num_ctas - 1) / a.num_ctas));
+  int run = int(max(i64(MIN_RUN), (tiles + a.num_ctas - 1) / a.num_ctas)), count = 0;
+  for (int i = 0; i < num_segments; ++i)
+    count += shared.segments[i].row_tiles * num_splits(shared.segments[i], run) * a.num_kv_heads;
+  if (count > a.num_ctas) run *= 2;  // some would get two short items
   for (int i = threadIdx.x; i < num_segments; i += blockDim.x)
-    shared.segments[i].num_splits = min(MAX_SPLITS, (shared.segments[i].num_tiles() + run - 1) / run);
+    shared.segments[i].num_splits = num_splits(shared.segments[i], run);
   __syncthreads();
   int first = 0;
 #pragma unroll
@@ -269,8 +278,9 @@ extern "C" __global__ void __launch_bounds__(MAX_ROWS)
                        min_saved};
   const Prefixes prefixes(memory, int(num_rows));
   const int row = threadIdx.x;
-  shared.limits[row] = row < num_rows ? max(0, lengths[row] - 1) / a.unit() : 0;
-  if (row == 0) shared.saved = 0;
+  const int length = row < num_rows ? lengths[row] : 0;
+  shared.limits[row] = max(0, length - 1) / a.unit();
+  if (row == 0) shared.saved = shared.own_tiles = 0;
   __syncthreads();
 
   Row mine;
@@ -278,8 +288,10 @@ extern "C" __global__ void __launch_bounds__(MAX_ROWS)
 #pragma unroll
   for (int level = 0; level < LEVELS; ++level)
     if (!find_level(a, shared, level, mine, found, prefixes.members)) break;
+  atomicAdd(&shared.own_tiles, (length + OWN_TILE - 1) / OWN_TILE - mine.own / OWN_TILE);
   __syncthreads();
-  const bool pays = shared.saved > 0 && i64(shared.saved) >= a.min_saved;
+  const i64 least = min(a.min_saved, max(a.min_saved / 2, i64(shared.own_tiles) * OWN_TILE));
+  const bool pays = shared.saved > 0 && i64(shared.saved) >= least;
   const int num_items = pays ? split(a, shared, mine, found.num_segments) : 0;
   int num_states = 0;
 #pragma unroll

@@ -25,6 +25,9 @@ struct alignas(16) Item {
 struct RowPrefix {
   int first_tile;  // with which its own part begins
   int states;      // the first, and in the low bits how many
+
+  DEVICE int first_state() const { return states >> STATES_BITS; }
+  DEVICE int num_states() const { return states & ((1 << STATES_BITS) - 1); }
 };
 
 struct Prefixes {

@@ -53,9 +53,6 @@ DEVICE void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Orders a thread's own writes to shared memory before later reads and writes by copies and wgmma.
-DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // A position in a ring of slots, as many as there is memory for, and the parity of its round.
 struct RingPosition {
   int slot = 0;
