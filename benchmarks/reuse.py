@@ -5,6 +5,8 @@
     reuse.py peer  OUT [options]        vLLM alone           made apart ...)
     reuse.py merge OURS [PEER]          the table            (... and put together here)
 
+With `--tune` our matrix kernels are measured first, as `slipstream tune` does; with `--only` some
+of the workloads run.
 The workloads are those of `reuse_workloads.py`, both engines have prefix caching on, and each runs
 in a process of its own. What reuse costs where nothing can be reused is the rate of the 512-request
 workload over that of an engine without it, both in one process by turns. The table is printed, its
@@ -27,6 +29,7 @@ from reuse_workloads import SMALL, Figures, Output, Sizes, Workloads
 from side import Side
 
 VOCABULARY = 128_000
+WORKLOADS = ("shared", "chat", "mixed")
 _CACHE_TOKENS = 335_872  # 256 sequences of 1,280 tokens and more; twice that fits an H200
 
 
@@ -96,18 +99,20 @@ class PeerTarget:
         ]
 
 
-def measure(side: Side, target: OurTarget | PeerTarget, sizes: Sizes, repeat: int) -> Workloads:
-    """All rows that need one engine, after a warm-up of each."""
-    loads = Workloads(target, sizes)
-    loads.shared()
-    runs = [loads.shared() for _ in range(repeat)]
-    _add(side, "shared-cold", [cold for cold, _ in runs])
-    _add(side, "shared-warm", [warm for _, warm in runs])
-    loads.chat()
-    chats = [loads.chat() for _ in range(repeat)]
-    _add(side, "chat", chats)
-    side.add("chat-ttft", [chat.first_token_ms for chat in chats])
-    return loads
+def measure(side: Side, loads: Workloads, repeat: int, only: list[str]) -> None:
+    """The rows of one engine, after a warm-up of each; kept as soon as they are there."""
+    if "shared" in only:
+        loads.shared()
+        runs = [loads.shared() for _ in range(repeat)]
+        _add(side, "shared-cold", [cold for cold, _ in runs])
+        _add(side, "shared-warm", [warm for _, warm in runs])
+    if "chat" in only:
+        loads.chat()
+        chats: list[Figures] = []
+        for _ in range(repeat):
+            chats.append(loads.chat())
+            _add(side, "chat", chats)
+            side.add("chat-ttft", [chat.first_token_ms for chat in chats])
 
 
 def _add(side: Side, name: str, runs: list[Figures]) -> None:
@@ -131,6 +136,10 @@ def run_ours(args: argparse.Namespace) -> None:
     import torch
     from engine import build
 
+    if args.tune:
+        from step import tune
+
+        tune(args.shape, args.max_num_batched_tokens, ["none"])
     sizes, lengths = Sizes(), {}
     if args.small:
         sizes, lengths = SMALL, {"max_tokens": 6, "shortest": 8, "longest": 60}
@@ -142,11 +151,15 @@ def run_ours(args: argparse.Namespace) -> None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     side.about(versions=f"torch {torch.__version__}", gpu=name, sizes=asdict(sizes))
     side.about(max_num_batched_tokens=args.max_num_batched_tokens, repetitions=args.repeat)
-    targets = [OurTarget(make(reuses), args.vocabulary) for reuses in (True, False)]
-    loads = measure(side, targets[0], sizes, args.repeat)
-    side.about(reused_blocks=targets[0].num_reused)
-    measure_cost(side, [loads, Workloads(targets[1], sizes)], args.repeat, **lengths)
-    side.about(reused_blocks_without=targets[1].num_reused)
+    side.about(tuned=args.tune)
+    target = OurTarget(make(True), args.vocabulary)
+    loads = Workloads(target, sizes)
+    measure(side, loads, args.repeat, args.only)
+    side.about(reused_blocks=target.num_reused)
+    if "mixed" in args.only:
+        other = OurTarget(make(False), args.vocabulary)
+        measure_cost(side, [loads, Workloads(other, sizes)], args.repeat, **lengths)
+        side.about(reused_blocks_without=other.num_reused)
 
 
 def run_peer(args: argparse.Namespace) -> None:
@@ -156,7 +169,8 @@ def run_peer(args: argparse.Namespace) -> None:
     side = Side(args.files[0], "vllm")
     llm = start(None, is_fp8=False, reuses=True)
     side.about(**facts(llm))
-    measure(side, PeerTarget(llm, args.vocabulary), Sizes(), args.repeat)
+    loads = Workloads(PeerTarget(llm, args.vocabulary), Sizes())
+    measure(side, loads, args.repeat, args.only)
 
 
 def merge(ours: dict[str, Any], peer: dict[str, Any] | None) -> dict[str, Any]:
@@ -240,6 +254,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096, help="ours")
     parser.add_argument("--kv-cache-tokens", type=int, default=_CACHE_TOKENS, help="ours")
+    parser.add_argument("--tune", action="store_true", help="ours: measure matrix kernels first")
+    parser.add_argument("--only", nargs="+", default=WORKLOADS, choices=WORKLOADS)
     parser.add_argument("--small", action="store_true", help="ours: a few requests of few tokens")
     parser.add_argument("--output", type=Path, help="where the table is kept")
     parser.add_argument("--peer-path", help="where the peer's packages lie, if not on the path")

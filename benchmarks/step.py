@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,11 @@ def precisions(rows: list[Row]) -> list[tuple[list[str], list[str]]]:
     return groups
 
 
-def tune(rows: list[Row], shape: str, budget: int) -> None:
-    """Measure matrix kernels for the precisions of the rows, as `slipstream tune` does."""
+def tune(shape: str, budget: int, quantizations: Iterable[str]) -> None:
+    """Measure matrix kernels for these quantisations, as `slipstream tune` does."""
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
         write_config(shape, Path(folder))
-        for quantization in sorted({"fp8" if row.is_fp8 else "none" for row in rows}):
+        for quantization in quantizations:
             config = {
                 "checkpoint": folder,
                 "load_format": "random",
@@ -102,7 +103,8 @@ def run_ours(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
         uncached = figures["uncached"]
         Side(output, "slipstream").add("start", figures["cached"], start_uncached=uncached)
     if args.tune:
-        tune(rows, args.shape, args.max_num_batched_tokens)
+        wanted = sorted({"fp8" if row.is_fp8 else "none" for row in rows})
+        tune(args.shape, args.max_num_batched_tokens, wanted)
     budget = str(args.max_num_batched_tokens)
     common = ["--repeat", str(args.repeat), "--shape", args.shape]
     common += ["--max-num-batched-tokens", budget]

@@ -84,6 +84,21 @@ def test_an_answer_that_ends_early_is_no_figure(bench) -> None:
         loads.shared()
 
 
+def test_what_is_not_asked_for_does_not_run(bench, tmp_path: Path) -> None:
+    sizes = bench.reuse_workloads.Sizes(4, 60, 9, 3, users=2, turns=2, system=9, mixed=5)
+    side = bench.side.Side(tmp_path / "side.json", "scripted")
+    for only in (["chat"], ["mixed"], ["shared"]):
+        target = Scripted(bench)
+        bench.reuse.measure(side, bench.reuse_workloads.Workloads(target, sizes), 2, only)
+        assert len(target.prompts) == {"chat": 12, "mixed": 0, "shared": 24}[only[0]]
+    assert {name: len(figures) for name, figures in side.data["rows"].items()} == {
+        "chat": 2,
+        "chat-ttft": 2,
+        "shared-cold": 2,
+        "shared-warm": 2,
+    }
+
+
 def test_the_table(bench) -> None:
     about = {"commit": "abc", "about": {"gpu": "G"}}
     ours = {"shared-cold": [310, 290, 305], "chat": [130], "chat-ttft": [60], "mixed-kept": [0.98]}
