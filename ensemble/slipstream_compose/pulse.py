@@ -41,6 +41,7 @@ class Asker:
 
     def __init__(self, name: str, period_s: float) -> None:
         self._closed = threading.Event()
+        self._next = threading.Event()  # the next question is due at once
         self._period_s = period_s
         self._heard_s = time.monotonic()
         self._asked_s = 0.0  # 0: no question waits for its answer
@@ -60,8 +61,9 @@ class Asker:
         self._asked_s = 0.0
 
     def renew(self) -> None:
-        """Likewise, and ask anew: whoever was asked is gone."""
+        """Likewise, and ask anew, at once: whoever was asked is gone."""
         self.reset()
+        self._next.set()
         self._interrupt()
 
     def close(self) -> None:
@@ -71,12 +73,13 @@ class Asker:
 
     def _run(self) -> None:
         while not self._closed.is_set():
+            self._next.clear()
             self._asked_s = time.monotonic()
             if self._ask():
                 self.reset()
             else:
                 self._asked_s = 0.0
-            self._closed.wait(self._period_s)
+            self._next.wait(self._period_s)
         self._leave()
 
     def _ask(self) -> bool:

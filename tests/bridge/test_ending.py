@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ def test_where_it_listens(options: list[str], address: tuple[str, int] | None) -
     assert http_address(["tritonserver", "--model-repository=m", *options]) == address
 
 
-def test_a_server_that_stops_listening_is_ending(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["listens no more", "turns away"])
+def test_a_server_that_takes_no_connection_is_ending(tmp_path: Path, how: str) -> None:
     runtime = Runtime(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         option = f"--http-port={listening.getsockname()[1]}"
@@ -37,13 +39,21 @@ def test_a_server_that_stops_listening_is_ending(tmp_path: Path) -> None:
                 time.sleep(0.01)
             watch = EndWatch(runtime, process.pid)
             for _ in range(3):
-                listening.accept()[0].close()
+                with listening.accept()[0] as link:
+                    assert link.recv(1) == b""  # until it has looked
             assert not runtime.stopping.exists()
-            listening.close()
+            if how == "turns away":
+                listening.settimeout(0.01)
+            else:
+                listening.close()
             begin = time.monotonic()
             while not runtime.stopping.exists():
                 assert time.monotonic() - begin < 30
-                time.sleep(0.01)
+                if how == "turns away":
+                    with suppress(TimeoutError):
+                        listening.accept()[0].close()
+                else:
+                    time.sleep(0.01)
             watch.close()
             process.stdin.close()
 

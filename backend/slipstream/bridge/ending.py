@@ -12,7 +12,8 @@ from pathlib import Path
 
 from slipstream_contract.runtime import Runtime
 
-_PERIOD_S = 0.1
+_PAUSE_S = 0.05
+_LOOK_S = 0.05  # in which a server turns a connection away, if it does
 _PATIENCE_S = 5.0
 _NUM_REFUSALS = 2  # in a row
 _HTTP_PORT = 8000  # Triton's own default
@@ -39,9 +40,10 @@ def _options(command: list[str]) -> list[tuple[str, str]]:
 
 
 class EndWatch:
-    """One thread that looks ten times a second whether the server still listens.
+    """One thread that looks ten times a second whether the server still takes connections.
 
-    To stop listening is the first thing that a server does that was told to end.
+    To stop that is the first thing that a server does that was told to end: while it has streams
+    over HTTP it turns others away, and then it listens no more.
     """
 
     def __init__(self, runtime: Runtime, server_pid: int) -> None:
@@ -60,8 +62,8 @@ class EndWatch:
             self._thread.join()
 
     def _run(self, runtime: Runtime, address: tuple[str, int]) -> None:
-        refusals_left = 0  # none counts before it has listened
-        while not self._closed.wait(_PERIOD_S):
+        refusals_left = 0  # none counts before it has taken one
+        while not self._closed.wait(_PAUSE_S):
             if not _is_refused(address):
                 refusals_left = _NUM_REFUSALS
             elif refusals_left == 1:
@@ -73,11 +75,12 @@ class EndWatch:
 
 
 def _is_refused(address: tuple[str, int]) -> bool:
-    """Whether nobody listens there; a server that is slow, or out of files, still does."""
+    """Whether nobody listens there, or turns us away: who is slow or out of files does not."""
     try:
-        socket.create_connection(address, _PATIENCE_S).close()
-    except ConnectionRefusedError:
+        with socket.create_connection(address, _PATIENCE_S) as link:
+            link.settimeout(_LOOK_S)
+            return link.recv(1) == b""
+    except (ConnectionRefusedError, ConnectionResetError):
         return True
     except OSError:
         return False
-    return False
