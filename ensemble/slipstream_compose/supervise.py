@@ -27,6 +27,7 @@ from slipstream_contract.vitals import forget_dead
 
 from slipstream_compose.front_end import HUNG_S, FrontEnd
 from slipstream_compose.pulse import Pulse
+from slipstream_compose.spare import Spare
 from slipstream_compose.triton import (
     ENDING_S,
     ServeError,
@@ -84,6 +85,7 @@ class Repairer:
         """`wait_ready` returns once tokens can be had; raises ServeError if that cannot be."""
         self.num_repairs = 0
         self._repairs = Repairs(server.runtime.repairs)
+        self._spare = Spare(server.runtime.spare)
         self._server = server
         self._wait_ready = wait_ready
         self._say = say
@@ -211,6 +213,7 @@ class Repairer:
 
     def _repair(self, fault: Fault, found_s: float) -> None:
         pauses = self._pauses.setdefault(fault.model, _Pauses())
+        self._spare.release()
         try:
             done = self._restart(fault) if fault.model is None else self._mend(fault)
             self.num_repairs += 1
@@ -221,6 +224,7 @@ class Repairer:
             self._server.kill()  # whatever is left of it: the next round starts it anew
             line = f"could not repair: {fault.what}; {error}; trying again"
             pauses = self._pauses.setdefault(None, _Pauses())
+        self._spare.hold()
         pauses.note(found_s)
         self._look_again()
         self._tell(line)  # who reads it may count on the new processes being watched

@@ -53,6 +53,11 @@ class Runtime:
         return self.directory / "repairs"
 
     @property
+    def spare(self) -> Path:
+        """Room that `slipstream serve` holds for its repairs."""
+        return self.directory / "spare"
+
+    @property
     def log(self) -> Path:
         """What engine and supervisor write to stdout and stderr."""
         return self.directory / "engine.log"
