@@ -21,9 +21,11 @@ constexpr bool LOADS_AHEAD = HEAD_SIZE <= 128;
 constexpr bool ANGLES_AHEAD = LOADS_AHEAD && ROTATES && !SINKS;  // nor do angles of sinks
 constexpr int SPANS = (HEAD_SIZE + 127) / 128;  // of a column: four dimensions for each lane
 enum { PRESENT = 1, BEGINS = 2, ENDS = 4 };
+#if SHARES
 // So many tiles of its own before a worker's last of a sequence it merges what that shares: what all would do at the end
 // costs time, what is waited for while other workers' tiles come does not.
 constexpr int MERGED_BEFORE = 6;
+#endif
 
 static_assert(FORMAT == 0 || !ROTATES, "a quantised cache is written by rope.cu alone");
 static_assert(FORMAT == 0 || !SINKS, "queries over a quantised cache are not turned");
