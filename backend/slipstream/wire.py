@@ -35,7 +35,7 @@ class CancelCause(StrEnum):
     """Why a request was ended before its end."""
 
     CLIENT = "client"  # cancelled it, or is gone
-    UNACKNOWLEDGED = "unacknowledged"  # gone too: postprocessing never got the last response
+    UNACKNOWLEDGED = "unacknowledged"  # likewise, of an ensemble; or postprocessing lost a part
     STOP = "stop"  # the contract's input `stop`
     DEADLINE = "deadline"
     FAILED = "failed"  # another part of the same Triton request failed

@@ -194,8 +194,8 @@ def _print_ready(server: TritonServer, banner: str, seconds: float) -> None:
     )
     if not ends.is_local:
         print(f"listening on {ends.host}: there is no authentication")
-    if server.http_notes is None or server.http_notes < ENOUGH:
-        kept = server.http_notes or "some hundred"
+    if server.note_room is None or server.note_room < ENOUGH:
+        kept = server.note_room or "some hundred"
         print(
             f"over HTTP, {kept} responses are kept while tritonserver parses another's long body; "
             "it loses the rest (docs/faults.md)"

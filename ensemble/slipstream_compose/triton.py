@@ -180,7 +180,7 @@ class TritonServer:
         self.repository = repository.resolve()
         self.endpoints = endpoints
         self.log = log
-        self.http_notes: int | None = None  # how many a busy HTTP thread takes; None: not told
+        self.note_room: int | None = None  # of `http_notes.widen`; None: it may not
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0  # where this start's lines begin
         self._is_supervised = is_supervised
@@ -284,7 +284,7 @@ class TritonServer:
                 raise ServeError(f"not ready after {timeout_s:.0f} s: see {self.log}")
             time.sleep(interval_s)
         with contextlib.suppress(OSError):
-            self.http_notes = http_notes.widen(self.pid)
+            self.note_room = http_notes.widen(self.pid)
 
     def reason(self) -> str:
         """Why it ended, in one line: the engine's own word, else the server's log."""

@@ -103,13 +103,12 @@ class CreditFile:
 
     def takers(self) -> list[int]:
         """All that have begun and not ended, of their own accord or killed."""
-        now_ns = time.monotonic_ns()
-        return [index for index in range(MAX_INSTANCES) if self._is_there(index, now_ns)]
-
-    def _is_there(self, taker: int, now_ns: int) -> bool:
-        first = _WORDS_HEADER + taker * _WORDS_TAKER
-        pid, is_beating = self.words[first + _PID], self._is_beating(taker, now_ns)
-        return pid != 0 and (is_beating or is_running(pid))
+        now_ns, found = time.monotonic_ns(), []
+        for index in range(MAX_INSTANCES):
+            pid = self.words[_WORDS_HEADER + index * _WORDS_TAKER + _PID]
+            if pid and (self._is_beating(index, now_ns) or is_running(pid)):
+                found.append(index)
+        return found
 
     def _is_beating(self, taker: int, now_ns: int) -> bool:
         beat_ns = self.words[_WORDS_HEADER + taker * _WORDS_TAKER + _BEAT]

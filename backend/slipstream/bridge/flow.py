@@ -301,7 +301,7 @@ class Flow:
                 self._newest[taker] = max(self._newest.get(taker, 0), credit.begun)
                 self._moved_ns = time.monotonic_ns()
                 self._give_back(credit)
-        takers = self._file.takers()
+        takers = self._file.takers() if spent else []
         for credit in spent:
             if self._is_dropped(credit, takers):
                 self._end(credit, ContractError(_LOST, Code.UNAVAILABLE))

@@ -5,6 +5,7 @@
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WARPS, SLOTS, ROTATES
 #pragma once
 #include "decode_heads.cuh"
+#include "row_softmax.cuh"
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && HEAD_SIZE % 64 == 0 && WARPS * SLOTS >= 16
 #define BY_GROUPS 1
 #include "wgmma.cuh"
@@ -158,27 +159,10 @@ class PrefixRows {
   // Scores of row g + 8 half become exponentials of `scale` (positive) times them; by `factor` the output so far is to
   // be multiplied.
   DEVICE void exponentiate(Scores& scores, int half, float scale, float& factor) {
-    float highest[2] = {-INFINITE, -INFINITE};
-#pragma unroll
-    for (int i = 0; i < SHARED_TILE / 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) highest[j] = fmaxf(highest[j], scores[i * 4 + half * 2 + j]);
-    float now = fmaxf(highest[0], highest[1]);
-#pragma unroll
-    for (int mask = 1; mask < 4; mask *= 2) now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, mask));
-    now = fmaxf(now * scale, maximum[half]);
+    const float now = fmaxf(highest_score<SHARED_TILE>(scores, half, -INFINITE) * scale, maximum[half]);
     factor = exp2_fast(maximum[half] - now);
     maximum[half] = now;
-    float sums[2] = {total[half] * factor, 0.0f};
-#pragma unroll
-    for (int i = 0; i < SHARED_TILE / 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& score = scores[i * 4 + half * 2 + j];
-        score = exp2_fast(fmaf(score, scale, -now));
-        sums[j] += score;
-      }
-    total[half] = sums[0] + sums[1];
+    total[half] = exponentiate_row<SHARED_TILE>(scores, half, scale, now, total[half] * factor);
   }
   // Once some tiles have gone by it is rare that one has a new maximum.
   DEVICE void rescale(const float (&factors)[2]) {
@@ -206,17 +190,11 @@ class PrefixRows {
     const u64 b = columns_descriptor(values, SHARED_COLUMN);
     pin(output);
     products_begin();
-#pragma unroll
-    for (int step = 0; step < SHARED_TILE / 16; ++step)
-      multiply_add(output, weights[step], advance(b, step * 2048), T{});
+    multiply_columns<SHARED_TILE>(output, weights, b, T{});
     products_commit();
   }
 
-  DEVICE void pack() {
-#pragma unroll
-    for (int i = 0; i < SHARED_TILE / 4; ++i)
-      weights[i / 4][i % 4] = pack_two(scores[2 * i], scores[2 * i + 1], T{});
-  }
+  DEVICE void pack() { pack_operand<SHARED_TILE>(weights, scores, T{}); }
 #else
   // Four sums of a warp's own product.
   template <int N>

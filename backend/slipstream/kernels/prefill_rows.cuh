@@ -3,6 +3,7 @@
 // -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128, 256), TILE
 #pragma once
 #include "prefill_items.cuh"
+#include "row_softmax.cuh"
 #include "wgmma.cuh"
 
 constexpr int ROWS = 64;                 // query rows
@@ -93,9 +94,7 @@ class GroupRows {
     const u64 b = columns_descriptor(values, TILE_COLUMN);
     pin(output);
     products_begin();
-#pragma unroll
-    for (int step = 0; step < TOKENS / 16; ++step)
-      multiply_add(output, probabilities[step], advance(b, step * 2048), T{});
+    multiply_columns<TOKENS>(output, probabilities, b, T{});
     products_commit();
   }
 
@@ -122,27 +121,10 @@ class GroupRows {
   DEVICE void exponentiate(float scale) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float highest[2] = {maximum[half], -INFINITE};
-#pragma unroll
-      for (int i = 0; i < TOKENS / 8; ++i)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) highest[j] = fmaxf(highest[j], scores[i * 4 + half * 2 + j]);
-      float now = fmaxf(highest[0], highest[1]);
-      now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 1));
-      now = fmaxf(now, __shfl_xor_sync(ALL_LANES, now, 2));
+      const float now = highest_score<TOKENS>(scores, half, maximum[half]);
       factor[half] = exp2_fast((maximum[half] - now) * scale);
       maximum[half] = now;
-      const float base = now * scale;
-      float sums[2] = {total[half] * factor[half], 0.0f};
-#pragma unroll
-      for (int i = 0; i < TOKENS / 8; ++i)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& score = scores[i * 4 + half * 2 + j];
-          score = exp2_fast(fmaf(score, scale, -base));
-          sums[j] += score;
-        }
-      total[half] = sums[0] + sums[1];
+      total[half] = exponentiate_row<TOKENS>(scores, half, scale, now * scale, total[half] * factor[half]);
     }
     // Never so, but a branch: without it the wait for the product that runs meanwhile is moved above all this.
     if (total[0] + total[1] < 0.0f) __nanosleep(1);
@@ -151,9 +133,7 @@ class GroupRows {
   // Exponentials become the next product's operand.
   template <int TOKENS>
   DEVICE void pack() {
-#pragma unroll
-    for (int i = 0; i < TOKENS / 4; ++i)
-      probabilities[i / 4][i % 4] = pack_two(scores[2 * i], scores[2 * i + 1], T{});
+    pack_operand<TOKENS>(probabilities, scores, T{});
   }
 
   DEVICE void rescale() {

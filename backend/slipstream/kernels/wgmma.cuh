@@ -113,3 +113,16 @@ DEVICE u32 pack_two(float first, float second, BFloat16) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
   return result;
 }
+
+// Sums of K columns become an A.
+template <int K, int N, int STEPS, class Element>
+DEVICE void pack_operand(u32 (&a)[STEPS][4], const float (&sums)[N], Element) {
+#pragma unroll
+  for (int i = 0; i < K / 4; ++i) a[i / 4][i % 4] = pack_two(sums[2 * i], sums[2 * i + 1], Element{});
+}
+// sums += A B over the first K rows of B, which lies by columns.
+template <int K, int N, int STEPS, class Element>
+DEVICE void multiply_columns(float (&sums)[N], const u32 (&a)[STEPS][4], u64 b, Element) {
+#pragma unroll
+  for (int step = 0; step < K / 16; ++step) multiply_add(sums, a[step], advance(b, step * 2048), Element{});
+}
