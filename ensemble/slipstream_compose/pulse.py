@@ -41,7 +41,6 @@ class Asker:
 
     def __init__(self, name: str, period_s: float) -> None:
         self._closed = threading.Event()
-        self._next = threading.Event()  # the next question is due at once
         self._period_s = period_s
         self._heard_s = time.monotonic()
         self._asked_s = 0.0  # 0: no question waits for its answer
@@ -61,9 +60,8 @@ class Asker:
         self._asked_s = 0.0
 
     def renew(self) -> None:
-        """Likewise, and ask anew, at once: whoever was asked is gone."""
+        """Likewise, and ask anew: whoever was asked is gone."""
         self.reset()
-        self._next.set()
         self._interrupt()
 
     def close(self) -> None:
@@ -73,13 +71,12 @@ class Asker:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            self._next.clear()
             self._asked_s = time.monotonic()
             if self._ask():
                 self.reset()
             else:
                 self._asked_s = 0.0
-            self._next.wait(self._period_s)
+            self._closed.wait(self._period_s)
         self._leave()
 
     def _ask(self) -> bool:

@@ -102,7 +102,7 @@ class Repairer:
         self._num_processes: Counter[str] = Counter()  # of each model
         self._leaving: dict[int, str] = {}  # pid -> model, of those unloaded that still have work
         self._replaced_s = 0.0  # when the last of them were unloaded
-        self._look_again()
+        self._see_processes()  # the first questions are on their way: nobody's to take back
         self._num_processes = Counter(self._models.values())
         self._pulses = {model: Pulse(server.endpoints, model) for model in self._num_processes}
 
@@ -320,6 +320,12 @@ class Repairer:
 
     def _look_again(self) -> None:
         """After a repair: which processes there are now, and no silence from before."""
+        self._see_processes()
+        self._stopped_s.clear()
+        for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
+            pulse.renew()
+
+    def _see_processes(self) -> None:
         stubs = self._server.stubs()
         models = {pid: _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs.items()}
         self._models = {pid: model for pid, model in models.items() if pid not in self._leaving}
@@ -330,9 +336,6 @@ class Repairer:
         self._still = {
             pid: Stillness(pid, runtime.vitals(model, pid)) for pid, model in self._models.items()
         }
-        self._stopped_s.clear()
-        for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
-            pulse.renew()
 
     def _forget_times(self) -> None:
         self._stopped_s.clear()
