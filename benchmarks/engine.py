@@ -1,6 +1,6 @@
 """The engine alone on the shared workloads: `python benchmarks/engine.py [--shape S] [NAME ...]`.
 
-Weights are random (speed does not depend on them), prompts are token ids, sampling is greedy.
+Weights are random, prompts are token ids, sampling is greedy.
 Prints one JSON line per workload and writes them to `--output`. Times are wall clock around
 `Engine.step`, the median over `--repeat` runs with the spread beside it.
 """

@@ -1,8 +1,8 @@
 """The README's figures from the newest results: `python benchmarks/figures.py [--check]`.
 
-Reads `step-h200.json` and `streams-h200.json` in `benchmarks/results/`; writes the tables between
-the README's two marks, and two plots in `docs/figures/`. With `--check` it only says, by its exit
-code, whether all is as it would be written.
+Reads `step-<card>.json` of each card and `streams-h200.json` in `benchmarks/results/`; writes the
+tables between the README's two marks, and two plots of the H200 in `docs/figures/`. With `--check`
+it only says, by its exit code, whether all is as it would be written.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from limits import GOALS_CARD, Rates, card
 from report import NEWEST, RESULTS, number, percent
 from rows import PARETO, ROWS, pareto_limit_ms
 from slipstream_client.bench.plots import Axis, Line, plot
@@ -24,9 +25,16 @@ COLORS = {"ours": "#1f6feb", "peer": "#8a8a8a"}
 NAMES = {"ours": "Slipstream", "peer": "vLLM"}
 
 
+PLOTS = """
+![Share of the limit by batch size](docs/figures/share-of-limit.svg)
+![Tokens a second of the GPU against those of a user](docs/figures/pareto.svg)"""
+
+
 def readme_table(table: dict[str, Any]) -> str:
-    """The rows as markdown."""
+    """The rows as markdown; what is to be reached only on the card for which it was set."""
     ours, limits = table["ours"], table["limits"]
+    has_goals = card(table["gpu"]) == GOALS_CARD
+    goal = " to reach |" * has_goals
     lines = [
         f"Llama-3.1-8B shape, random weights, one {table['gpu']}, commit {table['commit']}, beside "
         f"{table['peer'].get('versions', 'no peer')} in the same sitting; medians of "
@@ -34,39 +42,33 @@ def readme_table(table: dict[str, Any]) -> str:
         f"The limit is what must be read over {limits['read_tb_s']} TB/s, or computed over "
         f"{limits['bf16_tflop_s']:.0f} TFLOP/s (fp8: {limits['fp8_tflop_s']:.0f}).",
         "",
-        "| workload | Slipstream | vLLM | ratio | to reach | share of the limit | spread |",
-        "|---|---|---|---|---|---|---|",
+        f"| workload | Slipstream | vLLM | ratio |{goal} share of the limit | spread |",
+        "|---|---|---|---|---|---|" + "---|" * has_goals,
     ]
     for r in table["rows"]:
         if r["ours"] is None:
             continue  # not measured in this sitting
         row, unit = ROWS[r["row"]], r["unit"]
         ratio = "-" if r["ratio"] is None else f"{r['ratio']:.2f}"
-        if r["reached"]:
+        if r["reached"] and has_goals:
             ratio = f"**{ratio}**"
         cells = (
             f"{row.label} ({r['commit']})" if "commit" in r else row.label,
             f"{number(r['ours'], unit)} {unit}",
             number(r["peer"], unit),
             ratio,
-            f"{r['ratio_to_reach']:.2f}",
+            *([f"{r['ratio_to_reach']:.2f}"] if has_goals else []),
             percent(r["share"]),
             percent(r["spread"]),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    legend = "A ratio above 1 means that ours is faster; bold: the goal is reached."
+    legend = "A ratio above 1 means that ours is faster"
+    legend += "; bold: the goal is reached." if has_goals else "."
     if any("commit" in r for r in table["rows"]):
         legend += " Rows with a commit of their own are of an earlier sitting."
     if (uncached := table["start_uncached"]) is not None:
         legend += f" Without compiled kernels the first start takes {number(uncached, 's')} s."
-    lines += [
-        "",
-        legend,
-        "",
-        "![Share of the limit by batch size](docs/figures/share-of-limit.svg)",
-        "![Tokens a second of the GPU against those of a user](docs/figures/pareto.svg)",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", legend])
 
 
 def streams_table(result: dict[str, Any]) -> str:
@@ -104,9 +106,12 @@ def _points(table: dict[str, Any], side: str) -> list[tuple[int, float]]:
 
 def share_plot(table: dict[str, Any]) -> str:
     """How much of the limit a decode step reaches."""
+    rates = Rates(
+        *(1e12 * table["limits"][f"{of}_s"] for of in ("read_tb", "bf16_tflop", "fp8_tflop"))
+    )
     lines = []
     for side in ("peer", "ours"):
-        points = [(b, pareto_limit_ms(b) / itl) for b, itl in _points(table, side)]
+        points = [(b, pareto_limit_ms(b, rates) / itl) for b, itl in _points(table, side)]
         lines.append(Line(NAMES[side], COLORS[side], points))
     return plot(
         "Share of the limit in a decode step, bf16",
@@ -134,16 +139,20 @@ def pareto_plot(table: dict[str, Any]) -> str:
     )
 
 
-def files(table: dict[str, Any], streams: dict[str, Any]) -> dict[Path, str]:
-    """Everything that is made of the two results."""
+def files(tables: dict[str, dict[str, Any]], streams: dict[str, Any]) -> dict[Path, str]:
+    """Everything that is made of the results; `tables` by card."""
     head, mark, rest = README.read_text().partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not mark or not end:
         raise SystemExit(f"{README}: the marks {BEGIN} and {END} are not both there")
+    plotted = tables[GOALS_CARD]
+    parts = [readme_table(plotted) + "\n" + PLOTS]
+    parts += [readme_table(table) for name, table in tables.items() if name != GOALS_CARD]
+    text = "\n\n".join([*parts, streams_table(streams)])
     return {
-        README: f"{head}{BEGIN}\n{readme_table(table)}\n\n{streams_table(streams)}\n{END}{tail}",
-        PICTURES / "share-of-limit.svg": share_plot(table),
-        PICTURES / "pareto.svg": pareto_plot(table),
+        README: f"{head}{BEGIN}\n{text}\n{END}{tail}",
+        PICTURES / "share-of-limit.svg": share_plot(plotted),
+        PICTURES / "pareto.svg": pareto_plot(plotted),
     }
 
 
@@ -152,11 +161,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    if not NEWEST.is_file():
+    if not NEWEST[GOALS_CARD].is_file():
         raise SystemExit(
-            f"{NEWEST}: no such file; make bench-gpu writes it on a machine with an H200"
+            f"{NEWEST[GOALS_CARD]}: no such file; "
+            f"make bench-gpu writes it on a machine with an {GOALS_CARD}"
         )
-    texts = files(json.loads(NEWEST.read_text()), json.loads(STREAMS.read_text()))
+    tables = {name: json.loads(path.read_text()) for name, path in NEWEST.items() if path.is_file()}
+    texts = files(tables, json.loads(STREAMS.read_text()))
     if args.check:
         return int(any(not p.is_file() or p.read_text() != text for p, text in texts.items()))
     for path, text in texts.items():

@@ -9,7 +9,7 @@ export PYTHONPATH=backend:ensemble:preprocessing:postprocessing:client:tests${PY
 python=${PYTHON:-python3}
 "$python" - <<'CHECK'
 import importlib.util
-for name in ("pytest", "torch", "cupy", "cuda.bindings", "hypothesis", "msgspec", "safetensors", "transformers"):
+for name in ("pytest", "torch", "cupy", "cuda.bindings", "hypothesis", "msgspec", "safetensors", "transformers", "tritonclient", "zmq"):
     try:
         found = importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:

@@ -10,35 +10,58 @@ from typing import Any
 
 from workloads import Workload
 
-# The highest rates that were measured on an H200 under its power cap.
-READ_BYTES_S = 4.707e12
-BF16_OPERATIONS_S = 790e12
-FP8_OPERATIONS_S = 1480e12
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a GPU reaches at best: bytes read, operations of its matrix units, a second."""
+
+    read: float
+    bf16: float
+    fp8: float
+
+
+# The highest that were measured, under a power cap of 700 W. Both are the same chip: operations are
+# as on an H200.
+CARDS = {"H200": Rates(4.707e12, 790e12, 1480e12), "H100": Rates(3.11e12, 790e12, 1480e12)}
+GOALS_CARD = "H200"  # on which the goals of rows.py were set
+
+
+def card(gpu: str | None) -> str | None:
+    """Which of `CARDS` a GPU is, by the name that its driver gives it."""
+    return next((name for name in CARDS if name in (gpu or "")), None)
+
+
+def rates_of(gpu: str | None, measured: dict[str, float]) -> Rates:
+    """Of a GPU; of one that is not among `CARDS` what `ceilings.py` measured, fp8 twice as bf16."""
+    known = card(gpu)
+    if known is None and measured:
+        read, bf16 = measured["read_tb_s"] * 1e12, measured["bf16_tflop_s"] * 1e12
+        return Rates(read, bf16, 2 * bf16)
+    return CARDS[known or GOALS_CARD]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes to read, and seconds that the matrix units need."""
+    """Seconds that memory and the matrix units need."""
 
-    num_bytes: float = 0.0
+    read_seconds: float = 0.0
     matrix_seconds: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.num_bytes + other.num_bytes, self.matrix_seconds + other.matrix_seconds)
-
-    def __mul__(self, times: float) -> "Work":
-        return Work(self.num_bytes * times, self.matrix_seconds * times)
+        return Work(
+            self.read_seconds + other.read_seconds, self.matrix_seconds + other.matrix_seconds
+        )
 
     @property
     def seconds(self) -> float:
         """With reading and computing at the same time."""
-        return max(self.num_bytes / READ_BYTES_S, self.matrix_seconds)
+        return max(self.read_seconds, self.matrix_seconds)
 
 
 class Model:
-    """A shape's matrices; all but embedding and head in 8 bits where `is_fp8`."""
+    """A shape's matrices on a GPU; all but embedding and head in 8 bits where `is_fp8`."""
 
-    def __init__(self, shape: dict[str, Any], is_fp8: bool = False) -> None:
+    def __init__(self, shape: dict[str, Any], rates: Rates, is_fp8: bool = False) -> None:
         hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
         kv_heads, size = shape["num_key_value_heads"], shape["head_dim"]
         qkvo = 2 * (heads + kv_heads) * size * hidden
@@ -49,21 +72,27 @@ class Model:
         self.kv_bytes = 2 * shape["num_hidden_layers"] * kv_heads * size * 2
         self.operations_a_pair = 4 * shape["num_hidden_layers"] * heads * size
         self.layer_itemsize = 1 if is_fp8 else 2
-        self.layer_rate = FP8_OPERATIONS_S if is_fp8 else BF16_OPERATIONS_S
+        self.layer_rate = rates.fp8 if is_fp8 else rates.bf16
+        self.rates = rates
 
     def products(self, num_tokens: float, num_sampled: float) -> list[Work]:
         """Of one step: the layers' products, then the head's."""
         return [
             Work(
-                self.in_layers * self.layer_itemsize,
+                self.in_layers * self.layer_itemsize / self.rates.read,
                 2 * self.in_layers * num_tokens / self.layer_rate,
             ),
-            Work(self.in_head * 2, 2 * self.in_head * num_sampled / BF16_OPERATIONS_S),
+            Work(
+                self.in_head * 2 / self.rates.read, 2 * self.in_head * num_sampled / self.rates.bf16
+            ),
         ]
 
     def attention(self, cached: float, pairs: float) -> Work:
         """Reading `cached` tokens' keys and values, over `pairs` of a query and a key."""
-        return Work(self.kv_bytes * cached, self.operations_a_pair * pairs / BF16_OPERATIONS_S)
+        return Work(
+            self.kv_bytes * cached / self.rates.read,
+            self.operations_a_pair * pairs / self.rates.bf16,
+        )
 
 
 def decode_step(model: Model, batch: int, context: float) -> float:
@@ -85,9 +114,9 @@ def whole(model: Model, workload: Workload, at_once: int) -> float:
     lengths, outputs = [len(prompt) for prompt in workload.prompts], workload.max_tokens
     num_steps = -(-len(lengths) * outputs // at_once)
     in_layers, head = model.products(sum(lengths) + len(lengths) * (outputs - 1), 0)
-    total = Work(in_layers.num_bytes * num_steps, in_layers.matrix_seconds)
+    total = Work(in_layers.read_seconds * num_steps, in_layers.matrix_seconds)
     _, head = model.products(0, len(lengths) * outputs)
-    total += Work(head.num_bytes * num_steps, head.matrix_seconds)
+    total += Work(head.read_seconds * num_steps, head.matrix_seconds)
     for n in lengths:
         read = sum(range(n + 1, n + outputs))  # by every output but the first
         total += model.attention(read, n * (n + 1) / 2 + read)

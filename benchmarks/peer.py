@@ -1,7 +1,8 @@
 """vLLM on the rows of the GPU table, one precision a process; called by `step.py`.
 
 It runs the same prompts to the same lengths, greedily, without detokenising or (but for `reuse.py`)
-a prefix cache. All other settings are its own choices.
+a prefix cache. All other settings are its own choices. Its weights are a real checkpoint's, as ours
+are drawn: from 256 rows on speed depends on them, and vLLM's own made-up ones are others.
 """
 
 import os
@@ -22,14 +23,12 @@ for _name, _value in {
 
 import argparse  # noqa: E402 - vLLM reads the environment when it is imported
 import sys  # noqa: E402
-import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import driving  # noqa: E402
 import workloads  # noqa: E402
-from rows import MAX_SEQUENCES, ROWS, SHAPE  # noqa: E402
-from shapes import write_config  # noqa: E402
+from rows import MAX_SEQUENCES, ROWS  # noqa: E402
 from side import Side, measure_pareto, measure_rows, wanted  # noqa: E402
 
 
@@ -63,15 +62,11 @@ class PeerTarget:
         return num_tokens, sum(output.finished for output in outputs)
 
 
-def start(checkpoint: Path | None, is_fp8: bool, reuses: bool = False) -> Any:
-    """vLLM on the checkpoint, or on made-up weights of the shape; `reuses`: with prefix caching."""
+def start(checkpoint: Path, is_fp8: bool, reuses: bool = False) -> Any:
+    """vLLM on the checkpoint; `reuses`: with prefix caching."""
     from vllm import LLM
 
     options: dict[str, Any] = {"quantization": "fp8"} if is_fp8 else {}
-    if checkpoint is None:
-        checkpoint = Path(tempfile.mkdtemp(prefix="slipstream-peer-"))
-        write_config(SHAPE, checkpoint)
-        options["load_format"] = "dummy"
     return LLM(
         model=str(checkpoint),
         skip_tokenizer_init=True,
@@ -103,7 +98,7 @@ def main() -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--rows", nargs="*", default=[], choices=ROWS)
     parser.add_argument("--fp8", action="store_true")
-    parser.add_argument("--checkpoint", type=Path, help="without it: made-up weights, no row start")
+    parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     side = Side(args.output, "vllm")
@@ -114,7 +109,7 @@ def main() -> int:
     print(f"vLLM's first token after {started:.1f} s", flush=True)
     side.about(**facts(llm))
     rows = wanted(args.rows, lambda row: row.is_fp8 == args.fp8)
-    if args.checkpoint is not None and ROWS["start"] in rows:
+    if ROWS["start"] in rows:
         side.add("start", [started])
     measure_rows(side, target, rows, args.repeat)
     if ROWS["decode-bs1"] in rows:

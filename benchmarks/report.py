@@ -6,11 +6,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import limits
+from limits import CARDS, Rates, rates_of
 from rows import ROWS, Row
 
 RESULTS = Path(__file__).resolve().parent / "results"
-NEWEST = RESULTS / "step-h200.json"
+NEWEST = {
+    card: RESULTS / f"step-{card.lower()}.json" for card in CARDS
+}  # of each card the newest table
 
 
 def commit() -> str:
@@ -36,17 +38,18 @@ def spread(figures: list[float] | None) -> float | None:
     return round((max(figures) - min(figures)) / statistics.median(figures), 4)
 
 
-def share(row: Row, figure: float | None) -> float | None:
+def share(row: Row, figure: float | None, limit: float | None) -> float | None:
     """How much of the limit is reached, up to 1."""
-    limit = row.limit()
     if figure is None or limit is None:
         return None
     return round(figure / limit if row.is_rate else limit / figure, 4)
 
 
-def line(row: Row, ours: list[float] | None, peer: list[float] | None) -> dict[str, Any]:
+def line(
+    row: Row, ours: list[float] | None, peer: list[float] | None, rates: Rates
+) -> dict[str, Any]:
     """A row of the table; null where nothing was measured."""
-    mine, theirs, limit = _median(ours), _median(peer), row.limit()
+    mine, theirs, limit = _median(ours), _median(peer), row.limit(rates)
     ratio = None if mine is None or theirs is None else round(row.ratio(mine, theirs), 4)
     is_reached: bool | None = None
     if ratio is not None and row.figure != "start":
@@ -61,7 +64,7 @@ def line(row: Row, ours: list[float] | None, peer: list[float] | None) -> dict[s
         "limit": None if limit is None else round(limit, 4),
         "spread": spread(ours),
         "peer_spread": spread(peer),
-        "share": share(row, mine),
+        "share": share(row, mine, limit),
         "goal": row.goal,
         "ratio": ratio,
         "ratio_to_reach": round(row.ratio_to_reach, 4),
@@ -76,21 +79,24 @@ def merge(ours: dict[str, Any] | None, peer: dict[str, Any] | None) -> dict[str,
     empty: dict[str, Any] = {"about": {}, "rows": {}, "pareto": {}}
     mine, theirs = ours or empty, peer or empty
     about = dict(mine["about"])
+    gpu, ceilings = about.pop("gpu", None), about.pop("ceilings", {})
+    rates = rates_of(gpu, ceilings)
     return {
         "commit": commit() if mine.get("commit", "unknown") == "unknown" else mine["commit"],
         "date": mine.get("date") or theirs.get("date"),
-        "gpu": about.pop("gpu", None),
-        "ceilings": about.pop("ceilings", {}),
+        "gpu": gpu,
+        "ceilings": ceilings,
         "limits": {
-            "read_tb_s": limits.READ_BYTES_S / 1e12,
-            "bf16_tflop_s": limits.BF16_OPERATIONS_S / 1e12,
-            "fp8_tflop_s": limits.FP8_OPERATIONS_S / 1e12,
+            "read_tb_s": rates.read / 1e12,
+            "bf16_tflop_s": rates.bf16 / 1e12,
+            "fp8_tflop_s": rates.fp8 / 1e12,
         },
         "ours": about,
         "peer": theirs["about"],
         "start_uncached": _median(mine.get("start_uncached")),
         "rows": [
-            line(r, mine["rows"].get(r.name), theirs["rows"].get(r.name)) for r in ROWS.values()
+            line(r, mine["rows"].get(r.name), theirs["rows"].get(r.name), rates)
+            for r in ROWS.values()
         ],
         "pareto": {"ours": mine["pareto"], "peer": theirs["pareto"]},
     }

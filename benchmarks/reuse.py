@@ -164,10 +164,14 @@ def run_ours(args: argparse.Namespace) -> None:
 
 def run_peer(args: argparse.Namespace) -> None:
     """All rows of vLLM's, in this process."""
+    from make_checkpoint import make
     from peer import facts, start
+    from rows import SHAPE
 
+    checkpoint = Path(tempfile.gettempdir()) / SHAPE
+    make(SHAPE, checkpoint)
     side = Side(args.files[0], "vllm")
-    llm = start(None, is_fp8=False, reuses=True)
+    llm = start(checkpoint, is_fp8=False, reuses=True)
     side.about(**facts(llm))
     loads = Workloads(PeerTarget(llm, args.vocabulary), Sizes())
     measure(side, loads, args.repeat, args.only)

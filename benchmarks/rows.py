@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import limits
 import workloads
+from limits import Rates
 from shapes import SHAPES
 from workloads import Workload
 
@@ -59,11 +60,11 @@ class Row:
         few = whole.prompts[: num_prompts.get(self.name)]
         return replace(whole, prompts=few, max_tokens=min(whole.max_tokens, 16))
 
-    def limit(self) -> float | None:
-        """The least time or the highest rate of the H200, in the row's unit."""
+    def limit(self, rates: Rates) -> float | None:
+        """The least time or the highest rate on a GPU of these rates, in the row's unit."""
         if self.make is None:
             return None
-        model, load = limits.Model(SHAPES[SHAPE], self.is_fp8), self.workload()
+        model, load = limits.Model(SHAPES[SHAPE], rates, self.is_fp8), self.workload()
         num_input = sum(map(len, load.prompts))
         if self.figure == "itl_ms":
             context = len(load.prompts[0]) + load.max_tokens / 2
@@ -147,7 +148,7 @@ ROWS = {
 }
 
 
-def pareto_limit_ms(batch: int) -> float:
+def pareto_limit_ms(batch: int, rates: Rates) -> float:
     """Of a step of the short bf16 decodes."""
-    model = limits.Model(SHAPES[SHAPE])
+    model = limits.Model(SHAPES[SHAPE], rates)
     return 1e3 * limits.decode_step(model, batch, 128 + PARETO_TOKENS / 2)

@@ -8,8 +8,9 @@
 With `--keep TABLE` the newest table keeps that one's rows that were not measured beside a peer now.
 
 Every engine runs in processes of its own, one a precision. The table goes to
-`benchmarks/results/<date>-<commit>.json` and to `step-h200.json` beside it; its last line is the
-same as one JSON object. Without a GPU: one line, exit code 2.
+`benchmarks/results/<date>-<commit>-<card>.json` and to `step-<card>.json` beside it, where the card
+is one of `limits.CARDS`; its last line is the same as one JSON object. Without a GPU: one line,
+exit code 2.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import start
+from limits import card
 from make_checkpoint import make
 from report import NEWEST, RESULTS, keep, merge, show
 from rows import BUDGET, ROWS, SHAPE, Row
@@ -115,23 +117,21 @@ def run_ours(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
 def run_peer(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
     """All of vLLM's rows; its start is that of its one bf16 process."""
     environment = peer_environment(args.peer_path)
-    if ROWS["start"] in rows:
-        make(args.shape, args.checkpoint)
+    make(args.shape, args.checkpoint)
+    common = ["--checkpoint", str(args.checkpoint), "--repeat", str(args.repeat)]
     for options, names in precisions(rows):
-        if "start" in names:
-            options += ["--checkpoint", str(args.checkpoint)]
-        arguments = [str(output), *options, "--repeat", str(args.repeat), "--rows", *names]
-        call("peer.py", arguments, environment)
+        call("peer.py", [str(output), *options, *common, "--rows", *names], environment)
 
 
 def save(table: dict[str, Any], folder: Path, old: Path | None) -> None:
-    """One file a run; those on an H200 are the newest, with rows of `old` that they do not have."""
+    """One file a run; it is the card's newest, with rows of `old` that it does not have."""
     folder.mkdir(parents=True, exist_ok=True)
     newest = table if old is None else keep(table, json.loads(old.read_text()))
-    path = folder / f"{table['date']}-{table['commit']}.json"
-    path.write_text(json.dumps(table, indent=1) + "\n")
-    if "H200" in (table["gpu"] or ""):
-        (folder / NEWEST.name).write_text(json.dumps(newest, indent=1) + "\n")
+    name, kind = f"{table['date']}-{table['commit']}", card(table["gpu"])
+    if kind is not None:
+        name += f"-{kind.lower()}"
+        (folder / NEWEST[kind].name).write_text(json.dumps(newest, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(table, indent=1) + "\n")
 
 
 def finish(ours: Path, peer: Path | None, folder: Path, old: Path | None) -> None:

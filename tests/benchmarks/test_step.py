@@ -61,7 +61,22 @@ def test_the_rows(bench) -> None:
     ],
 )
 def test_limits(bench, name: str, limit: float) -> None:
-    assert bench.rows.ROWS[name].limit() == pytest.approx(limit, rel=0.005)
+    assert bench.rows.ROWS[name].limit(bench.limits.CARDS["H200"]) == pytest.approx(
+        limit, rel=0.005
+    )
+
+
+def test_every_card_has_its_own_limit(bench) -> None:
+    """One that is not known is bounded by what its own run measured."""
+    measured = {"read_tb_s": 2.0, "bf16_tflop_s": 300.0}
+    rates_of, cards = bench.limits.rates_of, bench.limits.CARDS
+    assert rates_of("NVIDIA H100 80GB HBM3", measured) == cards["H100"]
+    assert rates_of("NVIDIA H200", {}) == rates_of(None, {}) == cards["H200"]
+    assert rates_of("NVIDIA A100", measured) == bench.limits.Rates(2e12, 300e12, 600e12)
+    slow = side({"decode-bs1": [5.0]}, about={"gpu": "NVIDIA H100 80GB HBM3"})
+    row = bench.report.merge(slow, None)["rows"][0]
+    assert row["limit"] == pytest.approx(3.196 * 4.707 / 3.11, abs=1e-3)
+    assert row["share"] == pytest.approx(row["limit"] / 5.0, abs=1e-3)
 
 
 def test_a_limit_by_hand(bench) -> None:
@@ -74,14 +89,16 @@ def test_a_limit_by_hand(bench) -> None:
             "num_hidden_layers": 3,
             "intermediate_size": 7,
             "vocab_size": 11,
-        }
+        },
+        bench.limits.CARDS["H200"],
     )
     assert model.in_layers == 3 * (10 * 20 + 2 * 10 * 10 + 20 * 10 + 3 * 10 * 7)
     assert model.kv_bytes == 3 * 2 * 2 * 5 * 2
     in_layers, head = model.products(9, 2)
-    assert in_layers.num_bytes == 2 * model.in_layers
+    assert in_layers.read_seconds == pytest.approx(2 * model.in_layers / 4.707e12)
     assert in_layers.matrix_seconds == pytest.approx(9 * 2 * model.in_layers / 790e12)
-    assert (head.num_bytes, head.matrix_seconds) == (220, pytest.approx(2 * 220 / 790e12))
+    assert head.read_seconds == pytest.approx(220 / 4.707e12)
+    assert head.matrix_seconds == pytest.approx(2 * 220 / 790e12)
     # Reading bounds a step of one token: every matrix and the cache once.
     read = 2 * model.in_layers + 220 + 100 * model.kv_bytes
     assert bench.limits.decode_step(model, 1, 100) == pytest.approx(read / 4.707e12)
@@ -91,11 +108,12 @@ def test_the_mixed_limit_is_that_of_its_operations(bench) -> None:
     """Every token through every layer, every output through the head; attention is 3 % more."""
     row = bench.rows.ROWS["mixed-512"]
     load = row.workload()
-    model = bench.limits.Model(bench.shapes.SHAPES["llama-3.1-8b"])
+    rates = bench.limits.CARDS["H200"]
+    model = bench.limits.Model(bench.shapes.SHAPES["llama-3.1-8b"], rates)
     outputs = 512 * 256
     inputs = sum(map(len, load.prompts))
     operations = 2 * (model.in_layers * (inputs + outputs - 512) + model.in_head * outputs)
-    assert 0.95 < row.limit() / (outputs / (operations / 790e12)) < 1.0
+    assert 0.95 < row.limit(rates) / (outputs / (operations / 790e12)) < 1.0
 
 
 def test_ratios_say_how_much_better_ours_is(bench) -> None:
@@ -254,11 +272,14 @@ def test_sides_of_a_sitting_are_put_together(bench, tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     table = json.loads(result.stdout.splitlines()[-1])
     kept = {path.name: json.loads(path.read_text()) for path in (tmp_path / "results").iterdir()}
-    assert kept == {"2026-01-02-abc.json": table, "step-h200.json": table}
+    assert kept == {"2026-01-02-abc-h200.json": table, "step-h200.json": table}
     assert {"commit", "gpu", "ceilings", "rows"} <= set(table)
     assert table["rows"][0]["ratio"] == 1.4
     assert "start without compiled kernels: 12.00 s" in result.stdout
-    readme = bench.figures.files(table, STREAMS)[bench.figures.README]
+    other = bench.report.merge(side({"ttft": [7.0]}, about={"gpu": "NVIDIA H100 80GB HBM3"}), None)
+    tables = {"H200": table, "H100": other}
+    readme = bench.figures.files(tables, STREAMS)[bench.figures.README]
+    assert readme.count("\n| first token, batch 1, 128 in | 7.00 ms | - | - | ") == 1  # no goal
     assert readme.count("\n| 1 x 250 | 0.612 ms | 1.2 ms | 0.7 ms | 67 ms |\n") == 1
     assert readme.count("waits 2.2 ms fused and 3 ms composed for them") == 1
     assert "256 x 100" not in readme  # of one wiring alone
