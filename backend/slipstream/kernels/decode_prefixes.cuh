@@ -5,20 +5,15 @@
 #include "decode_rows.cuh"
 
 constexpr int SHARED_BYTES = SHARED_TILE * ROW_BYTES;  // of a tile's K, or V
-constexpr int QUERY_BYTES = BY_GROUPS ? WARPS * 16 * ROW_BYTES : 0;
 constexpr int STAGES_THERE = (WARPS * RING_BYTES - QUERY_BYTES) / (2 * SHARED_BYTES);
-constexpr int MOST_STAGES = BY_GROUPS ? 5 : 4;
 constexpr int STAGES = STAGES_THERE < MOST_STAGES ? STAGES_THERE : MOST_STAGES;
-constexpr int FETCHED = STAGES - 1;  // tiles that are there, or on their way, when one is attended to
+static_assert(STAGES > TILES_READ, "some are read, the next is on its way");
 constexpr int AHEAD = 1;  // tiles of a worker: of 8 on 132 SMs, with 128 dimensions, 17 MB
-static_assert(FETCHED > BY_GROUPS, "one tile is read, the next is on its way");
 
 // Tiles of an item on their way to shared memory, by all threads.
 class SharedTiles {
   static constexpr int COPIES = SHARED_TILE * CHUNKS;
   static constexpr int AT_ONCE = 32 * WARPS;
-  static constexpr int COPY_PARTS = (COPIES + AT_ONCE - 1) / AT_ONCE;
-  static_assert(!BY_GROUPS || COPY_PARTS <= 4, "as many as a step has room for");
   static_assert(SHARED_TILE / PIECE <= 32, "a lane for each piece");
   const Cache& cache;
   u8* const memory;
@@ -28,6 +23,9 @@ class SharedTiles {
   int block;  // in lane i: of piece i of the next tile
 
  public:
+  static constexpr int COPY_PARTS = (COPIES + AT_ONCE - 1) / AT_ONCE;
+  static constexpr int FETCHED = STAGES - 1;  // tiles that are there, or on their way, when one is attended to
+
   DEVICE SharedTiles(const Cache& cache, u8* memory, const Item& item)
       : cache(cache), memory(memory), item(item), first(item.begin) {
     find_block();
@@ -36,8 +34,8 @@ class SharedTiles {
   DEVICE u32 keys(int stage) const { return shared_address(memory) + stage * 2 * SHARED_BYTES; }
   DEVICE u32 values(int stage) const { return keys(stage) + SHARED_BYTES; }
 
-  // Where queries lie, if BY_GROUPS.
-  DEVICE u32 queries() const { return keys(STAGES); }
+  DEVICE u32 queries() const { return keys(STAGES); }  // of QUERY_BYTES
+  DEVICE static int after(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
 
   // Starts to copy the next tile, if there is one, in parts, then what comes after them. Tokens past the end become
   // zeros: what their memory holds meets no arithmetic.
@@ -98,44 +96,6 @@ class Ahead {
   }
 };
 
-DEVICE int after(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
-
-// The rows of a warp, if it has some, against all tiles of an item; by all warps.
-DEVICE void attend_tiles(SharedTiles& tiles, PrefixRows& rows, bool has_rows, int num_tokens, Ahead& ahead,
-                         i64 from_k_to_v, float scale) {
-  int stage = 0, free = FETCHED, begin = 0;
-#if BY_GROUPS
-  copy_wait<FETCHED - 1>();
-  fence_async();
-  __syncthreads();
-  if (has_rows) rows.begin(tiles.keys(stage), num_tokens, scale);
-  begin = SHARED_TILE;  // `stage` is that of the tile before
-#endif
-  for (; begin < num_tokens; begin += SHARED_TILE) {
-    copy_wait<FETCHED - 1 - BY_GROUPS>();
-    if (BY_GROUPS) fence_async();
-    __syncthreads();  // this tile is there, and what the copy overwrites is read
-    ahead.fetch(from_k_to_v);
-#if BY_GROUPS
-    if (has_rows) {
-      rows.step(tiles.values(stage), tiles.keys(after(stage)), num_tokens - begin, scale,
-                [&](int part) { tiles.start_part(free, part); });
-      tiles.finish_parts();
-    } else {
-      tiles.start_copy(free);
-    }
-#else
-    tiles.start_copy(free);
-    if (has_rows) rows.attend(tiles.keys(stage), tiles.values(stage), num_tokens - begin, scale);
-#endif
-    stage = after(stage);
-    free = after(free);
-  }
-#if BY_GROUPS
-  if (has_rows) rows.end(tiles.values(stage));
-#endif
-}
-
 // This CTA's items. What rows of q hold is of the kernel in front; what sequences share is from earlier steps.
 DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& heads, const Inputs& inputs,
                          const Cache& cache, const int* lengths, Ahead ahead, u8* memory, State* states,
@@ -148,7 +108,7 @@ DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& h
     __syncthreads();  // the tiles of the item before are read
     SharedTiles tiles(cache, memory, item);
 #pragma unroll
-    for (int stage = 0; stage < FETCHED; ++stage) tiles.start_copy(stage);
+    for (int stage = 0; stage < SharedTiles::FETCHED; ++stage) tiles.start_copy(stage);
     // Who its query rows are of was found before the kernels that are waited for.
     const T* heads_of[2] = {nullptr, nullptr};
     const float* angles[2] = {nullptr, nullptr};
@@ -167,16 +127,11 @@ DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& h
       angles[half] = inputs.angles({row, load_fresh<1>(lengths + row).at[0]});
     }
     wait_for_previous();
-#if BY_GROUPS
     PrefixRows rows(tiles.queries());
-#else
-    PrefixRows rows;
-#endif
-    rows.clear();
 #pragma unroll
     for (int half = 0; half < 2; ++half) rows.load(half, heads_of[half], angles[half]);
     const bool has_rows = item.first_row + warp / ROW_WARPS * ROW_WARPS * 16 < item.num_rows;
-    attend_tiles(tiles, rows, has_rows, item.end - item.begin, ahead, cache.from_k_to_v(), scale);
+    rows.attend(tiles, has_rows, item.end - item.begin, scale, [&] { ahead.fetch(cache.from_k_to_v()); });
     rows.sum_totals();
 #pragma unroll
     for (int half = 0; half < 2; ++half)
