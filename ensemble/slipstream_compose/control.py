@@ -14,13 +14,9 @@ import os
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-_METHODS = {
-    verb: f"/inference.GRPCInferenceService/RepositoryModel{verb.capitalize()}"
-    for verb in ("load", "unload")
-}
 _KEY_PREFIX = "triton-grpc-protocol-"  # Triton puts it before the header's name
-_MODEL_NAME = b"\x12"  # field 2 of both requests
 _OPTIONS = [("grpc.enable_http_proxy", 0)]  # no proxy stands between
 
 
@@ -29,20 +25,14 @@ def control(
 ) -> str | None:
     """`load` or `unload` a model; None, or one line that says why it failed."""
     with grpc.insecure_channel(address, _OPTIONS) as channel:
-        call = channel.unary_unary(_METHODS[verb])  # bytes go and come as they are
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call, request = {
+            "load": (stub.RepositoryModelLoad, service_pb2.RepositoryModelLoadRequest),
+            "unload": (stub.RepositoryModelUnload, service_pb2.RepositoryModelUnloadRequest),
+        }[verb]
         try:
-            call(_request(model), timeout_s, ((_KEY_PREFIX + header, key),))
+            call(request(model_name=model), timeout_s, ((_KEY_PREFIX + header, key),))
         except grpc.RpcError as error:
             lines = str(error.details() or "").strip().splitlines()
             return lines[0] if lines else error.code().name
     return None
-
-
-def _request(model: str) -> bytes:
-    """A `RepositoryModelLoadRequest`, or one to unload, of that name alone."""
-    name = model.encode()
-    size, length = len(name), b""
-    while size > 0x7F:
-        length += bytes([size & 0x7F | 0x80])
-        size >>= 7
-    return _MODEL_NAME + length + bytes([size]) + name

@@ -16,12 +16,12 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 from slipstream_contract.stillness import activity
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from slipstream_compose.pulse import PATIENCE_S, SERVER_PERIOD_S, Asker
 from slipstream_compose.triton import Endpoints
 
-_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
-_FOR_NO_MODEL = b"\x0a\x01-"  # a `ModelInferRequest` whose `model_name`, field 1, is "-"
+_FOR_NO_MODEL = service_pb2.ModelInferRequest(model_name="-")
 # A server that was started again is found at once; no proxy stands between.
 _OPTIONS = [(f"grpc.{which}_reconnect_backoff_ms", 200) for which in ("initial", "min", "max")]
 _OPTIONS.append(("grpc.enable_http_proxy", 0))
@@ -39,6 +39,7 @@ class FrontEnd(Asker):
         super().__init__("streams", SERVER_PERIOD_S)
         self._late: tuple[float, int] | None = None  # since when (s), the server's activity (ns)
         self._channel = grpc.insecure_channel(endpoints.grpc, _OPTIONS)
+        self._stream = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer
         self._call: grpc.Call | None = None
         self._has_answered = False  # whoever never did cannot be reached from here
         self._thread.start()
@@ -56,8 +57,7 @@ class FrontEnd(Asker):
         return silence_s > (BUSY_HUNG_S if is_busy else HUNG_S)
 
     def _ask(self) -> bool:
-        stream = self._channel.stream_stream(_METHOD)  # bytes go and come as they are
-        call = self._call = stream(iter([_FOR_NO_MODEL]), timeout=PATIENCE_S)
+        call = self._call = self._stream(iter([_FOR_NO_MODEL]), timeout=PATIENCE_S)
         try:
             for _ in call:
                 pass

@@ -20,12 +20,10 @@ from faults.asking import Ask, ClosedError, CutError, asks, pieces
 from server.support import CHECKPOINT, Client, RequestError, compose, start
 from slipstream_client.bench.messages import Record
 from slipstream_client.bench.transports import transport
-from slipstream_compose.control import _request
 from slipstream_compose.probe import stream_text
 from slipstream_compose.server import server_directory
 from slipstream_compose.triton import CONTROL_HEADER, Endpoints, ServeError, TritonServer
 from slipstream_contract.whole import CUT
-from tritonclient.grpc import service_pb2
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model")
 LOAD_S = 5.0  # of a model whose process starts slowly
@@ -198,15 +196,7 @@ def test_an_answer_without_its_last_event_is_no_answer(model: str) -> None:
             assert (record.code, record.message) == ("UNAVAILABLE", CUT)
 
 
-# --- what is sent to load a model -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 127, 128, 255])
-def test_requests_to_load_and_unload_are_those_of_triton(size: int) -> None:
-    name = "m" * size
-    kinds = (service_pb2.RepositoryModelLoadRequest, service_pb2.RepositoryModelUnloadRequest)
-    for kind in kinds:
-        assert _request(name) == kind(model_name=name).SerializeToString()
+# --- loading a model ------------------------------------------------------------------------------
 
 
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
