@@ -23,12 +23,13 @@ class Rates:
 # The highest that were measured, under a power cap of 700 W. Both are the same chip: operations are
 # as on an H200.
 CARDS = {"H200": Rates(4.707e12, 790e12, 1480e12), "H100": Rates(3.11e12, 790e12, 1480e12)}
+_NAMES = {"NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "H100"}  # PCIe and NVL are others
 GOALS_CARD = "H200"  # on which the goals of rows.py were set
 
 
 def card(gpu: str | None) -> str | None:
     """Which of `CARDS` a GPU is, by the name that its driver gives it."""
-    return next((name for name in CARDS if name in (gpu or "")), None)
+    return _NAMES.get(gpu or "")
 
 
 def rates_of(gpu: str | None, measured: dict[str, float]) -> Rates:

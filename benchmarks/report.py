@@ -10,9 +10,8 @@ from limits import CARDS, Rates, rates_of
 from rows import ROWS, Row
 
 RESULTS = Path(__file__).resolve().parent / "results"
-NEWEST = {
-    card: RESULTS / f"step-{card.lower()}.json" for card in CARDS
-}  # of each card the newest table
+# Of each card the newest table.
+NEWEST = {card: RESULTS / f"step-{card.lower()}.json" for card in CARDS}
 
 
 def commit() -> str:

@@ -72,7 +72,7 @@ def test_every_card_has_its_own_limit(bench) -> None:
     rates_of, cards = bench.limits.rates_of, bench.limits.CARDS
     assert rates_of("NVIDIA H100 80GB HBM3", measured) == cards["H100"]
     assert rates_of("NVIDIA H200", {}) == rates_of(None, {}) == cards["H200"]
-    assert rates_of("NVIDIA A100", measured) == bench.limits.Rates(2e12, 300e12, 600e12)
+    assert rates_of("NVIDIA H100 PCIe", measured) == bench.limits.Rates(2e12, 300e12, 600e12)
     slow = side({"decode-bs1": [5.0]}, about={"gpu": "NVIDIA H100 80GB HBM3"})
     row = bench.report.merge(slow, None)["rows"][0]
     assert row["limit"] == pytest.approx(3.196 * 4.707 / 3.11, abs=1e-3)
