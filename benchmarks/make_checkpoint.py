@@ -11,6 +11,7 @@ import math
 import os
 import struct
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,11 @@ def write_shard(path: Path, tensors: dict[str, tuple[int, ...]], pool: ThreadPoo
     finally:
         os.close(descriptor)
     return at
+
+
+def usual_place(shape: str) -> Path:
+    """Where every benchmark looks for, or makes, the checkpoint of a shape."""
+    return Path(tempfile.gettempdir()) / shape
 
 
 def make(shape: str, directory: Path) -> None:

@@ -164,11 +164,11 @@ def run_ours(args: argparse.Namespace) -> None:
 
 def run_peer(args: argparse.Namespace) -> None:
     """All rows of vLLM's, in this process."""
-    from make_checkpoint import make
+    from make_checkpoint import make, usual_place
     from peer import facts, start
     from rows import SHAPE
 
-    checkpoint = Path(tempfile.gettempdir()) / SHAPE
+    checkpoint = usual_place(SHAPE)
     make(SHAPE, checkpoint)
     side = Side(args.files[0], "vllm")
     llm = start(checkpoint, is_fp8=False, reuses=True)

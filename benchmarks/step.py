@@ -26,7 +26,7 @@ from typing import Any
 
 import start
 from limits import card
-from make_checkpoint import make
+from make_checkpoint import make, usual_place
 from report import NEWEST, RESULTS, keep, merge, show
 from rows import BUDGET, ROWS, SHAPE, Row
 from shapes import write_config
@@ -157,11 +157,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="measure matrix kernels first (ours)")
     parser.add_argument("--shape", default=SHAPE, help=argparse.SUPPRESS)
     parser.add_argument("--max-num-batched-tokens", type=int, default=BUDGET, help="ours")
-    parser.add_argument("--checkpoint", type=Path, default=Path(tempfile.gettempdir()) / SHAPE)
+    parser.add_argument("--checkpoint", type=Path, help="made if need be; default: one a shape")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the table is kept")
     parser.add_argument("--keep", type=Path, help="an earlier table, for rows not measured now")
     parser.add_argument("--peer-path", help="where the peer's packages lie, if not on the path")
     args = parser.parse_args()
+    args.checkpoint = args.checkpoint or usual_place(args.shape)
     expected = {"all": (0,), "ours": (1,), "peer": (1,), "merge": (1, 2)}[args.action]
     if len(args.files) not in expected:
         parser.error(f"{args.action} takes {expected[-1]} files")
