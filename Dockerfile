@@ -37,7 +37,7 @@ RUN /opt/slipstream/engine/bin/pip install --no-cache-dir --no-deps --no-build-i
     && useradd --no-log-init --create-home --uid 10001 slipstream \
     && install -d -o slipstream -g slipstream /home/slipstream/.cache  # a volume keeps this owner
 
-# The stub takes its Python from the first python3 on PATH, the engine's process its own.
+# For a tritonserver without `serve`, too: the stub takes its Python from the first python3 on PATH.
 ENV PATH=/opt/slipstream/stub/bin:/opt/tritonserver/bin:${PATH} \
     SLIPSTREAM_PYTHON=/opt/slipstream/engine/bin/python \
     SLIPSTREAM_SERVER=/opt/tritonserver \
@@ -48,5 +48,5 @@ WORKDIR /home/slipstream
 EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=5s --timeout=5s --start-period=10m --retries=2 \
     CMD ["/opt/slipstream/engine/bin/slipstream", "health", "--grpc-port", "8001"]
-# What no client needs is closed by a key that nobody has.
-CMD ["sh", "-c", "closed=model-repository,shared-memory,trace,logging:slipstream-control=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n') && exec tritonserver --model-repository=/models --disable-auto-complete-config --exit-timeout-secs=5 --http-restricted-api=$closed --grpc-restricted-protocol=$closed"]
+# `serve` repairs a model's process that died or hangs; plain Docker restarts nothing for being unhealthy.
+CMD ["/opt/slipstream/engine/bin/slipstream", "serve", "--model-repository=/models", "--host=0.0.0.0", "--log-file=/dev/stderr"]

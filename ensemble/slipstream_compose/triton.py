@@ -210,7 +210,7 @@ class TritonServer:
         working.mkdir(exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb" if self._process is None else "ab") as log, signals_held() as usual:
-            self._log_begin = log.tell()
+            self._log_begin = log.tell() if log.seekable() else 0  # /dev/stderr of a container
             command = [str(binary), *self._arguments(server)]
             self._process = spawn(command, environment, working, log, usual)
 

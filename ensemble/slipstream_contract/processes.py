@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 MAX_INSTANCES = 8  # of one model; files that they share have a place for each
+_BEGAN = 22 - 3  # proc(5) counts from 1, and `_fields` begin with the third
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def num_cores() -> int:
@@ -21,10 +23,24 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) == "T"
 
 
+def identity(pid: int) -> str:
+    """A name for the process that no other ever gets. Raises OSError if there is none.
+
+    Numbers come again: in a container that is started again a process may well get its old one.
+    """
+    began = _fields(pid)[_BEGAN]  # in ticks since the machine did
+    return f"{pid}-{began}-{_BOOT.read_text()[:8]}"
+
+
 def _state(pid: int) -> str:
     """One letter, as `ps` shows it; X for a process that does not exist."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return _fields(pid)[0]
     except OSError:
         return "X"
-    return text.rpartition(")")[2].split()[0]
+
+
+def _fields(pid: int) -> list[str]:
+    """What `/proc/PID/stat` has behind the name, from field 3 on. Raises OSError."""
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return text.rpartition(")")[2].split()

@@ -1,13 +1,17 @@
 """Where the processes of one server meet: a private directory."""
 
 import contextlib
+import fcntl
 import os
+import shutil
 import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-VARIABLE = "SLIPSTREAM_RUNTIME_DIR"
+from slipstream_contract.processes import identity
+
+VARIABLE = "SLIPSTREAM_RUNTIME_DIR"  # `slipstream serve` sets both of these
 OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"  # whose end is the engine's; unset: the tritonserver's
 PROBE = "probe"  # request parameter: a generating model answers with an empty final response
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
@@ -76,21 +80,49 @@ class Runtime:
 def open_runtime(server_pid: int) -> Runtime:
     """The runtime directory, made if it is missing.
 
-    It is `$SLIPSTREAM_RUNTIME_DIR` if that is set, else one under the temporary directory, named
-    after the user and the tritonserver (a stub's parent). Raises OSError if it cannot be made or
-    trusted, ValueError if its path leaves no room for a socket's name.
+    It is the one that `slipstream serve` has made (`$SLIPSTREAM_RUNTIME_DIR`), else one under the
+    temporary directory, named after the user and the tritonserver (a stub's parent). Raises OSError
+    if it cannot be made or trusted, ValueError if its path leaves no room for a socket's name.
     """
     given = os.environ.get(VARIABLE)
-    name = f"slipstream-{os.getuid()}-{server_pid}"
-    directory = Path(given) if given else Path(tempfile.gettempdir()) / name
+    directory = Path(given) if given else _own_directory(server_pid)
     directory.mkdir(mode=0o700, parents=bool(given), exist_ok=True)
     state = directory.lstat() if not given else directory.stat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise PermissionError(f"{directory}: not a directory that only this user can write")
     runtime = Runtime(directory)
     if len(os.fsencode(runtime.socket)) > MAX_SOCKET_PATH:
-        raise ValueError(f"{runtime.socket}: longer than {MAX_SOCKET_PATH} bytes; set {VARIABLE}")
+        raise ValueError(f"{runtime.socket}: longer than {MAX_SOCKET_PATH} bytes; set TMPDIR")
     return runtime
+
+
+def _own_directory(server_pid: int) -> Path:
+    """Of this server and of none before it, whatever those have left.
+
+    A container that was stopped or has crashed is started again with its files, and its server with
+    the number of the one before: what that one said of itself, that it was about to end above all,
+    must not be taken for this one's word.
+    """
+    base, prefix = Path(tempfile.gettempdir()), f"slipstream-{os.getuid()}-"
+    directory = base / f"{prefix}{identity(server_pid)}"
+    for other in base.glob(f"{prefix}{server_pid}-*"):
+        if other != directory and _is_left_over(other):
+            shutil.rmtree(other, ignore_errors=True)
+    return directory
+
+
+def _is_left_over(directory: Path) -> bool:
+    """Whether it is ours and no supervisor lives there, as one of another container could."""
+    try:
+        if directory.lstat().st_uid != os.getuid():
+            return False
+        with Runtime(directory).lock.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # it came to no engine, or somebody else removes it just now
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def hide_shared_memory() -> None:

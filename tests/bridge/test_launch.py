@@ -278,18 +278,40 @@ def test_a_failure_is_new_or_old_whatever_the_clock_says(tmp_path, monkeypatch):
 def test_the_runtime_directory_is_private(tmp_path, monkeypatch):
     monkeypatch.delenv("SLIPSTREAM_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    runtime = open_runtime(123)
-    assert runtime == open_runtime(123)
-    assert runtime != open_runtime(124)
+    server = os.getpid()
+    runtime = open_runtime(server)
+    assert runtime == open_runtime(server)
+    assert runtime != open_runtime(os.getppid())
     assert runtime.directory.stat().st_mode & 0o777 == 0o700
     runtime.directory.chmod(0o777)
     with pytest.raises(PermissionError):
-        open_runtime(123)
+        open_runtime(server)
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     runtime.directory.rmdir()
     runtime.directory.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError):
-        open_runtime(123)
-    monkeypatch.setenv("SLIPSTREAM_RUNTIME_DIR", str(tmp_path / ("x" * 90)))
+        open_runtime(server)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 90)))
+    (tmp_path / ("x" * 90)).mkdir()
     with pytest.raises(ValueError, match="longer than"):
-        open_runtime(123)
+        open_runtime(server)
+
+
+def test_a_server_takes_nothing_over_from_one_of_the_same_number(tmp_path, monkeypatch):
+    """A container that is started again has its files, and its processes have their numbers."""
+    monkeypatch.delenv("SLIPSTREAM_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    server = os.getpid()
+    number = f"slipstream-{os.getuid()}-{server}"
+    dead, living = tmp_path / f"{number}-7-0abc", tmp_path / f"{number}-9-0abc"
+    for directory in (dead, living):
+        directory.mkdir(mode=0o700)
+        Runtime(directory).stopping.touch()
+        Runtime(directory).lock.touch()
+    other = tmp_path / f"{number}1-7-0abc"  # of another number
+    other.mkdir()
+    with Runtime(living).lock.open("rb") as lock:  # as a supervisor of another container does
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runtime = open_runtime(server)
+    assert not runtime.stopping.exists()
+    assert set(tmp_path.iterdir()) == {runtime.directory, living, other}
