@@ -33,12 +33,14 @@ BASES = {(3, 11): "debian:bookworm-slim", (3, 12): "ubuntu:24.04", (3, 13): "deb
 HAS_GPU = Path("/dev/nvidiactl").exists()
 
 
+def succeeds(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 def find_engine() -> tuple[str, list[str]]:
     """What runs containers, and its compose."""
     if shutil.which("docker"):
-        found = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
-        is_up = subprocess.run(["docker", "info"], capture_output=True, check=False)
-        if found.returncode == is_up.returncode == 0:
+        if succeeds("docker", "compose", "version") and succeeds("docker", "info"):
             return "docker", ["docker", "compose"]
     if shutil.which("podman") and shutil.which("podman-compose"):
         return "podman", ["podman-compose"]
@@ -77,7 +79,7 @@ class Stack:
         return tag
 
     def _what_is_other_here(self) -> str:
-        """An image of its own name; no GPU where there is none; no limit that is not ours to give."""
+        """The image's own name; no GPU where there is none; limits that we may set, if we may."""
         lines = ["services:", "  triton:", "    image: slipstream-test"]
         if not HAS_GPU:
             lines.append("    deploy: !reset {}")
@@ -92,13 +94,8 @@ class Stack:
         name = COMPOSE[service]["image"].removeprefix("${").removesuffix("}")
         variable, default = name.split(":-", 1)
         image = self._environment.get(variable, default)
-        return any(
-            subprocess.run(
-                [self.engine, *words, image], capture_output=True, check=False
-            ).returncode
-            == 0
-            for words in (("image", "inspect"), ("pull",))
-        )
+        is_here = succeeds(self.engine, "image", "inspect", image)
+        return is_here or succeeds(self.engine, "pull", image)
 
     def _run(self, *command: object, timeout_s: float = 1500.0) -> str:
         words = [str(word) for word in command]
@@ -115,11 +112,10 @@ class Stack:
         return done.stdout
 
     def compose(self, *words: str, timeout_s: float = 1500.0) -> str:
-        files = ["-f", str(ROOT / "docker-compose.yml"), "-f", str(self._override)]
-        profile = ["--profile", "monitoring"]
-        return self._run(
-            *self._compose, "-p", PROJECT, *files, *profile, *words, timeout_s=timeout_s
-        )
+        options = ["-p", PROJECT, "--profile", "monitoring"]
+        for file in (ROOT / "docker-compose.yml", self._override):
+            options += ["-f", str(file)]
+        return self._run(*self._compose, *options, *words, timeout_s=timeout_s)
 
     def inside(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A command in the container of the server."""
@@ -200,11 +196,8 @@ def test_every_model_answers_at_the_mapped_ports(client):
     for model, streamed in told.items():
         assert streamed
         assert client.generate(model, **inputs)["text_output"] == PROMPT + streamed
-    events = client.events(
-        "vllm_model",
-        text_input=PROMPT,
-        parameters={"stream": True, "max_tokens": 24, "temperature": 0},
-    )
+    greedy = {"stream": True, "max_tokens": 24, "temperature": 0}
+    events = client.events("vllm_model", text_input=PROMPT, parameters=greedy)
     assert "".join(event["text_output"] for event in events) == told["ensemble"]
 
 
@@ -245,10 +238,10 @@ def test_grafana_shows_the_dashboard_and_asks_prometheus(stack):
     assert get(f"{source}/query?query=up")["status"] == "success"
 
 
-@pytest.mark.parametrize(
-    "victim",
-    ["python -P -m slipstream.engine.loop", "/tensorrt_llm_bls/1/", "tritonserver --model-"],
-)
+KILLED = ("python -P -m slipstream.engine.loop", "/tensorrt_llm_bls/1/", "tritonserver --model-")
+
+
+@pytest.mark.parametrize("victim", KILLED)
 def test_what_is_killed_comes_back(stack, client, victim):
     [killed, *_] = stack.processes(victim)
     assert stack.inside("sh", "-c", f"kill -9 {killed}").returncode == 0
