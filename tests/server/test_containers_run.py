@@ -39,9 +39,8 @@ def succeeds(*command: str) -> bool:
 
 def find_engine() -> tuple[str, list[str]]:
     """What runs containers, and its compose."""
-    if shutil.which("docker"):
-        if succeeds("docker", "compose", "version") and succeeds("docker", "info"):
-            return "docker", ["docker", "compose"]
+    if shutil.which("docker") and succeeds("docker", "compose", "ls"):
+        return "docker", ["docker", "compose"]
     if shutil.which("podman") and shutil.which("podman-compose"):
         return "podman", ["podman-compose"]
     pytest.skip("neither Docker with its compose nor podman-compose")
