@@ -233,8 +233,11 @@ def test_grafana_shows_the_dashboard_and_asks_prometheus(stack):
     assert [panel["title"] for panel in shown["dashboard"]["panels"]] == [
         panel["title"] for panel in shipped["panels"]
     ]
-    source = f"{stack.grafana}/api/datasources/proxy/uid/prometheus/api/v1"
-    assert get(f"{source}/query?query=up")["status"] == "success"
+    settings = get(f"{stack.grafana}/api/frontend/settings")
+    source = stack.grafana + settings["datasources"]["Prometheus"]["url"]
+    [up] = get(f"{source}/api/v1/query?query=up")["data"]["result"]
+    assert up["metric"]["job"] == "slipstream"
+    assert settings["defaultDatasource"] == "Prometheus"
 
 
 KILLED = ("python -P -m slipstream.engine.loop", "/tensorrt_llm_bls/1/", "tritonserver --model-")
