@@ -1,5 +1,6 @@
 """What the kernel says of another process, and how many there are of a model."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -28,8 +29,8 @@ def identity(pid: int) -> str:
 
     Numbers come again: in a container that is started again a process may well get its old one.
     """
-    began = _fields(pid)[_BEGAN]  # in ticks since the machine did
-    return f"{pid}-{began}-{_BOOT.read_text()[:8]}"
+    born = f"{_fields(pid)[_BEGAN]} {_BOOT.read_text()}"  # in ticks since the machine's last start
+    return f"{pid}-{hashlib.blake2s(born.encode(), digest_size=4).hexdigest()}"
 
 
 def _state(pid: int) -> str:

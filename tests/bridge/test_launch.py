@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -275,9 +276,16 @@ def test_a_failure_is_new_or_old_whatever_the_clock_says(tmp_path, monkeypatch):
             supervision.ensure()
 
 
-def test_the_runtime_directory_is_private(tmp_path, monkeypatch):
-    monkeypatch.delenv("SLIPSTREAM_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+@pytest.fixture
+def short_path(monkeypatch):
+    """The temporary directory of servers that run alone; a socket's name has room in it."""
+    with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as folder:
+        monkeypatch.delenv("SLIPSTREAM_RUNTIME_DIR", raising=False)
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        yield Path(folder)
+
+
+def test_the_runtime_directory_is_private(short_path, monkeypatch):
     server = os.getpid()
     runtime = open_runtime(server)
     assert runtime == open_runtime(server)
@@ -286,32 +294,30 @@ def test_the_runtime_directory_is_private(tmp_path, monkeypatch):
     runtime.directory.chmod(0o777)
     with pytest.raises(PermissionError):
         open_runtime(server)
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (short_path / "elsewhere").mkdir(mode=0o700)
     runtime.directory.rmdir()
-    runtime.directory.symlink_to(tmp_path / "elsewhere")
+    runtime.directory.symlink_to(short_path / "elsewhere")
     with pytest.raises(PermissionError):
         open_runtime(server)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 90)))
-    (tmp_path / ("x" * 90)).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(short_path / ("x" * 90)))
+    (short_path / ("x" * 90)).mkdir()
     with pytest.raises(ValueError, match="longer than"):
         open_runtime(server)
 
 
-def test_a_server_takes_nothing_over_from_one_of_the_same_number(tmp_path, monkeypatch):
+def test_a_server_takes_nothing_over_from_one_of_the_same_number(short_path):
     """A container that is started again has its files, and its processes have their numbers."""
-    monkeypatch.delenv("SLIPSTREAM_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     server = os.getpid()
     number = f"slipstream-{os.getuid()}-{server}"
-    dead, living = tmp_path / f"{number}-7-0abc", tmp_path / f"{number}-9-0abc"
+    dead, living = short_path / f"{number}-0000000a", short_path / f"{number}-0000000b"
     for directory in (dead, living):
         directory.mkdir(mode=0o700)
         Runtime(directory).stopping.touch()
         Runtime(directory).lock.touch()
-    other = tmp_path / f"{number}1-7-0abc"  # of another number
+    other = short_path / f"{number}1-0000000a"  # of another number
     other.mkdir()
     with Runtime(living).lock.open("rb") as lock:  # as a supervisor of another container does
         fcntl.flock(lock, fcntl.LOCK_EX)
         runtime = open_runtime(server)
     assert not runtime.stopping.exists()
-    assert set(tmp_path.iterdir()) == {runtime.directory, living, other}
+    assert set(short_path.iterdir()) == {runtime.directory, living, other}
