@@ -377,13 +377,17 @@ class TritonServer:
 
 
 def clean_leftovers() -> None:
-    """Remove shared memory and runtime directories whose watcher was killed before it could."""
+    """Remove shared memory and runtime directories whose watcher was killed before it could.
+
+    Before this process has any: what bears its number is of one before it, as happens in a
+    container that is started again.
+    """
     regions = [
         (region, region.name.split("_")[1]) for region in SHARED_MEMORY.glob("slipstream_*_*")
     ]
     folders = _temporary_directory().glob(f"{_RUNTIME_PREFIX}*-*")
     for path, owner in [*regions, *((folder, folder.name.split("-")[2]) for folder in folders)]:
-        if owner.isdigit() and not is_running(int(owner)):
+        if owner.isdigit() and (int(owner) == os.getpid() or not is_running(int(owner))):
             with contextlib.suppress(OSError):
                 if path.is_dir():
                     shutil.rmtree(path)

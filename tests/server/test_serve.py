@@ -245,17 +245,16 @@ def test_only_leftovers_of_dead_watchers_are_removed(
     monkeypatch.setattr(triton.tempfile, "gettempdir", lambda: str(scratch))
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    regions = [
-        SHARED_MEMORY / f"slipstream_{pid}_00000000_test" for pid in (ended.pid, os.getpid())
-    ]
-    folders = [scratch / f"slipstream-serve-{pid}-abcd" for pid in (ended.pid, os.getpid())]
+    pids = (ended.pid, os.getpid(), os.getppid())  # the second as in a container started again
+    regions = [SHARED_MEMORY / f"slipstream_{pid}_00000000_test" for pid in pids]
+    folders = [scratch / f"slipstream-serve-{pid}-abcd" for pid in pids]
     for region, folder in zip(regions, folders, strict=True):
         region.write_bytes(b"")
         folder.mkdir()
         (folder / "engine.log").write_text("")
     try:
         clean_leftovers()
-        assert [path.exists() for path in regions] == [False, True]
-        assert [path.exists() for path in folders] == [False, True]
+        assert [path.exists() for path in regions] == [False, False, True]
+        assert [path.exists() for path in folders] == [False, False, True]
     finally:
-        regions[1].unlink()
+        regions[2].unlink()
