@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream_contract.processes import is_running
+from slipstream_contract.processes import in_session, is_running
 from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
 
 from slipstream_compose import http_notes
@@ -360,7 +360,7 @@ class TritonServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        kill(list(self.stubs()))
+            kill(in_session(self._process.pid))
         self._remove_shared_memory()
 
     def _remove_shared_memory(self) -> None:
@@ -368,12 +368,16 @@ class TritonServer:
             region.unlink(missing_ok=True)
 
     def _end_rest(self, number: signal.Signals, patience_s: float) -> None:
-        for pid in self.processes():
+        for pid in self._rest():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         deadline = time.monotonic() + patience_s
-        while any(True for _ in self.processes()) and time.monotonic() < deadline:
+        while self._rest() and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _rest(self) -> set[int]:
+        """Of the server that has ended: engine and supervisor, and models, also one just begun."""
+        return {*self.processes(), *(in_session(self._process.pid) if self._process else ())}
 
 
 def clean_leftovers() -> None:

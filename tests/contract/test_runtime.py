@@ -2,9 +2,13 @@
 
 import mmap
 import os
+import signal
 import stat
+import subprocess
+import sys
 import tempfile
 
+from slipstream_contract.processes import identity, in_session
 from slipstream_contract.runtime import hide_shared_memory
 
 
@@ -24,3 +28,43 @@ def test_what_a_process_has_mapped_of_shared_memory_is_its_users_alone():
             stat.S_IMODE(os.fstat(file.fileno()).st_mode) for file in (ours, unmapped, elsewhere)
         ]
         assert modes == [0o600, 0o644, 0o644]
+
+
+LEADER = """
+import subprocess
+own = subprocess.Popen(["sleep", "60"], env={})
+away = subprocess.Popen(["sleep", "60"], start_new_session=True)
+print(own.pid, away.pid, flush=True)
+own.wait()
+"""
+
+
+def test_a_session_is_who_began_in_it_and_lives():
+    """What a process would be known by does not count: here, it has no environment."""
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert leader.stdout is not None
+    own, away = map(int, leader.stdout.readline().split())
+    try:
+        assert set(in_session(leader.pid)) == {leader.pid, own}
+        assert in_session(away) == [away]
+        leader.kill()
+        leader.wait()
+        assert in_session(leader.pid) == [own]
+    finally:
+        for pid in (own, away):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_no_other_process_has_the_same_name():
+    first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    try:
+        names = [identity(pid) for pid in (first.pid, first.pid, second.pid, os.getpid())]
+        assert names[0] == names[1]
+        assert len(set(names)) == 3
+        assert names[0].startswith(f"{first.pid}-")
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
