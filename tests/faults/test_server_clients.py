@@ -124,11 +124,13 @@ def test_no_model_and_no_engine_needs_another_file(oracle: Oracle) -> None:
     client = oracle.client
     questions = asks(6)
     oracle.learn(questions)
+    engine = int(client.health()["engine_pid"])
     with ExitStack() as shortage:
         for pid in client.server.stubs():
             shortage.enter_context(files_left(pid, 0))
-        engine = int(client.health()["engine_pid"])
         shortage.enter_context(files_left(engine, 1))  # with which it looks for orders
+        status, told = client.post("slipstream_health/infer", {"inputs": []}, 10)
+        assert status == 200 or "UNAVAILABLE: the models' processes cannot be looked at" in told
         with oracle.storm(questions):
             pass
     assert oracle.judge("nobody") == []

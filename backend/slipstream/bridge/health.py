@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from slipstream_contract import vitals
+from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.processes import is_running, is_stopped
 from slipstream_contract.runtime import Runtime
 from slipstream_contract.stillness import STILL_S, STOPPED_S, Stillness
@@ -41,10 +42,18 @@ _OF_ENGINE = Report.__struct_fields__[:-1]
 
 
 def health(bridge: Bridge, siblings: "Siblings", output: str) -> Outputs:
-    """A `Report` as the given output. Raises ContractError if the engine is silent for 1 s."""
+    """A `Report` as the given output.
+
+    Raises ContractError if the engine is silent for 1 s, or the models' processes cannot be seen.
+    """
     status: wire.Status = bridge.connection.ask_status(_ANSWER_S)
     state = {field: getattr(status, field) for field in _OF_ENGINE}
-    report = Report(**state, faults=siblings.look())
+    try:
+        report = Report(**state, faults=siblings.look())
+    except OSError as error:  # this process can open no file, for one
+        raise ContractError(
+            f"the models' processes cannot be looked at: {error.strerror}", Code.UNAVAILABLE
+        ) from error
     return {output: np.array([msgspec.json.encode(report)], dtype=object)}
 
 
