@@ -97,15 +97,15 @@ def open_runtime(server_pid: int) -> Runtime:
 
 
 def _own_directory(server_pid: int) -> Path:
-    """Of this server and of none before it, whatever those have left.
+    """Of this server and of none before it; what those of its number have left is removed.
 
     A container that was stopped or has crashed is started again with its files, and its server with
     the number of the one before: what that one said of itself, that it was about to end above all,
     must not be taken for this one's word.
     """
-    base, prefix = Path(tempfile.gettempdir()), f"slipstream-{os.getuid()}-"
-    directory = base / f"{prefix}{identity(server_pid)}"
-    for other in base.glob(f"{prefix}{server_pid}-*"):
+    prefix = f"slipstream-{os.getuid()}-"
+    directory = Path(tempfile.gettempdir()) / f"{prefix}{identity(server_pid)}"
+    for other in directory.parent.glob(f"{prefix}{server_pid}-*"):
         if other != directory and _is_left_over(other):
             shutil.rmtree(other, ignore_errors=True)
     return directory

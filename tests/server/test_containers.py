@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from slipstream_client.cli import build_parser
+from slipstream_compose import triton
 from slipstream_compose.server import repository_root
 
 ROOT = repository_root()
@@ -40,6 +41,24 @@ def test_serve_is_its_command_and_logs_where_docker_looks() -> None:
     assert (args.command, args.host, args.log_file) == ("serve", "0.0.0.0", Path("/dev/stderr"))
     ports = (args.http_port, args.grpc_port, args.metrics_port)
     assert ports == tuple(int(port.rsplit(":", 1)[1]) for port in SERVICE["ports"])
+
+
+def test_what_no_client_needs_is_closed_by_a_new_key_each_time(tmp_path) -> None:
+    keys = set()
+    for _ in range(2):
+        server = triton.TritonServer(tmp_path, triton.Endpoints.free(), tmp_path / "log")
+        try:
+            arguments = server._arguments(tmp_path)
+        finally:
+            server.stop()
+        words = dict(word.split("=", 1) for word in arguments if "=" in word)
+        closed = words["--http-restricted-api"]
+        assert words["--grpc-restricted-protocol"] == closed
+        names, header, key = re.fullmatch(r"([\w,-]+):([\w-]+)=([0-9a-f]{32})", closed).groups()
+        assert (names, header) == (triton.CLOSED_APIS, triton.CONTROL_HEADER)
+        assert "--disable-auto-complete-config" in arguments
+        keys.add(key)
+    assert len(keys) == 2
 
 
 def test_it_asks_for_a_gpu_and_for_shared_memory() -> None:
