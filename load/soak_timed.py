@@ -17,19 +17,19 @@ from soak_storm import MAX_STREAMS, Books, ServerLostError, Storm, Took
 from soak_watch import Memory, growth, held
 
 SHARE = 0.8  # of the peak
-TURN_S = 300.0  # then the peak is measured anew: the speed of a machine that others share drifts
+TURN_S = 300.0  # then the peak is measured anew: a machine that others share may become slower
 CANCELS = 0.2
 CANARY_S = 1.0
 SAMPLE_S = 5.0
 MAX_IN_FLIGHT = 8 * MAX_STREAMS  # more: the server does not keep up with 80 % of its own peak
-# What a run may cost; the reasons are in docs/benchmarks.md.
+# What a run may cost; the reasons are in docs/clients.md.
 MAX_SLOWER = 2.0  # p99 of the last tenth over the first
 MAX_SLOPE_MIB_H = 60.0  # of each of our processes
 MAX_SERVER_KIB = 16.0  # of tritonserver itself, a request
 _PLAN = 1000  # requests drawn at once
 _SETTLE_S = 15.0
 _NAP_S = 0.05
-_NUM_PEAKS = 3  # of the last ones the median, or a lower last one: more would be an overload
+_NUM_PEAKS = 3  # at first, and of the last ones the median, or a lower last one
 
 
 class Timed:
@@ -41,7 +41,8 @@ class Timed:
         self.num_asked = 0
         self.num_again = 0  # asked of a server that then crashed
         self.num_canaries = self.num_canaries_wrong = 0
-        self.peaks: list[float] = []  # requests a second, each as long as it was the measure
+        self.peaks: list[float] = []  # requests a second
+        self.offered: list[float] = []  # likewise, of each turn
         self.grown: list[str] = []
         self._seed = seed
         self._seconds = seconds
@@ -58,7 +59,8 @@ class Timed:
                 items = draw(_PLAN, 200, self._seed)
                 asks = [item for item in items if isinstance(item, Ask)]
                 await storm.learn([*asks, *self._canaries])
-                await self._measure_peak(storm)
+                for _ in range(1 if self.peaks else _NUM_PEAKS):
+                    await self._measure_peak(storm)
                 await asyncio.sleep(1.0)
                 engine = (await client.health())["engine_pid"]
                 before = held(server, engine)
@@ -101,6 +103,16 @@ class Timed:
         self.peaks.append(num_done / seconds)
         print(f"soak: peak {self.peaks[-1]:.1f} requests/s", file=sys.stderr)
 
+    def offer(self) -> float:
+        """Requests a second of the next turn.
+
+        Never more than before, or who is asked more would seem to become slower; and less where the
+        peak is lower at once, since more than there is would be an overload.
+        """
+        peak = min(statistics.median(self.peaks[-_NUM_PEAKS:]), self.peaks[-1])
+        self.offered.append(min([SHARE * peak, *self.offered[-1:]]))
+        return self.offered[-1]
+
     def _items(self) -> list[Ask | Child]:
         self._seed += 1
         return draw(_PLAN, int(_PLAN * CANCELS), self._seed)
@@ -112,7 +124,7 @@ class Timed:
     async def _load(self, storm: Storm, server: TritonServer, engine: int) -> bool:
         """Requests at random times, the canary and the samples; False if the server was lost."""
         rng = random.Random(self._seed)
-        peak = min(statistics.median(self.peaks[-_NUM_PEAKS:]), self.peaks[-1])
+        rate = self.offer()
         begin = time.monotonic()
         end = begin + min(TURN_S, self._seconds - self._run_s)
         tasks: set[asyncio.Task[None]] = set()
@@ -133,7 +145,7 @@ class Timed:
         next_s = begin
         for item in self._endless():
             num = CHILD_STREAMS if isinstance(item, Child) else 1
-            next_s += sum(rng.expovariate(SHARE * peak) for _ in range(num))
+            next_s += sum(rng.expovariate(rate) for _ in range(num))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(lost.wait(), max(0.0, min(next_s, end) - time.monotonic()))
             if lost.is_set() or time.monotonic() >= end:
@@ -195,6 +207,10 @@ class Timed:
         for name, (first, last) in first_and_last.items():
             if last > MAX_SLOWER * first:
                 problems.append(f"{name}: {first:.0f} ms in the first tenth, {last:.0f} at the end")
+        peaks = self.peaks or [0.0]
+        begin, end = (statistics.median(p) for p in (peaks[:_NUM_PEAKS], peaks[-_NUM_PEAKS:]))
+        if MAX_SLOWER * end < begin:
+            problems.append(f"peak: {begin:.1f} requests/s at first, {end:.1f} at the end")
         for name, slope in slopes.items():
             if name != "tritonserver" and slope.mib_h > MAX_SLOPE_MIB_H:
                 problems.append(f"{name} grows by {slope.mib_h:.0f} MiB/h")
@@ -203,6 +219,7 @@ class Timed:
             problems.append(f"tritonserver grows by {server.kib_request:.1f} KiB a request")
         rows = {
             "requests": f"{self.num_asked} in {self._run_s:.0f} s, {SHARE:.0%} of the peak",
+            "offered": ", ".join(f"{rate:.1f}" for rate in self.offered) + " a second",
             "peaks": ", ".join(f"{peak:.1f}" for peak in self.peaks) + " a second",
             "left early": f"{sum(v for k, v in books.ends.items() if k != 'complete')}",
             "lost": str(books.num_lost),
@@ -224,6 +241,7 @@ class Timed:
         return {
             "minutes": round(self._run_s / 60, 2),
             "peaks": [round(peak, 2) for peak in self.peaks],
+            "offered": [round(rate, 2) for rate in self.offered],
             "ends": dict(sorted(books.ends.items())),
             "rows": rows,
             "p99 of tenths": {name: [round(p, 1) for p in p99s] for name, p99s in tenths.items()},

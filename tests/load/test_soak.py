@@ -217,6 +217,20 @@ def test_a_canary_that_gets_no_answer_is_not_one_that_gets_the_right_one(load):
     assert (timed.num_canaries, timed.num_canaries_wrong) == (3, 1)
 
 
+def test_a_load_follows_a_peak_that_falls_and_none_that_rises(load):
+    """Who is asked more would seem to become slower."""
+    timed = load.soak_timed.Timed(load.soak_storm.Books(None), 600.0, 0)
+    offered = []
+    for peaks in ([40.0, 30.0, 50.0], [60.0], [70.0], [20.0], [25.0], [90.0]):
+        timed.peaks += peaks
+        offered.append(timed.offer())
+    assert offered == pytest.approx([32.0, 32.0, 32.0, 16.0, 16.0, 16.0])
+    assert timed.offered == offered
+    assert timed.result([])["problems"] == []
+    timed.peaks += [19.0, 18.0]
+    assert [p.split(":")[0] for p in timed.result([])["problems"]] == ["peak"]
+
+
 def test_what_a_timed_run_must_not_show_is_a_problem(load):
     storm = load.soak_storm
     timed = load.soak_timed.Timed(storm.Books(None), 600.0, 0)
