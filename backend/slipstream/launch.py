@@ -104,7 +104,7 @@ class Supervision:
                         stderr=subprocess.STDOUT,
                         env=dict(os.environ) | {VARIABLE: str(self._runtime.directory)},
                         pass_fds=[lock.fileno()],
-                        start_new_session=True,
+                        process_group=0,  # not a session: see slipstream_compose.spawn
                     )
                 )
 
@@ -263,6 +263,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s launch %(levelname)s %(message)s")
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGINT, _exit)
+    # Nor does the engine heed it. When the model's process that started us dies, our group has
+    # nobody left in its session to go on by, and the kernel sends it one if the engine is stopped.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     runtime = Runtime(options.runtime)
     try:
         supervisor = Supervisor(runtime, options.config, options.server)

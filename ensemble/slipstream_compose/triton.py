@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream_contract.processes import in_session, is_running
+from slipstream_contract.processes import in_group, is_running
 from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
 
 from slipstream_compose import http_notes
@@ -360,7 +360,7 @@ class TritonServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            kill(in_session(self._process.pid))
+            kill(in_group(self._process.pid))
         self._remove_shared_memory()
 
     def _remove_shared_memory(self) -> None:
@@ -377,7 +377,7 @@ class TritonServer:
 
     def _rest(self) -> set[int]:
         """Of the server that has ended: engine and supervisor, and models, also one just begun."""
-        return {*self.processes(), *(in_session(self._process.pid) if self._process else ())}
+        return {*self.processes(), *(in_group(self._process.pid) if self._process else ())}
 
 
 def clean_leftovers() -> None:

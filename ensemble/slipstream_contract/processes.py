@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 MAX_INSTANCES = 8  # of one model; files that they share have a place for each
-_SESSION, _BEGAN = 6 - 3, 22 - 3  # proc(5) counts from 1, and `_fields` begin with the third
+_GROUP, _BEGAN = 5 - 3, 22 - 3  # proc(5) counts from 1, and `_fields` begin with the third
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -24,13 +24,13 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) == "T"
 
 
-def in_session(leader: int) -> list[int]:
-    """The processes of a session: all that its leader started and that began none of their own.
+def in_group(leader: int) -> list[int]:
+    """The processes of a group: all that its leader started and that began none of their own.
 
     A process has no environment and no command to be known by while it executes another program.
     """
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return [pid for pid in pids if _session(pid) == leader]
+    return [pid for pid in pids if _group(pid) == leader]
 
 
 def identity(pid: int) -> str:
@@ -50,13 +50,13 @@ def _state(pid: int) -> str:
         return "X"
 
 
-def _session(pid: int) -> int:
+def _group(pid: int) -> int:
     """0 for a process that has ended or does not exist."""
     try:
         fields = _fields(pid)
     except OSError:
         return 0
-    return 0 if fields[0] in "ZX" else int(fields[_SESSION])
+    return 0 if fields[0] in "ZX" else int(fields[_GROUP])
 
 
 def _fields(pid: int) -> list[str]:

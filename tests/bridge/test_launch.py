@@ -173,6 +173,21 @@ def test_an_engine_wakes_at_once_though_all_that_starts_it_wakes_gently(server):
     connection.close()
 
 
+def test_a_hangup_ends_neither_engine_nor_supervisor(server):
+    """The kernel sends one to a whole group that is orphaned while one of it is stopped."""
+    server.supervisions[0].ensure()
+    connection = server.connect()
+    welcome = connection.wait_welcome(60)
+    assert welcome is not None, server.runtime.log.read_text()
+    assert os.getpgid(welcome.engine_pid) == server.supervisor != os.getpgrp()
+    os.killpg(server.supervisor, signal.SIGHUP)
+    time.sleep(0.2)
+    assert connection.wait_welcome(0) is welcome
+    assert is_alive(welcome.engine_pid)
+    assert is_alive(server.supervisor)
+    connection.close()
+
+
 def test_an_engine_that_cannot_start_leaves_one_line_and_no_process(server, checkpoint):
     (checkpoint / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["Gpt5"]}))
     for supervision in server.supervisions:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-from slipstream_contract.processes import identity, in_session
+from slipstream_contract.processes import identity, in_group
 from slipstream_contract.runtime import hide_shared_memory
 
 
@@ -33,25 +33,25 @@ def test_what_a_process_has_mapped_of_shared_memory_is_its_users_alone():
 LEADER = """
 import subprocess
 own = subprocess.Popen(["sleep", "60"], env={})
-away = subprocess.Popen(["sleep", "60"], start_new_session=True)
+away = subprocess.Popen(["sleep", "60"], process_group=0)
 print(own.pid, away.pid, flush=True)
 own.wait()
 """
 
 
-def test_a_session_is_who_began_in_it_and_lives():
+def test_a_group_is_who_began_in_it_and_lives():
     """What a process would be known by does not count: here, it has no environment."""
     leader = subprocess.Popen(
-        [sys.executable, "-c", LEADER], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", LEADER], stdout=subprocess.PIPE, text=True, process_group=0
     )
     assert leader.stdout is not None
     own, away = map(int, leader.stdout.readline().split())
     try:
-        assert set(in_session(leader.pid)) == {leader.pid, own}
-        assert in_session(away) == [away]
+        assert set(in_group(leader.pid)) == {leader.pid, own}
+        assert in_group(away) == [away]
         leader.kill()
         leader.wait()
-        assert in_session(leader.pid) == [own]
+        assert in_group(leader.pid) == [own]
     finally:
         for pid in (own, away):
             os.kill(pid, signal.SIGKILL)

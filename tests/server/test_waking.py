@@ -1,4 +1,4 @@
-"""Nobody interrupts the engine on waking up: the policies of a real server's threads."""
+"""Who waits for whom on a core: policies, session and groups of a real server's processes."""
 
 import os
 from contextlib import nullcontext, suppress
@@ -53,3 +53,11 @@ def test_a_server_that_a_user_starts_is_left_alone_and_its_stubs_change_themselv
         use(client)
         assert policies(client.server.pid) == USUAL
         check_stubs_and_engine(client)
+
+
+def test_a_server_is_of_one_session_and_its_engine_and_its_models_of_a_group_each(client):
+    """The kernel shares a core among sessions first; signals for some must not reach the others."""
+    engine, stubs = client.health()["engine_pid"], client.server.stubs()
+    assert {os.getsid(pid) for pid in (client.server.pid, engine, *stubs)} == {os.getsid(0)}
+    assert {os.getpgid(pid) for pid in stubs} == {client.server.pid}
+    assert os.getpgid(engine) not in {client.server.pid, os.getpgrp()}
