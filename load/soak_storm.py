@@ -177,6 +177,7 @@ class Storm:
             str(Path(__file__).with_name("soak_child.py")),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            process_group=0,  # Ctrl-C ends the load, not what is under way
         )
         try:
             assert process.stdin is not None

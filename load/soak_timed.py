@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import signal
 import statistics
 import sys
 import time
@@ -47,12 +48,14 @@ class Timed:
         self._seed = seed
         self._seconds = seconds
         self._run_s = 0.0  # of load, over all servers
+        self._end_s = 0.0  # of this turn
         self._late_s = 0.0
         self._has_fallen_behind = False
         self._canaries = [Ask(Question(m == "tensorrt_llm", 0, "greedy"), m) for m in MODELS]
 
     async def sit(self, server: TritonServer) -> bool:
-        """Load one server for what is left of the time; False if it was lost."""
+        """Load one server for what is left of the time, or until SIGINT; False if it was lost."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self.stop)
         async with AsyncSlipstreamClient(server.endpoints.grpc) as client:
             storm = Storm(self.books, server, client)
             try:
@@ -81,6 +84,10 @@ class Timed:
             except ServerLostError:
                 return False
         return True
+
+    def stop(self) -> None:
+        """No more requests; the accounts are of those made so far."""
+        self._seconds, self._end_s = 0.0, time.monotonic()
 
     async def _measure_peak(self, storm: Storm) -> None:
         """Requests a second with MAX_STREAMS at once, none of which leaves; no account has them."""
@@ -126,7 +133,7 @@ class Timed:
         rng = random.Random(self._seed)
         rate = self.offer()
         begin = time.monotonic()
-        end = begin + min(TURN_S, self._seconds - self._run_s)
+        self._end_s = begin + min(TURN_S, self._seconds - self._run_s)
         tasks: set[asyncio.Task[None]] = set()
         lost = asyncio.Event()
 
@@ -138,17 +145,18 @@ class Timed:
                 lost.set()
 
         others = [
-            asyncio.create_task(self._sing(storm, lost, end)),
-            asyncio.create_task(self._sample(server, engine, lost, end)),
-            asyncio.create_task(self._note_lateness(lost, end)),
+            asyncio.create_task(self._sing(storm, lost)),
+            asyncio.create_task(self._sample(server, engine, lost)),
+            asyncio.create_task(self._note_lateness(lost)),
         ]
         next_s = begin
         for item in self._endless():
             num = CHILD_STREAMS if isinstance(item, Child) else 1
             next_s += sum(rng.expovariate(rate) for _ in range(num))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(lost.wait(), max(0.0, min(next_s, end) - time.monotonic()))
-            if lost.is_set() or time.monotonic() >= end:
+                until_s = min(next_s, self._end_s)
+                await asyncio.wait_for(lost.wait(), max(0.0, until_s - time.monotonic()))
+            if lost.is_set() or time.monotonic() >= self._end_s:
                 break
             self.num_asked += num
             if len(tasks) > MAX_IN_FLIGHT:
@@ -166,10 +174,10 @@ class Timed:
             self.books.problems.append(f"{num} requests at once: it cannot keep up")
         return not lost.is_set()
 
-    async def _sing(self, storm: Storm, lost: asyncio.Event, end: float) -> None:
+    async def _sing(self, storm: Storm, lost: asyncio.Event) -> None:
         """The canary: a greedy request of each model in turn, whose answer is known."""
         for ask in itertools.cycle(self._canaries):
-            if lost.is_set() or time.monotonic() >= end:
+            if lost.is_set() or time.monotonic() >= self._end_s:
                 return
             begin = time.monotonic()
             try:
@@ -181,17 +189,15 @@ class Timed:
             self.num_canaries_wrong += not is_right
             await asyncio.sleep(max(0.0, begin + CANARY_S - time.monotonic()))
 
-    async def _sample(
-        self, server: TritonServer, engine: int, lost: asyncio.Event, end: float
-    ) -> None:
-        while not lost.is_set() and time.monotonic() < end:
+    async def _sample(self, server: TritonServer, engine: int, lost: asyncio.Event) -> None:
+        while not lost.is_set() and time.monotonic() < self._end_s:
             self.memory.add(time.monotonic(), self.num_asked, held(server, engine))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(lost.wait(), SAMPLE_S)
 
-    async def _note_lateness(self, lost: asyncio.Event, end: float) -> None:
+    async def _note_lateness(self, lost: asyncio.Event) -> None:
         """How late this process itself can be: no fault of the server's."""
-        while not lost.is_set() and (now_s := time.monotonic()) < end:
+        while not lost.is_set() and (now_s := time.monotonic()) < self._end_s:
             await asyncio.sleep(_NAP_S)
             self._late_s = max(self._late_s, time.monotonic() - now_s - _NAP_S)
 

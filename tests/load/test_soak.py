@@ -208,9 +208,10 @@ def test_a_canary_that_gets_no_answer_is_not_one_that_gets_the_right_one(load):
             return is_right
 
     async def sing() -> None:
-        await timed._sing(Storm(timed.books), asyncio.Event(), time.monotonic() + 60)
+        await timed._sing(Storm(timed.books), asyncio.Event())
 
     timed = load.soak_timed.Timed(load.soak_storm.Books(None), 600.0, 0)
+    timed._end_s = time.monotonic() + 60
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load.soak_timed, "CANARY_S", 0.0)
         asyncio.run(sing())
@@ -229,6 +230,20 @@ def test_a_load_follows_a_peak_that_falls_and_none_that_rises(load):
     assert timed.result([])["problems"] == []
     timed.peaks += [19.0, 18.0]
     assert [p.split(":")[0] for p in timed.result([])["problems"]] == ["peak"]
+
+
+def test_a_run_that_is_interrupted_ends_its_turn(load):
+    async def sit() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, timed.stop)
+        task = asyncio.create_task(timed._note_lateness(asyncio.Event()))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(task, 10)
+
+    timed = load.soak_timed.Timed(load.soak_storm.Books(None), 600.0, 0)
+    timed._end_s = time.monotonic() + 600
+    asyncio.run(sit())
+    assert timed._run_s >= timed._seconds
 
 
 def test_what_a_timed_run_must_not_show_is_a_problem(load):
