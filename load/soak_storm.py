@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class Storm:
 
         await asyncio.gather(*map(one, new.values()))
 
-    async def run(self, items: list[Ask | Child]) -> list[Ask | Child]:
+    async def run(self, items: Iterable[Ask | Child]) -> list[Ask | Child]:
         """Make the requests in their order, at most MAX_STREAMS at once, and wait for all.
 
         Returns those that must be made again because the server was lost.
@@ -96,12 +96,13 @@ class Storm:
                 for _ in range(num_streams):
                     gate.release()
 
-        for position, item in enumerate(items):
+        rest = iter(items)
+        for item in rest:
             num_streams = CHILD_STREAMS if isinstance(item, Child) else 1
             for _ in range(num_streams):
                 await gate.acquire()
             if again:
-                again += items[position:]
+                again += [item, *rest]
                 break
             task = asyncio.create_task(one(item, num_streams))
             tasks.add(task)

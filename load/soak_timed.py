@@ -23,6 +23,7 @@ CANCELS = 0.2
 CANARY_S = 1.0
 SAMPLE_S = 5.0
 MAX_IN_FLIGHT = 8 * MAX_STREAMS  # more: the server does not keep up with 80 % of its own peak
+MAX_BEHIND = 3  # times that this may be, each followed by another measurement
 # What a run may cost; the reasons are in docs/clients.md.
 MAX_SLOWER = 2.0  # p99 of the last tenth over the first
 MAX_SLOPE_MIB_H = 60.0  # of each of our processes
@@ -30,6 +31,7 @@ MAX_SERVER_KIB = 16.0  # of tritonserver itself, a request
 _PLAN = 1000  # requests drawn at once
 _SETTLE_S = 15.0
 _NAP_S = 0.05
+_PEAK_S = 10.0
 _NUM_PEAKS = 3  # at first, and of the last ones the median, or a lower last one
 
 
@@ -50,7 +52,8 @@ class Timed:
         self._run_s = 0.0  # of load, over all servers
         self._end_s = 0.0  # of this turn
         self._late_s = 0.0
-        self._has_fallen_behind = False
+        self._measured_s = float("-inf")  # when the last peak was
+        self._num_behind = 0
         self._canaries = [Ask(Question(m == "tensorrt_llm", 0, "greedy"), m) for m in MODELS]
 
     async def sit(self, server: TritonServer) -> bool:
@@ -62,17 +65,16 @@ class Timed:
                 items = draw(_PLAN, 200, self._seed)
                 asks = [item for item in items if isinstance(item, Ask)]
                 await storm.learn([*asks, *self._canaries])
-                for _ in range(1 if self.peaks else _NUM_PEAKS):
-                    await self._measure_peak(storm)
+                await self._measure_peaks(storm)
                 await asyncio.sleep(1.0)
                 engine = (await client.health())["engine_pid"]
                 before = held(server, engine)
                 self.memory.begin_server()
                 while await self._load(storm, server, engine):
                     await storm.drain()
-                    if self._run_s >= self._seconds or self._has_fallen_behind:
+                    if self._run_s >= self._seconds or self._num_behind > MAX_BEHIND:
                         break
-                    await self._measure_peak(storm)
+                    await self._measure_peaks(storm)
                 else:
                     return False
                 deadline = time.monotonic() + _SETTLE_S
@@ -89,21 +91,24 @@ class Timed:
         """No more requests; the accounts are of those made so far."""
         self._seconds, self._end_s = 0.0, time.monotonic()
 
+    async def _measure_peaks(self, storm: Storm) -> None:
+        """Where the last one is too old."""
+        if time.monotonic() - self._measured_s >= TURN_S:
+            for _ in range(1 if self.peaks else _NUM_PEAKS):
+                await self._measure_peak(storm)
+            self._measured_s = time.monotonic()
+
     async def _measure_peak(self, storm: Storm) -> None:
-        """Requests a second with MAX_STREAMS at once, none of which leaves; no account has them."""
-        seconds = min(20.0, self._seconds / 10)
+        """Requests a second, MAX_STREAMS at once, that leave as often; no account has them."""
+        seconds = min(_PEAK_S, self._seconds / 10)
         num_took, ends = len(self.books.took), self.books.ends.copy()
-        asks = [Ask(item.question, item.model) for item in self._items() if isinstance(item, Ask)]
-        begin, num_done = time.monotonic(), 0
-        source = itertools.cycle(asks)
-
-        async def one() -> None:
-            nonlocal num_done
-            while time.monotonic() - begin < seconds:
-                await storm.make(next(source))
-                num_done += time.monotonic() - begin < seconds
-
-        await asyncio.gather(*(one() for _ in range(MAX_STREAMS)))
+        end_s = time.monotonic() + seconds
+        items = itertools.takewhile(lambda _: time.monotonic() < end_s, self._endless())
+        task = asyncio.create_task(storm.run(items))
+        await asyncio.sleep(seconds)
+        num_done = self.books.ends.total() - ends.total()
+        if await task:
+            raise ServerLostError
         await storm.drain()
         del self.books.took[num_took:]
         self.books.ends = ends
@@ -149,7 +154,7 @@ class Timed:
             asyncio.create_task(self._sample(server, engine, lost)),
             asyncio.create_task(self._note_lateness(lost)),
         ]
-        next_s = begin
+        next_s, is_behind = begin, False
         for item in self._endless():
             num = CHILD_STREAMS if isinstance(item, Child) else 1
             next_s += sum(rng.expovariate(rate) for _ in range(num))
@@ -158,20 +163,18 @@ class Timed:
                 await asyncio.wait_for(lost.wait(), max(0.0, until_s - time.monotonic()))
             if lost.is_set() or time.monotonic() >= self._end_s:
                 break
-            self.num_asked += num
-            if len(tasks) > MAX_IN_FLIGHT:
-                self._has_fallen_behind = True
+            if is_behind := len(tasks) >= MAX_IN_FLIGHT:
+                self._end_s = time.monotonic()
                 break
+            self.num_asked += num
             task = asyncio.create_task(one(item))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks, *others)
         self._run_s += time.monotonic() - begin
-        if lost.is_set():  # who falls behind then does so because it is ending
-            self._has_fallen_behind = False
-        elif self._has_fallen_behind:
-            num = MAX_IN_FLIGHT + 1
-            self.books.problems.append(f"{num} requests at once: it cannot keep up")
+        if is_behind and not lost.is_set():  # or it was because it ended
+            self._num_behind += 1
+            self._measured_s = float("-inf")
         return not lost.is_set()
 
     async def _sing(self, storm: Storm, lost: asyncio.Event) -> None:
@@ -213,6 +216,8 @@ class Timed:
         for name, (first, last) in first_and_last.items():
             if last > MAX_SLOWER * first:
                 problems.append(f"{name}: {first:.0f} ms in the first tenth, {last:.0f} at the end")
+        if self._num_behind > MAX_BEHIND:
+            problems.append(f"fell behind {self._num_behind} times: it cannot keep up")
         peaks = self.peaks or [0.0]
         begin, end = (statistics.median(p) for p in (peaks[:_NUM_PEAKS], peaks[-_NUM_PEAKS:]))
         if MAX_SLOWER * end < begin:
@@ -227,6 +232,7 @@ class Timed:
             "requests": f"{self.num_asked} in {self._run_s:.0f} s, {SHARE:.0%} of the peak",
             "offered": ", ".join(f"{rate:.1f}" for rate in self.offered) + " a second",
             "peaks": ", ".join(f"{peak:.1f}" for peak in self.peaks) + " a second",
+            "fell behind": f"{self._num_behind} times",
             "left early": f"{sum(v for k, v in books.ends.items() if k != 'complete')}",
             "lost": str(books.num_lost),
             "hung": str(books.num_hung),
