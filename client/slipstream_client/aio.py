@@ -66,6 +66,8 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
                 raise error_from_sending(self._url, is_late) from None
             raise
         except grpc.RpcError as error:
+            if self._is_over:  # by cancel(), likewise
+                raise StopAsyncIteration from None
             self._is_over = True
             is_late = time.monotonic() >= self._deadline_s
             raise error_from_rpc(error, self._url, is_late) from None

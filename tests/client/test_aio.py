@@ -8,6 +8,7 @@ import grpc
 import pytest
 from client.triton import HEALTH
 from slipstream_client import AsyncSlipstreamClient, Code, ContractError, RequestTimeoutError
+from slipstream_client.aio import AsyncChunkStream
 from slipstream_client.failures import error_from_rpc
 
 
@@ -118,6 +119,32 @@ def test_cancel_in_another_task_ends_the_iteration(served):
         await wait_cancelled(served[0], "other")
 
     run(served[1], body)
+
+
+def test_cancel_of_a_call_that_ends_with_a_status_ends_the_iteration():
+    """grpc.aio tells a reader of a cancel by either of two exceptions, whichever comes first."""
+
+    class Cancelled(grpc.RpcError):
+        def code(self):
+            return grpc.StatusCode.CANCELLED
+
+        def details(self):
+            return "Locally cancelled by application!"
+
+    class Call:
+        def cancel(self):
+            pass
+
+        async def read(self):
+            chunks.cancel()
+            raise Cancelled
+
+    chunks = AsyncChunkStream(Call(), "here", "", 0.0)
+
+    async def read():
+        return [chunk async for chunk in chunks]
+
+    assert asyncio.run(read()) == []
 
 
 def test_errors_are_typed(served, free_port, monkeypatch):
