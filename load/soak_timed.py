@@ -25,13 +25,13 @@ SAMPLE_S = 5.0
 MAX_IN_FLIGHT = 8 * MAX_STREAMS  # more: the server does not keep up with 80 % of its own peak
 MAX_BEHIND = 3  # times that this may be, each followed by another measurement
 # What a run may cost; the reasons are in docs/clients.md.
-MAX_SLOWER = 2.0  # p99 of the last tenth over the first
+MAX_SLOWER = 2.0  # p99 of the last tenth over the first; the first peak over the last
 MAX_SLOPE_MIB_H = 60.0  # of each of our processes
 MAX_SERVER_KIB = 16.0  # of tritonserver itself, a request
 _PLAN = 1000  # requests drawn at once
 _SETTLE_S = 15.0
 _NAP_S = 0.05
-_PEAK_S = 10.0
+_PEAK_S = 10.0  # of one measurement, at most
 _NUM_PEAKS = 3  # at first, and of the last ones the median, or a lower last one
 
 
@@ -49,6 +49,7 @@ class Timed:
         self.grown: list[str] = []
         self._seed = seed
         self._seconds = seconds
+        self._peak_s = min(_PEAK_S, seconds / 10)
         self._run_s = 0.0  # of load, over all servers
         self._end_s = 0.0  # of this turn
         self._late_s = 0.0
@@ -100,19 +101,18 @@ class Timed:
 
     async def _measure_peak(self, storm: Storm) -> None:
         """Requests a second, MAX_STREAMS at once, that leave as often; no account has them."""
-        seconds = min(_PEAK_S, self._seconds / 10)
         num_took, ends = len(self.books.took), self.books.ends.copy()
-        end_s = time.monotonic() + seconds
+        end_s = time.monotonic() + self._peak_s
         items = itertools.takewhile(lambda _: time.monotonic() < end_s, self._endless())
         task = asyncio.create_task(storm.run(items))
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(self._peak_s)
         num_done = self.books.ends.total() - ends.total()
         if await task:
             raise ServerLostError
         await storm.drain()
         del self.books.took[num_took:]
         self.books.ends = ends
-        self.peaks.append(num_done / seconds)
+        self.peaks.append(num_done / self._peak_s)
         print(f"soak: peak {self.peaks[-1]:.1f} requests/s", file=sys.stderr)
 
     def offer(self) -> float:
@@ -219,9 +219,9 @@ class Timed:
         if self._num_behind > MAX_BEHIND:
             problems.append(f"fell behind {self._num_behind} times: it cannot keep up")
         peaks = self.peaks or [0.0]
-        begin, end = (statistics.median(p) for p in (peaks[:_NUM_PEAKS], peaks[-_NUM_PEAKS:]))
-        if MAX_SLOWER * end < begin:
-            problems.append(f"peak: {begin:.1f} requests/s at first, {end:.1f} at the end")
+        first, last = (statistics.median(p) for p in (peaks[:_NUM_PEAKS], peaks[-_NUM_PEAKS:]))
+        if MAX_SLOWER * last < first:
+            problems.append(f"peak: {first:.1f} requests/s at first, {last:.1f} at the end")
         for name, slope in slopes.items():
             if name != "tritonserver" and slope.mib_h > MAX_SLOPE_MIB_H:
                 problems.append(f"{name} grows by {slope.mib_h:.0f} MiB/h")

@@ -79,16 +79,15 @@ def test_deadlines_that_pass_at_any_moment_are_timeouts(served):
     run(served[1], body)
 
 
+class Broken(grpc.RpcError):
+    def __init__(self, code, details):
+        self.code, self.details = lambda: code, lambda: details
+
+
 def test_a_call_that_ends_while_it_is_read_is_late_only_after_its_deadline():
-    class Broken(grpc.RpcError):
-        def code(self):
-            return grpc.StatusCode.INTERNAL
-
-        def details(self):
-            return "Internal error from Core"
-
-    assert isinstance(error_from_rpc(Broken(), "here", is_late=True), RequestTimeoutError)
-    error = error_from_rpc(Broken(), "here")
+    broken = Broken(grpc.StatusCode.INTERNAL, "Internal error from Core")
+    assert isinstance(error_from_rpc(broken, "here", is_late=True), RequestTimeoutError)
+    error = error_from_rpc(broken, "here")
     assert isinstance(error, ContractError)
     assert error.code is Code.INTERNAL
 
@@ -124,20 +123,13 @@ def test_cancel_in_another_task_ends_the_iteration(served):
 def test_cancel_of_a_call_that_ends_with_a_status_ends_the_iteration():
     """grpc.aio tells a reader of a cancel by either of two exceptions, whichever comes first."""
 
-    class Cancelled(grpc.RpcError):
-        def code(self):
-            return grpc.StatusCode.CANCELLED
-
-        def details(self):
-            return "Locally cancelled by application!"
-
     class Call:
         def cancel(self):
             pass
 
         async def read(self):
             chunks.cancel()
-            raise Cancelled
+            raise Broken(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
 
     chunks = AsyncChunkStream(Call(), "here", "", 0.0)
 

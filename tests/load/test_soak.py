@@ -246,6 +246,27 @@ def test_a_run_that_is_interrupted_ends_its_turn(load):
     assert timed._run_s >= timed._seconds
 
 
+def test_a_run_that_is_interrupted_before_its_peak_has_one(load):
+    class Storm:
+        async def run(self, items) -> list:
+            for _ in items:
+                timed.books.ends["complete"] += 1
+                await asyncio.sleep(0)
+            return []
+
+        async def drain(self) -> None:
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load.soak_timed, "_PEAK_S", 0.05)
+        timed = load.soak_timed.Timed(load.soak_storm.Books(None), 600.0, 0)
+    timed.stop()
+    asyncio.run(timed._measure_peaks(Storm()))
+    assert len(timed.peaks) == 3
+    assert min(timed.peaks) > 0
+    assert timed.books.ends.total() == 0
+
+
 def test_what_a_timed_run_must_not_show_is_a_problem(load):
     storm = load.soak_storm
     timed = load.soak_timed.Timed(storm.Books(None), 600.0, 0)
