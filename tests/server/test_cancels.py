@@ -376,16 +376,21 @@ def leave_while_others_are_tokenised(scene: Scene, wanted: set[Cell]) -> set[Cel
     clients, asked = {}, {}
     text = " " * 17_000 + " a\n" * 10_000  # begins with few tokens: 30 ms, then refused
     sampling = {"max_tokens": 1, "stream": True, "text_input": text}
-    threads = [
-        threading.Thread(target=scene.server.post, args=(f"{model}/generate_stream", sampling))
-        for model in TOKENISING * 40
-    ]
+    are_all_there = threading.Event()  # to start so many takes as long as to tokenise their texts
+
+    def post(model: str) -> None:
+        are_all_there.wait()
+        scene.server.post(f"{model}/generate_stream", sampling)
+
+    threads = [threading.Thread(target=post, args=(model,)) for model in TOKENISING * 40]
     for thread in threads:
         thread.start()
+    are_all_there.set()
     time.sleep(0.3)  # they come first
     for cell in sorted(wanted):
-        seed, client = scene.ask(cell, PROMPT * 60, 400, 0.1)
+        seed, client = scene.ask(cell, PROMPT * 60, 400, 0.4)
         clients[seed], asked[seed] = client, cell
+    time.sleep(0.3)  # Triton forgets a cancel that comes before it has read the request
     left = leave(clients)
     for thread in threads:
         thread.join(30)
