@@ -15,8 +15,10 @@ model; that any client is gone, in the ensemble (docs/clients.md).
 import contextlib
 import importlib
 import itertools
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -371,28 +373,31 @@ def test_before_its_prompt_is_tokenised(scene: Scene) -> None:
     pytest.fail(f"reached the engine whenever they left: {sorted(wanted)}")
 
 
+def send_post(address: str, model: str, body: bytes) -> socket.socket:
+    """A connection on which a model is asked, and which the server closes behind its answer."""
+    host, port = address.removeprefix("http://").rsplit(":", 1)
+    asking = socket.create_connection((host, int(port)), timeout=30)
+    head = f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: {address}\r\n"
+    head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    asking.sendall(head.encode() + body)
+    return asking
+
+
 def leave_while_others_are_tokenised(scene: Scene, wanted: set[Cell]) -> set[Cell]:
     """Those that never reached the engine."""
     clients, asked = {}, {}
     text = " " * 17_000 + " a\n" * 10_000  # begins with few tokens: 30 ms, then refused
-    sampling = {"max_tokens": 1, "stream": True, "text_input": text}
-    are_all_there = threading.Event()  # to start so many takes as long as to tokenise their texts
-
-    def post(model: str) -> None:
-        are_all_there.wait()
-        scene.server.post(f"{model}/generate_stream", sampling)
-
-    threads = [threading.Thread(target=post, args=(model,)) for model in TOKENISING * 40]
-    for thread in threads:
-        thread.start()
-    are_all_there.set()
+    body = json.dumps({"max_tokens": 1, "stream": True, "text_input": text}).encode()
+    # No threads: to start so many takes as long as to tokenise what they send.
+    texts = [send_post(scene.server.http, model, body) for model in TOKENISING * 40]
     time.sleep(0.3)  # they come first
     for cell in sorted(wanted):
-        seed, client = scene.ask(cell, PROMPT * 60, 400, 0.4)
+        seed, client = scene.ask(cell, PROMPT * 60, 400, 0.1)
         clients[seed], asked[seed] = client, cell
-    time.sleep(0.3)  # Triton forgets a cancel that comes before it has read the request
     left = leave(clients)
-    for thread in threads:
-        thread.join(30)
+    for text_sent in texts:
+        with text_sent:
+            while text_sent.recv(4096):
+                pass
     close(clients)
     return {asked[seed] for seed in never_began(scene, asked, left)}
