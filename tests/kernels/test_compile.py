@@ -17,6 +17,7 @@ from slipstream.kernels import (
     sinks,
     skinny,
     stage,
+    tall,
     upload,
     wide,
 )
@@ -37,6 +38,7 @@ MODULES = (
     sinks,
     skinny,
     stage,
+    tall,
     upload,
     wide,
 )
@@ -65,6 +67,7 @@ ENTRIES = {
     "sample.cu": {"sample"},
     "skinny.cu": {"skinny"},
     "stage.cu": {"begin_step"},
+    "tall.cu": {"tall"},
     "upload.cu": {"upload"},
     "wide.cu": {"wide"},
 }

@@ -10,6 +10,8 @@ from slipstream.kernels.gemv import FP8, MAX_ROWS, gemv, takes
 from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
 from slipstream.kernels.op import KernelError
 from slipstream.kernels.skinny import skinny
+from slipstream.kernels.tall import takes as tall_takes
+from slipstream.kernels.tall import tall
 from slipstream.kernels.wide import takes as wide_takes
 from slipstream.kernels.wide import wide
 from torch.nn import functional
@@ -176,19 +178,43 @@ def test_wide_fp8() -> None:
 
 
 def test_wide_rows_do_not_see_their_neighbours() -> None:
-    """Nor how many there are: a sum's order is the weights' alone."""
+    """Nor how many there are, up to 64 and above: a sum's order is the weights' alone."""
     judge = Judge("rows of wide, fewer and more")
     for shape in ((6144, 4096), (4096, 14336), (28672, 4096)):
-        for what, case in cases(128, *shape, torch.bfloat16, fp8=False).items():
-            if case.norm is not None:
-                continue
-            case.kernel = wide
-            out = case.run()
-            for rows in (17, 40, 64, 65, 127):
-                residual = None if case.residual is None else case.residual[:rows]
-                around = {"bias": case.bias, "gated": case.gated, "residual": residual}
-                fewer = Case(case.x[:rows], case.weight, **around, kernel=wide)
-                judge.true(f"{rows} x {shape} {what}", same_bits(fewer.run(), out[:rows]))
+        for most, fewer in ((64, (17, 40, 63)), (128, (65, 100, 127))):
+            for what, case in cases(most, *shape, torch.bfloat16, fp8=False).items():
+                if case.norm is not None:
+                    continue
+                case.kernel = wide
+                out = case.run()
+                for rows in fewer:
+                    residual = None if case.residual is None else case.residual[:rows]
+                    around = {"bias": case.bias, "gated": case.gated, "residual": residual}
+                    part = Case(case.x[:rows], case.weight, **around, kernel=wide)
+                    judge.true(f"{rows} x {shape} {what}", same_bits(part.run(), out[:rows]))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_tall(dtype: torch.dtype) -> None:
+    """Rows in every part of a warpgroup's second block, tiles of every width, the last one cut."""
+    judge = Judge(f"tall {short(dtype)}")
+    shapes = [(28672, 4096), (28704, 192), (24576, 1024), (23248, 64), (29568, 320)]
+    for outputs, width in shapes:
+        x = spread(random(256, width, dtype=dtype, seed=width))
+        weight = random(outputs, width, dtype=dtype, seed=outputs) * width**-0.5
+        for bias in (None, random(outputs, dtype=dtype, seed=3)):
+            whole = None
+            for rows in (256, 193, 200, 231, 255):
+                case = Case(x[:rows], weight, bias=bias, gated=True)
+                assert tall_takes(case.x, weight)
+                name = f"{rows} x {outputs, width}{'' if bias is None else ' bias'}"
+                poison((rows, outputs // 2), dtype=dtype)
+                out = tall(case.x, weight, bias=bias)
+                judge.close(name, out, case.expected(torch.float64), case.expected(dtype))
+                judge.repeats(name, lambda x=case.x, b=bias, w=weight: tall(x, w, bias=b))
+                whole = out if whole is None else whole
+                judge.true(f"{name}, bits of more rows", same_bits(out, whole[:rows]))
     judge.verdict()
 
 

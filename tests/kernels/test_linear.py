@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernels.checking import DTYPES, Judge, short
-from slipstream.kernels import jit, skinny, wide
+from slipstream.kernels import jit, skinny, tall, wide
 from slipstream.kernels.gemv import FP8, MAX_SLOTS, PIECE, THREADS, gemv, takes, tiling
 from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear, own_kernel
 from torch import Tensor
@@ -134,21 +134,76 @@ def test_who_multiplies_on_a_hopper(
 VARIANTS = frozenset(wide.variants())
 
 
-@example(100, 6248, 131)  # an odd one has no partner
-@given(st.integers(1, 128), st.integers(1, 20_000).map(lambda n: 8 * n), st.integers(60, 148))
-def test_tiles_of_wide(num_rows: int, num_weight_rows: int, multiprocessors: int) -> None:
-    """They cover the matrix in full waves, fit, and do not depend on the rows of x."""
-    tiles = wide.tiling(num_rows, num_weight_rows, multiprocessors)
+@example(100, 6248, 56, 131)  # an odd one has no partner
+@example(128, 4096, 224, 132)
+@example(65, 7000, 224, 132)  # tiles of 128 rows would come in two waves
+@given(
+    st.integers(1, 128),
+    st.integers(1, 20_000).map(lambda n: 8 * n),
+    st.integers(4, 500),
+    st.integers(60, 148),
+)
+def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms: int) -> None:
+    """They cover the matrix in full waves, fit, and depend on the groups of rows of x alone."""
+    tiles = wide.tiling(num_rows, num_weight_rows, chunks, num_sms)
     assert tiles.rows in wide.TILE_ROWS
     assert tiles.groups == 1 + (num_rows > 64)
-    waves = -(-num_weight_rows // (multiprocessors // tiles.cluster * wide.TILE_ROWS[-1]))
+    waves = -(-num_weight_rows // (num_sms // tiles.cluster * wide.TILE_ROWS[-1]))
     num_tiles = -(-num_weight_rows // tiles.rows)
-    assert num_tiles * tiles.cluster <= multiprocessors * max(waves, 1)
+    assert num_tiles * tiles.cluster <= num_sms * max(waves, 1)
     assert wide._variant(torch.bfloat16, tiles) in VARIANTS
     assert tiles.num_slots >= 3
     assert tiles.bytes + RESERVED <= CTA_MEMORY
     own = 2 * -(-(tiles.rows // 16) // tiles.cluster)  # pieces of eight columns, at most
     sent = (tiles.cluster - 1) * own * 128 * tiles.groups * 16  # four sums of each thread
-    assert tiles.num_slots * (tiles.slot_bytes + 16) + 16 + sent <= tiles.bytes
-    more = wide.tiling(129 - num_rows, num_weight_rows, multiprocessors)
-    assert (more.rows, more.cluster) == (tiles.rows, tiles.cluster)
+    slots = tiles.num_slots * (tiles.slot_bytes + 16) + 16
+    assert slots <= tiles.bytes
+    if tiles.cluster == 4 and tiles.groups == 2:  # sums come to where the slots were
+        assert sent <= tiles.num_slots * tiles.slot_bytes
+    else:
+        assert slots + sent <= tiles.bytes
+    least, most = (1, 64) if tiles.groups == 1 else (65, 128)
+    for rows in (least, most):
+        assert wide.tiling(rows, num_weight_rows, chunks, num_sms) == tiles
+
+
+def test_where_power_is_the_limit_tiles_are_large() -> None:
+    assert wide.tiling(64, 4096, 224, 132) == wide.Tiling(64, 1, 2)
+    assert wide.tiling(65, 4096, 224, 132) == wide.Tiling(144, 2, 4)  # down of Llama-3.1-8B
+    assert wide.tiling(65, 8192, 448, 132) == wide.Tiling(128, 2, 2)  # of 70B
+    assert wide.tiling(65, 4096, 64, 132) == wide.Tiling(64, 2, 2)  # too few steps
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width", "dtype", "is_taken"),
+    [
+        (192, 28672, 512, torch.bfloat16, False),
+        (193, 28672, 512, torch.bfloat16, True),
+        (256, 28672, 512, torch.float16, True),
+        (257, 28672, 512, torch.bfloat16, False),
+        (256, 28672, 520, torch.bfloat16, False),
+        (256, 28680, 512, torch.bfloat16, False),
+        (256, 29568, 512, torch.bfloat16, True),  # a tile of 224 for each multiprocessor
+        (256, 29584, 512, torch.bfloat16, False),
+        (256, 21136, 512, torch.bfloat16, True),  # of 176
+        (256, 21120, 512, torch.bfloat16, False),
+        (256, 28672, 512, torch.float32, False),
+    ],
+)
+def test_what_is_tall(
+    rows: int,
+    outputs: int,
+    width: int,
+    dtype: torch.dtype,
+    is_taken: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jit, "is_hopper", lambda device: True)
+    monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
+    x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(outputs, width, dtype=dtype)
+    assert tall.takes(x, weight) == is_taken
+    if is_taken:
+        tile = tall.tile_rows(outputs, 132)
+        assert tall._variant(dtype, tile) in set(tall.variants())
+        assert tall.num_slots(tile) >= 3
+        assert tall.num_slots(tile) * (tall.slot_bytes(tile) + 8) + RESERVED <= CTA_MEMORY

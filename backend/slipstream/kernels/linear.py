@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import gemv, skinny, wide
+from slipstream.kernels import gemv, skinny, tall, wide
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.cublaslt import matmul
 from slipstream.kernels.norm import rms_norm
@@ -53,7 +53,8 @@ def norm_gate_up(
 
 # ---- on a GPU ----
 # One or two rows are multiplied by `gemv`, all in one kernel; up to 16 by `skinny` and up to 128 by
-# `wide`, behind that of the norm; more by cuBLASLt, between those of the norm and the gate.
+# `wide`, behind that of the norm; more by cuBLASLt, between those of the norm and the gate. Gates
+# and ups of some 256 rows are multiplied by `tall`.
 
 
 def own_kernel(x: Tensor, weight: Tensor, gated: bool = False) -> Callable[..., Tensor] | None:
@@ -107,6 +108,8 @@ def _norm_gate_up(
     if gemv.takes(x, weight, norm, gated=True):
         return gemv.gemv(x, weight, norm=norm, eps=eps, bias=bias, gated=True)
     normed = rms_norm(x, norm, eps)
+    if tall.takes(normed, weight):
+        return tall.tall(normed, weight, bias=bias)
     if (own := own_kernel(normed, weight, gated=True)) is not None:
         return own(normed, weight, bias=bias, gated=True)
     return silu_mul(_linear(normed, weight, bias))

@@ -23,7 +23,10 @@ GROUP_ROWS = 64  # of x, for each group of warps
 CLUSTERS = (1, 2, 4)
 TILE_ROWS = range(16, 225, 16)
 _FEWEST_TILE_ROWS = {1: 64, 2: 48, 4: 16}  # a narrower tile reads more of x than of the weights
-_MOST_SHARED_ROWS = 112  # of a cluster's tile: clusters are for what is too small for one CTA each
+_MOST_SHARED_ROWS = {1: 112, 2: 224}  # of a cluster's tile, by groups
+# Of more than 64 rows of x, power is the limit, and reading x costs some: tiles are to have so many
+# rows, where the clusters for that leave each CTA so many steps.
+_THRIFTY_TILE_ROWS, _THRIFTY_STEPS = 128, 48
 CHUNK_BYTES = 128  # of a row
 MAX_SLOTS = 16
 BARRIER_BYTES = 16  # of a slot
@@ -77,7 +80,9 @@ class Tiling:
 
     @property
     def sent_bytes(self) -> int:
-        """What the CTAs of a cluster send each other of their sums, and its barrier."""
+        """What the CTAs of a cluster send each other of their sums, beside the ring or in it."""
+        if self.cluster == 4 and self.groups == 2:
+            return BARRIER_BYTES
         own = 2 * -(-self.rows // (16 * self.cluster))  # pieces of eight columns
         return (self.cluster - 1) * own * PIECE_BYTES * self.groups + BARRIER_BYTES
 
@@ -93,22 +98,30 @@ class Tiling:
         return self.num_slots * (self.slot_bytes + BARRIER_BYTES) + self.sent_bytes
 
 
+def _rows_and_waves(num_weight_rows: int, cluster: int, multiprocessors: int) -> tuple[int, int]:
+    tiles = multiprocessors // cluster
+    if cluster == 4:  # not every multiprocessor finds three others of its cluster
+        tiles = tiles * 10 // 11
+    waves = -(-num_weight_rows // (tiles * TILE_ROWS[-1]))
+    return -(-num_weight_rows // (tiles * waves * 16)) * 16, waves
+
+
 @functools.cache
-def tiling(num_rows: int, num_weight_rows: int, multiprocessors: int) -> Tiling:
+def tiling(num_rows: int, num_weight_rows: int, num_chunks: int, multiprocessors: int) -> Tiling:
     """For `num_rows` rows of x: every multiprocessor gets a part of the weights, the same for all.
 
-    The sums of an output are added in an order that does not depend on `num_rows`.
+    The sums of an output are added in an order that does not depend on `num_rows`, but for whether
+    these are two groups.
     """
     groups = -(-num_rows // GROUP_ROWS)
-    for cluster in CLUSTERS:
-        tiles = multiprocessors // cluster
-        if cluster == 4:  # not every multiprocessor finds three others of its cluster
-            tiles = tiles * 10 // 11
-        waves = -(-num_weight_rows // (tiles * TILE_ROWS[-1]))
-        rows = -(-num_weight_rows // (tiles * waves * 16)) * 16
-        if rows >= _FEWEST_TILE_ROWS[cluster]:
-            break
-    return Tiling(rows, groups, cluster)
+    tilings = {c: _rows_and_waves(num_weight_rows, c, multiprocessors) for c in CLUSTERS}
+    chosen = next(c for c, (rows, _) in tilings.items() if rows >= _FEWEST_TILE_ROWS[c])
+    if groups == 2 and tilings[chosen][0] < _THRIFTY_TILE_ROWS:
+        for cluster, (rows, waves) in tilings.items():
+            if rows >= _THRIFTY_TILE_ROWS and waves == 1 and num_chunks >= cluster * _THRIFTY_STEPS:
+                chosen = cluster
+                break
+    return Tiling(tilings[chosen][0], groups, chosen)
 
 
 def takes(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
@@ -148,7 +161,7 @@ def _variant(dtype: torch.dtype, tiles: Tiling) -> jit.Variant:
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
     for dtype, groups, cluster in itertools.product(MIN_ROWS, (1, 2), CLUSTERS):
-        most = TILE_ROWS[-1] if cluster == 1 else _MOST_SHARED_ROWS
+        most = TILE_ROWS[-1] if cluster == 1 else _MOST_SHARED_ROWS[groups]
         for rows in range(_FEWEST_TILE_ROWS[cluster], most + 1, TILE_ROWS.step):
             yield _variant(dtype, Tiling(rows, groups, cluster))
 
@@ -177,7 +190,8 @@ def _wide(
         out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0,
         "wide: rows of the residual must be contiguous, and aligned to 4 bytes",
     )
-    tiles = tiling(num_rows, len(weight), _multiprocessors(x))
+    num_chunks = width * x.itemsize // CHUNK_BYTES
+    tiles = tiling(num_rows, len(weight), num_chunks, _multiprocessors(x))
     share = tiles.rows // (2 if gated else 1)
     copied = -(-num_rows // 8) * 8
     jit.launch(
@@ -192,7 +206,7 @@ def _wide(
         out.stride(0),
         num_rows,
         num_outputs,
-        -(-width * x.itemsize // (tiles.chunks * CHUNK_BYTES)),
+        -(-num_chunks // tiles.chunks),
         int(gated),
         tiles.num_slots,
         copied,

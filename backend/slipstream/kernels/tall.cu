@@ -1,0 +1,136 @@
+// silu(gate) * up, both x W^T, for up to 256 rows of x on Hopper's tensor cores. W is [gate | up]; a CTA has all rows of x
+// and a tile of ROWS rows of W, half of them gates, and keeps its sums in nearly all registers of a multiprocessor. So
+// tiles are as many as multiprocessors, where those of half the size need a second wave that leaves many idle.
+// Two warpgroups multiply, 128 rows of x each, and one lane of them copies: a warp that only copies would take registers.
+// -D ELEMENT (T: Half or BFloat16), FP8 (0), ROWS (a multiple of 16 up to 224), SLOTS (of the ring)
+#include "copies.cuh"
+#include "wgmma_rows.cuh"
+
+constexpr int THREADS = 256;
+constexpr int BLOCKS = 2;  // of 64 rows of x, of a warpgroup
+constexpr int X_ROWS = 64 * BLOCKS * THREADS / 128;
+constexpr int X_BYTES = X_ROWS * ROW_BYTES;
+constexpr int SLOT_BYTES = X_BYTES + ROWS * ROW_BYTES;  // x, then gates, then ups
+constexpr int PIECES = ROWS / 16;                       // of eight outputs
+
+extern __shared__ __align__(1024) u8 shared_bytes[];
+
+struct Task {
+  const T* bias;  // of each row of W, or null
+  T* out;
+  i64 out_stride;
+  int num_rows, num_outputs, num_steps;
+  int x_rows;  // that are copied: num_rows, rounded up to 8
+  int first;   // output of the tile
+};
+
+DEVICE u32 slot_at(int slot) { return shared_address(shared_bytes) + slot * SLOT_BYTES; }
+DEVICE u32 full(int slot) { return slot_at(SLOTS) + slot * 8; }
+
+// ---- the lane that copies ----
+
+DEVICE void copy_weights(const Task& task, const TensorMap* weights, int step, int slot) {
+  const u32 gates = slot_at(slot) + X_BYTES, ups = gates + ROWS / 2 * ROW_BYTES;
+  const u64 policy = evict_first();
+  barrier_expect(full(slot), ROWS * ROW_BYTES);
+  copy_eights(gates, weights, step, task.first / 8, full(slot), policy);
+  copy_eights(ups, weights, step, (task.num_outputs + task.first) / 8, full(slot), policy);
+}
+DEVICE void copy_x(const Task& task, const TensorMap* x, int step, int slot) {
+  barrier_expect(full(slot), task.x_rows * ROW_BYTES);
+  copy_box(slot_at(slot), x, step * CHUNK, 0, full(slot));
+}
+
+DEVICE void fill_ring(const Task& task, const TensorMap* weights, const TensorMap* x) {
+  const int count = min(SLOTS, task.num_steps);
+  for (int step = 0; step < count; ++step) copy_weights(task, weights, step, step);
+  wait_for_previous();
+  for (int step = 0; step < count; ++step) copy_x(task, x, step, step);
+}
+
+// ---- the warpgroups ----
+
+using Sums = float[BLOCKS][SUMS];
+
+DEVICE void multiply_steps(const Task& task, const TensorMap* weights, const TensorMap* x, Sums& sums) {
+  const u32 rows_of_x = threadIdx.x / 128 * 64 * BLOCKS * ROW_BYTES;
+  RingPosition next;
+  int before = 0;
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) pin(sums[block]);
+  for (int step = 0; step < task.num_steps; ++step) {
+    barrier_wait(full(next.slot), next.parity);
+    products_begin();
+    const u64 a = rows_descriptor(slot_at(next.slot) + rows_of_x);
+    const u64 b = rows_descriptor(slot_at(next.slot) + X_BYTES);
+#pragma unroll
+    for (int k = 0; k < ROW_BYTES; k += 32)
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block)
+        multiply_rows(sums[block], advance(a, block * 64 * ROW_BYTES + k), advance(b, k), Input{});
+    products_commit();
+    if (step > 0) {
+      products_wait<1>();
+      __syncthreads();  // nobody reads the slot before any more
+      const int ahead = step - 1 + SLOTS;
+      if (threadIdx.x == 0 && ahead < task.num_steps) {
+        copy_weights(task, weights, ahead, before);
+        copy_x(task, x, ahead, before);
+      }
+    }
+    before = next.slot;
+    next.advance(SLOTS);
+  }
+  products_wait<0>();
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) pin(sums[block]);
+}
+
+// Of eight outputs a thread has two in each of two rows, `half` by half.
+DEVICE void store_outputs(const Task& task, const Sums& sums) {
+  const int column = task.first + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = (threadIdx.x / 128 * BLOCKS + block) * 64 + threadIdx.x % 128 / 32 * 16 +
+                      threadIdx.x % 32 / 4 + 8 * half;
+      if (row >= task.num_rows) continue;
+      T* out = task.out + row * task.out_stride + column;
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i) {
+        if (column + 8 * i >= task.num_outputs) break;
+        Pack<T, 2> pair;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float gate = sums[block][4 * i + 2 * half + j], up = sums[block][4 * (i + PIECES) + 2 * half + j];
+          if (task.bias != nullptr) {
+            gate += to_float(task.bias[column + 8 * i + j]);
+            up += to_float(task.bias[task.num_outputs + column + 8 * i + j]);
+          }
+          pair.at[j] = from_float<T>(__fdividef(gate, 1.0f + __expf(-gate)) * up);
+        }
+        store<2>(out + 8 * i, pair);
+      }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    tall(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x, const T* bias, T* out,
+         i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps, i64 x_rows) {
+  const Task task{bias, out, out_stride, int(num_rows), int(num_outputs), int(num_steps), int(x_rows),
+                  int(blockIdx.x) * (ROWS / 2)};
+  if (threadIdx.x == 0) {
+    start_next();
+    for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full(slot), 2);  // weights and x
+    barrier_init_done();
+  }
+  for (int slot = 0; slot < SLOTS; ++slot) clear_rows<THREADS, X_ROWS>(shared_bytes + slot * SLOT_BYTES, task.x_rows);
+  __syncthreads();
+  if (threadIdx.x == 0) fill_ring(task, &weights, &x);
+  __syncwarp();
+  Sums sums = {};
+  multiply_steps(task, &weights, &x, sums);
+  wait_for_previous();
+  store_outputs(task, sums);
+}

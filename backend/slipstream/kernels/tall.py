@@ -1,0 +1,98 @@
+"""The gated product of 193 to 256 rows on Hopper's tensor cores (sm_90a): one tile of weights each.
+
+So many rows are bound by power. cuBLASLt's tiles of usual size leave a third of the multiprocessors
+idle in their second wave, and its gate is a kernel of its own.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import jit, tensor_map
+from slipstream.kernels.gemv import gemv
+from slipstream.kernels.op import op
+from slipstream.kernels.wide import CHUNK_BYTES, MEMORY
+
+DTYPES = (torch.float16, torch.bfloat16)
+MIN_ROWS, MAX_ROWS = 193, 256  # up to 192 cuBLASLt's are faster
+TILE_ROWS = range(176, 225, 16)  # in narrower ones shared memory is the bound
+_BARRIER_BYTES = 8  # of a slot
+
+
+@op("x[n,k]:T, weight[_,k]:T")
+def tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up` of `[gate | up] = x W^T + b`, in fp32 and rounded once; `[n, m / 2]`."""
+    return gemv.reference(x, weight, bias=bias, gated=True)
+
+
+def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
+    """Of the weights, for each multiprocessor."""
+    return -(-num_weight_rows // (multiprocessors * TILE_ROWS.step)) * TILE_ROWS.step
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel is built for this product, and the fastest."""
+    num_rows, width = x.shape
+    if x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
+        return False
+    if not MIN_ROWS <= num_rows <= MAX_ROWS or width * x.itemsize % CHUNK_BYTES:
+        return False
+    if len(weight) % 16 or tile_rows(len(weight), _multiprocessors(x)) not in TILE_ROWS:
+        return False
+    is_aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight))
+    has_rows = x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0
+    return is_aligned and has_rows and weight.is_contiguous()
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return jit.num_multiprocessors(x.get_device())
+
+
+def slot_bytes(rows: int) -> int:
+    """Of a chunk of x and of a tile's weights."""
+    return (MAX_ROWS + rows) * CHUNK_BYTES
+
+
+def num_slots(rows: int) -> int:
+    """That fit into the shared memory of a multiprocessor."""
+    return MEMORY // (slot_bytes(rows) + _BARRIER_BYTES)
+
+
+def _variant(dtype: torch.dtype, rows: int) -> jit.Variant:
+    return jit.variant("tall.cu", dtype, only="sm_90a", FP8=0, ROWS=rows, SLOTS=num_slots(rows))
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    for dtype, rows in itertools.product(DTYPES, TILE_ROWS):
+        yield _variant(dtype, rows)
+
+
+@tall.cuda
+def _tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    jit.require(takes(x, weight), f"tall: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}")
+    num_rows, width = x.shape
+    num_outputs = len(weight) // 2
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    rows = tile_rows(len(weight), _multiprocessors(x))
+    copied = -(-num_rows // 8) * 8
+    jit.launch(
+        _variant(x.dtype, rows),
+        "tall",
+        (-(-num_outputs // (rows // 2)),),
+        256,
+        tensor_map.eights(weight, 1, rows // 2),
+        tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
+        0 if bias is None else bias,
+        out,
+        out.stride(0),
+        num_rows,
+        num_outputs,
+        width * x.itemsize // CHUNK_BYTES,
+        copied,
+        shared_memory=num_slots(rows) * (slot_bytes(rows) + _BARRIER_BYTES),
+        overlaps=True,
+    )
+    return out
