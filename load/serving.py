@@ -28,9 +28,10 @@ PROMPTS = (
 
 
 def about() -> dict[str, Any]:
-    """When, of what and where something was measured."""
+    """When, of what and where something was measured; a tree that git does not know says itself."""
     git = ["git", "-C", str(repository_root()), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = os.environ.get("SLIPSTREAM_COMMIT") or found
     cores = len(os.sched_getaffinity(0))
     return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "cores": cores}
 

@@ -26,7 +26,8 @@ MAX_IN_FLIGHT = 8 * MAX_STREAMS  # more: the server does not keep up with 80 % o
 MAX_BEHIND = 3  # times that this may be, each followed by another measurement
 # What a run may cost; the reasons are in docs/clients.md.
 MAX_SLOWER = 2.0  # p99 of the last tenth over the first; the first peak over the last
-MAX_SLOPE_MIB_H = 60.0  # of each of our processes
+MAX_SLOPE_MIB_H = 60.0  # of each of our processes, if it is as much as this a request, too
+MAX_SLOPE_KIB = 0.5
 MAX_SERVER_KIB = 16.0  # of tritonserver itself, a request
 _PLAN = 1000  # requests drawn at once
 _SETTLE_S = 15.0
@@ -223,7 +224,8 @@ class Timed:
         if MAX_SLOWER * last < first:
             problems.append(f"peak: {first:.1f} requests/s at first, {last:.1f} at the end")
         for name, slope in slopes.items():
-            if name != "tritonserver" and slope.mib_h > MAX_SLOPE_MIB_H:
+            is_ours = name != "tritonserver"
+            if is_ours and slope.mib_h > MAX_SLOPE_MIB_H and slope.kib_request > MAX_SLOPE_KIB:
                 problems.append(f"{name} grows by {slope.mib_h:.0f} MiB/h")
         server = slopes.get("tritonserver")
         if server is not None and server.kib_request > MAX_SERVER_KIB:

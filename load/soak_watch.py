@@ -16,8 +16,10 @@ _METRIC = re.compile(r"^slipstream_(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 # keeps the socket of a connection that broke just as an answer on it ended by itself: one of 298
 # that broke at 10 ms a token, 24 of 316 at 1 ms. One lost by every cancel would be thousands.
 _SLACK = {("tritonserver", count): 16 for count in ("threads", "eventfd", "socket")}
-_WARM_UP_S = 600.0  # in which processes take memory that they use again and again
-_SPAN_S = 600.0  # after that; in less, what comes and goes looks like growth
+# So long processes take memory that they use again and again, and so long what comes and goes looks
+# like growth: ten minutes, or as many requests as two cores serve in them.
+_LONG_S = 600.0
+_LONG_REQUESTS = 20_000
 
 
 @dataclass
@@ -127,12 +129,17 @@ class Slope:
 _Sample = tuple[float, int, dict[str, float]]  # time, requests, MiB of each process
 
 
+def _is_long(begin: _Sample, end: _Sample) -> bool:
+    return end[0] - begin[0] >= _LONG_S or end[1] - begin[1] >= _LONG_REQUESTS
+
+
 def _warmed_up(samples: list[_Sample]) -> list[_Sample]:
-    times = [now_s for now_s, _, _ in samples] or [0.0]
-    begin_s = times[0] + max((times[-1] - times[0]) / 3, _WARM_UP_S)
-    if times[-1] - begin_s < _SPAN_S:
+    if not samples:
         return []
-    return [sample for sample in samples if sample[0] >= begin_s]
+    first, last = samples[0], samples[-1]
+    third_s = first[0] + (last[0] - first[0]) / 3
+    kept = [sample for sample in samples if sample[0] >= third_s and _is_long(first, sample)]
+    return kept if kept and _is_long(kept[0], last) else []
 
 
 class Memory:
@@ -153,8 +160,8 @@ class Memory:
     def slopes(self) -> dict[str, Slope]:
         """Of each process: one line through all servers' samples, each with its own beginning.
 
-        The first third of each server's time, and at least ten minutes, are its warm-up and do not
-        count. Of a process that no server kept for ten minutes more nothing is said.
+        The first third of each server's time, and at least ten minutes or 20,000 requests, are its
+        warm-up and do not count. Of a process that no server kept as long again nothing is said.
         """
         found = {}
         kept = [_warmed_up(samples) for samples in self._servers]

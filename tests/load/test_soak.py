@@ -10,6 +10,7 @@ import socket
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,34 @@ def test_servers_that_lived_briefly_have_no_slope(load):
         held = load.soak_watch.Held({"engine": load.soak_watch.Process(4, fds(14), 5.0 * number)})
         memory.add(10.0 * number, number, held)
     assert memory.slopes() == {}
+
+
+def samples_of(load, memory, seconds: int, rate: int, mib: Callable[[float], float]) -> None:
+    """A server that answers so many requests a second; its engine's MiB by its age in seconds."""
+    memory.begin_server()
+    for age in range(0, seconds + 1, 5):
+        held = load.soak_watch.Held({"engine": load.soak_watch.Process(4, fds(14), mib(age))})
+        memory.add(7.0 + age, rate * age, held)
+
+
+def test_a_busy_server_is_judged_after_minutes(load):
+    """400 requests a second: 50 s are its warm-up, if that is more than a third of its time."""
+    memory = load.soak_watch.Memory()
+    samples_of(load, memory, 95, 400, lambda age: 9.0 * age)  # not as long again
+    assert memory.slopes() == {}
+    samples_of(load, memory, 100, 400, lambda age: min(age, 50) + age / 60)
+    samples_of(load, memory, 210, 400, lambda age: min(age, 70) + age / 60)
+    (slope,) = memory.slopes().values()
+    assert slope.mib_h == pytest.approx(60.0)
+    assert slope.kib_request == pytest.approx(1024 / 60 / 400)
+
+
+@pytest.mark.parametrize(("kib", "is_problem"), [(0.4, False), (0.6, True)])
+def test_a_busy_process_may_grow_by_half_a_kib_a_request(load, kib: float, is_problem: bool):
+    timed = load.soak_timed.Timed(load.soak_storm.Books(None), 600.0, 0)
+    samples_of(load, timed.memory, 300, 400, lambda age: 400 * age * kib / 1024)
+    problems = timed.result([])["problems"]
+    assert [p.split(" ")[0] for p in problems] == (["engine"] if is_problem else [])
 
 
 def test_tenths_are_of_the_time_and_not_of_the_requests(load):
