@@ -26,8 +26,8 @@ MAX_IN_FLIGHT = 8 * MAX_STREAMS  # more: the server does not keep up with 80 % o
 MAX_BEHIND = 3  # times that this may be, each followed by another measurement
 # What a run may cost; the reasons are in docs/clients.md.
 MAX_SLOWER = 2.0  # p99 of the last tenth over the first; the first peak over the last
-MAX_SLOPE_MIB_H = 60.0  # of each of our processes, if it is as much as this a request, too
-MAX_SLOPE_KIB = 0.5
+MAX_SLOPE_MIB_H = 60.0  # of each of our processes, which grows if it does by both of these
+MAX_SLOPE_KIB = 0.5  # a request
 MAX_SERVER_KIB = 16.0  # of tritonserver itself, a request
 _PLAN = 1000  # requests drawn at once
 _SETTLE_S = 15.0
