@@ -9,11 +9,11 @@ with 1 where a format costs more than its limit.
 import argparse
 import json
 import platform
-import subprocess
 import sys
 
 import torch
 from quality import CHECKPOINT, ROOT, bits_per_byte, heldout
+from report import commit
 from slipstream.kernels import kv_format
 from slipstream.kernels.decode_attention import decode_attention, plan_decode
 
@@ -107,9 +107,7 @@ def main() -> None:
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{rest[rest.index(END) :]}")
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    about = {"commit": commit, "torch": torch.__version__, "machine": platform.machine()}
+    about = {"commit": commit(), "torch": torch.__version__, "machine": platform.machine()}
     RESULT.write_text(json.dumps({**about, "dtype": args.dtype, "rows": rows}, indent=1) + "\n")
     if any(r["limit"] is not None and r["more"] > r["limit"] for r in rows):  # type: ignore[operator]
         sys.exit("a format costs more than its limit")

@@ -24,7 +24,7 @@ from typing import Any
 
 import run_locust
 import run_perf
-from serving import PROMPTS, REPORTS, add_arguments, serving
+from serving import PROMPTS, REPORTS, add_arguments, commit, serving
 from slipstream_compose.server import repository_root
 
 RESULTS = repository_root() / "benchmarks" / "results"
@@ -200,7 +200,7 @@ def main() -> int:
     rounds = measure(args)
     about = {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "source": f"paced, {args.step_ms:g} ms a step" if args.step_ms else "engine",
@@ -211,11 +211,6 @@ def main() -> int:
         path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     return 0 if result["do_agree"] else 1
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(repository_root()), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

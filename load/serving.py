@@ -27,13 +27,17 @@ PROMPTS = (
 )
 
 
-def about() -> dict[str, Any]:
-    """When, of what and where something was measured; a tree that git does not know says itself."""
+def commit() -> str:
+    """Of what is measured; a tree that git does not know is told by SLIPSTREAM_COMMIT."""
     git = ["git", "-C", str(repository_root()), "rev-parse", "--short", "HEAD"]
     found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    commit = os.environ.get("SLIPSTREAM_COMMIT") or found
+    return os.environ.get("SLIPSTREAM_COMMIT") or found
+
+
+def about() -> dict[str, Any]:
+    """When, of what and where something was measured."""
     cores = len(os.sched_getaffinity(0))
-    return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "cores": cores}
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "cores": cores}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -167,6 +167,21 @@ def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms
         assert wide.tiling(rows, num_weight_rows, chunks, num_sms) == tiles
 
 
+@pytest.mark.parametrize(
+    ("rows", "kernel"),
+    [(16, skinny.skinny), (128, wide.wide), (192, None), (193, tall.tall), (257, None)],
+)
+def test_who_multiplies_gates_and_ups(
+    rows: int, kernel: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jit, "is_hopper", lambda device: True)
+    monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
+    x, weight = (torch.empty(n, 512, dtype=torch.bfloat16) for n in (rows, 28672))
+    assert own_kernel(x, weight, gated=True) is kernel
+    if kernel is tall.tall:
+        assert own_kernel(x, weight) is None
+
+
 def test_where_power_is_the_limit_tiles_are_large() -> None:
     assert wide.tiling(64, 4096, 224, 132) == wide.Tiling(64, 1, 2)
     assert wide.tiling(65, 4096, 224, 132) == wide.Tiling(144, 2, 4)  # down of Llama-3.1-8B

@@ -53,15 +53,17 @@ def norm_gate_up(
 
 # ---- on a GPU ----
 # One or two rows are multiplied by `gemv`, all in one kernel; up to 16 by `skinny` and up to 128 by
-# `wide`, behind that of the norm; more by cuBLASLt, between those of the norm and the gate. Gates
-# and ups of some 256 rows are multiplied by `tall`.
+# `wide`, gates and ups of 193 to 256 by `tall`, behind that of the norm; others by cuBLASLt,
+# between those of the norm and the gate.
 
 
 def own_kernel(x: Tensor, weight: Tensor, gated: bool = False) -> Callable[..., Tensor] | None:
-    """`skinny` or `wide`, the one that takes this product; None: it is cuBLASLt's."""
+    """`skinny`, `wide` or `tall`, the one that takes this product; None: it is cuBLASLt's."""
     if skinny.takes(x, weight, gated):
         return skinny.skinny
-    return wide.wide if wide.takes(x, weight, gated) else None
+    if wide.takes(x, weight, gated):
+        return wide.wide
+    return tall.tall if tall.takes(x, weight, gated) else None
 
 
 @linear.cuda
@@ -108,8 +110,6 @@ def _norm_gate_up(
     if gemv.takes(x, weight, norm, gated=True):
         return gemv.gemv(x, weight, norm=norm, eps=eps, bias=bias, gated=True)
     normed = rms_norm(x, norm, eps)
-    if tall.takes(normed, weight):
-        return tall.tall(normed, weight, bias=bias)
     if (own := own_kernel(normed, weight, gated=True)) is not None:
         return own(normed, weight, bias=bias, gated=True)
     return silu_mul(_linear(normed, weight, bias))

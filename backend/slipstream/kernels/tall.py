@@ -22,9 +22,12 @@ _BARRIER_BYTES = 8  # of a slot
 
 
 @op("x[n,k]:T, weight[_,k]:T")
-def tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """`silu(gate) * up` of `[gate | up] = x W^T + b`, in fp32 and rounded once; `[n, m / 2]`."""
-    return gemv.reference(x, weight, bias=bias, gated=True)
+def tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gated: bool = True) -> Tensor:
+    """`silu(gate) * up` of `[gate | up] = x W^T + b`, in fp32 and rounded once; `[n, m / 2]`.
+
+    There is no other product than one that is `gated`.
+    """
+    return gemv.reference(x, weight, bias=bias, gated=gated)
 
 
 def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
@@ -32,22 +35,19 @@ def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
     return -(-num_weight_rows // (multiprocessors * TILE_ROWS.step)) * TILE_ROWS.step
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
+def takes(x: Tensor, weight: Tensor, gated: bool = True) -> bool:
     """Whether the kernel is built for this product, and the fastest."""
     num_rows, width = x.shape
-    if x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
+    if not gated or x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
         return False
     if not MIN_ROWS <= num_rows <= MAX_ROWS or width * x.itemsize % CHUNK_BYTES:
         return False
-    if len(weight) % 16 or tile_rows(len(weight), _multiprocessors(x)) not in TILE_ROWS:
+    if (
+        len(weight) % 16
+        or tile_rows(len(weight), jit.num_multiprocessors(x.get_device())) not in TILE_ROWS
+    ):
         return False
-    is_aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight))
-    has_rows = x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0
-    return is_aligned and has_rows and weight.is_contiguous()
-
-
-def _multiprocessors(x: Tensor) -> int:
-    return jit.num_multiprocessors(x.get_device())
+    return tensor_map.can_map(x, weight)
 
 
 def slot_bytes(rows: int) -> int:
@@ -71,12 +71,14 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @tall.cuda
-def _tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    jit.require(takes(x, weight), f"tall: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}")
+def _tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gated: bool = True) -> Tensor:
+    jit.require(
+        takes(x, weight, gated), f"tall: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
+    )
     num_rows, width = x.shape
     num_outputs = len(weight) // 2
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    rows = tile_rows(len(weight), _multiprocessors(x))
+    rows = tile_rows(len(weight), jit.num_multiprocessors(x.get_device()))
     copied = -(-num_rows // 8) * 8
     jit.launch(
         _variant(x.dtype, rows),

@@ -136,9 +136,7 @@ def takes(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
         return False
     if num_rows > GROUP_ROWS and len(weight) > TILE_ROWS[-1] * _multiprocessors(x):
         return False  # in several waves they are slower than cuBLASLt's
-    is_aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight))
-    has_rows = x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0
-    return is_aligned and has_rows and weight.is_contiguous()
+    return tensor_map.can_map(x, weight)
 
 
 def _multiprocessors(x: Tensor) -> int:
