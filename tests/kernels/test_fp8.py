@@ -19,6 +19,7 @@ from kernels.fp8_cases import (
 from slipstream.kernels import fp8
 from slipstream.kernels.cublaslt import matmul
 from slipstream.kernels.op import KernelError
+from slipstream.kernels.wide import wide
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 sizes = st.integers(1, 70)
@@ -118,8 +119,30 @@ def test_matmul(n: int, k: int, m: int, seed: int) -> None:
     )
     exact = x.values.double() @ weight.values.double().T
     judge = Judge("matmul")
-    judge.close("matmul", matmul(x.values, weight.values), exact, exact.bfloat16())
+    product = matmul(x.values, weight.values)
+    judge.close("matmul", product, exact, exact.bfloat16())
+    scales = fp8.Scales(x.scales, weight.scales, None)
+    out = wide(x.values, weight.values, scales=scales)
+    judge.true("scaled", torch.equal(out, fp8.scale(product, *scales[:2], torch.bfloat16)))
+    if m % 2 == 0:
+        out = wide(x.values, weight.values, gated=True, scales=scales)
+        exact = silu_mul(scaled(torch.float64, product, *scales))
+        judge.close("gated", out, exact, exact.bfloat16())
     judge.verdict()
+
+
+def test_what_wide_makes_of_e4m3() -> None:
+    x = fp8.quantize(torch.ones(2, 256))
+    ones = torch.ones(2)
+    for message, around in {
+        "gates need scales": {"gated": True},
+        "biases are in the scales": {"bias": ones},
+        "biases are bfloat16": {"scales": fp8.Scales(ones, ones, ones)},
+    }.items():
+        with pytest.raises(KernelError, match=message):
+            wide(x.values, x.values, **around)
+    with pytest.raises(KernelError, match="float32 has no scales"):
+        wide(torch.ones(2, 256), torch.ones(2, 256), scales=fp8.Scales(ones, ones, None))
 
 
 def test_sums_beyond_half_are_kept() -> None:

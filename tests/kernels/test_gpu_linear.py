@@ -1,11 +1,14 @@
 """Products with what stands around them, on a GPU: against fp64, poisoned, repeated bitwise."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 from kernels.checking import Judge, poison, same_bits, short
+from kernels.fp8_cases import scaled, silu_mul
+from slipstream.kernels.fp8 import Scales, scale
 from slipstream.kernels.gemv import FP8, MAX_ROWS, gemv, takes
 from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
 from slipstream.kernels.op import KernelError
@@ -173,8 +176,32 @@ def test_wide_fp8() -> None:
             judge.close(name, wide(x, weight), exact, exact.bfloat16())
             judge.repeats(name, lambda x=x, weight=weight: wide(x, weight))
     judge.verdict()
-    with pytest.raises(KernelError, match="e4m3 has only plain products"):
+    with pytest.raises(KernelError, match="gates need scales"):
         wide(x, weight, gated=True)
+
+
+def test_wide_fp8_in_its_place() -> None:
+    """With scales: the bits of what a kernel behind it would make, and gates."""
+    judge = Judge("wide e4m3 with scales")
+    for outputs, width in ((16, 512), (272, 640), (6144, 4096), (28672, 4096), (4096, 14336)):
+        weight = random(outputs, width, dtype=FP8, seed=outputs)
+        by_column = (0.5 + torch.rand(outputs, device="cuda")) * width**-0.5
+        for rows, biased in itertools.product((1, 2, 9, 33, 64, 65, 128), (False, True)):
+            x = random(rows, width, dtype=FP8, seed=rows)
+            bias = random(outputs, dtype=torch.bfloat16, seed=3) if biased else None
+            scales = Scales(0.5 + torch.rand(rows, device="cuda"), by_column, bias)
+            product = wide(x, weight)
+            expected = scale(product, *scales[:2], torch.bfloat16, bias)
+            name = f"{rows} x {outputs, width}{' bias' if biased else ''}"
+            poison(product.shape, dtype=torch.bfloat16)
+            judge.true(name, same_bits(wide(x, weight, scales=scales), expected))
+            exact = scaled(torch.float64, product, *scales)
+            gated = silu_mul(scaled(torch.float64, x.double() @ weight.double().t(), *scales))
+            poison(gated.shape, dtype=torch.bfloat16)
+            run = lambda x=x, w=weight, s=scales: wide(x, w, gated=True, scales=s)  # noqa: E731
+            judge.close(f"{name} gated", run(), gated, silu_mul(exact).bfloat16())
+            judge.repeats(f"{name} gated", run)
+    judge.verdict()
 
 
 def test_wide_rows_do_not_see_their_neighbours() -> None:

@@ -155,12 +155,14 @@ def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms
     assert tiles.num_slots >= 3
     assert tiles.bytes + RESERVED <= CTA_MEMORY
     own = 2 * -(-(tiles.rows // 16) // tiles.cluster)  # pieces of eight columns, at most
-    sent = (tiles.cluster - 1) * own * 128 * tiles.groups * 16  # four sums of each thread
-    slots = tiles.num_slots * (tiles.slot_bytes + 16) + 16
+    part = own * 128 * tiles.groups * 16  # four sums of each thread
+    ring, sent = tiles.num_slots * tiles.slot_bytes, (tiles.cluster - 1) * part
+    slots = ring + 16 * tiles.num_slots + 16
     assert slots <= tiles.bytes
     if tiles.cluster == 4 and tiles.groups == 2:  # sums come to where the slots were
-        assert sent <= tiles.num_slots * tiles.slot_bytes
-    else:
+        assert part + sent <= ring
+    else:  # a CTA's own do
+        assert part <= ring
         assert slots + sent <= tiles.bytes
     least, most = (1, 64) if tiles.groups == 1 else (65, 128)
     for rows in (least, most):
@@ -222,3 +224,4 @@ def test_what_is_tall(
         assert tall._variant(dtype, tile) in set(tall.variants())
         assert tall.num_slots(tile) >= 3
         assert tall.num_slots(tile) * (tall.slot_bytes(tile) + 8) + RESERVED <= CTA_MEMORY
+        assert tile // 8 * 256 * 16 <= tall.num_slots(tile) * tall.slot_bytes(tile)  # half the sums

@@ -7,7 +7,7 @@ constexpr int PACKS = 4;  // accesses of a thread to gates, and as many to ups, 
 // x times the logistic function of y. Of 16 bits, what approximations lose is far below the result's rounding, and exact
 // arithmetic would take longer than memory.
 DEVICE float times_logistic(float x, float y) {
-  return sizeof(T) == 2 ? __fdividef(x, 1.0f + __expf(-y)) : x / (1.0f + expf(-y));
+  return sizeof(T) == 2 ? times_logistic_fast(x, y) : x / (1.0f + expf(-y));
 }
 struct Silu {
   DEVICE float operator()(float x) const { return times_logistic(x, x); }

@@ -10,16 +10,10 @@ constexpr float SMALLEST = 1e-30f;  // the least that a row's largest counts as,
 constexpr int MIN_CTAS = PACKS == 4 ? 2 : 1;  // of a multiprocessor: one computes while the other waits for memory
 constexpr int MAX_THREADS = PACKS == 8 ? 512 : PACKS == 4 ? 448 : 1024;  // with registers for their packs
 constexpr int ELEMENTWISE_THREADS = 256;
-constexpr float LOG2_E = 1.44269504f;
 
 DEVICE float max_or_nan(float a, float b) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-DEVICE float reciprocal_fast(float value) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
 }
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
@@ -217,8 +211,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
       // With exact division and exponential, arithmetic would take longer than memory.
-      const float sigmoid = reciprocal_fast(1.0f + exp2_fast(-LOG2_E * gates.at[j]));
-      part.set(pack, j, gates.at[j] * sigmoid * ups.at[j]);
+      part.set(pack, j, silu_fast(gates.at[j]) * ups.at[j]);
     }
   }
   part.reduce();

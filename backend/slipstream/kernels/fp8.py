@@ -58,7 +58,8 @@ def _quantized(values: Tensor) -> Quantized:
     return Quantized(scaled.to(E4M3), (largest / _LARGEST).squeeze(-1))
 
 
-def _scaled(product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
+def scaled(product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
+    """A product of `n` rows and `m` columns in its place, `[n, m]` f32."""
     values = product.float() * columns * rows[:, None]  # so ordered, large rows do not overflow
     return values if bias is None else values + bias.float()
 
@@ -97,7 +98,7 @@ def silu_mul_quantize(
     product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None = None
 ) -> Quantized:
     """`silu(gate) * up` of the scaled product `[gate | up]`; `[n, m / 2]`."""
-    gate, up = _scaled(product, rows, columns, bias).chunk(2, dim=-1)
+    gate, up = scaled(product, rows, columns, bias).chunk(2, dim=-1)
     return _quantized(functional.silu(gate) * up)
 
 
@@ -106,7 +107,7 @@ def add_scaled(
     x: Tensor, product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None = None
 ) -> None:
     """`x += ` the scaled product, in place, rounded once."""
-    x.copy_(x.float() + _scaled(product, rows, columns, bias))
+    x.copy_(x.float() + scaled(product, rows, columns, bias))
 
 
 @op("product[n,m]:bf16, rows[n]:f32, columns[m]:f32")
@@ -114,7 +115,7 @@ def scale(
     product: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """The scaled product in `dtype`, rounded once."""
-    return _scaled(product, rows, columns, bias).to(dtype)
+    return scaled(product, rows, columns, bias).to(dtype)
 
 
 # ---- the CUDA twins ----

@@ -268,7 +268,7 @@ class Output {
     float value = total(sums + at) * rstd * scale[0] + bias[0];
     if (task.streams == 2) {
       const float up = total(sums + at + task.share * ROWS * WARPS) * rstd * scale[1] + bias[1];
-      value = __fdividef(value, 1.0f + __expf(-value)) * up;
+      value = silu_fast(value) * up;
     }
     task.out[row * task.out_stride + column] = from_float<T>(value + before);
   }

@@ -6,7 +6,6 @@ constexpr int GROUP = 4;  // consecutive tokens that a thread takes at once: tho
 constexpr int BATCH = 64 / sizeof(T) / GROUP;  // groups that are loaded ahead
 constexpr int MARKS = 2048;                    // bytes that tell which tokens of a CTA have edits
 constexpr u32 MAX_COUNT = 0x7fff;
-constexpr float LOG2_E = 1.44269504f;
 
 struct alignas(16) Parameters {  // ROW in sample.py
   float temperature;

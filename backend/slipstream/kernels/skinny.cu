@@ -200,7 +200,7 @@ struct Output {
         float value = gather(shared, place, row) + bias(column);
         if (task.streams == 2) {
           const float up = gather(shared, task.width() + place, row) + bias(task.num_outputs + column);
-          value = __fdividef(value, 1.0f + __expf(-value)) * up;
+          value = silu_fast(value) * up;
         }
         *target(at) = from_float<T>(value + (task.adds ? before[i] : 0.0f));
       }

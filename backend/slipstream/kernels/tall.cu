@@ -4,6 +4,7 @@
 // Two warpgroups multiply, 128 rows of x each, and one lane of them copies: a warp that only copies would take registers.
 // -D ELEMENT (T: Half or BFloat16), FP8 (0), ROWS (a multiple of 16 up to 224), SLOTS (of the ring)
 #include "copies.cuh"
+#include "row_sums.cuh"
 #include "wgmma_rows.cuh"
 
 constexpr int THREADS = 256;
@@ -12,6 +13,7 @@ constexpr int X_ROWS = 64 * BLOCKS * THREADS / 128;
 constexpr int X_BYTES = X_ROWS * ROW_BYTES;
 constexpr int SLOT_BYTES = X_BYTES + ROWS * ROW_BYTES;  // x, then gates, then ups
 constexpr int PIECES = ROWS / 16;                       // of eight outputs
+constexpr int BATCH = 2;                                // of them that a lane takes at once
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
@@ -86,33 +88,45 @@ DEVICE void multiply_steps(const Task& task, const TensorMap* weights, const Ten
   for (int block = 0; block < BLOCKS; ++block) pin(sums[block]);
 }
 
-// Of eight outputs a thread has two in each of two rows, `half` by half.
-DEVICE void store_outputs(const Task& task, const Sums& sums) {
-  const int column = task.first + threadIdx.x % 4 * 2;
+// Of a row, every second piece from `first` on.
+DEVICE void store_pieces(const Task& task, u32 parts, const Lane& lane, int row, int first) {
+  Eight gates[BATCH], ups[BATCH];
 #pragma unroll
-  for (int block = 0; block < BLOCKS; ++block)
+  for (int i = 0; i < BATCH; ++i) {
+    const u32 piece = parts + min(first + 2 * i, PIECES - 1) * THREADS * PART_BYTES;
+    gates[i] = lane.take(piece, threadIdx.x / 32);
+    ups[i] = lane.take(piece + PIECES * THREADS * PART_BYTES, threadIdx.x / 32);
+  }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = (threadIdx.x / 128 * BLOCKS + block) * 64 + threadIdx.x % 128 / 32 * 16 +
-                      threadIdx.x % 32 / 4 + 8 * half;
-      if (row >= task.num_rows) continue;
-      T* out = task.out + row * task.out_stride + column;
-#pragma unroll
-      for (int i = 0; i < PIECES; ++i) {
-        if (column + 8 * i >= task.num_outputs) break;
-        Pack<T, 2> pair;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float gate = sums[block][4 * i + 2 * half + j], up = sums[block][4 * (i + PIECES) + 2 * half + j];
-          if (task.bias != nullptr) {
-            gate += to_float(task.bias[column + 8 * i + j]);
-            up += to_float(task.bias[task.num_outputs + column + 8 * i + j]);
-          }
-          pair.at[j] = from_float<T>(__fdividef(gate, 1.0f + __expf(-gate)) * up);
-        }
-        store<2>(out + 8 * i, pair);
-      }
+  for (int i = 0; i < BATCH; ++i) {
+    const int column = task.first + (first + 2 * i) * 8;
+    if (first + 2 * i >= PIECES || column >= task.num_outputs) break;
+    if (task.bias != nullptr) {
+      add(gates[i], load<8>(task.bias + column));
+      add(ups[i], load<8>(task.bias + task.num_outputs + column));
     }
+    gate(gates[i], ups[i]);
+    store_rounded(task.out + row * task.out_stride + column, gates[i]);
+  }
+}
+
+// By each warp for its own rows, 16 of them at a time, through what was the ring.
+DEVICE void store_outputs(const Task& task, const Sums& sums) {
+  const Lane lane;
+  const u32 parts = slot_at(0);
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2 * PIECES; ++i)
+      put_part(parts + i * THREADS * PART_BYTES + part_offset(),
+               {{sums[block][4 * i], sums[block][4 * i + 1], sums[block][4 * i + 2], sums[block][4 * i + 3]}});
+    __syncwarp();
+    const int row = (threadIdx.x / 128 * BLOCKS + block) * 64 + threadIdx.x % 128 / 32 * 16 + lane.row;
+    if (row >= task.num_rows) continue;
+#pragma unroll 1
+    for (int first = lane.piece; first < PIECES; first += 2 * BATCH) store_pieces(task, parts, lane, row, first);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -132,5 +146,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Sums sums = {};
   multiply_steps(task, &weights, &x, sums);
   wait_for_previous();
+  __syncthreads();  // nobody reads the ring any more
   store_outputs(task, sums);
 }

@@ -76,6 +76,9 @@ def _tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gated: bool 
     jit.require(
         takes(x, weight, gated), f"tall: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
     )
+    jit.require(
+        bias is None or bias.data_ptr() % 16 == 0, "tall: the bias must be aligned to 16 bytes"
+    )
     num_rows, width = x.shape
     num_outputs = len(weight) // 2
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)

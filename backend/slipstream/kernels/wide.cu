@@ -2,43 +2,53 @@
 // rows, and all rows of x, belong to a cluster, whose CTAs share out the width: each streams its part of both through a
 // ring and multiplies, a warpgroup for each 64 rows of x; then each adds up what the cluster has for every CLUSTER-th
 // piece of eight columns. Weights are copied from before the previous kernel's end on.
+// Sums of e4m3 are scaled at the end, or left as they are.
 // -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3 rather than T), ROWS (a multiple of 16 up to 224),
 // GROUPS (1, 2), CLUSTER (1, 2, 4)
 #include "cluster.cuh"
 #include "fetch.cuh"
+#include "row_sums.cuh"
 #include "wgmma_rows.cuh"
 
 constexpr int THREADS = 128 * GROUPS;  // that multiply; two warps more copy
+constexpr int WARPS = THREADS / 32;
 constexpr int CHUNKS = GROUPS == 1 ? 2 : 1;  // of a step
 constexpr int X_BYTES = 64 * GROUPS * ROW_BYTES;  // of a chunk
 constexpr int SLOT_BYTES = CHUNKS * (ROWS * ROW_BYTES + X_BYTES);
 constexpr int PIECES = ROWS / 8;  // of eight columns, of which a thread has two in each of two rows
-// Whether registers are left to load what is added to while products are made.
-constexpr bool EARLY = PIECES <= 20;
-constexpr int BATCH = EARLY ? 8 : 4;  // pieces whose loads are on their way at once
 // Whether sums come to where the ring was, or behind it: the one takes room, the other waits for the whole cluster.
 constexpr bool IN_RING = CLUSTER == 4 && GROUPS == 2;
 constexpr int OWN = 2 * ((PIECES / 2 + CLUSTER - 1) / CLUSTER);  // pieces that a CTA finishes, at most
+constexpr int BATCH = OWN < 4 ? 1 : 2;  // that a lane takes at once
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
 struct Task {
-  const T* bias;  // of each weight row, or null
+  const float *row_scales, *column_scales;  // of a product of e4m3, or null
+  const T* bias;                            // of each weight row, or null
   T* out;
   i64 out_stride;
-  int num_rows, num_outputs;
+  u32 num_rows;
+  int num_outputs;
   int num_slots;
   int x_rows;      // that are copied: num_rows, rounded up to 8
   bool gated;      // silu(gate) * up: a tile has the rows of its gates, and then those of its ups
   bool adds;       // to `out`
   int first;       // output of the tile
-  int rank;        // in the cluster
+  u32 rank;        // in the cluster
   int begin, end;  // this CTA's steps
 
+  // Of outputs, and the most that a CTA of the cluster has of them.
+  DEVICE u32 num_pieces() const { return gated ? PIECES / 2 : PIECES; }
+  DEVICE u32 own_pieces() const { return (num_pieces() + CLUSTER - 1) / CLUSTER; }
+  // Of this CTA's, those within the matrix.
+  DEVICE u32 end_of_pieces() const {
+    const u32 within = u32(num_outputs - first) / 8;
+    return (min(num_pieces(), within) + CLUSTER - 1 - rank) / CLUSTER;
+  }
   // Parts of pieces that others send.
-  DEVICE int num_sent() const {
-    const int streams = gated ? 2 : 1;
-    return (CLUSTER - 1) * streams * ((PIECES / streams - rank + CLUSTER - 1) / CLUSTER);
+  DEVICE u32 num_sent() const {
+    return (CLUSTER - 1) * (gated ? 2 : 1) * ((num_pieces() + CLUSTER - 1 - rank) / CLUSTER);
   }
 };
 
@@ -54,9 +64,11 @@ struct Shared {
   DEVICE u32 full(int slot) const { return barriers + slot * 16; }
   DEVICE u32 empty(int slot) const { return full(slot) + 8; }
   DEVICE u32 sent() const { return full(num_slots); }
-  // Of this thread: what a sender has of a piece.
-  DEVICE u32 part(int sender, int index) const {
-    return (IN_RING ? base : sent() + 16) + ((sender * OWN + index) * THREADS + threadIdx.x) * 16;
+  // What a sender has of this CTA's pieces. The last one is this CTA itself, whose place is where the ring was.
+  DEVICE u32 parts(u32 sender) const {
+    constexpr u32 BYTES = OWN * THREADS * PART_BYTES;
+    if (IN_RING) return base + sender * BYTES;
+    return sender == CLUSTER - 1 ? base : sent() + 16 + sender * BYTES;
   }
 };
 
@@ -80,12 +92,14 @@ DEVICE void copy_x(const Task& task, const Shared& shared, const TensorMap* x, i
 
 // ---- the warpgroups that multiply ----
 
+DEVICE void sync_products() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
 DEVICE void clear_rest(const Task& task) {
   if (task.x_rows == 64 * GROUPS) return;
   for (int slot = 0; slot < task.num_slots; ++slot)
     for (int c = 0; c < CHUNKS; ++c)
       clear_rows<THREADS, 64 * GROUPS>(shared_bytes + slot * SLOT_BYTES + c * X_BYTES, task.x_rows);
-  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+  sync_products();
 }
 
 DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)[SUMS]) {
@@ -117,137 +131,117 @@ DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)
 
 // ---- the end ----
 
-// A thread's part of a piece: of row g and of row g + 8, two columns each.
-struct alignas(16) Four {
-  float at[4];
-};
-
-// Which CTA finishes a piece, and what number the piece has there; of gates and ups, it has both.
-struct Owner {
-  int rank, index;
-
-  DEVICE Owner(const Task& task, int piece) {
-    const int count = task.gated ? PIECES / 2 : PIECES, stream = piece >= count, within = piece - stream * count;
-    rank = within % CLUSTER;
-    index = stream * ((count + CLUSTER - 1) / CLUSTER) + within / CLUSTER;
-  }
-};
-
-// Each CTA sends what it has of the pieces of others.
-DEVICE void send_sums(const Task& task, const Shared& shared, const float (&sums)[SUMS]) {
+// Each CTA sends what it has of the pieces of others, and keeps its own: of gates and ups, the same.
+DEVICE void hand_over(const Task& task, const Shared& shared, const float (&sums)[SUMS]) {
+  const u32 own = task.own_pieces();
 #pragma unroll
-  for (int i = 0; i < PIECES; ++i) {
-    const Owner owner(task, i);
-    if (owner.rank == task.rank) continue;
-    const int sender = (task.rank - owner.rank - 1 + CLUSTER) % CLUSTER;
-    send(address_in(owner.rank, shared.part(sender, owner.index)), sums[4 * i], sums[4 * i + 1], sums[4 * i + 2],
-         sums[4 * i + 3], address_in(owner.rank, shared.sent()));
+  for (u32 i = 0; i < PIECES; ++i) {
+    const Four part{{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]}};
+    const bool is_up = i >= task.num_pieces();
+    const u32 within = is_up ? i - task.num_pieces() : i, owner = within % CLUSTER;
+    const u32 index = within / CLUSTER + (is_up ? own : 0), sender = (task.rank - owner - 1) % CLUSTER;
+    const u32 target = shared.parts(sender) + index * THREADS * PART_BYTES + part_offset();
+    if (owner == task.rank)
+      put_part(target, part);
+    else
+      send(address_in(owner, target), part.at[0], part.at[1], part.at[2], part.at[3],
+           address_in(owner, shared.sent()));
   }
 }
 
-// What the cluster has of piece `i + rank`: what this CTA has, then the next, and so on around.
-DEVICE Four gather(const Task& task, const Shared& shared, const float (&sums)[SUMS], int i) {
-  Four total;
+// Rounded before anything is added, as what comes unscaled is (fp8.cu).
+DEVICE void scale(Eight& sums, float row_scale, const float* column_scales) {
+  const Pack<float, 4> columns[] = {::load<4>(column_scales), ::load<4>(column_scales + 4)};
 #pragma unroll
-  for (int rank = 0; rank < CLUSTER; ++rank) {
-    const int piece = min(i + rank, PIECES - 1);  // what is behind is never asked for, and yet compiled
-    if (rank == task.rank) total = {{sums[4 * piece], sums[4 * piece + 1], sums[4 * piece + 2], sums[4 * piece + 3]}};
+  for (int j = 0; j < 8; ++j) {
+    const float rounded = to_float(from_float<BFloat16>(sums.at[j]));
+    sums.at[j] = __fmul_rn(rounded * columns[j / 4].at[j % 4], row_scale);
   }
-  const int index = Owner(task, i + task.rank).index;
-#pragma unroll
-  for (int sender = 0; sender < CLUSTER - 1; ++sender) {
-    Four part;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(part.at[0]), "=f"(part.at[1]), "=f"(part.at[2]), "=f"(part.at[3])
-                 : "r"(shared.part(sender, index))
-                 : "memory");
-#pragma unroll
-    for (int j = 0; j < 4; ++j) total.at[j] += part.at[j];
-  }
-  return total;
 }
 
-using Pair = Pack<T, 2>;
-
+// A lane takes every `step`-th piece of a row, BATCH of them at once. Only warps that have rows are read.
 struct Output {
   const Task& task;
-  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-  Pair before[BATCH][2];  // what is added to
+  const Lane lane;
+  const u32 log_warps = task.num_rows > 64 ? 3 : task.num_rows > 32 ? 2 : task.num_rows > 16;
+  const u32 warp = threadIdx.x / 32 & ((1 << log_warps) - 1), row = warp * 16 + lane.row;  // that are read
+  const u32 first = 2 * (threadIdx.x / 32 >> log_warps) + lane.piece, step = 2 * WARPS >> log_warps;  // of its pieces
+  const u32 end = row < task.num_rows ? task.end_of_pieces() : 0;
+  float row_scale = 1.0f;
+  Pack<T, 8> before[BATCH];  // what is added to
 
   DEVICE explicit Output(const Task& task) : task(task) {
     wait_for_previous();
-    if (EARLY) load(0);
+    if (FP8 && task.row_scales != nullptr && end > 0) row_scale = load_fresh<1>(task.row_scales + row).at[0];
+    load(first);
   }
 
-  // Of the pieces that are this CTA's.
-  DEVICE void finish(const Shared& shared, const float (&sums)[SUMS]) {
-    const int num_pieces = task.gated ? PIECES / 2 : PIECES;
-#pragma unroll
-    for (int i = 0; i < PIECES; i += CLUSTER) {
-      const int piece = i + task.rank;
-      if (piece >= num_pieces) break;
-      if ((i > 0 || !EARLY) && i / CLUSTER % BATCH == 0) load(i);
-      Four value = gather(task, shared, sums, i);
-      add_bias(piece, 0, value);
+  DEVICE void finish(const Shared& shared) {
+#pragma unroll 1
+    for (u32 begin = first; begin < end; begin += BATCH * step) {
+      if (begin > first) load(begin);
+      Eight values[BATCH];
+      gather(shared, begin, 0, values);
       if (task.gated) {
-        Four up = gather(task, shared, sums, i + PIECES / 2);
-        add_bias(piece, 1, up);
+        Eight ups[BATCH];
+        gather(shared, begin, 1, ups);
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          value.at[j] = __fdividef(value.at[j], 1.0f + __expf(-value.at[j])) * up.at[j];
+        for (int i = 0; i < BATCH; ++i) gate(values[i], ups[i]);
       }
-      store(piece, value, before[i / CLUSTER % BATCH]);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const u32 index = begin + i * step;
+        if (task.adds) add(values[i], before[i]);
+        if (index < end) store_rounded(target(index), values[i]);
+      }
     }
   }
 
  private:
-  DEVICE void load(int first) {
+  DEVICE u32 column(u32 index) const { return task.first + (index * CLUSTER + task.rank) * 8; }
+  DEVICE T* target(u32 index) const { return task.out + row * task.out_stride + column(index); }
+  DEVICE void load(u32 begin) {
     if (!task.adds) return;
 #pragma unroll
     for (int i = 0; i < BATCH; ++i)
+      if (begin + i * step < end) before[i] = load_fresh<8>(target(begin + i * step));
+  }
+  // What the cluster has of BATCH pieces, the last one instead of what is behind it. `stream` 1: of the ups.
+  DEVICE void gather(const Shared& shared, u32 begin, u32 stream, Eight (&values)[BATCH]) const {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int piece = first + i * CLUSTER + task.rank;
-        if (has(piece, half)) before[i][half] = load_fresh<2>(target(piece, half));
+    for (int i = 0; i < BATCH; ++i) {
+      const u32 index = min(begin + i * step, end - 1) + stream * task.own_pieces();
+      values[i] = take(shared, CLUSTER - 1, index);
+#pragma unroll
+      for (int sender = 0; sender < CLUSTER - 1; ++sender) {
+        const Eight part = take(shared, sender, index);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) values[i].at[j] += part.at[j];
       }
-  }
-  DEVICE int column(int piece) const { return task.first + piece * 8 + threadIdx.x % 4 * 2; }
-  DEVICE bool has(int piece, int half) const {
-    return piece < PIECES && row + 8 * half < task.num_rows && column(piece) < task.num_outputs;
-  }
-  DEVICE T* target(int piece, int half) const {
-    return task.out + (row + 8 * half) * task.out_stride + column(piece);
-  }
-  // `stream` 1: that of the ups.
-  DEVICE void add_bias(int piece, int stream, Four& sums) const {
-    if (task.bias == nullptr || column(piece) >= task.num_outputs) return;
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      sums.at[j] += to_float(task.bias[stream * task.num_outputs + column(piece) + j % 2]);
-  }
-  DEVICE void store(int piece, const Four& sums, const Pair (&before)[2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!has(piece, half)) continue;
-      Pair pair;
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        pair.at[j] = from_float<T>(sums.at[2 * half + j] +
-                                   (task.adds ? to_float(before[half].at[j]) : 0.0f));
-      ::store<2>(target(piece, half), pair);
     }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const u32 at = stream * task.num_outputs + column(min(begin + i * step, end - 1));
+      if (FP8 && task.row_scales != nullptr) scale(values[i], row_scale, task.column_scales + at);
+      if (task.bias != nullptr) add(values[i], ::load<8>(task.bias + at));
+    }
+  }
+  DEVICE Eight take(const Shared& shared, u32 sender, u32 index) const {
+    return lane.take(shared.parts(sender) + index * THREADS * PART_BYTES, warp);
   }
 };
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
     wide(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
-         const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps,
+         const float* row_scales, const float* column_scales, const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps,
          i64 gated, i64 num_slots, i64 x_rows, i64 adds) {
-  const int rank = blockIdx.x % CLUSTER;
-  const Task task{bias,
+  const u32 rank = blockIdx.x % CLUSTER;
+  const Task task{row_scales,
+                  column_scales,
+                  bias,
                   out,
                   out_stride,
-                  int(num_rows),
+                  u32(num_rows),
                   int(num_outputs),
                   int(num_slots),
                   int(x_rows),
@@ -255,8 +249,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
                   adds != 0,
                   int(blockIdx.x / CLUSTER) * (gated != 0 ? ROWS / 2 : ROWS),
                   rank,
-                  rank * int(num_steps) / CLUSTER,
-                  (rank + 1) * int(num_steps) / CLUSTER};
+                  int(rank * u32(num_steps) / CLUSTER),
+                  int((rank + 1) * u32(num_steps) / CLUSTER)};
   const Shared shared(task);
   const bool copies = threadIdx.x == THREADS;
   if (copies) {
@@ -264,7 +258,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
     init_slots(shared, num_slots, THREADS / 32);
     barrier_init(shared.sent(), 1);
     barrier_init_done();
-    barrier_expect(shared.sent(), task.num_sent() * THREADS * sizeof(Four));
+    barrier_expect(shared.sent(), task.num_sent() * THREADS * PART_BYTES);
   }
   __syncthreads();
   cluster_arrive();
@@ -279,14 +273,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
   Output output(task);
   float sums[SUMS] = {};
   multiply_steps(task, shared, sums);
-  if (CLUSTER > 1) {
+  cluster_wait();
+  if (IN_RING) {
+    cluster_arrive();
     cluster_wait();
-    if (IN_RING) {
-      cluster_arrive();
-      cluster_wait();
-    }
-    send_sums(task, shared, sums);
-    barrier_wait(shared.sent(), 0);
   }
-  output.finish(shared, sums);
+  sync_products();  // nobody reads the ring any more
+  hand_over(task, shared, sums);
+  sync_products();
+  if (CLUSTER > 1) barrier_wait(shared.sent(), 0);
+  output.finish(shared);
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from slipstream.kernels import fp8, jit, tensor_map
 from slipstream.kernels.cublaslt import matmul
@@ -42,22 +43,35 @@ def wide(
     bias: Tensor | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
+    scales: fp8.Scales | None = None,
 ) -> Tensor:
     """`x W^T + b`, accumulated in fp32 and rounded once; `[n, m]`, `[n, m / 2]` if `gated`.
 
     `gated` makes `silu(gate) * up` of `[gate | up]`. With `residual`, that is what is changed and
-    returned. Nothing of all this goes with e4m3.
+    returned. Of e4m3, which has neither residuals nor biases of their own, the product is rounded
+    to bf16; `scales`, without which nothing is gated, make `fp8.scale` of it.
     """
-    if x.dtype == fp8.E4M3:
-        _require_plain(bias, gated, residual)
-        return matmul.reference(x, weight)
-    return gemv.reference(x, weight, bias=bias, gated=gated, residual=residual)
+    if x.dtype != fp8.E4M3:
+        jit.require(scales is None, f"wide: {x.dtype} has no scales")
+        return gemv.reference(x, weight, bias=bias, gated=gated, residual=residual)
+    _require_e4m3(bias, gated, residual, scales)
+    product = matmul.reference(x, weight)
+    if scales is None:
+        return product
+    values = fp8.scaled(product, *scales)
+    if gated:
+        gate, up = values.chunk(2, dim=-1)
+        values = functional.silu(gate) * up
+    return values.to(product.dtype)
 
 
-def _require_plain(bias: Tensor | None, gated: bool, residual: Tensor | None) -> None:
-    jit.require(
-        bias is None and residual is None and not gated, "wide: e4m3 has only plain products"
-    )
+def _require_e4m3(
+    bias: Tensor | None, gated: bool, residual: Tensor | None, scales: fp8.Scales | None
+) -> None:
+    jit.require(bias is None and residual is None, "wide: of e4m3, biases are in the scales")
+    jit.require(scales is not None or not gated, "wide: of e4m3, gates need scales")
+    is_bf16 = scales is None or scales.bias is None or scales.bias.dtype == torch.bfloat16
+    jit.require(is_bf16, "wide: of e4m3, biases are bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +186,15 @@ def _wide(
     bias: Tensor | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
+    scales: fp8.Scales | None = None,
 ) -> Tensor:
     jit.require(
         takes(x, weight, gated), f"wide: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
     )
     if is_fp8 := x.dtype == fp8.E4M3:
-        _require_plain(bias, gated, residual)
+        _require_e4m3(bias, gated, residual, scales)
+    jit.require(is_fp8 or scales is None, f"wide: {x.dtype} has no scales")
+    by_row, by_column, bias = (0, 0, bias) if scales is None else scales
     num_rows, width = x.shape
     num_outputs = len(weight) // (2 if gated else 1)
     out = residual
@@ -185,8 +202,12 @@ def _wide(
         dtype = torch.bfloat16 if is_fp8 else x.dtype
         out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     jit.require(
-        out.stride(1) == 1 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0,
-        "wide: rows of the residual must be contiguous, and aligned to 4 bytes",
+        out.stride(1) == 1 and out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0,
+        "wide: rows of the residual must be contiguous, and aligned to 16 bytes",
+    )
+    jit.require(
+        all(t is None or t.data_ptr() % 16 == 0 for t in (bias, *(scales or ()))),
+        "wide: biases and scales must be aligned to 16 bytes",
     )
     num_chunks = width * x.itemsize // CHUNK_BYTES
     tiles = tiling(num_rows, len(weight), num_chunks, _multiprocessors(x))
@@ -199,6 +220,8 @@ def _wide(
         128 * tiles.groups + 64,
         tensor_map.eights(weight, tiles.chunks, share),
         tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
+        by_row,
+        by_column,
         0 if bias is None else bias,
         out,
         out.stride(0),

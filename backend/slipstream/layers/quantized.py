@@ -1,8 +1,9 @@
 """A matrix product in e4m3: a scale for each output of the weights and for each token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels import fp8, gemv
@@ -37,7 +38,10 @@ class QuantizedLinear:
         """The product with `norm(residual)`, `[n, out]`, and what it is still to be scaled by."""
         if self._is_for_few(norm, residual, gated=False):
             return self._few(residual.values, norm=norm.weight, eps=norm.eps), None
-        product, scales = self._product(residual.quantized(norm))
+        x = residual.quantized(norm)
+        if self.dtype == torch.bfloat16 and (own := self._own_kernel(x)) is not None:
+            return own(x.values, self.weight.values, scales=self._scales(x)), None
+        product, scales = self._product(x), self._scales(x)
         if self.dtype == product.dtype:
             return product, scales
         return fp8.scale(product, scales.rows, scales.columns, self.dtype, scales.bias), None
@@ -46,20 +50,33 @@ class QuantizedLinear:
         """`silu(gate) * up` of `[gate | up]`, the product with `norm(residual)`; `[n, out / 2]`."""
         if self._is_for_few(norm, residual, gated=True):
             return self._few(residual.values, norm=norm.weight, eps=norm.eps, gated=True)
-        product, scales = self._product(residual.quantized(norm))
-        return fp8.silu_mul_quantize(product, *scales)
+        x = residual.quantized(norm)
+        if (own := self._own_kernel(x, gated=True)) is not None:
+            return fp8.quantize(
+                own(x.values, self.weight.values, gated=True, scales=self._scales(x))
+            )
+        return fp8.silu_mul_quantize(self._product(x), *self._scales(x))
 
     def add_to(self, residual: Residual, x: Tensor | fp8.Quantized) -> None:
         """`residual [n, out] += ` the product with `x [n, in]`."""
         if isinstance(x, Tensor) and gemv.takes(x, self.weight.values):
             self._few(x, residual=residual.values)
             return
-        residual.add_later(*self._product(fp8.quantize(x) if isinstance(x, Tensor) else x))
+        x = fp8.quantize(x) if isinstance(x, Tensor) else x
+        residual.add_later(self._product(x), self._scales(x))
 
-    def _product(self, x: fp8.Quantized) -> tuple[Tensor, fp8.Scales]:
+    def _product(self, x: fp8.Quantized) -> Tensor:
         pair = (x.values, self.weight.values)
-        product = (own_kernel(*pair) or matmul)(*pair)
-        return product, fp8.Scales(x.scales, self.weight.scales, self.bias)
+        return (own_kernel(*pair) or matmul)(*pair)
+
+    def _scales(self, x: fp8.Quantized) -> fp8.Scales:
+        return fp8.Scales(x.scales, self.weight.scales, self.bias)
+
+    def _own_kernel(self, x: fp8.Quantized, gated: bool = False) -> Callable[..., Tensor] | None:
+        """One that scales its product itself, to bf16."""
+        if self.bias is not None and self.bias.dtype != torch.bfloat16:
+            return None
+        return own_kernel(x.values, self.weight.values, gated)
 
     def _is_for_few(self, norm: Norm, residual: Residual, gated: bool) -> bool:
         if len(residual) > gemv.MAX_ROWS:
