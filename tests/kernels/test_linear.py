@@ -157,7 +157,7 @@ def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms
     own = 2 * -(-(tiles.rows // 16) // tiles.cluster)  # pieces of eight columns, at most
     part = own * 128 * tiles.groups * 16  # four sums of each thread
     ring, sent = tiles.num_slots * tiles.slot_bytes, (tiles.cluster - 1) * part
-    slots = ring + 16 * tiles.num_slots + 16
+    slots = ring + 16 * tiles.num_slots + 16 + 8 * tiles.rows  # scales and biases of columns
     assert slots <= tiles.bytes
     if tiles.cluster == 4 and tiles.groups == 2:  # sums come to where the slots were
         assert part + sent <= ring

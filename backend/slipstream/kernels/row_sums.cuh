@@ -40,7 +40,23 @@ struct Lane {
   }
 };
 
-DEVICE void add(Eight& sums, const Pack<T, 8>& addends) {
+// What is the same for every row.
+DEVICE void put(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+DEVICE Eight take_columns(u32 address) {
+  Eight values;
+#pragma unroll
+  for (int j = 0; j < 8; j += 4)
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(values.at[j]), "=f"(values.at[j + 1]), "=f"(values.at[j + 2]), "=f"(values.at[j + 3])
+                 : "r"(address + j * 4)
+                 : "memory");
+  return values;
+}
+
+template <class Element>
+DEVICE void add(Eight& sums, const Pack<Element, 8>& addends) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) sums.at[j] += to_float(addends.at[j]);
 }

@@ -93,23 +93,25 @@ class Tiling:
         return (self.rows + GROUP_ROWS * self.groups) * self.chunks * CHUNK_BYTES
 
     @property
-    def sent_bytes(self) -> int:
-        """What the CTAs of a cluster send each other of their sums, beside the ring or in it."""
+    def end_bytes(self) -> int:
+        """Beside the ring: scales and biases of columns, and what CTAs of a cluster send each
+        other of their sums, if they do not send it to the ring."""
+        columns = BARRIER_BYTES + 2 * 4 * self.rows
         if self.cluster == 4 and self.groups == 2:
-            return BARRIER_BYTES
+            return columns
         own = 2 * -(-self.rows // (16 * self.cluster))  # pieces of eight columns
-        return (self.cluster - 1) * own * PIECE_BYTES * self.groups + BARRIER_BYTES
+        return columns + (self.cluster - 1) * own * PIECE_BYTES * self.groups
 
     @property
     def num_slots(self) -> int:
         """That fit into the shared memory of a multiprocessor."""
-        slots = (MEMORY - self.sent_bytes) // (self.slot_bytes + BARRIER_BYTES)
+        slots = (MEMORY - self.end_bytes) // (self.slot_bytes + BARRIER_BYTES)
         return min(slots, MAX_SLOTS)
 
     @property
     def bytes(self) -> int:
         """Of shared memory."""
-        return self.num_slots * (self.slot_bytes + BARRIER_BYTES) + self.sent_bytes
+        return self.num_slots * (self.slot_bytes + BARRIER_BYTES) + self.end_bytes
 
 
 def _rows_and_waves(num_weight_rows: int, cluster: int, multiprocessors: int) -> tuple[int, int]:
@@ -204,10 +206,6 @@ def _wide(
     jit.require(
         out.stride(1) == 1 and out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0,
         "wide: rows of the residual must be contiguous, and aligned to 16 bytes",
-    )
-    jit.require(
-        all(t is None or t.data_ptr() % 16 == 0 for t in (bias, *(scales or ()))),
-        "wide: biases and scales must be aligned to 16 bytes",
     )
     num_chunks = width * x.itemsize // CHUNK_BYTES
     tiles = tiling(num_rows, len(weight), num_chunks, _multiprocessors(x))
