@@ -124,6 +124,11 @@ def test_matmul(n: int, k: int, m: int, seed: int) -> None:
     scales = fp8.Scales(x.scales, weight.scales, None)
     out = wide(x.values, weight.values, scales=scales)
     judge.true("scaled", torch.equal(out, fp8.scale(product, *scales[:2], torch.bfloat16)))
+    total = normal(n, m, dtype=torch.bfloat16, seed=seed)
+    expected = total.clone()
+    fp8.add_scaled(expected, product, *scales[:2])
+    wide(x.values, weight.values, residual=total, scales=scales)
+    judge.true("added", torch.equal(total, expected))
     if m % 2 == 0:
         out = wide(x.values, weight.values, gated=True, scales=scales)
         exact = silu_mul(scaled(torch.float64, product, *scales))
@@ -135,9 +140,10 @@ def test_what_wide_makes_of_e4m3() -> None:
     x = fp8.quantize(torch.ones(2, 256))
     ones = torch.ones(2)
     for message, around in {
-        "gates need scales": {"gated": True},
+        "gates and sums need scales": {"gated": True},
+        "and sums need scales": {"residual": torch.ones(2, 2, dtype=torch.bfloat16)},
         "biases are in the scales": {"bias": ones},
-        "biases are bfloat16": {"scales": fp8.Scales(ones, ones, ones)},
+        "biases and residuals are bfloat16": {"scales": fp8.Scales(ones, ones, ones)},
     }.items():
         with pytest.raises(KernelError, match=message):
             wide(x.values, x.values, **around)

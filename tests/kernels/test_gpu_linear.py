@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels.checking import Judge, poison, same_bits, short
 from kernels.fp8_cases import scaled, silu_mul
-from slipstream.kernels.fp8 import Scales, scale
+from slipstream.kernels.fp8 import Scales, add_scaled, scale
 from slipstream.kernels.gemv import FP8, MAX_ROWS, gemv, takes
 from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
 from slipstream.kernels.op import KernelError
@@ -176,7 +176,7 @@ def test_wide_fp8() -> None:
             judge.close(name, wide(x, weight), exact, exact.bfloat16())
             judge.repeats(name, lambda x=x, weight=weight: wide(x, weight))
     judge.verdict()
-    with pytest.raises(KernelError, match="gates need scales"):
+    with pytest.raises(KernelError, match="gates and sums need scales"):
         wide(x, weight, gated=True)
 
 
@@ -195,6 +195,11 @@ def test_wide_fp8_in_its_place() -> None:
             name = f"{rows} x {outputs, width}{' bias' if biased else ''}"
             poison(product.shape, dtype=torch.bfloat16)
             judge.true(name, same_bits(wide(x, weight, scales=scales), expected))
+            total = spread(random(rows, outputs, dtype=torch.bfloat16, seed=4))
+            expected = total.contiguous()
+            add_scaled(expected, product, *scales[:2], bias)
+            wide(x, weight, residual=total, scales=scales)
+            judge.true(f"{name} added", same_bits(total, expected))
             exact = scaled(torch.float64, product, *scales)
             gated = silu_mul(scaled(torch.float64, x.double() @ weight.double().t(), *scales))
             poison(gated.shape, dtype=torch.bfloat16)

@@ -48,8 +48,8 @@ def wide(
     """`x W^T + b`, accumulated in fp32 and rounded once; `[n, m]`, `[n, m / 2]` if `gated`.
 
     `gated` makes `silu(gate) * up` of `[gate | up]`. With `residual`, that is what is changed and
-    returned. Of e4m3, which has neither residuals nor biases of their own, the product is rounded
-    to bf16; `scales`, without which nothing is gated, make `fp8.scale` of it.
+    returned. Of e4m3 the product is rounded to bf16; all else needs `scales`, which have its bias
+    and make `fp8.scale` of it first, not rounded once more before a sum or a gate.
     """
     if x.dtype != fp8.E4M3:
         jit.require(scales is None, f"wide: {x.dtype} has no scales")
@@ -62,16 +62,20 @@ def wide(
     if gated:
         gate, up = values.chunk(2, dim=-1)
         values = functional.silu(gate) * up
-    return values.to(product.dtype)
+    if residual is None:
+        return values.to(product.dtype)
+    return residual.copy_(residual.float() + values)
 
 
 def _require_e4m3(
     bias: Tensor | None, gated: bool, residual: Tensor | None, scales: fp8.Scales | None
 ) -> None:
-    jit.require(bias is None and residual is None, "wide: of e4m3, biases are in the scales")
-    jit.require(scales is not None or not gated, "wide: of e4m3, gates need scales")
-    is_bf16 = scales is None or scales.bias is None or scales.bias.dtype == torch.bfloat16
-    jit.require(is_bf16, "wide: of e4m3, biases are bfloat16")
+    jit.require(bias is None, "wide: of e4m3, biases are in the scales")
+    is_plain = residual is None and not gated
+    jit.require(is_plain or scales is not None, "wide: of e4m3, gates and sums need scales")
+    others = (residual, None if scales is None else scales.bias)
+    is_bf16 = all(t is None or t.dtype == torch.bfloat16 for t in others)
+    jit.require(is_bf16, "wide: of e4m3, biases and residuals are bfloat16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,10 @@ class QuantizedLinear:
             self._few(x, residual=residual.values)
             return
         x = fp8.quantize(x) if isinstance(x, Tensor) else x
-        residual.add_later(self._product(x), self._scales(x))
+        if self.dtype == torch.bfloat16 and (own := self._own_kernel(x)) is not None:
+            own(x.values, self.weight.values, residual=residual.values, scales=self._scales(x))
+        else:
+            residual.add_later(self._product(x), self._scales(x))
 
     def _product(self, x: fp8.Quantized) -> Tensor:
         pair = (x.values, self.weight.values)
