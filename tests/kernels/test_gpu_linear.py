@@ -12,7 +12,6 @@ from slipstream.kernels.fp8 import Scales, add_scaled, scale
 from slipstream.kernels.gemv import FP8, MAX_ROWS, gemv, takes
 from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
 from slipstream.kernels.op import KernelError
-from slipstream.kernels.skinny import skinny
 from slipstream.kernels.tall import takes as tall_takes
 from slipstream.kernels.tall import tall
 from slipstream.kernels.wide import takes as wide_takes
@@ -127,31 +126,14 @@ def test_few_rows(dtype: torch.dtype, fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
-def test_skinny(dtype: torch.dtype) -> None:
-    """Few rows on tensor cores, by clusters and without."""
-    judge = Judge(f"skinny {short(dtype)}")
-    shapes = [(1, 256), (7, 4096), (130, 264), (130, 1000), (4096, 520), (4096, 4096)]
-    shapes += [(6144, 4096), (28672, 4096), (4096, 14336), (1000, 28672), (70000, 512)]
-    for shape in shapes if dtype == torch.bfloat16 else shapes[3:6]:
-        for rows in (1, 3, 8, 9, 15, 16):
-            for what, case in cases(rows, *shape, dtype, fp8=False).items():
-                if case.norm is not None:
-                    continue
-                case.kernel = skinny
-                name = f"{rows} x {shape} {what}"
-                judge.close(name, case.run(), case.expected(torch.float64), case.expected(dtype))
-                judge.repeats(name, case.run)
-    judge.verdict()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_wide(dtype: torch.dtype) -> None:
     """Up to 128 rows: tiles of every width, alone and by clusters, the last of them cut."""
     judge = Judge(f"wide {short(dtype)}")
     shapes = [(8, 256), (264, 320), (1000, 1024), (4096, 576), (4096, 4096), (6144, 4096)]
     shapes += [(28672, 4096), (4096, 14336), (18944, 3584), (70000, 512), (128256, 4096)]
+    shapes += [(1000, 28672)]
     for shape in shapes if dtype == torch.bfloat16 else shapes[2:6]:
-        for rows in (17, 31, 33, 64, 65, 100, 128):
+        for rows in (1, 3, 8, 9, 16, 31, 33, 64, 65, 100, 128):
             for what, case in cases(rows, *shape, dtype, fp8=False).items():
                 if case.norm is not None or not wide_takes(case.x, case.weight, case.gated):
                     continue
@@ -213,7 +195,7 @@ def test_wide_rows_do_not_see_their_neighbours() -> None:
     """Nor how many there are, up to 64 and above: a sum's order is the weights' alone."""
     judge = Judge("rows of wide, fewer and more")
     for shape in ((6144, 4096), (4096, 14336), (28672, 4096)):
-        for most, fewer in ((64, (17, 40, 63)), (128, (65, 100, 127))):
+        for most, fewer in ((64, (3, 17, 40, 63)), (128, (65, 100, 127))):
             for what, case in cases(most, *shape, torch.bfloat16, fp8=False).items():
                 if case.norm is not None:
                     continue

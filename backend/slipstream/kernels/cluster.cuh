@@ -28,11 +28,6 @@ DEVICE u32 address_in(int rank, u32 address) {
 }
 
 // Values go to another CTA's shared memory, their bytes to its barrier. It must not leave before they have arrived.
-DEVICE void send(u32 target, float a, float b, u32 barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(target),
-               "f"(a), "f"(b), "r"(barrier)
-               : "memory");
-}
 DEVICE void send(u32 target, float a, float b, float c, float d, u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                    target),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels import gemv, skinny, tall, wide
+from slipstream.kernels import gemv, tall, wide
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.cublaslt import matmul
 from slipstream.kernels.norm import rms_norm
@@ -52,15 +52,13 @@ def norm_gate_up(
 
 
 # ---- on a GPU ----
-# One or two rows are multiplied by `gemv`, all in one kernel; up to 16 by `skinny` and up to 128 by
-# `wide`, gates and ups of 193 to 256 by `tall`, behind that of the norm; others by cuBLASLt,
-# between those of the norm and the gate.
+# One or two rows are multiplied by `gemv`, all in one kernel; up to 128 by `wide`, gates and ups of
+# 193 to 256 by `tall`, behind that of the norm; others by cuBLASLt, between those of the norm and
+# the gate.
 
 
 def own_kernel(x: Tensor, weight: Tensor, gated: bool = False) -> Callable[..., Tensor] | None:
-    """`skinny`, `wide` or `tall`, the one that takes this product; None: it is cuBLASLt's."""
-    if skinny.takes(x, weight, gated):
-        return skinny.skinny
+    """`wide` or `tall`, the one that takes this product; None: it is cuBLASLt's."""
     if wide.takes(x, weight, gated):
         return wide.wide
     return tall.tall if tall.takes(x, weight, gated) else None

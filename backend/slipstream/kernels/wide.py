@@ -18,7 +18,7 @@ from slipstream.kernels.cublaslt import matmul
 from slipstream.kernels.gemv import gemv
 from slipstream.kernels.op import op
 
-MIN_ROWS = {torch.float16: 17, torch.bfloat16: 17, torch.float8_e4m3fn: 1}
+DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 MAX_ROWS = 128
 GROUP_ROWS = 64  # of x, for each group of warps
 CLUSTERS = (1, 2, 4)
@@ -147,9 +147,9 @@ def tiling(num_rows: int, num_weight_rows: int, num_chunks: int, multiprocessors
 def takes(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether the kernel is built for this product, and the fastest."""
     num_rows, width = x.shape
-    if x.dtype not in MIN_ROWS or weight.dtype != x.dtype or not jit.is_hopper(x.device):
+    if x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
         return False
-    if not MIN_ROWS[x.dtype] <= num_rows <= MAX_ROWS:
+    if not 1 <= num_rows <= MAX_ROWS:
         return False
     chunk = CHUNK_BYTES // x.itemsize
     if width % chunk or width < chunk * max(CLUSTERS) or len(weight) % (16 if gated else 8):
@@ -178,7 +178,7 @@ def _variant(dtype: torch.dtype, tiles: Tiling) -> jit.Variant:
 
 def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
-    for dtype, groups, cluster in itertools.product(MIN_ROWS, (1, 2), CLUSTERS):
+    for dtype, groups, cluster in itertools.product(DTYPES, (1, 2), CLUSTERS):
         most = TILE_ROWS[-1] if cluster == 1 else _MOST_SHARED_ROWS[groups]
         for rows in range(_FEWEST_TILE_ROWS[cluster], most + 1, TILE_ROWS.step):
             yield _variant(dtype, Tiling(rows, groups, cluster))
