@@ -232,6 +232,31 @@ def test_tall(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
+def test_tall_fp8() -> None:
+    judge = Judge("tall e4m3")
+    for outputs, width in ((28672, 4096), (28704, 384), (23248, 128), (29568, 640)):
+        x, weight = random(256, width, dtype=FP8, seed=width), random(outputs, width, dtype=FP8)
+        by_row, by_column = (0.5 + torch.rand(n, device="cuda") for n in (256, outputs))
+        for bias in (None, random(outputs, dtype=torch.bfloat16, seed=3)):
+            scales = Scales(by_row, by_column * width**-0.5, bias)
+            product = x.double() @ weight.double().t()
+            exact = silu_mul(scaled(torch.float64, product, *scales))
+            naive = silu_mul(scaled(torch.float64, product.bfloat16(), *scales)).bfloat16()
+            whole = None
+            for n in (256, 193, 200, 231, 255):
+                assert tall_takes(x[:n], weight)
+                some = Scales(by_row[:n], *scales[1:])
+                run = lambda x=x[:n], w=weight, s=some: tall(x, w, scales=s)  # noqa: E731
+                name = f"{n} x {outputs, width}{'' if bias is None else ' bias'}"
+                poison((n, outputs // 2), dtype=torch.bfloat16)
+                out = run()
+                judge.close(name, out, exact[:n], naive[:n])
+                judge.repeats(name, run)
+                whole = out if whole is None else whole
+                judge.true(f"{name}, bits of more rows", same_bits(out, whole[:n]))
+    judge.verdict()
+
+
 def test_a_row_does_not_see_its_neighbours() -> None:
     judge = Judge("rows alone and together")
     for shape in ((6144, 4096), (4096, 14336), (1000, 520)):

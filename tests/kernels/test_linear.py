@@ -170,17 +170,18 @@ def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms
 
 @pytest.mark.parametrize(
     ("rows", "kernel"),
-    [(16, wide.wide), (128, wide.wide), (192, None), (193, tall.tall), (257, None)],
+    [(16, wide.wide), (128, wide.wide), (176, None), (193, tall.tall), (257, None)],
 )
 def test_who_multiplies_gates_and_ups(
     rows: int, kernel: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jit, "is_hopper", lambda device: True)
     monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
-    x, weight = (torch.empty(n, 512, dtype=torch.bfloat16) for n in (rows, 28672))
-    assert own_kernel(x, weight, gated=True) is kernel
-    if kernel is tall.tall:
-        assert own_kernel(x, weight) is None
+    for dtype in (torch.bfloat16, FP8):
+        x, weight = (torch.empty(n, 512, dtype=dtype) for n in (rows, 28672))
+        assert own_kernel(x, weight, gated=True) is kernel
+        if kernel is tall.tall:
+            assert own_kernel(x, weight) is None
 
 
 def test_where_power_is_the_limit_tiles_are_large() -> None:
@@ -222,5 +223,6 @@ def test_what_is_tall(
         tile = tall.tile_rows(outputs, 132)
         assert tall._variant(dtype, tile) in set(tall.variants())
         assert tall.num_slots(tile) >= 3
-        assert tall.num_slots(tile) * (tall.slot_bytes(tile) + 8) + RESERVED <= CTA_MEMORY
+        used = tall.num_slots(tile) * (tall.slot_bytes(tile) + 8) + 8 * tile + 8
+        assert used + RESERVED <= CTA_MEMORY
         assert tile // 8 * 256 * 16 <= tall.num_slots(tile) * tall.slot_bytes(tile)  # half the sums

@@ -53,7 +53,7 @@ def norm_gate_up(
 
 # ---- on a GPU ----
 # One or two rows are multiplied by `gemv`, all in one kernel; up to 128 by `wide`, gates and ups of
-# 193 to 256 by `tall`, behind that of the norm; others by cuBLASLt, between those of the norm and
+# some 200 to 256 by `tall`, behind that of the norm; others by cuBLASLt, between those of the norm and
 # the gate.
 
 

@@ -1,7 +1,7 @@
 // The end of a product by wgmma (sm_90a): sums, of which each thread has some of two rows, pass through shared memory and
 // come back as pieces, eight neighbouring columns of a row. Nothing streams meanwhile, so what counts is how few
 // instructions that takes.
-// -D ELEMENT (T)
+// -D ELEMENT (T), ROWS (of a tile)
 #pragma once
 #include "common.cuh"
 
@@ -40,21 +40,55 @@ struct Lane {
   }
 };
 
-// What is the same for every row.
+// Scales and biases of a tile's columns, which were rows of the weights; of gates and then of ups. They are put into
+// shared memory early: at the end, loads would wait behind what the next kernel streams.
+constexpr u32 COLUMN_BYTES = ROWS * 2 * sizeof(float);
+
 DEVICE void put(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
-DEVICE Eight take_columns(u32 address) {
-  Eight values;
-#pragma unroll
-  for (int j = 0; j < 8; j += 4)
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(values.at[j]), "=f"(values.at[j + 1]), "=f"(values.at[j + 2]), "=f"(values.at[j + 3])
-                 : "r"(address + j * 4)
-                 : "memory");
-  return values;
+// By THREADS threads, which a barrier must follow. `scales` or `bias` may be null.
+template <int THREADS>
+DEVICE void put_columns(u32 address, const float* scales, const T* bias, int first, int num_outputs, bool gated) {
+  if (scales == nullptr && bias == nullptr) return;
+  for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+    const bool is_up = gated && i >= ROWS / 2;
+    const int column = first + (is_up ? i - ROWS / 2 : i), at = column + (is_up ? num_outputs : 0);
+    const bool exists = column < num_outputs;
+    put(address + i * sizeof(float), exists && scales != nullptr ? scales[at] : 1.0f);
+    put(address + (ROWS + i) * sizeof(float), exists && bias != nullptr ? to_float(bias[at]) : 0.0f);
+  }
 }
 
+// Eight of them.
+struct Columns {
+  const u32 address;
+
+  DEVICE Columns(u32 base, u32 first) : address(base + first * sizeof(float)) {}
+  DEVICE Eight scales() const { return take(address); }
+  DEVICE Eight biases() const { return take(address + ROWS * sizeof(float)); }
+
+ private:
+  static DEVICE Eight take(u32 from) {
+    Eight values;
+#pragma unroll
+    for (int j = 0; j < 8; j += 4)
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(values.at[j]), "=f"(values.at[j + 1]), "=f"(values.at[j + 2]), "=f"(values.at[j + 3])
+                   : "r"(from + j * u32(sizeof(float)))
+                   : "memory");
+    return values;
+  }
+};
+
+// A product of e4m3 in its place: rounded before anything is added, as what comes unscaled is (fp8.cu).
+DEVICE void scale(Eight& sums, float row_scale, const Eight& column_scales) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float rounded = to_float(from_float<BFloat16>(sums.at[j]));
+    sums.at[j] = __fmul_rn(rounded * column_scales.at[j], row_scale);
+  }
+}
 template <class Element>
 DEVICE void add(Eight& sums, const Pack<Element, 8>& addends) {
 #pragma unroll

@@ -2,7 +2,7 @@
 // and a tile of ROWS rows of W, half of them gates, and keeps its sums in nearly all registers of a multiprocessor. So
 // tiles are as many as multiprocessors, where those of half the size need a second wave that leaves many idle.
 // Two warpgroups multiply, 128 rows of x each, and one lane of them copies: a warp that only copies would take registers.
-// -D ELEMENT (T: Half or BFloat16), FP8 (0), ROWS (a multiple of 16 up to 224), SLOTS (of the ring)
+// -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3, whose sums are scaled, rather than T), ROWS (a multiple of 16 up to 224), SLOTS (of the ring)
 #include "copies.cuh"
 #include "row_sums.cuh"
 #include "wgmma_rows.cuh"
@@ -18,7 +18,8 @@ constexpr int BATCH = 2;                                // of them that a lane t
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
 struct Task {
-  const T* bias;  // of each row of W, or null
+  const float *row_scales, *column_scales;  // of a product of e4m3
+  const T* bias;                            // of each row of W, or null
   T* out;
   i64 out_stride;
   int num_rows, num_outputs, num_steps;
@@ -28,6 +29,7 @@ struct Task {
 
 DEVICE u32 slot_at(int slot) { return shared_address(shared_bytes) + slot * SLOT_BYTES; }
 DEVICE u32 full(int slot) { return slot_at(SLOTS) + slot * 8; }
+DEVICE u32 columns() { return full(SLOTS + SLOTS % 2); }
 
 // ---- the lane that copies ----
 
@@ -88,8 +90,14 @@ DEVICE void multiply_steps(const Task& task, const TensorMap* weights, const Ten
   for (int block = 0; block < BLOCKS; ++block) pin(sums[block]);
 }
 
+DEVICE void finish(const Task& task, Eight& sums, float row_scale, int row_of_tile) {
+  const Columns of_sums(columns(), row_of_tile);
+  if (FP8) scale(sums, row_scale, of_sums.scales());
+  if (task.bias != nullptr) add(sums, of_sums.biases());
+}
+
 // Of a row, every second piece from `first` on.
-DEVICE void store_pieces(const Task& task, u32 parts, const Lane& lane, int row, int first) {
+DEVICE void store_pieces(const Task& task, u32 parts, const Lane& lane, int row, float row_scale, int first) {
   Eight gates[BATCH], ups[BATCH];
 #pragma unroll
   for (int i = 0; i < BATCH; ++i) {
@@ -101,10 +109,8 @@ DEVICE void store_pieces(const Task& task, u32 parts, const Lane& lane, int row,
   for (int i = 0; i < BATCH; ++i) {
     const int column = task.first + (first + 2 * i) * 8;
     if (first + 2 * i >= PIECES || column >= task.num_outputs) break;
-    if (task.bias != nullptr) {
-      add(gates[i], load<8>(task.bias + column));
-      add(ups[i], load<8>(task.bias + task.num_outputs + column));
-    }
+    finish(task, gates[i], row_scale, (first + 2 * i) * 8);
+    finish(task, ups[i], row_scale, (first + 2 * i + PIECES) * 8);
     gate(gates[i], ups[i]);
     store_rounded(task.out + row * task.out_stride + column, gates[i]);
   }
@@ -124,15 +130,16 @@ DEVICE void store_outputs(const Task& task, const Sums& sums) {
     __syncwarp();
     const int row = (threadIdx.x / 128 * BLOCKS + block) * 64 + threadIdx.x % 128 / 32 * 16 + lane.row;
     if (row >= task.num_rows) continue;
+    const float row_scale = FP8 ? load_fresh<1>(task.row_scales + row).at[0] : 1.0f;
 #pragma unroll 1
-    for (int first = lane.piece; first < PIECES; first += 2 * BATCH) store_pieces(task, parts, lane, row, first);
+    for (int first = lane.piece; first < PIECES; first += 2 * BATCH) store_pieces(task, parts, lane, row, row_scale, first);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    tall(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x, const T* bias, T* out,
-         i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps, i64 x_rows) {
-  const Task task{bias, out, out_stride, int(num_rows), int(num_outputs), int(num_steps), int(x_rows),
+    tall(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x, const float* row_scales,
+         const float* column_scales, const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps, i64 x_rows) {
+  const Task task{row_scales, column_scales, bias, out, out_stride, int(num_rows), int(num_outputs), int(num_steps), int(x_rows),
                   int(blockIdx.x) * (ROWS / 2)};
   if (threadIdx.x == 0) {
     start_next();
@@ -140,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     barrier_init_done();
   }
   for (int slot = 0; slot < SLOTS; ++slot) clear_rows<THREADS, X_ROWS>(shared_bytes + slot * SLOT_BYTES, task.x_rows);
+  put_columns<THREADS>(columns(), column_scales, bias, task.first, task.num_outputs, true);
   __syncthreads();
   if (threadIdx.x == 0) fill_ring(task, &weights, &x);
   __syncwarp();

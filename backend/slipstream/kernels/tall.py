@@ -1,4 +1,4 @@
-"""The gated product of 193 to 256 rows on Hopper's tensor cores (sm_90a): one tile of weights each.
+"""The gated product of some 200 to 256 rows on Hopper's tensor cores (sm_90a), one tile a CTA.
 
 So many rows are bound by power. cuBLASLt's tiles of usual size leave a third of the multiprocessors
 idle in their second wave, and its gate is a kernel of its own.
@@ -10,25 +10,28 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slipstream.kernels import jit, tensor_map
-from slipstream.kernels.gemv import gemv
+from slipstream.kernels import fp8, jit, tensor_map
 from slipstream.kernels.op import op
-from slipstream.kernels.wide import CHUNK_BYTES, MEMORY
+from slipstream.kernels.wide import CHUNK_BYTES, DTYPES, MEMORY, require_around, wide
 
-DTYPES = (torch.float16, torch.bfloat16)
-MIN_ROWS, MAX_ROWS = 193, 256  # up to 192 cuBLASLt's are faster
+MIN_ROWS = dict.fromkeys(DTYPES, 193) | {fp8.E4M3: 177}  # cuBLASLt is faster with fewer
+MAX_ROWS = 256
 TILE_ROWS = range(176, 225, 16)  # in narrower ones shared memory is the bound
 _BARRIER_BYTES = 8  # of a slot
 
 
 @op("x[n,k]:T, weight[_,k]:T")
-def tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gated: bool = True) -> Tensor:
-    """`silu(gate) * up` of `[gate | up] = x W^T + b`, in fp32 and rounded once; `[n, m / 2]`.
-
-    There is no other product than one that is `gated`.
-    """
+def tall(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = True,
+    scales: fp8.Scales | None = None,
+) -> Tensor:
+    """What `wide` makes of it, `[n, m / 2]`; there is no product that is not `gated`."""
     jit.require(gated, "tall: all products are gated")
-    return gemv.reference(x, weight, bias=bias, gated=True)
+    return wide.reference(x, weight, bias=bias, gated=True, scales=scales)
 
 
 def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
@@ -41,7 +44,7 @@ def takes(x: Tensor, weight: Tensor, gated: bool = True) -> bool:
     num_rows, width = x.shape
     if not gated or x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
         return False
-    if not MIN_ROWS <= num_rows <= MAX_ROWS or width * x.itemsize % CHUNK_BYTES:
+    if not MIN_ROWS[x.dtype] <= num_rows <= MAX_ROWS or width * x.itemsize % CHUNK_BYTES:
         return False
     if (
         len(weight) % 16
@@ -58,11 +61,19 @@ def slot_bytes(rows: int) -> int:
 
 def num_slots(rows: int) -> int:
     """That fit into the shared memory of a multiprocessor."""
-    return MEMORY // (slot_bytes(rows) + _BARRIER_BYTES)
+    return (MEMORY - _end_bytes(rows)) // (slot_bytes(rows) + _BARRIER_BYTES)
+
+
+def _end_bytes(rows: int) -> int:
+    """Scales and biases of columns, and what aligns them."""
+    return 2 * 4 * rows + _BARRIER_BYTES
 
 
 def _variant(dtype: torch.dtype, rows: int) -> jit.Variant:
-    return jit.variant("tall.cu", dtype, only="sm_90a", FP8=0, ROWS=rows, SLOTS=num_slots(rows))
+    is_fp8 = dtype == fp8.E4M3
+    element = torch.bfloat16 if is_fp8 else dtype
+    slots = num_slots(rows)
+    return jit.variant("tall.cu", element, only="sm_90a", FP8=int(is_fp8), ROWS=rows, SLOTS=slots)
 
 
 def variants() -> Iterator[jit.Variant]:
@@ -72,16 +83,23 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @tall.cuda
-def _tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gated: bool = True) -> Tensor:
+def _tall(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = True,
+    scales: fp8.Scales | None = None,
+) -> Tensor:
     jit.require(
         takes(x, weight, gated), f"tall: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
     )
-    jit.require(
-        bias is None or bias.data_ptr() % 16 == 0, "tall: the bias must be aligned to 16 bytes"
-    )
+    require_around(x, bias, scales=scales, gated=True)
+    by_row, by_column, bias = (0, 0, bias) if scales is None else scales
     num_rows, width = x.shape
     num_outputs = len(weight) // 2
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    dtype = torch.bfloat16 if scales is not None else x.dtype
+    out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     rows = tile_rows(len(weight), jit.num_multiprocessors(x.get_device()))
     copied = -(-num_rows // 8) * 8
     jit.launch(
@@ -91,6 +109,8 @@ def _tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gated: bool 
         256,
         tensor_map.eights(weight, 1, rows // 2),
         tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
+        by_row,
+        by_column,
         0 if bias is None else bias,
         out,
         out.stride(0),
@@ -98,7 +118,7 @@ def _tall(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gated: bool 
         num_outputs,
         width * x.itemsize // CHUNK_BYTES,
         copied,
-        shared_memory=num_slots(rows) * (slot_bytes(rows) + _BARRIER_BYTES),
+        shared_memory=num_slots(rows) * (slot_bytes(rows) + _BARRIER_BYTES) + _end_bytes(rows),
         overlaps=True,
     )
     return out

@@ -19,7 +19,6 @@ constexpr int PIECES = ROWS / 8;  // of eight columns, of which a thread has two
 // Whether sums come to where the ring was, or behind it: the one takes room, the other waits for the whole cluster.
 constexpr bool IN_RING = CLUSTER == 4 && GROUPS == 2;
 constexpr int OWN = 2 * ((PIECES / 2 + CLUSTER - 1) / CLUSTER);  // pieces that a CTA finishes, at most
-constexpr u32 COLUMN_BYTES = 2 * ROWS * sizeof(float);
 constexpr int BATCH = OWN <= 8 ? OWN / 2 : 2;  // that a lane takes at once
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
@@ -134,19 +133,6 @@ DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)
 
 // ---- the end ----
 
-// Of each column a scale and a bias, early: at the end, loads would wait behind the next kernel's weights.
-DEVICE void put_columns(const Task& task, const Shared& shared) {
-  if (task.column_scales == nullptr && task.bias == nullptr) return;
-  for (int i = threadIdx.x; i < ROWS; i += THREADS) {
-    const bool is_up = task.gated && i >= ROWS / 2;
-    const int column = task.first + (is_up ? i - ROWS / 2 : i), at = column + (is_up ? task.num_outputs : 0);
-    const bool exists = column < task.num_outputs;
-    const float scale = exists && task.column_scales != nullptr ? task.column_scales[at] : 1.0f;
-    put(shared.columns() + i * sizeof(float), scale);
-    put(shared.columns() + (ROWS + i) * sizeof(float), exists && task.bias != nullptr ? to_float(task.bias[at]) : 0.0f);
-  }
-}
-
 // Each CTA sends what it has of the pieces of others, and keeps its own: of gates and ups, the same.
 DEVICE void hand_over(const Task& task, const Shared& shared, const float (&sums)[SUMS]) {
   const u32 own = task.own_pieces();
@@ -162,15 +148,6 @@ DEVICE void hand_over(const Task& task, const Shared& shared, const float (&sums
     else
       send(address_in(owner, target), part.at[0], part.at[1], part.at[2], part.at[3],
            address_in(owner, shared.sent()));
-  }
-}
-
-// Rounded before anything is added, as what comes unscaled is (fp8.cu).
-DEVICE void scale(Eight& sums, float row_scale, const Eight& column_scales) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float rounded = to_float(from_float<BFloat16>(sums.at[j]));
-    sums.at[j] = __fmul_rn(rounded * column_scales.at[j], row_scale);
   }
 }
 
@@ -237,9 +214,9 @@ struct Output {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       const u32 column = stream * (ROWS / 2) + (min(begin + i * step, end - 1) * CLUSTER + task.rank) * 8;
-      const u32 scales = shared.columns() + column * sizeof(float), biases = scales + ROWS * sizeof(float);
-      if (FP8 && task.row_scales != nullptr) scale(values[i], row_scale, take_columns(scales));
-      if (task.bias != nullptr) add(values[i], take_columns(biases));
+      const Columns columns(shared.columns(), column);
+      if (FP8 && task.row_scales != nullptr) scale(values[i], row_scale, columns.scales());
+      if (task.bias != nullptr) add(values[i], columns.biases());
     }
   }
   DEVICE Eight take(const Shared& shared, u32 sender, u32 index) const {
@@ -286,7 +263,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
     return;
   }
   clear_rest(task);
-  put_columns(task, shared);
+  put_columns<THREADS>(shared.columns(), task.column_scales, task.bias, task.first, task.num_outputs, task.gated);
   Output output(task);
   float sums[SUMS] = {};
   multiply_steps(task, shared, sums);

@@ -51,10 +51,9 @@ def wide(
     returned. Of e4m3 the product is rounded to bf16; all else needs `scales`, which have its bias
     and make `fp8.scale` of it first, not rounded once more before a sum or a gate.
     """
+    require_around(x, bias, gated, residual, scales)
     if x.dtype != fp8.E4M3:
-        jit.require(scales is None, f"wide: {x.dtype} has no scales")
         return gemv.reference(x, weight, bias=bias, gated=gated, residual=residual)
-    _require_e4m3(bias, gated, residual, scales)
     product = matmul.reference(x, weight)
     if scales is None:
         return product
@@ -67,9 +66,17 @@ def wide(
     return residual.copy_(residual.float() + values)
 
 
-def _require_e4m3(
-    bias: Tensor | None, gated: bool, residual: Tensor | None, scales: fp8.Scales | None
+def require_around(
+    x: Tensor,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    scales: fp8.Scales | None = None,
 ) -> None:
+    """Raise `KernelError` unless these go with a product of `x`."""
+    if x.dtype != fp8.E4M3:
+        jit.require(scales is None, f"wide: {x.dtype} has no scales")
+        return
     jit.require(bias is None, "wide: of e4m3, biases are in the scales")
     is_plain = residual is None and not gated
     jit.require(is_plain or scales is not None, "wide: of e4m3, gates and sums need scales")
@@ -197,15 +204,13 @@ def _wide(
     jit.require(
         takes(x, weight, gated), f"wide: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
     )
-    if is_fp8 := x.dtype == fp8.E4M3:
-        _require_e4m3(bias, gated, residual, scales)
-    jit.require(is_fp8 or scales is None, f"wide: {x.dtype} has no scales")
+    require_around(x, bias, gated, residual, scales)
     by_row, by_column, bias = (0, 0, bias) if scales is None else scales
     num_rows, width = x.shape
     num_outputs = len(weight) // (2 if gated else 1)
     out = residual
     if out is None:
-        dtype = torch.bfloat16 if is_fp8 else x.dtype
+        dtype = torch.bfloat16 if x.dtype == fp8.E4M3 else x.dtype
         out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     jit.require(
         out.stride(1) == 1 and out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0,
