@@ -52,9 +52,9 @@ def norm_gate_up(
 
 
 # ---- on a GPU ----
-# One or two rows are multiplied by `gemv`, all in one kernel; up to 128 by `wide`, gates and ups of
-# some 200 to 256 by `tall`, behind that of the norm; others by cuBLASLt, between those of the norm and
-# the gate.
+# One or two rows are multiplied by `gemv`, all in one kernel; up to 128 by `wide`, and gates and
+# ups of some 200 to 256 by `tall`, behind that of the norm; others by cuBLASLt, between those of
+# the norm and the gate.
 
 
 def own_kernel(x: Tensor, weight: Tensor, gated: bool = False) -> Callable[..., Tensor] | None:
