@@ -2,9 +2,9 @@
 
 A row's scale is its largest absolute value over 448, the largest number of the type; so nothing
 overflows, zeros stay zeros, and NaN or infinity makes the row's every product NaN. Rows are tokens
-(of activations) or outputs (of weights). A product (wide.py, cublaslt.py) is bfloat16 and unscaled:
-what consumes it multiplies by the scales of its row and its column, and adds the column's bias if
-any.
+(of activations) or outputs (of weights). A product is rounded to bfloat16 unscaled. Who consumes
+it multiplies by the scales of its row and its column, and adds the column's bias if any; `wide` and
+`tall` do that themselves if they are given them.
 """
 
 from collections.abc import Iterator

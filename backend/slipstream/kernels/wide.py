@@ -1,7 +1,7 @@
 """Products of up to 128 rows with a weight matrix on Hopper's tensor cores (sm_90a), memory-bound.
 
 A tile of weight rows belongs to one CTA, or to a cluster of CTAs that share out the width where
-there are few rows. Those of e4m3 are bf16 and unscaled, as cuBLASLt's (fp8.py).
+there are few rows.
 """
 
 import functools
