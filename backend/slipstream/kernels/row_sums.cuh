@@ -1,5 +1,5 @@
-// The end of a product by wgmma (sm_90a): sums, of which each thread has some of two rows, pass through shared memory and
-// come back as pieces, eight neighbouring columns of a row. Nothing streams meanwhile, so what counts is how few
+// The end of a product by wgmma (sm_90a): sums, of which each thread has some of two rows, pass through shared memory
+// and come back as pieces, eight neighbouring columns of a row. Nothing streams meanwhile, so what counts is how few
 // instructions that takes.
 // -D ELEMENT (T), ROWS (of a tile)
 #pragma once
@@ -13,8 +13,8 @@ using Eight = Pack<float, 8>;
 
 constexpr u32 PART_BYTES = sizeof(Four);
 
-// Where among those of all threads this one leaves its part of a piece. Turned, so that lanes which take rows meet in no
-// bank.
+// Where among those of all threads this one leaves its part of a piece. Turned, so that lanes which take rows meet in
+// no bank.
 DEVICE u32 part_offset() { return (threadIdx.x ^ threadIdx.x / 8 % 4) * PART_BYTES; }
 DEVICE void put_part(u32 address, const Four& part) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(part.at[0]), "f"(part.at[1]),

@@ -1,8 +1,9 @@
-// silu(gate) * up, both x W^T, for up to 256 rows of x on Hopper's tensor cores. W is [gate | up]; a CTA has all rows of x
-// and a tile of ROWS rows of W, half of them gates, and keeps its sums in nearly all registers of a multiprocessor. So
+// silu(gate) * up, both x W^T, for up to 256 rows of x on Hopper's tensor cores. W is [gate | up]; a CTA has all rows of
+// x and a tile of ROWS rows of W, half of them gates, and keeps its sums in nearly all registers of a multiprocessor. So
 // tiles are as many as multiprocessors, where those of half the size need a second wave that leaves many idle.
 // Two warpgroups multiply, 128 rows of x each, and one lane of them copies: a warp that only copies would take registers.
-// -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3, whose sums are scaled, rather than T), ROWS (a multiple of 16 up to 224), SLOTS (of the ring)
+// -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3, whose sums are scaled, rather than T), ROWS (a
+// multiple of 16 up to 224), SLOTS (of the ring)
 #include "copies.cuh"
 #include "row_sums.cuh"
 #include "wgmma_rows.cuh"
@@ -13,7 +14,7 @@ constexpr int X_ROWS = 64 * BLOCKS * THREADS / 128;
 constexpr int X_BYTES = X_ROWS * ROW_BYTES;
 constexpr int SLOT_BYTES = X_BYTES + ROWS * ROW_BYTES;  // x, then gates, then ups
 constexpr int PIECES = ROWS / 16;                       // of eight outputs
-constexpr int BATCH = 2;                                // of them that a lane takes at once
+constexpr int BATCH = 2;                                // that a lane takes at once
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
@@ -132,14 +133,24 @@ DEVICE void store_outputs(const Task& task, const Sums& sums) {
     if (row >= task.num_rows) continue;
     const float row_scale = FP8 ? load_fresh<1>(task.row_scales + row).at[0] : 1.0f;
 #pragma unroll 1
-    for (int first = lane.piece; first < PIECES; first += 2 * BATCH) store_pieces(task, parts, lane, row, row_scale, first);
+    for (int first = lane.piece; first < PIECES; first += 2 * BATCH)
+      store_pieces(task, parts, lane, row, row_scale, first);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tall(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x, const float* row_scales,
-         const float* column_scales, const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps, i64 x_rows) {
-  const Task task{row_scales, column_scales, bias, out, out_stride, int(num_rows), int(num_outputs), int(num_steps), int(x_rows),
+         const float* column_scales, const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs,
+         i64 num_steps, i64 x_rows) {
+  const Task task{row_scales,
+                  column_scales,
+                  bias,
+                  out,
+                  out_stride,
+                  int(num_rows),
+                  int(num_outputs),
+                  int(num_steps),
+                  int(x_rows),
                   int(blockIdx.x) * (ROWS / 2)};
   if (threadIdx.x == 0) {
     start_next();

@@ -19,7 +19,7 @@ constexpr int PIECES = ROWS / 8;  // of eight columns, of which a thread has two
 // Whether sums come to where the ring was, or behind it: the one takes room, the other waits for the whole cluster.
 constexpr bool IN_RING = CLUSTER == 4 && GROUPS == 2;
 constexpr int OWN = 2 * ((PIECES / 2 + CLUSTER - 1) / CLUSTER);  // pieces that a CTA finishes, at most
-constexpr int BATCH = OWN <= 8 ? OWN / 2 : 2;  // that a lane takes at once
+constexpr int BATCH = OWN <= 8 ? OWN / 2 : 2;                    // of them that a lane takes at once
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
@@ -151,13 +151,14 @@ DEVICE void hand_over(const Task& task, const Shared& shared, const float (&sums
   }
 }
 
-// A lane takes every `step`-th piece of a row, BATCH of them at once. Only warps that have rows are read.
+// A lane takes every `step`-th piece of a row, BATCH of them at once. Warps that multiplied no row that there is have
+// their share of the others' pieces.
 struct Output {
   const Task& task;
   const Lane lane;
-  const u32 log_warps = task.num_rows > 64 ? 3 : task.num_rows > 32 ? 2 : task.num_rows > 16;
-  const u32 warp = threadIdx.x / 32 & ((1 << log_warps) - 1), row = warp * 16 + lane.row;  // that are read
-  const u32 first = 2 * (threadIdx.x / 32 >> log_warps) + lane.piece, step = 2 * WARPS >> log_warps;  // of its pieces
+  const u32 log_warps = task.num_rows > 64 ? 3 : task.num_rows > 32 ? 2 : task.num_rows > 16;  // that have rows
+  const u32 warp = threadIdx.x / 32 & ((1 << log_warps) - 1), row = warp * 16 + lane.row;
+  const u32 first = 2 * (threadIdx.x / 32 >> log_warps) + lane.piece, step = 2 * WARPS >> log_warps;
   const u32 end = row < task.num_rows ? task.end_of_pieces() : 0;
   float row_scale = 1.0f;
   Pack<T, 8> before[BATCH];  // what is added to
@@ -226,8 +227,8 @@ struct Output {
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
     wide(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
-         const float* row_scales, const float* column_scales, const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_steps,
-         i64 gated, i64 num_slots, i64 x_rows, i64 adds) {
+         const float* row_scales, const float* column_scales, const T* bias, T* out, i64 out_stride,
+         i64 num_rows, i64 num_outputs, i64 num_steps, i64 gated, i64 num_slots, i64 x_rows, i64 adds) {
   const u32 rank = blockIdx.x % CLUSTER;
   const Task task{row_scales,
                   column_scales,
