@@ -158,7 +158,7 @@ struct Output {
   const Lane lane;
   const u32 log_warps = task.num_rows > 64 ? 3 : task.num_rows > 32 ? 2 : task.num_rows > 16;  // that have rows
   const u32 warp = threadIdx.x / 32 & ((1 << log_warps) - 1), row = warp * 16 + lane.row;
-  const u32 first = 2 * (threadIdx.x / 32 >> log_warps) + lane.piece, step = 2 * WARPS >> log_warps;
+  const u32 first_piece = 2 * (threadIdx.x / 32 >> log_warps) + lane.piece, step = 2 * WARPS >> log_warps;
   const u32 end = row < task.num_rows ? task.end_of_pieces() : 0;
   float row_scale = 1.0f;
   Pack<T, 8> before[BATCH];  // what is added to
@@ -166,13 +166,13 @@ struct Output {
   DEVICE explicit Output(const Task& task) : task(task) {
     wait_for_previous();
     if (FP8 && task.row_scales != nullptr && end > 0) row_scale = load_fresh<1>(task.row_scales + row).at[0];
-    load(first);
+    load(first_piece);
   }
 
   DEVICE void finish(const Shared& shared) {
 #pragma unroll 1
-    for (u32 begin = first; begin < end; begin += BATCH * step) {
-      if (begin > first) load(begin);
+    for (u32 begin = first_piece; begin < end; begin += BATCH * step) {
+      if (begin > first_piece) load(begin);
       Eight values[BATCH];
       gather(shared, begin, 0, values);
       if (task.gated) {
@@ -214,8 +214,8 @@ struct Output {
     }
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-      const u32 column = stream * (ROWS / 2) + (min(begin + i * step, end - 1) * CLUSTER + task.rank) * 8;
-      const Columns columns(shared.columns(), column);
+      const u32 row_of_tile = stream * (ROWS / 2) + (min(begin + i * step, end - 1) * CLUSTER + task.rank) * 8;
+      const Columns columns(shared.columns(), row_of_tile);
       if (FP8 && task.row_scales != nullptr) scale(values[i], row_scale, columns.scales());
       if (task.bias != nullptr) add(values[i], columns.biases());
     }

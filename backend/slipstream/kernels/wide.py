@@ -105,8 +105,10 @@ class Tiling:
 
     @property
     def end_bytes(self) -> int:
-        """Beside the ring: scales and biases of columns, and what CTAs of a cluster send each
-        other of their sums, if they do not send it to the ring."""
+        """Beside the ring: scales and biases of columns, and what others send of their sums.
+
+        Where two groups are in clusters of four, that comes to where the ring was.
+        """
         columns = BARRIER_BYTES + 2 * 4 * self.rows
         if self.cluster == 4 and self.groups == 2:
             return columns

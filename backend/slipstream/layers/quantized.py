@@ -39,7 +39,7 @@ class QuantizedLinear:
         if self._is_for_few(norm, residual, gated=False):
             return self._few(residual.values, norm=norm.weight, eps=norm.eps), None
         x = residual.quantized(norm)
-        if self.dtype == torch.bfloat16 and (own := self._own_kernel(x)) is not None:
+        if (own := self._own_kernel(x)) is not None:
             return own(x.values, self.weight.values, scales=self._scales(x)), None
         product, scales = self._product(x), self._scales(x)
         if self.dtype == product.dtype:
@@ -63,7 +63,7 @@ class QuantizedLinear:
             self._few(x, residual=residual.values)
             return
         x = fp8.quantize(x) if isinstance(x, Tensor) else x
-        if self.dtype == torch.bfloat16 and (own := self._own_kernel(x)) is not None:
+        if (own := self._own_kernel(x)) is not None:
             own(x.values, self.weight.values, residual=residual.values, scales=self._scales(x))
         else:
             residual.add_later(self._product(x), self._scales(x))
@@ -76,8 +76,8 @@ class QuantizedLinear:
         return fp8.Scales(x.scales, self.weight.scales, self.bias)
 
     def _own_kernel(self, x: fp8.Quantized, gated: bool = False) -> Callable[..., Tensor] | None:
-        """One that scales its product itself, to bf16."""
-        if self.bias is not None and self.bias.dtype != torch.bfloat16:
+        """One that scales its product itself; to bf16, so only in models of that."""
+        if self.dtype != torch.bfloat16:
             return None
         return own_kernel(x.values, self.weight.values, gated)
 
