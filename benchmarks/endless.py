@@ -70,7 +70,7 @@ class Judge(ModelRunner):
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Any:
         """Compute a step; what it samples does not matter."""
-        shape = self._builder.layout.shape_of(batch)
+        shape = self._builder.layout.shape_of(batch)._replace(num_samples=batch.num_tokens)
         tensors, staged = self._stage(self._builder.build(batch, shape, 0, 0))
         tensors[3] = torch.arange(batch.num_tokens)  # logits of all
         log_probs = self._forward(shape, tensors, staged).float().log_softmax(-1)

@@ -222,6 +222,7 @@ class Asker:
     def drain(self) -> None:
         while self.engine.has_work:
             self.step()
+            assert self.engine.fatal is None, self.engine.fatal
         self.engine.check_integrity()
         assert all(answer.reason is not None for answer in self.answers.values())
 

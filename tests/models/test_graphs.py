@@ -152,12 +152,13 @@ def logits_and_cache(
     """A step in that shape; the caches are as before it."""
     with torch.inference_mode():
         before = [cache.clone() for cache in runner._caches]
-        staged = runner._stage(runner._builder.build(batch, shape, 0, 0))
-        logits = runner._forward(shape, *staged)
+        arrays = runner._builder.build(batch, shape, 0, 0)
+        logits = runner._forward(shape, *runner._stage(arrays))[arrays.samples]
         after = torch.stack(runner._caches)
         for cache, old in zip(runner._caches, before, strict=True):
             cache.copy_(old)
-    return logits[: sum(row.samples for row in batch.rows)], after
+    assert len(logits) == sum(row.samples for row in batch.rows)
+    return logits, after
 
 
 def make_batch(
@@ -269,15 +270,19 @@ def test_chunks_of_a_padded_step(runner: ModelRunner) -> None:
     assert step.query_starts.tolist() == [0, 1, 4, 6, 6]
     assert step.lengths.tolist() == [10, 3, 9, 0]
     assert step.sample_rows.tolist() == [0, 5, 0, 0]
+    assert step.sample_starts.tolist() == [0, 1, 1, 2, 2]
     mixed = runner._builder.build(Batch(rows, 1), Shape(6, 3, 1, 2, 3), 0, 20)
     assert mixed.query_starts.tolist() == [0, 3, 5]
+    assert mixed.sample_starts.tolist() == [0, 0, 1]
     apart = runner._builder.build(Batch(rows, 1), Shape(10, 6, 3, 4, 7), 0, 20)
     assert apart.token_ids.tolist() == [5, 0, 0, 6, 7, 8, 9, 10, 0, 0]
     assert apart.sources.tolist() == [22, *[-1] * 9]
     assert apart.slots.tolist() == [9, -1, -1, 16, 17, 18, 39, 40, -1, -1]
     assert apart.query_starts.tolist() == [0, 3, 5, 5]
     assert apart.lengths.tolist() == [10, 0, 0, 3, 9, 0]
-    assert apart.sample_rows.tolist() == [0, 7, 0, 0]
+    assert apart.sample_rows.tolist() == [0, 0, 0, 7]
+    assert apart.sample_starts.tolist() == [0, 0, 1, 1]
+    assert apart.samples.tolist() == [0, 3]
     assert apart.tables[[0, 3, 4]].tolist() == step.tables.tolist()
     for arrays in (step, mixed, apart):  # as a staging lays them out, and says where the tables are
         assert np.array_equal(arrays.memory, joined(arrays))

@@ -70,10 +70,11 @@ class StepArrays(NamedTuple):
     header: Int32s  # [3]: see `kernels.stage.begin_step`
     token_ids: Int64s  # [n]
     sources: Int32s  # [n]; >= 0: the token is this one of the results
-    sample_rows: Int64s  # [r], of the n tokens
+    sample_rows: Int64s  # [r], of the n tokens: the decodes, then the last ones of chunks
     positions: Int64s  # [n]
     slots: Int64s  # [t * n], of each of t tables where in the cache K and V go; -1: nowhere
     query_starts: Int32s  # [s - decodes + 1]
+    sample_starts: Int32s  # [s - decodes + 1]: query_starts if sample_rows were all tokens
     lengths: Int32s  # [s]; 0: no row
     rows: Int32s  # [r, 16], of `SamplingInputs`
     edits: Int32s  # [e, 2], of `SamplingInputs`; one at least: an empty tensor has no address
@@ -85,6 +86,11 @@ class StepArrays(NamedTuple):
         memory = self.header.base
         assert memory is not None
         return memory
+
+    @property
+    def samples(self) -> Int64s:
+        """Which of `sample_rows` are drawn."""
+        return (self.rows[:, RESULT] >= 0).nonzero()[0]
 
     @classmethod
     def of(
@@ -100,6 +106,7 @@ class StepArrays(NamedTuple):
                 (_I64, (r,)),
                 (_I64, (n,)),
                 (_I64, (num_tables * n,)),
+                (_I32, (shape.num_rows - shape.num_decodes + 1,)),
                 (_I32, (shape.num_rows - shape.num_decodes + 1,)),
                 (_I32, (shape.num_rows,)),
                 (_I32, (r, ROW_WORDS)),
@@ -326,14 +333,18 @@ class StepBuilder:
         arrays = StepArrays.of(shape, self._slots.num_tables, num_edits, (len(listed), width))
         arrays.tables[:] = self._slots.tables[listed, :width]
         packed, numbers = self._slots.packed(sampling), [row.num_outputs for row in sampling]
-        fill_rows(arrays.rows, arrays.edits, packed, numbers, edits, first_result)
         if count:
             self._put_decodes(arrays, rows[:count], slots[:count], first_source)
         if count < len(rows):
             self._put_chunks(arrays, rows[count:], slots[count:], sizes[count:], count + gap)
         ends = [*accumulate(sizes)]
-        sampled = [gap + ends[i] - 1 for i in range(count, len(rows)) if rows[i].samples]
-        arrays.sample_rows[: len(sampling)] = [*range(count), *sampled]
+        last_tokens = [gap + ends[i] - 1 for i in range(count, len(rows)) if rows[i].samples]
+        tokens = [*range(count), *last_tokens]
+        samples: slice | Int64s = slice(len(tokens))
+        if gap:
+            samples = np.r_[:count, count + gap : len(tokens) + gap]
+        arrays.sample_rows[samples] = tokens
+        fill_rows(arrays.rows, arrays.edits, samples, packed, numbers, edits, first_result)
         if self.layout.has_chunks:
             arrays.lengths[:count] = lengths[:count]
             arrays.lengths[count + gap : len(rows) + gap] = lengths[count:]
@@ -342,6 +353,8 @@ class StepBuilder:
         starts = [0, *(end - begin for end in ends[begin:])]
         arrays.query_starts[: len(starts)] = starts
         arrays.query_starts[len(starts) :] = starts[-1]
+        sampled = np.array(tokens[begin:], np.int64) - shape.num_decodes
+        arrays.sample_starts[:] = sampled.searchsorted(arrays.query_starts)
         return slots, arrays
 
     def _put_decodes(

@@ -1,7 +1,7 @@
 """Executes a `Batch` on the device: stage inputs, run the model, draw tokens. Knows no request."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -230,8 +230,7 @@ class ModelRunner:
         shape = exact if found is None else found[0]
         arrays = self._builder.build(batch, shape, 0, 0)
         tensors, staged = self._stage(arrays)
-        num_samples = sum([row.samples for row in batch.rows])
-        return self._forward(shape, tensors, staged)[:num_samples].float()
+        return self._forward(shape, tensors, staged)[arrays.samples].float()
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -292,10 +291,13 @@ class ModelRunner:
 
     def _forward(self, shape: Shape, tensors: list[Tensor], staged: Tensor) -> Tensor:
         """The kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""
-        header, token_ids, sources, sample_rows, positions, slots, starts, lengths = tensors[:8]
+        header, token_ids, sources, sample_rows, positions, slots = tensors[:6]
+        starts, sample_starts, lengths = tensors[6:9]
         tables = self._tables[: shape.num_rows * self._num_tables]
         begin_step(header, staged, token_ids, sources, self._results.token_ids, tables)
         inputs = self._inputs(shape, positions, slots, tables, starts, lengths)
+        if shape.num_samples < shape.num_tokens:
+            inputs[-1] = inputs[-1].of_last_layer(sample_rows, sample_starts)
         caches = [self._caches[place] for place in self._places]
         return self._model(token_ids, inputs, caches, sample_rows)
 
@@ -307,7 +309,7 @@ class ModelRunner:
         tables: Tensor,
         query_starts: Tensor,
         lengths: Tensor,
-    ) -> Sequence[AttentionInputs]:
+    ) -> list[AttentionInputs]:
         """Of each layer. A plan without a window says what is shared in its table; others are of
         lengths alone, and serve all tables of the window.
         """

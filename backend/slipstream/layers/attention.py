@@ -1,6 +1,7 @@
 """Attention over the paged cache: one packed projection in, rotation and cache write, one out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class AttentionInputs:
     max_queries: int  # longest chunk, 0 without chunks
     plan: Tensor  # of the decodes
     window: int  # tokens that a query sees, its own included; 0: all
+    asked: Tensor | None  # [r] i64: the tokens whose output is asked for; None: of all
 
     @classmethod
     def of(
@@ -67,7 +69,17 @@ class AttentionInputs:
             max_queries,
             plan,
             window,
+            None,
         )
+
+    def of_last_layer(self, sample_rows: Tensor, sample_starts: Tensor) -> Self:
+        """As the last layer has them, where only `sample_rows [r] i64` of the output are asked for.
+
+        These are all decodes and then, for some of the chunks, their last token; `sample_starts`
+        is what `query_starts` is of them.
+        """
+        most = min(1, self.max_queries)
+        return replace(self, asked=sample_rows, query_starts=sample_starts, max_queries=most)
 
 
 class Attention:
@@ -120,11 +132,15 @@ class Attention:
     ) -> None:
         """`residual [n, hidden] += ` the attention of `norm(residual)`.
 
-        Writes this step's K and V into the layer's `cache`.
+        Writes this step's K and V into the layer's `cache`. Of `residual` only those rows are left
+        whose output is asked for.
         """
         (q, k, v), scales = self.project(norm, residual)
         n, angles = inputs.num_decodes, (self.cos_sin, inputs.positions)
         newest = self.rotate(q, k, v, scales, n, *angles, inputs.slots, cache)
+        if inputs.asked is not None:
+            q = q[inputs.asked]
+            residual.keep(inputs.asked)
         out = self._attend(q, newest, inputs, cache)
         self.out.add_to(residual, self.unscaled(out, cache).flatten(1))
 

@@ -20,7 +20,7 @@ class AttentionLayer(Protocol):
     def __call__(
         self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor
     ) -> None:
-        """`residual [n, hidden] += ` the attention of `norm(residual)`."""
+        """`residual [n, hidden] += ` the attention of `norm(residual)`, of the rows asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Block:
     mlp: Callable[[Norm, Residual], None]
 
     def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
-        """One block further: `residual [n, hidden]` is changed in place."""
+        """One block further: `residual [n, hidden]` is changed; the last keeps rows asked for."""
         self.attention(self.input_norm, residual, inputs, cache)
         self.mlp(self.mlp_norm, residual)
 
@@ -68,9 +68,12 @@ class Decoder:
         """`token_ids [n] i64` in; logits of some of them out, `[len(sample_rows), vocab]`.
 
         `inputs[i]` and `caches[i]` are layer i's; a cache is
-        `[num_blocks, num_kv_heads, 2, block_size, head_size]`.
+        `[num_blocks, num_kv_heads, 2, block_size, head_size]`. Those of the last layer may ask for
+        no more than `sample_rows`; all others ask for all.
         """
         residual = Residual(self.embedding(token_ids))
         for block, where, cache in zip(self.blocks, inputs, caches, strict=True):
             block(residual, where, cache)
-        return self.head.of_norm(self.norm, residual.values[sample_rows])
+        if inputs[-1].asked is None:
+            residual.keep(sample_rows)
+        return self.head.of_norm(self.norm, residual.values)

@@ -25,6 +25,10 @@ class Residual:
             self._addend = None
         return self._values
 
+    def keep(self, rows: Tensor) -> None:
+        """Forget all rows but these, `[r] i64`, which are `0 .. r - 1` from now on."""
+        self._values = self.values[rows]
+
     def add_later(self, product: Tensor, scales: fp8.Scales) -> None:
         """Add an e4m3 product `[n, hidden]` before anybody sees the sum."""
         assert self._addend is None, "a block looks at the sum before it adds to it"

@@ -22,13 +22,14 @@ ROWS = 128
 
 
 def _slices(num_rows: int) -> list[slice]:
+    """One at least: of no rows, one of none."""
     assert num_rows % ROWS == 0, f"{num_rows} rows are no multiple of {ROWS}"
-    return [slice(begin, begin + ROWS) for begin in range(0, num_rows, ROWS)]
+    return [slice(begin, begin + ROWS) for begin in range(0, max(1, num_rows), ROWS)]
 
 
 def in_slices(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`product` of the rows of `x [n, k]`, a slice at a time."""
-    parts = [product(x[part]) for part in _slices(len(x)) or [slice(0, 0)]]
+    parts = [product(x[part]) for part in _slices(len(x))]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

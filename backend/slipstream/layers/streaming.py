@@ -4,8 +4,8 @@ See `kernels/sinks.py`. Positions grow without bound, so angles are made for a s
 in fp64: differences of large ones are as exact as those of small ones.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,12 +23,25 @@ from slipstream.layers.rope import cos_sin_at, frequencies
 
 @dataclass(frozen=True, slots=True)
 class StreamingInputs(AttentionInputs):
-    """`positions` are those in the sequence, all else is of its table, which lacks tokens."""
+    """`positions` are those in the sequence, all else is of its table, which lacks tokens.
+
+    In the last layer `n` of `positions` and of `further` are those that are asked for.
+    """
 
     angles: Tensor  # [n, d] f32: cosines and sines of the positions
     further: Tensor  # [n, d] f32: from there to the positions in the cache
     every: Tensor  # [n] i64: 0, 1, ...
     starts: Tensor  # [s + 1] i32: `query_starts` where decodes are chunks, too
+
+    def of_last_layer(self, sample_rows: Tensor, sample_starts: Tensor) -> Self:
+        """As `AttentionInputs` has it."""
+        decodes = self.starts[: self.num_decodes]
+        return replace(
+            AttentionInputs.of_last_layer(self, sample_rows, sample_starts),
+            positions=self.positions[sample_rows],
+            further=self.further[sample_rows],
+            starts=torch.cat((decodes, self.num_decodes + sample_starts)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,7 @@ class Streaming:
             max_queries,
             plan,
             self.window,
+            None,
             cos_sin_at(self.frequencies, positions) * self.factor,
             cos_sin_at(self.frequencies, places - positions),
             torch.arange(len(positions), device=positions.device),
@@ -98,6 +112,9 @@ class StreamingAttention:
         n = inputs.num_decodes if len(inputs.plan) > 0 else 0
         angles = (inputs.angles, inputs.every)
         newest = layer.rotate(q, k, v, scales, n, *angles, inputs.slots, cache)
+        if inputs.asked is not None:
+            q = q[inputs.asked]
+            residual.keep(inputs.asked)
         out = self._attend(q, newest, inputs, n, cache)
         layer.out.add_to(residual, layer.unscaled(out, cache).flatten(1))
 
@@ -139,7 +156,7 @@ def stream(decoder: Decoder, config: RopeConfig, window: int, num_sinks: int) ->
 
     def of(block: Block) -> Block:
         assert isinstance(block.attention, Attention)
-        return dataclasses.replace(block, attention=StreamingAttention(block.attention, streaming))
+        return replace(block, attention=StreamingAttention(block.attention, streaming))
 
     decoder.blocks = [of(block) for block in decoder.blocks]
     return streaming

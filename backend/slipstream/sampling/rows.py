@@ -65,36 +65,38 @@ def sampling_arrays(
         np.zeros((max(len(packed), num_rows), ROW_WORDS), np.int32),
         np.zeros((num_edits, EDIT_WORDS), np.int32),
     )
-    fill_rows(*arrays, packed, numbers, edits, first_result)
+    fill_rows(*arrays, slice(len(packed)), packed, numbers, edits, first_result)
     return arrays
 
 
 def fill_rows(
     rows: Words,
     all_edits: Words,
+    places: slice | NDArray[np.int64],
     packed: Sequence[bytes],
     numbers: Sequence[int],
     edits: Sequence[bytes],
     first_result: int,
 ) -> None:
-    """Write `SamplingArrays` that are zeroed; rows that are more than `packed` are padding.
+    """Write `SamplingArrays` that are zeroed; rows that have no place are padding.
 
     Args:
         rows, all_edits: the arrays.
+        places: which of the rows.
         packed: `pack_row` of each.
         numbers: how many output tokens are before the one to draw.
         edits: `Edits.pack` of each, empty for most.
         first_result: where in the results the tokens go, one after the other.
     """
     count = len(packed)
-    rows[count:, RESULT] = -1
-    rows[:count] = np.frombuffer(b"".join(packed), np.int32).reshape(count, ROW_WORDS)
-    rows[:count, NUMBER] = numbers
-    rows[:count, RESULT] = np.arange(first_result, first_result + count)
+    rows[:, RESULT] = -1
+    rows[places] = np.frombuffer(b"".join(packed), np.int32).reshape(count, ROW_WORDS)
+    rows[places, NUMBER] = numbers
+    rows[places, RESULT] = np.arange(first_result, first_result + count)
     if any(edits):
         lengths = np.fromiter(map(len, edits), np.int64, count) // (4 * EDIT_WORDS)
         ends = lengths.cumsum()
-        rows[:count, _FIRST_EDIT], rows[:count, _END_EDIT] = ends - lengths, ends
+        rows[places, _FIRST_EDIT], rows[places, _END_EDIT] = ends - lengths, ends
         all_edits[: ends[-1]] = np.frombuffer(b"".join(edits), np.int32).reshape(-1, EDIT_WORDS)
 
 
