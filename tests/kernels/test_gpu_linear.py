@@ -209,17 +209,22 @@ def test_wide_rows_do_not_see_their_neighbours() -> None:
     judge.verdict()
 
 
+TALL_ROWS = (2304, 256, 193, 200, 231, 255, 510, 512, 1019)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_tall(dtype: torch.dtype) -> None:
-    """Rows in every part of a warpgroup's second block, tiles of every width, the last one cut."""
+    """Rows in every part of a warpgroup's second block, tiles of every width, the last one cut;
+    one tile of rows, some, and more than take turns.
+    """
     judge = Judge(f"tall {short(dtype)}")
     shapes = [(28672, 4096), (28704, 192), (24576, 1024), (23248, 64), (29568, 320)]
     for outputs, width in shapes:
-        x = spread(random(256, width, dtype=dtype, seed=width))
+        x = spread(random(2304, width, dtype=dtype, seed=width))
         weight = random(outputs, width, dtype=dtype, seed=outputs) * width**-0.5
         for bias in (None, random(outputs, dtype=dtype, seed=3)):
             whole = None
-            for rows in (256, 193, 200, 231, 255):
+            for rows in TALL_ROWS:
                 case = Case(x[:rows], weight, bias=bias, gated=True)
                 assert tall_takes(case.x, weight)
                 name = f"{rows} x {outputs, width}{'' if bias is None else ' bias'}"
@@ -235,15 +240,15 @@ def test_tall(dtype: torch.dtype) -> None:
 def test_tall_fp8() -> None:
     judge = Judge("tall e4m3")
     for outputs, width in ((28672, 4096), (28704, 384), (23248, 128), (29568, 640)):
-        x, weight = random(256, width, dtype=FP8, seed=width), random(outputs, width, dtype=FP8)
-        by_row, by_column = (0.5 + torch.rand(n, device="cuda") for n in (256, outputs))
+        x, weight = random(2304, width, dtype=FP8, seed=width), random(outputs, width, dtype=FP8)
+        by_row, by_column = (0.5 + torch.rand(n, device="cuda") for n in (2304, outputs))
         for bias in (None, random(outputs, dtype=torch.bfloat16, seed=3)):
             scales = Scales(by_row, by_column * width**-0.5, bias)
             product = x.double() @ weight.double().t()
             exact = silu_mul(scaled(torch.float64, product, *scales))
             naive = silu_mul(scaled(torch.float64, product.bfloat16(), *scales)).bfloat16()
             whole = None
-            for n in (256, 193, 200, 231, 255):
+            for n in TALL_ROWS:
                 assert tall_takes(x[:n], weight)
                 some = Scales(by_row[:n], *scales[1:])
                 run = lambda x=x[:n], w=weight, s=some: tall(x, w, scales=s)  # noqa: E731

@@ -299,7 +299,8 @@ class ModelRunner:
         if shape.num_samples < shape.num_tokens:
             inputs[-1] = inputs[-1].of_last_layer(sample_rows, sample_starts)
         caches = [self._caches[place] for place in self._places]
-        return self._model(token_ids, inputs, caches, sample_rows)
+        is_all = shape.num_decodes == shape.num_tokens
+        return self._model(token_ids, inputs, caches, None if is_all else sample_rows)
 
     def _inputs(
         self,

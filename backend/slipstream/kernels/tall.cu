@@ -1,6 +1,6 @@
-// silu(gate) * up, both x W^T, for up to 256 rows of x on Hopper's tensor cores. W is [gate | up]; a CTA has all rows of
-// x and a tile of ROWS rows of W, half of them gates, and keeps its sums in nearly all registers of a multiprocessor. So
-// tiles are as many as multiprocessors, where those of half the size need a second wave that leaves many idle.
+// silu(gate) * up, both x W^T, for many rows of x on Hopper's tensor cores. W is [gate | up]; a CTA has 256 rows of x and
+// a tile of ROWS rows of W, half of them gates, and keeps its sums in nearly all registers of a multiprocessor. So tiles
+// of 256 rows are as many as multiprocessors, where those of half the size need a second wave that leaves many idle.
 // Two warpgroups multiply, 128 rows of x each, and one lane of them copies: a warp that only copies would take registers.
 // -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3, whose sums are scaled, rather than T), ROWS (a
 // multiple of 16 up to 224), SLOTS (of the ring)
@@ -15,6 +15,8 @@ constexpr int X_BYTES = X_ROWS * ROW_BYTES;
 constexpr int SLOT_BYTES = X_BYTES + ROWS * ROW_BYTES;  // x, then gates, then ups
 constexpr int PIECES = ROWS / 16;                       // of eight outputs
 constexpr int BATCH = 2;                                // that a lane takes at once
+// So many tiles of rows of x take turns before the next rows of W: together they fit into the L2 cache.
+constexpr int GROUP = 8;
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
@@ -24,9 +26,17 @@ struct Task {
   T* out;
   i64 out_stride;
   int num_rows, num_outputs, num_steps;
-  int x_rows;  // that are copied: num_rows, rounded up to 8
-  int first;   // output of the tile
+  int x_rows;     // that are copied: num_rows, rounded up to 8, at most X_ROWS
+  int first_row;  // of the tile
+  int first;      // output of the tile
 };
+
+// Which of all tiles is the CTA's: {of rows of x, of rows of W}.
+DEVICE int2 own_tile(int row_tiles, int column_tiles) {
+  const int of_group = GROUP * column_tiles, group = blockIdx.x / of_group, rest = blockIdx.x % of_group;
+  const int num_rows = min(GROUP, row_tiles - group * GROUP);
+  return {group * GROUP + rest % num_rows, rest / num_rows};
+}
 
 DEVICE u32 slot_at(int slot) { return shared_address(shared_bytes) + slot * SLOT_BYTES; }
 DEVICE u32 full(int slot) { return slot_at(SLOTS) + slot * 8; }
@@ -43,7 +53,7 @@ DEVICE void copy_weights(const Task& task, const TensorMap* weights, int step, i
 }
 DEVICE void copy_x(const Task& task, const TensorMap* x, int step, int slot) {
   barrier_expect(full(slot), task.x_rows * ROW_BYTES);
-  copy_box(slot_at(slot), x, step * CHUNK, 0, full(slot));
+  copy_box(slot_at(slot), x, step * CHUNK, task.first_row, full(slot));
 }
 
 DEVICE void fill_ring(const Task& task, const TensorMap* weights, const TensorMap* x) {
@@ -129,7 +139,8 @@ DEVICE void store_outputs(const Task& task, const Sums& sums) {
       put_part(parts + i * THREADS * PART_BYTES + part_offset(),
                {{sums[block][4 * i], sums[block][4 * i + 1], sums[block][4 * i + 2], sums[block][4 * i + 3]}});
     __syncwarp();
-    const int row = (threadIdx.x / 128 * BLOCKS + block) * 64 + threadIdx.x % 128 / 32 * 16 + lane.row;
+    const int row_of_tile = (threadIdx.x / 128 * BLOCKS + block) * 64 + threadIdx.x % 128 / 32 * 16 + lane.row;
+    const int row = task.first_row + row_of_tile;
     if (row >= task.num_rows) continue;
     const float row_scale = FP8 ? load_fresh<1>(task.row_scales + row).at[0] : 1.0f;
 #pragma unroll 1
@@ -141,7 +152,8 @@ DEVICE void store_outputs(const Task& task, const Sums& sums) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tall(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x, const float* row_scales,
          const float* column_scales, const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs,
-         i64 num_steps, i64 x_rows) {
+         i64 num_steps, i64 x_rows, i64 row_tiles, i64 column_tiles) {
+  const int2 tile = own_tile(int(row_tiles), int(column_tiles));
   const Task task{row_scales,
                   column_scales,
                   bias,
@@ -151,7 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int(num_outputs),
                   int(num_steps),
                   int(x_rows),
-                  int(blockIdx.x) * (ROWS / 2)};
+                  tile.x * X_ROWS,
+                  tile.y * (ROWS / 2)};
   if (threadIdx.x == 0) {
     start_next();
     for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full(slot), 2);  // weights and x

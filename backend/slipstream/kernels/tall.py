@@ -1,9 +1,11 @@
-"""The gated product of some 200 to 256 rows on Hopper's tensor cores (sm_90a), one tile a CTA.
+"""The gated product of some 200 rows and more on Hopper's tensor cores (sm_90a), one tile a CTA.
 
-So many rows are bound by power. cuBLASLt's tiles of usual size leave a third of the multiprocessors
-idle in their second wave, and its gate is a kernel of its own.
+So many rows are bound by power. Of 256 rows cuBLASLt's tiles of usual size leave a third of the
+multiprocessors idle in their second wave; of thousands its product is as fast, but its gate is a
+kernel of its own, which reads and writes as much as the product does.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -15,7 +17,10 @@ from slipstream.kernels.op import op
 from slipstream.kernels.wide import CHUNK_BYTES, DTYPES, MEMORY, require_around, wide
 
 MIN_ROWS = dict.fromkeys(DTYPES, 193) | {fp8.E4M3: 177}  # cuBLASLt is faster with fewer
-MAX_ROWS = 256
+X_ROWS = 256  # of a tile
+# Of what multiprocessors could multiply meanwhile, the least that is of a product of several such
+# tiles; with less of it cuBLASLt is faster.
+MIN_SHARE = 0.9
 TILE_ROWS = range(176, 225, 16)  # in narrower ones shared memory is the bound
 _BARRIER_BYTES = 8  # of a slot
 
@@ -39,24 +44,33 @@ def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
     return -(-num_weight_rows // (multiprocessors * TILE_ROWS.step)) * TILE_ROWS.step
 
 
+@functools.cache
+def share(num_rows: int, num_weight_rows: int, multiprocessors: int) -> float:
+    """What part of the multiplications that multiprocessors could do meanwhile is the product."""
+    rows = tile_rows(num_weight_rows, multiprocessors)
+    tiles = -(-num_rows // X_ROWS) * -(-num_weight_rows // rows)
+    room = -(-tiles // multiprocessors) * multiprocessors * X_ROWS * rows
+    return num_rows * num_weight_rows / room
+
+
 def takes(x: Tensor, weight: Tensor, gated: bool = True) -> bool:
     """Whether the kernel is built for this product, and the fastest."""
     num_rows, width = x.shape
     if not gated or x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
         return False
-    if not MIN_ROWS[x.dtype] <= num_rows <= MAX_ROWS or width * x.itemsize % CHUNK_BYTES:
+    if num_rows < MIN_ROWS[x.dtype] or width * x.itemsize % CHUNK_BYTES or len(weight) % 16:
         return False
-    if (
-        len(weight) % 16
-        or tile_rows(len(weight), jit.num_multiprocessors(x.get_device())) not in TILE_ROWS
-    ):
+    multiprocessors = jit.num_multiprocessors(x.get_device())
+    if tile_rows(len(weight), multiprocessors) not in TILE_ROWS:
+        return False
+    if num_rows > X_ROWS and share(num_rows, len(weight), multiprocessors) < MIN_SHARE:
         return False
     return tensor_map.can_map(x, weight)
 
 
 def slot_bytes(rows: int) -> int:
     """Of a chunk of x and of a tile's weights."""
-    return (MAX_ROWS + rows) * CHUNK_BYTES
+    return (X_ROWS + rows) * CHUNK_BYTES
 
 
 def num_slots(rows: int) -> int:
@@ -101,11 +115,12 @@ def _tall(
     dtype = torch.bfloat16 if scales is not None else x.dtype
     out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     rows = tile_rows(len(weight), jit.num_multiprocessors(x.get_device()))
-    copied = -(-num_rows // 8) * 8
+    copied = min(X_ROWS, -(-num_rows // 8) * 8)
+    row_tiles, column_tiles = -(-num_rows // X_ROWS), -(-num_outputs // (rows // 2))
     jit.launch(
         _variant(x.dtype, rows),
         "tall",
-        (-(-num_outputs // (rows // 2)),),
+        (row_tiles * column_tiles,),
         256,
         tensor_map.eights(weight, 1, rows // 2),
         tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
@@ -118,6 +133,8 @@ def _tall(
         num_outputs,
         width * x.itemsize // CHUNK_BYTES,
         copied,
+        row_tiles,
+        column_tiles,
         shared_memory=num_slots(rows) * (slot_bytes(rows) + _BARRIER_BYTES) + _end_bytes(rows),
         overlaps=True,
     )

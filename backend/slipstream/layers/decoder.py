@@ -63,9 +63,10 @@ class Decoder:
         token_ids: Tensor,
         inputs: Sequence[AttentionInputs],
         caches: Sequence[Tensor],
-        sample_rows: Tensor,
+        sample_rows: Tensor | None,
     ) -> Tensor:
-        """`token_ids [n] i64` in; logits of some of them out, `[len(sample_rows), vocab]`.
+        """`token_ids [n] i64` in; logits of some of them out, `[len(sample_rows), vocab]`, or of
+        all of them.
 
         `inputs[i]` and `caches[i]` are layer i's; a cache is
         `[num_blocks, num_kv_heads, 2, block_size, head_size]`. Those of the last layer may ask for
@@ -74,6 +75,6 @@ class Decoder:
         residual = Residual(self.embedding(token_ids))
         for block, where, cache in zip(self.blocks, inputs, caches, strict=True):
             block(residual, where, cache)
-        if inputs[-1].asked is None:
+        if sample_rows is not None and inputs[-1].asked is None:
             residual.keep(sample_rows)
         return self.head.of_norm(self.norm, residual.values)
