@@ -240,15 +240,15 @@ def test_tall(dtype: torch.dtype) -> None:
 def test_tall_fp8() -> None:
     judge = Judge("tall e4m3")
     for outputs, width in ((28672, 4096), (28704, 384), (23248, 128), (29568, 640)):
-        x, weight = random(2304, width, dtype=FP8, seed=width), random(outputs, width, dtype=FP8)
-        by_row, by_column = (0.5 + torch.rand(n, device="cuda") for n in (2304, outputs))
+        x, weight = random(256, width, dtype=FP8, seed=width), random(outputs, width, dtype=FP8)
+        by_row, by_column = (0.5 + torch.rand(n, device="cuda") for n in (256, outputs))
         for bias in (None, random(outputs, dtype=torch.bfloat16, seed=3)):
             scales = Scales(by_row, by_column * width**-0.5, bias)
             product = x.double() @ weight.double().t()
             exact = silu_mul(scaled(torch.float64, product, *scales))
             naive = silu_mul(scaled(torch.float64, product.bfloat16(), *scales)).bfloat16()
             whole = None
-            for n in TALL_ROWS:
+            for n in TALL_ROWS[1:6]:  # more are cuBLASLt's
                 assert tall_takes(x[:n], weight)
                 some = Scales(by_row[:n], *scales[1:])
                 run = lambda x=x[:n], w=weight, s=some: tall(x, w, scales=s)  # noqa: E731

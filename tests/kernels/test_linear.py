@@ -170,7 +170,15 @@ def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms
 
 @pytest.mark.parametrize(
     ("rows", "kernel"),
-    [(16, wide.wide), (128, wide.wide), (176, None), (193, tall.tall), (257, None)],
+    [
+        (16, wide.wide),
+        (128, wide.wide),
+        (176, None),
+        (193, tall.tall),
+        (257, None),
+        (512, tall.tall),
+        (4096, tall.tall),
+    ],
 )
 def test_who_multiplies_gates_and_ups(
     rows: int, kernel: object, monkeypatch: pytest.MonkeyPatch
@@ -179,7 +187,8 @@ def test_who_multiplies_gates_and_ups(
     monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
     for dtype in (torch.bfloat16, FP8):
         x, weight = (torch.empty(n, 512, dtype=dtype) for n in (rows, 28672))
-        assert own_kernel(x, weight, gated=True) is kernel
+        is_small = dtype == torch.bfloat16 or rows <= 256
+        assert own_kernel(x, weight, gated=True) is (kernel if is_small else None)
         if kernel is tall.tall:
             assert own_kernel(x, weight) is None
 
@@ -197,7 +206,13 @@ def test_where_power_is_the_limit_tiles_are_large() -> None:
         (192, 28672, 512, torch.bfloat16, False),
         (193, 28672, 512, torch.bfloat16, True),
         (256, 28672, 512, torch.float16, True),
-        (257, 28672, 512, torch.bfloat16, False),
+        (257, 28672, 512, torch.bfloat16, False),  # two tiles of rows, one of them nearly empty
+        (480, 28672, 512, torch.bfloat16, True),
+        (832, 28672, 512, torch.bfloat16, False),
+        (960, 28672, 512, torch.float16, True),
+        (4096, 28672, 512, torch.bfloat16, True),
+        (4096, 28672, 512, FP8, False),
+        (4096, 32768, 512, torch.bfloat16, False),  # of 128 x 256 outputs
         (256, 28672, 520, torch.bfloat16, False),
         (256, 28680, 512, torch.bfloat16, False),
         (256, 29568, 512, torch.bfloat16, True),  # a tile of 224 for each multiprocessor

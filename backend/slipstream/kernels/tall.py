@@ -63,8 +63,10 @@ def takes(x: Tensor, weight: Tensor, gated: bool = True) -> bool:
     multiprocessors = jit.num_multiprocessors(x.get_device())
     if tile_rows(len(weight), multiprocessors) not in TILE_ROWS:
         return False
-    if num_rows > X_ROWS and share(num_rows, len(weight), multiprocessors) < MIN_SHARE:
-        return False
+    if num_rows > X_ROWS and (
+        x.dtype == fp8.E4M3 or share(num_rows, len(weight), multiprocessors) < MIN_SHARE
+    ):
+        return False  # of e4m3 the gate has to be quantised behind either, so nothing is gained
     return tensor_map.can_map(x, weight)
 
 
