@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from server.support import PROMPT, TEXT_MODELS, RequestError, serving, text
+from server.support import PROMPT, TEXT_MODELS, Client, RequestError, serving, text
 from slipstream_compose.triton import SHARED_MEMORY
 
 pytestmark = pytest.mark.triton
@@ -24,6 +25,32 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
     except OSError:
         return False
+
+
+class Streams:
+    """Long streams, a thread for each; how they ended."""
+
+    def __init__(self, client: Client, models: Sequence[str]) -> None:
+        self.ends: list[str] = []
+        self._begun = threading.Semaphore(0)
+        threads = [threading.Thread(target=self._read, args=(client, model)) for model in models]
+        self.threads = threads
+        for thread in threads:
+            thread.start()
+
+    def _read(self, client: Client, model: str) -> None:
+        try:
+            for i, _ in enumerate(client.iterate(model, **LONG)):
+                if i == 0:
+                    self._begun.release()
+            self.ends.append("the end")
+        except Exception as error:  # whatever the client calls it
+            self.ends.append(str(error))
+
+    def wait_begun(self) -> None:
+        """Until each has a token. All at once run for a moment only: the cache is too small."""
+        for _ in self.threads:
+            assert self._begun.acquire(timeout=60)
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
@@ -96,27 +123,15 @@ def retry(ask, timeout_s: float):
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_a_killed_engine_ends_its_streams_with_an_error_and_is_replaced(idle, model):
     pid = idle.health()["engine_pid"]
-    errors: list[str] = []
-
-    def one() -> None:
-        try:
-            for _ in idle.iterate(model, **LONG):
-                pass
-            errors.append("no error")
-        except RequestError as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=one) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    idle.wait_running(4)
+    streams = Streams(idle, [model] * 4)
+    streams.wait_begun()
     os.kill(pid, signal.SIGKILL)
     begin = time.monotonic()
-    for thread in threads:
+    for thread in streams.threads:
         thread.join(30)
     assert time.monotonic() - begin < 15  # 0.2 s where nothing else runs; 20 s would be a time-out
-    assert len(errors) == 4
-    assert all("UNAVAILABLE" in error for error in errors), errors
+    assert len(streams.ends) == 4
+    assert all("UNAVAILABLE" in end for end in streams.ends), streams.ends
     while (now := engine_pid(idle)) is None:
         assert time.monotonic() - begin < 90
         time.sleep(0.1)
@@ -155,30 +170,18 @@ def test_a_postprocessing_that_stands_still_is_no_cancel(idle):
 
 
 def test_a_server_that_is_stopped_ends_its_streams_and_leaves_nothing(repository, tmp_path):
-    ends: list[str] = []
     with serving(repository, tmp_path / "log") as client:
-
-        def one(model: str) -> None:
-            try:
-                for _ in client.iterate(model, **LONG):
-                    pass
-                ends.append("the end")
-            except Exception as error:  # whatever the client calls it
-                ends.append(str(error))
-
-        threads = [threading.Thread(target=one, args=(m,)) for m in TEXT_MODELS * 2]
-        for thread in threads:
-            thread.start()
-        client.wait_running(4)
+        streams = Streams(client, TEXT_MODELS * 2)
+        streams.wait_begun()
         processes = list(client.server.processes())
         assert len(processes) > 5
         begin = time.monotonic()
         client.server.stop()
         assert time.monotonic() - begin < 30
-        for thread in threads:
+        for thread in streams.threads:
             thread.join(30)
             assert not thread.is_alive()
-        assert len(ends) == 4
+        assert len(streams.ends) == 4
         assert list(client.server.processes()) == []
         begin = time.monotonic()
         while any(is_alive(pid) for pid in processes):  # the kernel takes its time to tear down

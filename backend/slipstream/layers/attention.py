@@ -81,6 +81,13 @@ class AttentionInputs:
         most = min(1, self.max_queries)
         return replace(self, asked=sample_rows, query_starts=sample_starts, max_queries=most)
 
+    def keep_asked(self, q: Tensor, residual: Residual) -> Tensor:
+        """Of the queries `[n, heads, d]`, and of `residual`, those whose output is asked for."""
+        if self.asked is None:
+            return q
+        residual.keep(self.asked)
+        return q[self.asked]
+
 
 class Attention:
     """Grouped-query attention (Ainslie et al., 2023); MHA and MQA are its ends.
@@ -138,9 +145,7 @@ class Attention:
         (q, k, v), scales = self.project(norm, residual)
         n, angles = inputs.num_decodes, (self.cos_sin, inputs.positions)
         newest = self.rotate(q, k, v, scales, n, *angles, inputs.slots, cache)
-        if inputs.asked is not None:
-            q = q[inputs.asked]
-            residual.keep(inputs.asked)
+        q = inputs.keep_asked(q, residual)
         out = self._attend(q, newest, inputs, cache)
         self.out.add_to(residual, self.unscaled(out, cache).flatten(1))
 

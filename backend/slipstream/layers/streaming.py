@@ -112,9 +112,7 @@ class StreamingAttention:
         n = inputs.num_decodes if len(inputs.plan) > 0 else 0
         angles = (inputs.angles, inputs.every)
         newest = layer.rotate(q, k, v, scales, n, *angles, inputs.slots, cache)
-        if inputs.asked is not None:
-            q = q[inputs.asked]
-            residual.keep(inputs.asked)
+        q = inputs.keep_asked(q, residual)
         out = self._attend(q, newest, inputs, n, cache)
         layer.out.add_to(residual, layer.unscaled(out, cache).flatten(1))
 
