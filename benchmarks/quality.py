@@ -75,7 +75,7 @@ class Model:
             for window in set(self.windows)
         }
         of_layers = [inputs[window] for window in self.windows]
-        logits = self.decoder(token_ids, of_layers, self.caches, None).float()
+        logits = self.decoder(token_ids, of_layers, self.caches).float()
         log_probs = logits[:-1].log_softmax(-1).gather(1, token_ids[1:, None])
         return -float(log_probs.sum()) / math.log(2)
 

@@ -99,6 +99,25 @@ def make_runner(directory: Path, **overrides: object) -> ModelRunner:
     return ModelRunner(resolve(EngineConfig(checkpoint=str(directory), **(settings | overrides))))
 
 
+def ragged_batch(
+    runner: ModelRunner, rng: random.Random, sizes: list[tuple[int, int]], num_decodes: int
+) -> tuple[Batch, list[int]]:
+    """Rows of (tokens, tokens before them), of which chunks sample or not; and whose blocks, in no
+    order, are left.
+    """
+    blocks = list(range(runner.num_blocks))
+    rng.shuffle(blocks)
+    rows = []
+    for i, (count, start) in enumerate(sizes):
+        size = -(-(start + count) // runner.block_size)
+        tables = range(runner.window.num_tables)
+        owned = tuple([blocks.pop() for _ in range(size)] for _ in tables)
+        token_ids = [rng.randrange(1009) for _ in range(count)]
+        samples = i < num_decodes or rng.random() < 0.6
+        rows.append(Row(i, i, token_ids, start, owned, samples, GREEDY, 0, 1))
+    return Batch(tuple(rows), num_decodes), blocks
+
+
 @dataclass
 class Generation:
     """One request on its way through a runner."""

@@ -112,4 +112,4 @@ def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
     Driver(plain).finish([other])
     assert generation.outputs == other.outputs
     with pytest.raises(AssertionError, match="multiple"):
-        runner._model(torch.zeros(ROWS + 1, dtype=torch.int64), [None], runner._caches, None)
+        runner._model(torch.zeros(ROWS + 1, dtype=torch.int64), [None], runner._caches)

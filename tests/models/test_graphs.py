@@ -13,6 +13,7 @@ from models.checkpoints import (
     Generation,
     make_model,
     make_runner,
+    ragged_batch,
     random_prompts,
     save,
 )
@@ -164,23 +165,14 @@ def logits_and_cache(
 def make_batch(
     runner: ModelRunner, rng: random.Random, sizes: list[tuple[int, int]], num_decodes: int
 ) -> Batch:
-    """Rows of (tokens, tokens before them), the cache NaN wherever nobody may look."""
-    blocks = list(range(runner.num_blocks))
-    rng.shuffle(blocks)
-    rows = []
-    for i, (count, start) in enumerate(sizes):
-        size = -(-(start + count) // runner.block_size)
-        tables = range(runner.window.num_tables)
-        owned = tuple([blocks.pop() for _ in range(size)] for _ in tables)
-        token_ids = [rng.randrange(1009) for _ in range(count)]
-        samples = i < num_decodes or rng.random() < 0.7
-        rows.append(Row(i, i, token_ids, start, owned, samples, GREEDY, 0, 1))
+    """A ragged one, the cache NaN wherever nobody may look."""
+    batch, blocks = ragged_batch(runner, rng, sizes, num_decodes)
     generator = torch.Generator().manual_seed(rng.randrange(1000))
     with torch.inference_mode():
         for cache in runner._caches:
             cache.copy_(torch.randn(cache.shape, generator=generator))
             cache[blocks] = float("nan")
-    return Batch(tuple(rows), num_decodes)
+    return batch
 
 
 def check_padding(runner: ModelRunner, batch: Batch, shape: Shape) -> None:

@@ -1,14 +1,13 @@
 """The last layer: keys and values of all tokens, all else of those that are sampled."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from models.checkpoints import DEVICES, GREEDY, make_model, make_runner, save
-from slipstream.engine.batch import Batch, Row
+from models.checkpoints import DEVICES, make_model, make_runner, ragged_batch, save
+from slipstream.engine.arrays import Shape
+from slipstream.engine.batch import Batch
 from slipstream.engine.runner import ModelRunner
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.norm import Norm
@@ -59,45 +58,34 @@ def runner(
     return make_runner(directory, device=device, kv_cache_tokens=2048, block_size=16, **options)
 
 
-def make_batch(
-    runner: ModelRunner, rng: random.Random, num_decodes: int, sizes: list[tuple[int, int]]
-) -> Batch:
-    """Chunks sample or not; the cache holds what no step wrote."""
-    blocks = list(range(runner.num_blocks))
-    rng.shuffle(blocks)
-    rows = []
-    for i, (count, start) in enumerate(sizes):
-        size = -(-(start + count) // runner.block_size)
-        tables = range(runner.window.num_tables)
-        owned = tuple([blocks.pop() for _ in range(size)] for _ in tables)
-        token_ids = [rng.randrange(1009) for _ in range(count)]
-        samples = i < num_decodes or rng.random() < 0.5
-        rows.append(Row(i, i, token_ids, start, owned, samples, GREEDY, 0, 1))
-    return Batch(tuple(rows), num_decodes)
-
-
-@contextmanager
-def computing_all() -> Iterator[None]:
-    """The last layer's output of all tokens, of which the head then takes its rows."""
-
-    def of_all(self: AttentionInputs, *_: Any) -> AttentionInputs:
-        return self
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AttentionInputs, "of_last_layer", of_all)
-        patch.setattr(StreamingInputs, "of_last_layer", of_all)
-        yield
+def shape_of(runner: ModelRunner, batch: Batch) -> Shape:
+    """In which the engine computes it."""
+    exact = runner._builder.layout.shape_of(batch)
+    found = runner._graphs and runner._graphs.find(exact)
+    return found[0] if found else exact
 
 
 @torch.inference_mode()
-def step(runner: ModelRunner, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and the cache as the step left it."""
+def step(
+    runner: ModelRunner, batch: Batch, computes_all: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and the cache as the step left it; the last layer may compute all and be cut."""
     generator = torch.Generator().manual_seed(3)
     if runner._cache.is_floating_point():
         runner._cache.copy_(torch.randn(runner._cache.shape, generator=generator))
     else:
         runner._cache.zero_()  # bytes of any kind would be scales of any kind
-    return runner.logits(batch), runner._cache.clone()
+    shape = shape_of(runner, batch)
+    arrays = runner._builder.build(batch, shape, 0, 0)
+    staged = runner._stage(arrays)
+    with pytest.MonkeyPatch.context() as patch:
+        for inputs in (AttentionInputs, StreamingInputs) if computes_all else ():
+            patch.setattr(inputs, "of_last_layer", lambda self, *_: self)
+        logits = runner._forward(shape, *staged)
+    if computes_all:
+        assert len(logits) == shape.num_tokens
+        logits = logits[arrays.sample_rows]
+    return logits[arrays.samples].float(), runner._cache.clone()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -105,10 +93,9 @@ def step(runner: ModelRunner, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]
 def test_it_gives_what_computing_all_gives(
     runner: ModelRunner, num_decodes: int, sizes: list[tuple[int, int]], seed: int
 ) -> None:
-    batch = make_batch(runner, random.Random(seed), num_decodes, sizes)
+    batch, _ = ragged_batch(runner, random.Random(seed), sizes, num_decodes)
     logits, cache = step(runner, batch)
-    with computing_all():
-        expected, expected_cache = step(runner, batch)
+    expected, expected_cache = step(runner, batch, computes_all=True)
     assert torch.equal(cache.view(torch.uint8), expected_cache.view(torch.uint8))
     if runner._builder.layout.has_decodes:
         tolerance = 2e-5 if runner._cache.dtype == torch.float32 else 0.06
@@ -128,10 +115,9 @@ def test_no_more_rows_than_are_asked_for(
         multiply(self, norm, residual)
 
     monkeypatch.setattr(mlp, "__call__", counted)
-    batch = make_batch(runner, random.Random(1), *STEPS[-1])
-    exact = runner._builder.layout.shape_of(batch)
-    found = runner._graphs and runner._graphs.find(exact)
-    shape = found[0] if found else exact
+    num_decodes, sizes = STEPS[-1]
+    batch, _ = ragged_batch(runner, random.Random(1), sizes, num_decodes)
+    shape = shape_of(runner, batch)
     assert shape.num_samples < shape.num_tokens
     runner.logits(batch)
     assert len(seen) == len(runner._model.blocks)

@@ -296,11 +296,10 @@ class ModelRunner:
         tables = self._tables[: shape.num_rows * self._num_tables]
         begin_step(header, staged, token_ids, sources, self._results.token_ids, tables)
         inputs = self._inputs(shape, positions, slots, tables, starts, lengths)
-        if shape.num_samples < shape.num_tokens:
+        if shape.num_decodes < shape.num_tokens:  # else all tokens are sampled, in order
             inputs[-1] = inputs[-1].of_last_layer(sample_rows, sample_starts)
         caches = [self._caches[place] for place in self._places]
-        is_all = shape.num_decodes == shape.num_tokens
-        return self._model(token_ids, inputs, caches, None if is_all else sample_rows)
+        return self._model(token_ids, inputs, caches)
 
     def _inputs(
         self,

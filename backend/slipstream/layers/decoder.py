@@ -63,18 +63,14 @@ class Decoder:
         token_ids: Tensor,
         inputs: Sequence[AttentionInputs],
         caches: Sequence[Tensor],
-        sample_rows: Tensor | None,
     ) -> Tensor:
-        """`token_ids [n] i64` in; logits of some of them out, `[len(sample_rows), vocab]`, or of
-        all of them.
+        """`token_ids [n] i64` in; logits out, `[n, vocab]`, or of the rows that the last layer is
+        asked for.
 
         `inputs[i]` and `caches[i]` are layer i's; a cache is
-        `[num_blocks, num_kv_heads, 2, block_size, head_size]`. Those of the last layer may ask for
-        no more than `sample_rows`; all others ask for all.
+        `[num_blocks, num_kv_heads, 2, block_size, head_size]`. All but the last ask for all rows.
         """
         residual = Residual(self.embedding(token_ids))
         for block, where, cache in zip(self.blocks, inputs, caches, strict=True):
             block(residual, where, cache)
-        if sample_rows is not None and inputs[-1].asked is None:
-            residual.keep(sample_rows)
         return self.head.of_norm(self.norm, residual.values)
