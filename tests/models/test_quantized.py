@@ -3,6 +3,7 @@
 import importlib.util
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,11 @@ from slipstream.config import EngineConfig
 from slipstream.engine.plan import resolve
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
+from slipstream.kernels import gemv
+from slipstream.layers.norm import Norm
+from slipstream.layers.quantized import QuantizedLinear
+from slipstream.layers.residual import Residual
+from slipstream.models.weights import RandomSource, Weights
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -52,6 +58,37 @@ def quantize_model(model: nn.Module) -> nn.Module:
 
 def rms(x: Tensor) -> float:
     return float(x.pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "keeps"),
+    [
+        (torch.bfloat16, 1, True),
+        (torch.bfloat16, 2, False),  # `wide` is faster
+        (torch.float16, 2, True),  # it does not scale to float16
+        (torch.float16, 3, False),
+    ],
+)
+def test_few_rows_keep_their_16_bits(
+    dtype: torch.dtype, num_rows: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    reference = gemv.gemv.reference
+
+    def product(x: Tensor, weight: Tensor, **around: Any) -> Tensor:
+        seen.append(len(x))
+        return reference(x, weight, **around)
+
+    monkeypatch.setattr(gemv, "takes", lambda *_: True)
+    monkeypatch.setattr(gemv, "gemv", product)
+    device = torch.device("cpu")
+    w = Weights(RandomSource(device), device, dtype, "fp8", False)
+    layer, norm = QuantizedLinear(w, ["a"], [32], 32), Norm(w, 32, 1e-5)
+    x = torch.rand(num_rows, 32).to(dtype)
+    layer.of_norm(norm, Residual(x))
+    layer.gate_of_norm(norm, Residual(x))
+    layer.add_to(Residual(x.clone()), x)
+    assert seen == ([num_rows] * 3 if keeps else [])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
