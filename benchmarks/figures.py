@@ -1,7 +1,8 @@
 """The README's figures from the newest results: `python benchmarks/figures.py [--check]`.
 
 Reads `step-<card>.json` of each card and `streams-h200.json` in `benchmarks/results/`; writes the
-tables between the README's two marks, and two plots of the H200 in `docs/figures/`. With `--check`
+tables between the README's two marks, what the rows owe their GPU between those of
+`docs/benchmarks.md`, and two plots of the H200 in `docs/figures/`. With `--check`
 it only says, by its exit code, whether all is as it would be written.
 """
 
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from accounts import accounts_table
 from limits import GOALS_CARD, Rates, card
 from report import NEWEST, RESULTS, number, percent
 from rows import PARETO, ROWS, pareto_limit_ms
@@ -18,6 +20,7 @@ from slipstream_client.bench.plots import Axis, Line, plot
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 STREAMS = RESULTS / "streams-h200.json"
 PICTURES = ROOT / "docs" / "figures"
 BEGIN, END = "<!-- figures: make figures -->", "<!-- end of figures -->"
@@ -139,18 +142,24 @@ def pareto_plot(table: dict[str, Any]) -> str:
     )
 
 
-def files(tables: dict[str, dict[str, Any]], streams: dict[str, Any]) -> dict[Path, str]:
-    """Everything that is made of the results; `tables` by card."""
-    head, mark, rest = README.read_text().partition(BEGIN)
+def between_marks(path: Path, text: str) -> str:
+    """The file, with this text between its marks."""
+    head, mark, rest = path.read_text().partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not mark or not end:
-        raise SystemExit(f"{README}: the marks {BEGIN} and {END} are not both there")
+        raise SystemExit(f"{path}: the marks {BEGIN} and {END} are not both there")
+    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
+
+
+def files(tables: dict[str, dict[str, Any]], streams: dict[str, Any]) -> dict[Path, str]:
+    """Everything that is made of the results; `tables` by card."""
     plotted = tables[GOALS_CARD]
     parts = [readme_table(plotted) + "\n" + PLOTS]
     parts += [readme_table(table) for name, table in tables.items() if name != GOALS_CARD]
     text = "\n\n".join([*parts, streams_table(streams)])
     return {
-        README: f"{head}{BEGIN}\n{text}\n{END}{tail}",
+        README: between_marks(README, text),
+        BENCHMARKS: between_marks(BENCHMARKS, accounts_table(plotted)),
         PICTURES / "share-of-limit.svg": share_plot(plotted),
         PICTURES / "pareto.svg": pareto_plot(plotted),
     }

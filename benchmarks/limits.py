@@ -96,29 +96,33 @@ class Model:
         )
 
 
-def decode_step(model: Model, batch: int, context: float) -> float:
-    """Seconds of a step in which `batch` sequences of `context` tokens get one each."""
-    parts = [*model.products(batch, batch), model.attention(batch * context, batch * context)]
-    return sum(work.seconds for work in parts)
+def decode_work(model: Model, batch: int, context: float) -> list[Work]:
+    """Of a step in which `batch` sequences of `context` tokens get one each: the layers' products,
+    the head's, attention."""
+    return [*model.products(batch, batch), model.attention(batch * context, batch * context)]
 
 
-def prompts(model: Model, workload: Workload) -> float:
-    """Seconds until every prompt has its first token, in as few steps as can be."""
+def prompt_work(model: Model, workload: Workload) -> list[Work]:
+    """The same until every prompt has its first token, in as few steps as can be."""
     lengths = [len(prompt) for prompt in workload.prompts]
-    parts = model.products(sum(lengths), len(lengths))
-    parts.append(model.attention(0, sum(n * (n + 1) / 2 for n in lengths)))
-    return sum(work.seconds for work in parts)
+    pairs = sum(n * (n + 1) / 2 for n in lengths)
+    return [*model.products(sum(lengths), len(lengths)), model.attention(0, pairs)]
 
 
-def whole(model: Model, workload: Workload, at_once: int) -> float:
-    """Seconds of prompts and decodes together, at most `at_once` sequences in a step."""
+def whole_work(model: Model, workload: Workload, at_once: int) -> list[Work]:
+    """The same of prompts and decodes together, at most `at_once` sequences in a step."""
     lengths, outputs = [len(prompt) for prompt in workload.prompts], workload.max_tokens
     num_steps = -(-len(lengths) * outputs // at_once)
-    in_layers, head = model.products(sum(lengths) + len(lengths) * (outputs - 1), 0)
-    total = Work(in_layers.read_seconds * num_steps, in_layers.matrix_seconds)
+    layers, _ = model.products(sum(lengths) + len(lengths) * (outputs - 1), 0)
     _, head = model.products(0, len(lengths) * outputs)
-    total += Work(head.read_seconds * num_steps, head.matrix_seconds)
+    products = [Work(w.read_seconds * num_steps, w.matrix_seconds) for w in (layers, head)]
+    attention = Work()
     for n in lengths:
         read = sum(range(n + 1, n + outputs))  # by every output but the first
-        total += model.attention(read, n * (n + 1) / 2 + read)
-    return total.seconds
+        attention += model.attention(read, n * (n + 1) / 2 + read)
+    return [*products, attention]
+
+
+def decode_step(model: Model, batch: int, context: float) -> float:
+    """Seconds of `decode_work`, one after the other."""
+    return sum(work.seconds for work in decode_work(model, batch, context))

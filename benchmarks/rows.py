@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import limits
 import workloads
-from limits import Rates
+from limits import Rates, Work
 from shapes import SHAPES
 from workloads import Workload
 
@@ -60,22 +60,38 @@ class Row:
         few = whole.prompts[: num_prompts.get(self.name)]
         return replace(whole, prompts=few, max_tokens=min(whole.max_tokens, 16))
 
-    def limit(self, rates: Rates) -> float | None:
-        """The least time or the highest rate on a GPU of these rates, in the row's unit."""
+    def work(self, rates: Rates) -> list[Work] | None:
+        """Of the layers' products, the head's and attention on a GPU of these rates: of a step
+        where the figure is one, else of the whole workload."""
         if self.make is None:
             return None
         model, load = limits.Model(SHAPES[SHAPE], rates, self.is_fp8), self.workload()
-        num_input = sum(map(len, load.prompts))
         if self.figure == "itl_ms":
             context = len(load.prompts[0]) + load.max_tokens / 2
-            return 1e3 * limits.decode_step(model, len(load.prompts), context)
-        if self.figure == "ttft_ms":
-            return 1e3 * limits.prompts(model, load)
-        if self.figure == "input_tok_s":
-            return num_input / limits.prompts(model, load)
-        assert self.figure == "output_tok_s", self.figure
-        num_output = load.max_tokens * len(load.prompts)
-        return num_output / limits.whole(model, load, MAX_SEQUENCES)
+            return limits.decode_work(model, len(load.prompts), context)
+        if self.figure == "output_tok_s":
+            return limits.whole_work(model, load, MAX_SEQUENCES)
+        return limits.prompt_work(model, load)
+
+    def seconds(self, figure: float) -> float:
+        """Of what `work` is of; the other way round, what figure so many seconds are."""
+        if not self.is_rate:
+            return figure if self.unit == "s" else figure / 1e3
+        load = self.workload()
+        tokens = sum(map(len, load.prompts))
+        if self.figure == "output_tok_s":
+            tokens = load.max_tokens * len(load.prompts)
+        return tokens / figure
+
+    def limit(self, rates: Rates) -> float | None:
+        """The least time or the highest rate on a GPU of these rates, in the row's unit."""
+        parts = self.work(rates)
+        if parts is None:
+            return None
+        if self.figure == "output_tok_s":  # reads of some steps while others compute
+            parts = [sum(parts, Work())]
+        seconds = sum(work.seconds for work in parts)
+        return self.seconds(seconds) if self.is_rate else 1e3 * seconds
 
 
 def _decode(batch: int, goal: float, reference: float, **options: object) -> Row:

@@ -13,7 +13,17 @@ import torch
 from slipstream_compose.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
-NAMES = ("limits", "workloads", "shapes", "rows", "report", "driving", "side", "figures")
+NAMES = (
+    "limits",
+    "workloads",
+    "shapes",
+    "rows",
+    "report",
+    "driving",
+    "side",
+    "accounts",
+    "figures",
+)
 ROWS = [
     "decode-bs1",
     "decode-bs32",
@@ -238,6 +248,47 @@ def test_the_readme_shows_what_was_measured(bench) -> None:
     assert shown(side(every, start_uncached=[12.0])) == (len(ROWS) + 1, True)
 
 
+CEILINGS = {"read_tb_s": 4.0, "bf16_tflop_s": 500.0}
+
+
+def test_an_account_by_hand(bench) -> None:
+    layers, head = 6_979_321_856, 525_336_576  # weights of the 8B shape
+    account, rows = bench.accounts.account, bench.rows.ROWS
+    read, computed, cache, ours, goal = account(rows["decode-bs128"], 6.0, 7.35, CEILINGS)
+    assert read == pytest.approx((layers + head) * 2 / 4e12)
+    in_attention = 4 * 32 * 32 * 128 * 128 * 256
+    assert computed == pytest.approx((2 * 128 * (layers + head) + in_attention) / 500e12)
+    assert cache == pytest.approx(128 * 256 * 131_072 / 4e12)
+    assert (ours, goal) == pytest.approx((6e-3, 5.5e-3))
+    read, computed, *_ = account(rows["fp8-decode-bs1"], 2.0, 3.0, CEILINGS)
+    assert read == pytest.approx((layers + 2 * head) / 4e12)
+    *_, ours, goal = account(rows["mixed-512"], 13_107.2, 9_200, CEILINGS)
+    assert (ours, goal) == pytest.approx((10.0, 131_072 / 12_000))
+
+
+def test_accounts_have_the_rates_of_their_own_sitting(
+    bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = {"gpu": "NVIDIA H200", "ceilings": CEILINGS}
+    rows = {"decode-bs1": [3.5], "start": [9.0], "ttft": [5.0]}
+    table = bench.report.merge(
+        side(rows, about=about), side({"decode-bs1": [4.9], "start": [99.0]})
+    )
+    cells = "0.03 ms | 0.01 ms | 3.50 ms | 3.56 ms |"
+
+    def shown() -> list[str]:
+        return bench.accounts.accounts_table(table).splitlines()[2:]
+
+    assert shown() == [f"| decode, batch 1 | 3.75 ms | {cells}"]  # what has a peer and a limit
+    slower = table | {"ceilings": CEILINGS | {"read_tb_s": 3.0}}
+    (tmp_path / "2026-01-01-def-h200.json").write_text(json.dumps(slower))
+    monkeypatch.setattr(bench.accounts, "RESULTS", tmp_path)
+    table["rows"][0]["commit"] = "def"
+    assert shown()[0].startswith("| decode, batch 1 | 5.00 ms | ")
+    table["rows"][0]["commit"] = "abc"
+    assert shown()[0].startswith("| decode, batch 1 | 3.75 ms | ")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     command = [sys.executable, str(FOLDER / "step.py")]
@@ -278,7 +329,9 @@ def test_sides_of_a_sitting_are_put_together(bench, tmp_path: Path) -> None:
     assert "start without compiled kernels: 12.00 s" in result.stdout
     other = bench.report.merge(side({"ttft": [7.0]}, about={"gpu": "NVIDIA H100 80GB HBM3"}), None)
     tables = {"H200": table, "H100": other}
-    readme = bench.figures.files(tables, STREAMS)[bench.figures.README]
+    made = bench.figures.files(tables, STREAMS)
+    readme = made[bench.figures.README]
+    assert bench.accounts.accounts_table(table) in made[bench.figures.BENCHMARKS]
     assert readme.count("\n| first token, batch 1, 128 in | 7.00 ms | - | - | ") == 1  # no goal
     assert readme.count("\n| 1 x 250 | 0.612 ms | 1.2 ms | 0.7 ms | 67 ms |\n") == 1
     assert readme.count("waits 2.2 ms fused and 3 ms composed for them") == 1
