@@ -74,7 +74,7 @@ class Row:
         return limits.prompt_work(model, load)
 
     def seconds(self, figure: float) -> float:
-        """Of what `work` is of; the other way round, what figure so many seconds are."""
+        """Of what `work` is of, by a figure in the row's unit; of seconds, a rate."""
         if not self.is_rate:
             return figure if self.unit == "s" else figure / 1e3
         load = self.workload()
