@@ -32,12 +32,17 @@ def card(gpu: str | None) -> str | None:
     return _NAMES.get(gpu or "")
 
 
-def rates_of(gpu: str | None, measured: dict[str, float]) -> Rates:
-    """Of a GPU; of one that is not among `CARDS` what `ceilings.py` measured, fp8 twice as bf16."""
+def measured_rates(ceilings: dict[str, float]) -> Rates:
+    """What `ceilings.py` measured; fp8 twice as bf16."""
+    read, bf16 = ceilings["read_tb_s"] * 1e12, ceilings["bf16_tflop_s"] * 1e12
+    return Rates(read, bf16, 2 * bf16)
+
+
+def rates_of(gpu: str | None, ceilings: dict[str, float]) -> Rates:
+    """Of a GPU; of one that is not among `CARDS` as measured."""
     known = card(gpu)
-    if known is None and measured:
-        read, bf16 = measured["read_tb_s"] * 1e12, measured["bf16_tflop_s"] * 1e12
-        return Rates(read, bf16, 2 * bf16)
+    if known is None and ceilings:
+        return measured_rates(ceilings)
     return CARDS[known or GOALS_CARD]
 
 

@@ -73,15 +73,16 @@ class Row:
             return limits.whole_work(model, load, MAX_SEQUENCES)
         return limits.prompt_work(model, load)
 
-    def seconds(self, figure: float) -> float:
-        """Of what `work` is of, by a figure in the row's unit; of seconds, a rate."""
-        if not self.is_rate:
-            return figure if self.unit == "s" else figure / 1e3
+    def num_tokens(self) -> int:
+        """That a rate counts."""
         load = self.workload()
-        tokens = sum(map(len, load.prompts))
         if self.figure == "output_tok_s":
-            tokens = load.max_tokens * len(load.prompts)
-        return tokens / figure
+            return load.max_tokens * len(load.prompts)
+        return sum(map(len, load.prompts))
+
+    def seconds(self, figure: float) -> float:
+        """Of what `work` is of, by a figure in the row's unit."""
+        return self.num_tokens() / figure if self.is_rate else figure / 1e3
 
     def limit(self, rates: Rates) -> float | None:
         """The least time or the highest rate on a GPU of these rates, in the row's unit."""
@@ -91,7 +92,7 @@ class Row:
         if self.figure == "output_tok_s":  # reads of some steps while others compute
             parts = [sum(parts, Work())]
         seconds = sum(work.seconds for work in parts)
-        return self.seconds(seconds) if self.is_rate else 1e3 * seconds
+        return self.num_tokens() / seconds if self.is_rate else 1e3 * seconds
 
 
 def _decode(batch: int, goal: float, reference: float, **options: object) -> Row:

@@ -286,7 +286,7 @@ def test_accounts_have_the_rates_of_their_own_sitting(
     table["rows"][0]["commit"] = "def"
     assert shown()[0].startswith("| decode, batch 1 | 5.00 ms | ")
     table["rows"][0]["commit"] = "abc"
-    assert shown()[0].startswith("| decode, batch 1 | 3.75 ms | ")
+    assert shown() == []  # nobody knows its machine
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")

@@ -13,7 +13,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.plan import resolve
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
-from slipstream.kernels import gemv
+from slipstream.kernels import gemv, jit
 from slipstream.layers.norm import Norm
 from slipstream.layers.quantized import QuantizedLinear
 from slipstream.layers.residual import Residual
@@ -61,16 +61,18 @@ def rms(x: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_rows", "keeps"),
+    ("dtype", "width", "num_rows", "keeps"),
     [
-        (torch.bfloat16, 1, True),
-        (torch.bfloat16, 2, False),  # `wide` is faster
-        (torch.float16, 2, True),  # it does not scale to float16
-        (torch.float16, 3, False),
+        (torch.bfloat16, 512, 1, True),
+        (torch.bfloat16, 512, 2, False),  # `wide` is faster
+        (torch.bfloat16, 272, 2, True),  # and does not take this
+        (torch.bfloat16, 272, 3, False),
+        (torch.float16, 512, 2, True),  # it does not scale to float16
+        (torch.float16, 512, 3, False),
     ],
 )
 def test_few_rows_keep_their_16_bits(
-    dtype: torch.dtype, num_rows: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, width: int, num_rows: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
     reference = gemv.gemv.reference
@@ -79,12 +81,13 @@ def test_few_rows_keep_their_16_bits(
         seen.append(len(x))
         return reference(x, weight, **around)
 
-    monkeypatch.setattr(gemv, "takes", lambda *_: True)
     monkeypatch.setattr(gemv, "gemv", product)
+    monkeypatch.setattr(jit, "is_hopper", lambda device: True)
+    monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
     device = torch.device("cpu")
     w = Weights(RandomSource(device), device, dtype, "fp8", False)
-    layer, norm = QuantizedLinear(w, ["a"], [32], 32), Norm(w, 32, 1e-5)
-    x = torch.rand(num_rows, 32).to(dtype)
+    layer, norm = QuantizedLinear(w, ["a"], [width], width), Norm(w, width, 1e-5)
+    x = torch.rand(num_rows, width).to(dtype)
     layer.of_norm(norm, Residual(x))
     layer.gate_of_norm(norm, Residual(x))
     layer.add_to(Residual(x.clone()), x)

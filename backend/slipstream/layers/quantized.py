@@ -18,7 +18,7 @@ class QuantizedLinear:
     """`Linear`, its matrix quantised as it is loaded: one at a time has its 16-bit numbers too.
 
     One row of activations is left as it is where there is a kernel for that: what takes time then
-    is to read the weights. Two rows are already faster in e4m3, if its kernel scales them itself.
+    is to read the weights. Two rows are, too, unless a kernel that scales its product takes them.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class QuantizedLinear:
         if self._is_for_few(norm, residual, gated=False):
             return self._few(residual.values, norm=norm.weight, eps=norm.eps), None
         x = residual.quantized(norm)
-        if (own := self._own_kernel(x)) is not None:
+        if (own := self._own_kernel(x.values)) is not None:
             return own(x.values, self.weight.values, scales=self._scales(x)), None
         product, scales = self._product(x), self._scales(x)
         if self.dtype == product.dtype:
@@ -51,7 +51,7 @@ class QuantizedLinear:
         if self._is_for_few(norm, residual, gated=True):
             return self._few(residual.values, norm=norm.weight, eps=norm.eps, gated=True)
         x = residual.quantized(norm)
-        if (own := self._own_kernel(x, gated=True)) is not None:
+        if (own := self._own_kernel(x.values, gated=True)) is not None:
             return fp8.quantize(
                 own(x.values, self.weight.values, gated=True, scales=self._scales(x))
             )
@@ -59,11 +59,12 @@ class QuantizedLinear:
 
     def add_to(self, residual: Residual, x: Tensor | fp8.Quantized) -> None:
         """`residual [n, out] += ` the product with `x [n, in]`."""
-        if isinstance(x, Tensor) and self._are_few(x) and gemv.takes(x, self.weight.values):
-            self._few(x, residual=residual.values)
-            return
-        x = fp8.quantize(x) if isinstance(x, Tensor) else x
-        if (own := self._own_kernel(x)) is not None:
+        if isinstance(x, Tensor):
+            if self._are_few(len(x)) and gemv.takes(x, self.weight.values):
+                self._few(x, residual=residual.values)
+                return
+            x = fp8.quantize(x)
+        if (own := self._own_kernel(x.values)) is not None:
             own(x.values, self.weight.values, residual=residual.values, scales=self._scales(x))
         else:
             residual.add_later(self._product(x), self._scales(x))
@@ -75,17 +76,20 @@ class QuantizedLinear:
     def _scales(self, x: fp8.Quantized) -> fp8.Scales:
         return fp8.Scales(x.scales, self.weight.scales, self.bias)
 
-    def _own_kernel(self, x: fp8.Quantized, gated: bool = False) -> Callable[..., Tensor] | None:
-        """One that scales its product itself; to bf16, so only in models of that."""
+    def _own_kernel(self, x: Tensor, gated: bool = False) -> Callable[..., Tensor] | None:
+        """One that scales its product with e4m3 rows itself; to bf16, so only in models of that."""
         if self.dtype != torch.bfloat16:
             return None
-        return own_kernel(x.values, self.weight.values, gated)
+        return own_kernel(x, self.weight.values, gated)
 
-    def _are_few(self, rows: Tensor | Residual) -> bool:
-        return len(rows) <= (1 if self.dtype == torch.bfloat16 else gemv.MAX_ROWS)
+    def _are_few(self, num_rows: int, gated: bool = False) -> bool:
+        if num_rows > gemv.MAX_ROWS:
+            return False
+        like = self.weight.values[:num_rows]  # of the type and width that the rows would have
+        return num_rows == 1 or self._own_kernel(like, gated) is None
 
     def _is_for_few(self, norm: Norm, residual: Residual, gated: bool) -> bool:
-        if not self._are_few(residual):
+        if not self._are_few(len(residual), gated):
             return False  # before a look at the sum, which would add what is to be added later
         return gemv.takes(residual.values, self.weight.values, norm.weight, gated)
 
