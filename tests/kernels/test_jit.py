@@ -162,19 +162,36 @@ def test_vector_width() -> None:
     assert jit.vector_width(64, torch.zeros(4, 64)) == 4
 
 
-def test_signature_is_checked() -> None:
+def test_signature_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again where others of the same shapes, dtypes or devices were found to fit."""
+    monkeypatch.setattr("slipstream.kernels.op._MOST_FITTING", 3)
+
     @op("x[n,d]:T, weight[d]:T")
     def scale(x: Tensor, weight: Tensor) -> Tensor:
         return x * weight
 
-    with pytest.raises(AssertionError, match="weight disagrees on d: 5 vs 4"):
-        scale(torch.zeros(3, 4), torch.zeros(5))
-    with pytest.raises(AssertionError, match="weight is torch"):
-        scale(torch.zeros(3, 4), torch.zeros(4).half())
-    with pytest.raises(AssertionError, match="x has 1 dims"):
-        scale(torch.zeros(3), torch.zeros(3))
-    with pytest.raises(AssertionError, match="several devices"):
-        scale(torch.zeros(3, 4), torch.zeros(4, device="meta"))
+    for rows in (3, 4, 5, 6, 3, 4):
+        assert scale(torch.zeros(rows, 4), torch.zeros(4)).shape == (rows, 4)
+        assert scale(torch.zeros(rows, 4).half(), torch.zeros(4).half()).dtype == torch.float16
+        with pytest.raises(AssertionError, match="weight disagrees on d: 5 vs 4"):
+            scale(torch.zeros(rows, 4), torch.zeros(5))
+        with pytest.raises(AssertionError, match="weight is torch"):
+            scale(torch.zeros(rows, 4), torch.zeros(4).half())
+        with pytest.raises(AssertionError, match="x has 1 dims"):
+            scale(torch.zeros(4), torch.zeros(4))
+        with pytest.raises(AssertionError, match="several devices"):
+            scale(torch.zeros(rows, 4), torch.zeros(4, device="meta"))
+        with pytest.raises(AssertionError, match="weight is not a tensor"):
+            scale(torch.zeros(rows, 4), [0.0] * 4)  # type: ignore[arg-type]
+    assert len(scale._fitting) <= 3
+
+
+def test_requirements_name_what_they_miss() -> None:
+    jit.require(True, "{}: {} of {}", "x", 3, 4)
+    with pytest.raises(KernelError, match="x: 3 of 4"):
+        jit.require(False, "{}: {} of {}", "x", 3, 4)
+    with pytest.raises(KernelError, match=r"\{\} as it is"):
+        jit.require(False, "{} as it is")
 
 
 def test_splits_fit_what_is_allocated() -> None:

@@ -52,8 +52,8 @@ def _launch(name: str, gate_up: Tensor) -> Tensor:
     """A row is spread over more threads where there are few rows."""
     jit.type_name(gate_up.dtype)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    jit.require(gate_up.shape[1] % 2 == 0, f"{name}: width {gate_up.shape[1]} is odd")
-    jit.require(gate_up.stride(1) == 1, f"{name}: elements of a row must be contiguous")
+    jit.require(gate_up.shape[1] % 2 == 0, "{}: width {} is odd", name, gate_up.shape[1])
+    jit.require(gate_up.stride(1) == 1, "{}: elements of a row must be contiguous", name)
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out

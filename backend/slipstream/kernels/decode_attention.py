@@ -119,7 +119,7 @@ def decode_attention(
 
 def _check_scale(scale: float) -> None:
     # decode_sums.cuh takes the maximum of scores before it multiplies them.
-    jit.require(scale > 0, f"decode_attention: scale is {scale}, must be greater than 0")
+    jit.require(scale > 0, "decode_attention: scale is {}, must be greater than 0", scale)
 
 
 # ---- by plan ----
@@ -236,11 +236,12 @@ def _decode_attention(
     is_quantized = kv_format.is_quantized(cache)
     jit.require(
         newest is None or not is_quantized,
-        f"decode_attention: over a cache of {cache.dtype}, rope_and_cache comes before",
+        "decode_attention: over a cache of {}, rope_and_cache comes before",
+        cache.dtype,
     )
-    if len(plan) > 0 and q.dtype != torch.float32:
+    if plan.shape[0] > 0 and q.dtype != torch.float32:
         _launch_by_plan(q, cache, block_tables, lengths, plan, scale, out, newest, window, sinks)
-    elif len(q) > 0:
+    elif q.shape[0] > 0:
         jit.require(newest is None, "decode_attention: without a plan, q must be rotated")
         jit.require(sinks is None, "decode_attention: without a plan, sinks are sink_attention's")
         _launch_by_split(q, cache, block_tables, lengths, scale, out, window)
@@ -288,11 +289,12 @@ def _launch_by_plan(
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     num_ctas, shape = _device(q.get_device(), cache.dtype, head_size)
-    shares = len(plan) != _plan_size(num_sequences, num_ctas, shape.warps)
+    plan_size = plan.shape[0]
+    shares = plan_size != _plan_size(num_sequences, num_ctas, shape.warps)
     jit.require(not (shares and window), "decode_attention: the plan is of other sequences")
     num_words = num_ctas * 2 * part_words(head_size)
     if shares:
-        num_words += _state_words(q, cache, len(plan), _work(cache, num_q_heads, num_ctas, shape))
+        num_words += _state_words(q, cache, plan_size, _work(cache, num_q_heads, num_ctas, shape))
     parts = torch.empty(num_words, dtype=torch.float32, device=q.device)
     jit.launch(
         attention_variant(

@@ -134,11 +134,13 @@ def variants() -> Iterator[jit.Variant]:
 
 
 def _require(name: str, width: int, dtype: torch.dtype, *tensors: Tensor | None) -> None:
-    jit.require(dtype in DTYPES, f"{name}: no kernels for {dtype}")
-    jit.require(width % _VECTOR == 0, f"{name}: rows of {width}, which is no multiple of {_VECTOR}")
+    jit.require(dtype in DTYPES, "{}: no kernels for {}", name, dtype)
+    is_whole = width % _VECTOR == 0
+    jit.require(is_whole, "{}: rows of {}, which is no multiple of {}", name, width, _VECTOR)
     jit.require(
         all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors),
-        f"{name}: tensors must be contiguous and aligned to 16 bytes",
+        "{}: tensors must be contiguous and aligned to 16 bytes",
+        name,
     )
 
 
@@ -163,7 +165,7 @@ def _launch_rows(
 ) -> Quantized:
     """Start `entry`, whose CTAs each make a row of `out`."""
     num_rows, width = out.values.shape
-    jit.require(width <= MAX_WIDTH, f"{entry}: rows of {width}, above {MAX_WIDTH}")
+    jit.require(width <= MAX_WIDTH, "{}: rows of {}, above {}", entry, width, MAX_WIDTH)
     if out.values.numel() > 0:
         accesses = width // _VECTOR
         packs = _packs(accesses, num_rows)
@@ -209,7 +211,7 @@ def _silu_mul_quantize(
 ) -> Quantized:
     entry = "silu_mul_quantize"
     num_rows, width = product.shape[0], product.shape[1] // 2
-    jit.require(product.shape[1] % 2 == 0, f"{entry}: width {product.shape[1]} is odd")
+    jit.require(product.shape[1] % 2 == 0, "{}: width {} is odd", entry, product.shape[1])
     dtype = torch.bfloat16 if bias is None else bias.dtype
     _require(entry, width, dtype, product, columns, bias)
     out = _empty((num_rows, width), product.device)

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,13 @@ class Variant:
     source: str
     defines: tuple[tuple[str, str], ...]
     only: str = ""  # the one architecture that has its instructions, "sm_90a" say; all if empty
+    _hash: int = field(init=False, repr=False, compare=False)  # once: every launch asks for it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.source, self.defines, self.only)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return " ".join([self.source, *(f"{name}={value}" for name, value in self.defines)])
@@ -103,10 +110,14 @@ def vector_width(width: int, *tensors: Tensor) -> int:
     return wide if is_aligned else 1
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `KernelError` unless `condition`."""
+def require(condition: bool, message: str, *values: object) -> None:
+    """Raise `KernelError` unless `condition`.
+
+    `values` go to where `message` has `{}`: what every launch asks for is not put together for
+    nothing.
+    """
     if not condition:
-        raise KernelError(message)
+        raise KernelError(message.format(*values) if values else message)
 
 
 # ---- compiling ----
@@ -336,6 +347,17 @@ def _stream(handle: int) -> Any:
     return driver.CUstream(handle)
 
 
+@functools.cache
+def _passed(types: tuple[type, ...]) -> tuple[str, list[int], list[int]]:
+    """How arguments of these types are passed, 8 bytes each; which are tensors, and which maps."""
+    kinds = {Tensor: "P", TensorMap: "P", int: "q", float: "f4x"}
+    layout = "".join(next(kinds[k] for k in kinds if issubclass(one, k)) for one in types)
+    tensors, maps = (
+        [i for i, one in enumerate(types) if issubclass(one, kind)] for kind in (Tensor, TensorMap)
+    )
+    return layout, tensors, maps
+
+
 def launch(
     wanted: Variant,
     entry: str,
@@ -355,24 +377,18 @@ def launch(
         _put_off.add(wanted)
         return
     device = torch.cuda.current_device()
-    values: list[int | float] = []
-    maps: dict[int, TensorMap] = {}
-    layout = ""  # 8 bytes for each argument
-    for index, arg in enumerate(args):
-        if isinstance(arg, Tensor):
-            if arg.get_device() != device:
-                raise KernelError(f"{entry}: tensor on {arg.device}, not cuda:{device}")
-            values.append(arg.data_ptr())
-            layout += "P"
-        elif isinstance(arg, TensorMap):
-            maps[index] = arg
-            values.append(0)
-            layout += "P"
-        else:
-            values.append(arg)
-            layout += "q" if isinstance(arg, int) else "f4x"
+    layout, tensors, places = _passed(tuple(map(type, args)))
+    values: list[Any] = list(args)
+    for index in tensors:
+        tensor = values[index]
+        if tensor.get_device() != device:
+            raise KernelError(f"{entry}: tensor on {tensor.device}, not cuda:{device}")
+        values[index] = tensor.data_ptr()
+    maps = {index: values[index] for index in places}
+    for index in places:
+        values[index] = 0
     kernel = _kernel(wanted, entry, block, shared_memory, overlaps, device, layout)
-    stream = _stream(torch.cuda.current_stream(device).cuda_stream)
+    stream = _stream(torch._C._cuda_getCurrentRawStream(device))
     status = kernel(grid, stream, values, maps)
     if status != 0:
         raise KernelError(

@@ -41,11 +41,11 @@ def check(op_name: str, q: Tensor, cache: Tensor, newest: Newest) -> None:
     num_rows, _, head_size = q.shape
     for name, x in (("k", newest.k), ("v", newest.v)):
         is_like_q = x.shape == (num_rows, cache.shape[1], head_size) and x.dtype == q.dtype
-        jit.require(is_like_q, f"{op_name}: {name} does not fit q and cache")
+        jit.require(is_like_q, "{}: {} does not fit q and cache", op_name, name)
         is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
-        jit.require(is_row, f"{op_name}: heads of a row of {name} must be contiguous")
+        jit.require(is_row, "{}: heads of a row of {} must be contiguous", op_name, name)
         is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
-        jit.require(is_aligned, f"{op_name}: rows of {name} must be aligned to 16 bytes")
+        jit.require(is_aligned, "{}: rows of {} must be aligned to 16 bytes", op_name, name)
     table = newest.cos_sin
     is_table = table.dtype == torch.float32 and table.shape[1] == head_size
-    jit.require(is_table and table.is_contiguous(), f"{op_name}: cos_sin is no fp32 table")
+    jit.require(is_table and table.is_contiguous(), "{}: cos_sin is no fp32 table", op_name)

@@ -41,25 +41,24 @@ def check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors
     jit.head_size_of(q.dtype, head_size)
     jit.require(
         num_q_heads % num_kv_heads == 0,
-        f"{op_name}: {num_q_heads} query heads are no multiple of {num_kv_heads} kv heads",
+        "{}: {} query heads are no multiple of {} kv heads",
+        op_name,
+        num_q_heads,
+        num_kv_heads,
     )
     is_row = q.stride(2) == 1 and (q.stride(1) == head_size or num_q_heads == 1)
-    jit.require(is_row, f"{op_name}: heads of a row of q must be contiguous")
-    jit.require(cache.is_contiguous(), f"{op_name}: cache must be contiguous")
+    jit.require(is_row, "{}: heads of a row of q must be contiguous", op_name)
+    jit.require(cache.is_contiguous(), "{}: cache must be contiguous", op_name)
     kv_format.check(op_name, cache, q)
     is_whole = not kv_format.is_quantized(cache) or cache.shape[3] >= kv_format.MIN_BLOCK_SIZE
-    jit.require(is_whole, f"{op_name}: blocks of {cache.shape[3]} tokens of {cache.dtype}")
-    jit.require(
-        all(x.is_contiguous() for x in vectors),
-        f"{op_name}: query_starts and lengths must be contiguous",
-    )
+    jit.require(is_whole, "{}: blocks of {} tokens of {}", op_name, cache.shape[3], cache.dtype)
+    are_vectors = all(x.is_contiguous() for x in vectors)
+    jit.require(are_vectors, "{}: query_starts and lengths must be contiguous", op_name)
     wide = 16 // q.element_size()
     is_aligned = q.data_ptr() % 16 == 0 and cache.data_ptr() % 16 == 0 and q.stride(0) % wide == 0
-    jit.require(is_aligned, f"{op_name}: rows of q and cache must be aligned to 16 bytes")
-    jit.require(
-        block_tables.stride(1) == 1 or block_tables.shape[1] <= 1,
-        f"{op_name}: a row of block_tables must be contiguous",
-    )
+    jit.require(is_aligned, "{}: rows of q and cache must be aligned to 16 bytes", op_name)
+    has_tables = block_tables.stride(1) == 1 or block_tables.shape[1] <= 1
+    jit.require(has_tables, "{}: a row of block_tables must be contiguous", op_name)
 
 
 # ---- tiles.cuh ----

@@ -151,9 +151,12 @@ def _prefill_attention(
     splits: bool = False,
 ) -> Tensor:
     check("prefill_attention", q, cache, block_tables, query_starts, lengths)
+    num_starts, num_rows = query_starts.shape[0], lengths.shape[0]
     jit.require(
-        len(query_starts) == len(lengths) + 1,
-        f"prefill_attention: {len(query_starts)} query_starts for {len(lengths)} lengths",
+        num_starts == num_rows + 1,
+        "prefill_attention: {} query_starts for {} lengths",
+        num_starts,
+        num_rows,
     )
     jit.block_shift(cache.shape[3])
     if out is None:
@@ -163,7 +166,7 @@ def _prefill_attention(
         is_like_q and out.data_ptr() % 16 == 0 and out.stride(0) * out.element_size() % 16 == 0,
         "prefill_attention: out must be rows like those of q, aligned to 16 bytes",
     )
-    if out.numel() == 0 or len(lengths) == 0 or max_queries == 0:
+    if out.numel() == 0 or num_rows == 0 or max_queries == 0:
         return out
     has_wgmma = q.dtype != torch.float32 and q.shape[2] in _WGMMA_HEAD_SIZES and scale > 0
     arguments = (q, cache, block_tables, query_starts, lengths, out, scale, max_queries)
@@ -204,16 +207,17 @@ def launch_wgmma(
 ) -> None:
     """`prefill_attention` on Hopper; items are cut into parts if there is room for `parts`."""
     num_q_heads, head_size = q.shape[1:]
+    num_chunks = lengths.shape[0]
     num_blocks, num_kv_heads, _, block_size, _ = cache.shape
     group_size = num_q_heads // num_kv_heads
     num_ctas = jit.num_multiprocessors(q.get_device())
-    splits = len(parts) > 0
+    splits = parts.shape[0] > 0
     if not splits:
-        most = _row_tiles(q, cache, max_queries) * num_kv_heads * len(lengths)
+        most = _row_tiles(q, cache, max_queries) * num_kv_heads * num_chunks
         num_ctas = min(num_ctas, most)
     tile = wgmma_tile(head_size)
     num_rows = num_blocks * num_kv_heads * 2 * block_size
-    jit.require(num_rows < 2**31, f"prefill_attention: {num_blocks} blocks are too many")
+    jit.require(num_rows < 2**31, "prefill_attention: {} blocks are too many", num_blocks)
     jit.launch(
         _wgmma_variant(q.dtype, head_size, splits),
         "prefill_wgmma",
@@ -230,7 +234,7 @@ def launch_wgmma(
         out.stride(0),
         _counters(q.get_device()),
         scale * math.log2(math.e),
-        len(lengths),
+        num_chunks,
         num_kv_heads,
         group_size,
         jit.block_shift(block_size),

@@ -105,17 +105,17 @@ def _check_layout(
     is_whole = not kv_format.is_quantized(cache) or (
         cache.shape[3] >= kv_format.MIN_BLOCK_SIZE and cache.data_ptr() % 16 == 0
     )
-    jit.require(is_whole, f"rope_and_cache: blocks of {cache.dtype} must be whole vectors")
+    jit.require(is_whole, "rope_and_cache: blocks of {} must be whole vectors", cache.dtype)
     for name, x in (("q", q), ("k", k), ("v", v)):
         is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
-        jit.require(is_row, f"rope_and_cache: heads of a row of {name} must be contiguous")
+        jit.require(is_row, "rope_and_cache: heads of a row of {} must be contiguous", name)
     for name, x in (
         ("cos_sin", cos_sin),
         ("cache", cache),
         ("positions", positions),
         ("slots", slots),
     ):
-        jit.require(x.is_contiguous(), f"rope_and_cache: {name} must be contiguous")
+        jit.require(x.is_contiguous(), "rope_and_cache: {} must be contiguous", name)
 
 
 @rope_and_cache.cuda
@@ -140,7 +140,9 @@ def _rope_and_cache(
     jit.require(len(norms) != 1, "rope_and_cache: norms of both q and k, or none")
     jit.require(
         all(norm.shape == (head_size,) and norm.dtype == q.dtype for norm in norms),
-        f"rope_and_cache: norms must be [{head_size}] {q.dtype}",
+        "rope_and_cache: norms must be [{}] {}",
+        head_size,
+        q.dtype,
     )
     if num_tokens == 0:
         return

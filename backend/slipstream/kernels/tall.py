@@ -56,15 +56,16 @@ def share(num_rows: int, num_weight_rows: int, multiprocessors: int) -> float:
 def takes(x: Tensor, weight: Tensor, gated: bool = True) -> bool:
     """Whether the kernel is built for this product, and the fastest."""
     num_rows, width = x.shape
+    num_weight_rows = weight.shape[0]
     if not gated or x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
         return False
-    if num_rows < MIN_ROWS[x.dtype] or width * x.itemsize % CHUNK_BYTES or len(weight) % 16:
+    if num_rows < MIN_ROWS[x.dtype] or width * x.itemsize % CHUNK_BYTES or num_weight_rows % 16:
         return False
     multiprocessors = jit.num_multiprocessors(x.get_device())
-    if tile_rows(len(weight), multiprocessors) not in TILE_ROWS:
+    if tile_rows(num_weight_rows, multiprocessors) not in TILE_ROWS:
         return False
     if num_rows > X_ROWS and (
-        x.dtype == fp8.E4M3 or share(num_rows, len(weight), multiprocessors) < MIN_SHARE
+        x.dtype == fp8.E4M3 or share(num_rows, num_weight_rows, multiprocessors) < MIN_SHARE
     ):
         return False  # of e4m3 the gate has to be quantised behind either, so nothing is gained
     return tensor_map.can_map(x, weight)
@@ -107,9 +108,8 @@ def _tall(
     gated: bool = True,
     scales: fp8.Scales | None = None,
 ) -> Tensor:
-    jit.require(
-        takes(x, weight, gated), f"tall: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
-    )
+    is_taken = takes(x, weight, gated)
+    jit.require(is_taken, "tall: no kernel for {} {}, {}", x.shape, x.dtype, weight.dtype)
     require_around(x, bias, scales=scales, gated=True)
     by_row, by_column, bias = (0, 0, bias) if scales is None else scales
     num_rows, width = x.shape

@@ -156,14 +156,15 @@ def tiling(num_rows: int, num_weight_rows: int, num_chunks: int, multiprocessors
 def takes(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
     """Whether the kernel is built for this product, and the fastest."""
     num_rows, width = x.shape
+    num_weight_rows = weight.shape[0]
     if x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
         return False
     if not 1 <= num_rows <= MAX_ROWS:
         return False
     chunk = CHUNK_BYTES // x.itemsize
-    if width % chunk or width < chunk * max(CLUSTERS) or len(weight) % (16 if gated else 8):
+    if width % chunk or width < chunk * max(CLUSTERS) or num_weight_rows % (16 if gated else 8):
         return False
-    if num_rows > GROUP_ROWS and len(weight) > TILE_ROWS[-1] * _multiprocessors(x):
+    if num_rows > GROUP_ROWS and num_weight_rows > TILE_ROWS[-1] * _multiprocessors(x):
         return False  # in several waves they are slower than cuBLASLt's
     return tensor_map.can_map(x, weight)
 
@@ -203,13 +204,13 @@ def _wide(
     residual: Tensor | None = None,
     scales: fp8.Scales | None = None,
 ) -> Tensor:
-    jit.require(
-        takes(x, weight, gated), f"wide: no kernel for {[*x.shape]} {x.dtype}, {weight.dtype}"
-    )
+    is_taken = takes(x, weight, gated)
+    jit.require(is_taken, "wide: no kernel for {} {}, {}", x.shape, x.dtype, weight.dtype)
     require_around(x, bias, gated, residual, scales)
     by_row, by_column, bias = (0, 0, bias) if scales is None else scales
     num_rows, width = x.shape
-    num_outputs = len(weight) // (2 if gated else 1)
+    num_weight_rows = weight.shape[0]
+    num_outputs = num_weight_rows // (2 if gated else 1)
     out = residual
     if out is None:
         dtype = torch.bfloat16 if x.dtype == fp8.E4M3 else x.dtype
@@ -219,7 +220,7 @@ def _wide(
         "wide: rows of the residual must be contiguous, and aligned to 16 bytes",
     )
     num_chunks = width * x.itemsize // CHUNK_BYTES
-    tiles = tiling(num_rows, len(weight), num_chunks, _multiprocessors(x))
+    tiles = tiling(num_rows, num_weight_rows, num_chunks, _multiprocessors(x))
     share = tiles.rows // (2 if gated else 1)
     copied = -(-num_rows // 8) * 8
     jit.launch(

@@ -1,7 +1,7 @@
 """Attention over the paged cache: one packed projection in, rotation and cache write, one out."""
 
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from slipstream.layers.norm import Norm
 from slipstream.layers.projection import normed, project
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
+
+
+class Rows(NamedTuple):
+    """What attention reads of some of a step's rows."""
+
+    block_tables: Tensor  # [s, blocks] i32
+    lengths: Tensor  # [s] i32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,13 @@ class AttentionInputs:
     plan: Tensor  # of the decodes
     window: int  # tokens that a query sees, its own included; 0: all
     asked: Tensor | None  # [r] i64: the tokens whose output is asked for; None: of all
+    decodes: Rows = field(init=False)
+    chunks: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        n, tables, lengths = self.num_decodes, self.block_tables, self.lengths
+        object.__setattr__(self, "decodes", Rows(tables[:n], lengths[:n]))
+        object.__setattr__(self, "chunks", Rows(tables[n:], lengths[n:]))
 
     @classmethod
     def of(
@@ -167,11 +181,11 @@ class Attention:
         newest, first = None, 0
         if self._rotates_decodes and scales is None and q.dtype == cache.dtype != torch.float32:
             newest, first = Newest(k[:num_decodes], v[:num_decodes], cos_sin), num_decodes
-        if first < len(q):
-            where = (cos_sin, places[first:], slots[first:], cache)
-            rows = (q[first:], k[first:], v[first:])
+        if first < q.shape[0]:
+            if first > 0:
+                q, k, v, places, slots = (x[first:] for x in (q, k, v, places, slots))
             norms, static = (self.q_norm, self.k_norm, self.eps), self.static_of(cache)
-            rope.rope_and_cache(*rows, *where, *norms, scales, static)
+            rope.rope_and_cache(q, k, v, cos_sin, places, slots, cache, *norms, scales, static)
         return newest
 
     def static_of(self, cache: Tensor) -> Static | None:
@@ -204,20 +218,20 @@ class Attention:
         self, q: Tensor, newest: Newest | None, inputs: AttentionInputs, cache: Tensor
     ) -> Tensor:
         """Decodes and chunks by a kernel each; `[n, heads, d]`."""
-        n, tables, lengths = inputs.num_decodes, inputs.block_tables, inputs.lengths
-        scale = self.scale_of(cache)
+        n, scale = inputs.num_decodes, self.scale_of(cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n > 0:
             plan = inputs.plan[:0] if self._is_invariant else inputs.plan
-            where = (cache, tables[:n], lengths[:n], plan, scale, out[:n])
+            where = (cache, *inputs.decodes, plan, scale, out[:n])
             decode_attention(q[:n], *where, newest, inputs.window)
         if inputs.max_queries > 0:
+            tables, lengths = inputs.chunks
             prefill_attention(
                 q[n:],
                 cache,
-                tables[n:],
+                tables,
                 inputs.query_starts,
-                lengths[n:],
+                lengths,
                 scale,
                 inputs.max_queries,
                 out[n:],

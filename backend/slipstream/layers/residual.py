@@ -14,7 +14,7 @@ class Residual:
         self._addend: tuple[Tensor, fp8.Scales] | None = None
 
     def __len__(self) -> int:
-        return len(self._values)
+        return self._values.shape[0]
 
     @property
     def values(self) -> Tensor:
