@@ -1,5 +1,5 @@
 """Numbers are the same in every run. `SLIPSTREAM_TEST_CASES=N` runs at most N cases of every test,
-spread over all: for slow tools.
+spread over all, `SLIPSTREAM_TEST_REPETITIONS=N` each kernel N times instead of 20: for slow tools.
 """
 
 import os

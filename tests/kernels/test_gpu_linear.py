@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernels.checking import Judge, poison, same_bits, short
+from kernels.checking import Judge, naive_linear, poison, same_bits, short
 from kernels.fp8_cases import scaled, silu_mul
 from slipstream.kernels.fp8 import Scales, add_scaled, scale
 from slipstream.kernels.gemv import FP8, MAX_ROWS, gemv, takes
@@ -61,7 +61,7 @@ class Case:
         if self.norm is not None:
             x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS) * self.norm.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        y = functional.linear(x, weight, bias)
+        y = naive_linear(x, weight, bias)
         if self.gated:
             gate, up = y.chunk(2, -1)
             y = functional.silu(gate) * up
@@ -331,13 +331,11 @@ class Chain:
             return residual * torch.rsqrt((residual**2).mean(-1, keepdim=True) + EPS) * norm
 
         for layer in self.layers:
-            qkv = functional.linear(normed(), layer["qkv"].to(dtype))
-            residual = residual + functional.linear(qkv[:, :HIDDEN], layer["o"].to(dtype))
-            gate, up = functional.linear(normed(), layer["gate_up"].to(dtype)).chunk(2, -1)
-            residual = residual + functional.linear(
-                functional.silu(gate) * up, layer["down"].to(dtype)
-            )
-        return functional.linear(normed(), self.head.to(dtype))
+            qkv = naive_linear(normed(), layer["qkv"].to(dtype))
+            residual = residual + naive_linear(qkv[:, :HIDDEN], layer["o"].to(dtype))
+            gate, up = naive_linear(normed(), layer["gate_up"].to(dtype)).chunk(2, -1)
+            residual = residual + naive_linear(functional.silu(gate) * up, layer["down"].to(dtype))
+        return naive_linear(normed(), self.head.to(dtype))
 
 
 @pytest.fixture(scope="module")
