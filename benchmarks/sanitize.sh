@@ -1,7 +1,7 @@
 #!/bin/bash
 # compute-sanitizer's memcheck and racecheck over the GPU tests of the kernels, a few cases of each test.
-# Only our kernels are watched; errors that library calls return are no findings. Under racecheck cuBLAS's kernels of 8 and
-# 16 bits end in an internal error, ours in the process or not: tests that launch these are left out with it.
+# Only our kernels are watched; errors that library calls return are no findings. Under racecheck a product of cuBLAS's in
+# 16 bits ends in an internal error, kernels of ours in the process or not: tests that launch its kernels are left out.
 # Exit code 0: clean; 2: there is no compute-sanitizer, or it does not support this device.
 # usage: benchmarks/sanitize.sh [tool ...]    CASES=2 SECONDS_EACH=45 TESTS="tests/kernels" by default
 cd "$(dirname "$0")/.." || exit 1
