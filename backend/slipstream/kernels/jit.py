@@ -349,13 +349,13 @@ def _stream(handle: int) -> Any:
 
 @functools.cache
 def _passed(types: tuple[type, ...]) -> tuple[str, list[int], list[int]]:
-    """How arguments of these types are passed, 8 bytes each; which are tensors, and which maps."""
+    """How arguments of these types are passed, 8 bytes each; where tensors are, and where maps."""
     kinds = {Tensor: "P", TensorMap: "P", int: "q", float: "f4x"}
     layout = "".join(next(kinds[k] for k in kinds if issubclass(one, k)) for one in types)
-    tensors, maps = (
+    tensors_at, maps_at = (
         [i for i, one in enumerate(types) if issubclass(one, kind)] for kind in (Tensor, TensorMap)
     )
-    return layout, tensors, maps
+    return layout, tensors_at, maps_at
 
 
 def launch(
@@ -377,15 +377,15 @@ def launch(
         _put_off.add(wanted)
         return
     device = torch.cuda.current_device()
-    layout, tensors, places = _passed(tuple(map(type, args)))
+    layout, tensors_at, maps_at = _passed(tuple(map(type, args)))
     values: list[Any] = list(args)
-    for index in tensors:
+    for index in tensors_at:
         tensor = values[index]
         if tensor.get_device() != device:
             raise KernelError(f"{entry}: tensor on {tensor.device}, not cuda:{device}")
         values[index] = tensor.data_ptr()
-    maps = {index: values[index] for index in places}
-    for index in places:
+    maps = {index: values[index] for index in maps_at}
+    for index in maps_at:
         values[index] = 0
     kernel = _kernel(wanted, entry, block, shared_memory, overlaps, device, layout)
     stream = _stream(torch._C._cuda_getCurrentRawStream(device))

@@ -45,7 +45,7 @@ class AttentionInputs:
     plan: Tensor  # of the decodes
     window: int  # tokens that a query sees, its own included; 0: all
     asked: Tensor | None  # [r] i64: the tokens whose output is asked for; None: of all
-    decodes: Rows = field(init=False)
+    decodes: Rows = field(init=False)  # cut once, for all layers
     chunks: Rows = field(init=False)
 
     def __post_init__(self) -> None:
