@@ -31,10 +31,10 @@ _DTYPES = {
 }
 _SPEC = re.compile(r"(\w+)\[([\w,]*)\]:(\w+)")
 _MOST_FITTING = 1024  # of an op
-_Layouts = tuple[tuple[object, ...] | None, ...]
+_Traits = tuple[tuple[object, ...] | None, ...]
 
 
-def _layout(x: object) -> tuple[object, ...] | None:
+def _traits(x: object) -> tuple[object, ...] | None:
     """All that a signature says of a tensor; None of anything else."""
     return (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None
 
@@ -46,7 +46,7 @@ class Op(Generic[P, R]):
         functools.update_wrapper(self, reference)
         self.reference = reference
         self.launcher: Callable[P, R] | None = None
-        self._fitting: set[_Layouts] = set()  # what was found to fit the signature
+        self._fitting: set[_Traits] = set()  # what was found to fit the signature
         self._tensors = [
             (name, dims.split(",") if dims else [], dtype)
             for name, dims, dtype in _SPEC.findall(signature)
@@ -59,12 +59,12 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Check the tensors, then run the twin of their device."""
-        layouts = tuple([_layout(tensor) for tensor in args[: len(self._tensors)]])
-        if layouts not in self._fitting:
+        traits = tuple([_traits(tensor) for tensor in args[: len(self._tensors)]])
+        if traits not in self._fitting:
             self._check(args)
             if len(self._fitting) == _MOST_FITTING:
                 self._fitting.clear()
-            self._fitting.add(layouts)
+            self._fitting.add(traits)
         first = args[0]
         assert isinstance(first, torch.Tensor)
         if first.is_cuda:
