@@ -12,15 +12,17 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from slipstream_contract.processes import is_running
 from slipstream_contract.runtime import PROBE
 
 from slipstream_compose.triton import Endpoints
 
 SERVER_PERIOD_S = 1.0
 PATIENCE_S = 30.0  # for one answer; silence is measured meanwhile
-_MODEL_PERIOD_S = 2.0
+MODEL_PERIOD_S = 2.0
 _TEXT = {"text_input": "", "max_tokens": 1, PROBE: True}
 _TOKENS = {"input_ids": [0], "input_lengths": 1, "request_output_len": 1, PROBE: True}
 # model -> verb and body; other models are not asked.
@@ -95,12 +97,15 @@ class Asker:
 class Pulse(Asker):
     """Of a model or of the server, over HTTP.
 
-    It keeps its one connection and so needs none of the server's last files.
+    It keeps its one connection and so needs none of the server's last files. A model is not asked
+    once one of its `pids` has ended: Triton 24.10 never lets go of a model of which a dead process
+    was asked, also where it has answered with an error.
     """
 
-    def __init__(self, endpoints: Endpoints, model: str | None) -> None:
+    def __init__(self, endpoints: Endpoints, model: str | None, pids: Sequence[int] = ()) -> None:
         """Of a model; None: of the server. A model that is not known is not asked, nor silent."""
-        super().__init__(str(model), _MODEL_PERIOD_S if model else SERVER_PERIOD_S)
+        super().__init__(str(model), MODEL_PERIOD_S if model else SERVER_PERIOD_S)
+        self.pids = pids
         host, port = endpoints.connectable
         self._connection = http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
         self._path, self._body = "/v2/health/live", b""
@@ -111,6 +116,8 @@ class Pulse(Asker):
             self._thread.start()
 
     def _ask(self) -> bool:
+        if not all(map(is_running, self.pids)):
+            return False
         try:
             verb = "POST" if self._body else "GET"
             self._connection.request(verb, self._path, self._body or None)

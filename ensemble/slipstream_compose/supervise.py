@@ -5,8 +5,9 @@ To unload the model and load it again takes a fraction of a second and harms no 
 Triton 24.10 never ends the streams that such a process had in its hands; only the end of the server
 does. So where there were any, the server is started again once nobody else has been served for
 `QUIET_S`, and after `OTHERS_S` at the latest; the engine lives on meanwhile. Nor does it let go of
-a model whose process ended at work in a response of an ensemble: what is left of it goes with the
-server too, but only while nobody is served. Every repair is one line.
+a model whose process ended at work in a response of an ensemble, or was asked when it was dead:
+what is left of it goes with the server too, but only while nobody is served. Every repair is one
+line.
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ class Repairer:
         self._replaced_s = 0.0  # when the last of them were unloaded
         self._see_processes()  # the first questions are on their way: nobody's to take back
         self._num_processes = Counter(self._models.values())
-        self._pulses = {model: Pulse(server.endpoints, model) for model in self._num_processes}
+        self._pulses = {
+            model: Pulse(server.endpoints, model, self._pids(model))
+            for model in self._num_processes
+        }
 
     def run(self) -> NoReturn:
         """Until a signal's exception ends it. A server that it starts dies with this thread."""
@@ -336,6 +340,11 @@ class Repairer:
         self._still = {
             pid: Stillness(pid, runtime.vitals(model, pid)) for pid, model in self._models.items()
         }
+        for model, pulse in self._pulses.items():
+            pulse.pids = self._pids(model)
+
+    def _pids(self, model: str) -> list[int]:
+        return [pid for pid, other in self._models.items() if other == model]
 
     def _forget_times(self) -> None:
         self._stopped_s.clear()

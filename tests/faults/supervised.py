@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from server.support import CHECKPOINT, compose, start
+from slipstream_compose.pulse import MODEL_PERIOD_S, QUESTIONS
 from slipstream_compose.server import server_directory
 from slipstream_compose.supervise import Fault, Repairer
 from slipstream_compose.triton import TritonServer
@@ -44,6 +45,14 @@ class Supervision(Repairer):
             self._wait_settled()
         finally:
             self._is_on = False
+
+    def wait_unasked(self, model: str, timeout_s: float = 60.0) -> None:
+        """Until its last question to the model is answered, and the next one is not due soon."""
+        begin = time.monotonic()
+        pulse = self._pulses[model]
+        while model in QUESTIONS and pulse.silence_s() > MODEL_PERIOD_S / 2:
+            assert time.monotonic() - begin < timeout_s
+            time.sleep(0.01)
 
     def close(self) -> None:
         """End its thread, and with it a server that it has started."""

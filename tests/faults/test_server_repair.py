@@ -18,6 +18,7 @@ from faults.oracle import Oracle, Outcome
 from faults.supervised import Supervision, planted_server, supervised, wait_line
 from server.metrics_page import Page, wait_for
 from server.support import PROMPT, Client, RequestError
+from slipstream_compose.pulse import MODEL_PERIOD_S
 from slipstream_compose.server import server_directory
 from slipstream_compose.supervise import OTHERS_S
 from slipstream_compose.triton import kill
@@ -183,8 +184,11 @@ def test_a_loaded_server_is_a_healthy_one(client: Client) -> None:
 # --- under slipstream serve -----------------------------------------------------------------------
 
 
-def kill_idle(client: Client, lines: list[str], model: str) -> dict[str, float]:
+def kill_idle(
+    client: Client, supervision: Supervision, lines: list[str], model: str
+) -> dict[str, float]:
     *_, old = client.stubs(model)
+    supervision.wait_unasked(model)
     # Without its pid, where the supervisor had not looked again since the last repair.
     pattern = rf"the process of model {model}( \(pid {old}\))? ended"
     times = measure(lines, pattern, lambda: os.kill(old, signal.SIGKILL))
@@ -203,11 +207,11 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
         for model in (*STUBS, "slipstream_health"):
             assert_promised(
                 PROMISED_S,
-                lambda model=model: kill_idle(client, lines, model),
+                lambda model=model: kill_idle(client, supervision, lines, model),
                 lambda what, seconds, model=model: record_property(f"{model} {what}", seconds),
             )
         wait_served(client, 60)
-    assert (engine_pid(client), client.server.pid) == (pid, server)
+    assert (engine_pid(client), client.server.pid) == (pid, server), lines
 
     def is_told(page: Page) -> bool:
         name = "slipstream_repairs"
@@ -215,6 +219,20 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
 
     page = wait_for(client.server.endpoints.metrics, is_told)
     assert page.get("slipstream_repairs", what="model") >= len(STUBS) + 1
+
+
+def test_nobody_asks_a_dead_process_while_its_repair_waits(
+    client: Client, supervision: Supervision
+) -> None:
+    """Its model's other process would never end, and the server would be started again for it."""
+    assert len(client.stubs("postprocessing")) > 1
+    server, killed = client.server.pid, client.stub("postprocessing")
+    os.kill(killed, signal.SIGKILL)
+    time.sleep(3 * MODEL_PERIOD_S)  # each second question, and so one at least, would have been its
+    with supervision.on() as lines:
+        wait_line(lines, "the process of model postprocessing ended; loaded postprocessing")
+    assert client.server.pid == server, lines
+    wait_served(client, 60)
 
 
 def test_who_is_asked_of_another_model_is_not_harmed(
