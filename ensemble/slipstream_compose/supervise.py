@@ -26,6 +26,7 @@ from slipstream_contract.repairs import Repairs
 from slipstream_contract.stillness import STILL_S, STOPPED_S, Stillness
 from slipstream_contract.vitals import forget_dead
 
+from slipstream_compose.ends import Ends
 from slipstream_compose.front_end import HUNG_S, FrontEnd
 from slipstream_compose.pulse import Pulse
 from slipstream_compose.spare import Spare
@@ -97,6 +98,7 @@ class Repairer:
         self._busy_s = 0.0  # when somebody was last seen to be served
         self._models: dict[int, str] = {}  # pid -> model
         self._still: dict[int, Stillness] = {}  # pid -> whether it hangs
+        self._ends = Ends()
         self._server_pulse = Pulse(server.endpoints, None)
         self._front_end = FrontEnd(server.endpoints)
         self._pulses: dict[str, Pulse] = {}
@@ -117,6 +119,7 @@ class Repairer:
         finally:
             for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
                 pulse.close()
+            self._ends.close()
 
     def _watch(self) -> NoReturn:
         looked_s = time.monotonic()
@@ -129,7 +132,7 @@ class Repairer:
             if fault is not None:
                 self._repair(fault, now_s)
                 looked_s = time.monotonic()
-            time.sleep(INTERVAL_S)
+            self._ends.wait(INTERVAL_S)
 
     # --- finding -------------------------------------------------------------------------------
 
@@ -340,6 +343,7 @@ class Repairer:
         self._still = {
             pid: Stillness(pid, runtime.vitals(model, pid)) for pid, model in self._models.items()
         }
+        self._ends.watch([self._server.pid, *self._models])
         for model, pulse in self._pulses.items():
             pulse.pids = self._pids(model)
 
