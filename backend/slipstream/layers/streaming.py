@@ -121,22 +121,21 @@ class StreamingAttention:
     ) -> Tensor:
         """The first `n` rows as decodes, all others as chunks; `[n, heads, d]`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        tables, lengths = inputs.chunks if n > 0 else (inputs.block_tables, inputs.lengths)
-        further = inputs.further
+        tables, lengths, further = inputs.block_tables, inputs.lengths, inputs.further
         scale, window = self._attention.scale_of(cache), self._streaming.window
         num_sinks = self._streaming.num_sinks
         if n > 0:
-            where = (cache, *inputs.decodes, inputs.plan, scale, out[:n])
+            where = (cache, tables[:n], lengths[:n], inputs.plan, scale, out[:n])
             decode_attention(q[:n], *where, newest, window, Sinks(further[:n], num_sinks))
-        if len(lengths) > 0:
+        if n < len(lengths):
             sink_attention(
                 q[n:],
                 further[n:],
                 inputs.positions[n:],
                 cache,
-                tables,
+                tables[n:],
                 inputs.query_starts if n > 0 else inputs.starts,
-                lengths,
+                lengths[n:],
                 scale,
                 max(inputs.max_queries, int(n < inputs.num_decodes)),
                 window,
