@@ -26,7 +26,7 @@ from slipstream_contract.repairs import Repairs
 from slipstream_contract.stillness import STILL_S, STOPPED_S, Stillness
 from slipstream_contract.vitals import forget_dead
 
-from slipstream_compose.ends import Ends
+from slipstream_compose.exits import Exits
 from slipstream_compose.front_end import HUNG_S, FrontEnd
 from slipstream_compose.pulse import Pulse
 from slipstream_compose.spare import Spare
@@ -98,7 +98,7 @@ class Repairer:
         self._busy_s = 0.0  # when somebody was last seen to be served
         self._models: dict[int, str] = {}  # pid -> model
         self._still: dict[int, Stillness] = {}  # pid -> whether it hangs
-        self._ends = Ends()
+        self._exits = Exits()
         self._server_pulse = Pulse(server.endpoints, None)
         self._front_end = FrontEnd(server.endpoints)
         self._pulses: dict[str, Pulse] = {}
@@ -119,7 +119,7 @@ class Repairer:
         finally:
             for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
                 pulse.close()
-            self._ends.close()
+            self._exits.close()
 
     def _watch(self) -> NoReturn:
         looked_s = time.monotonic()
@@ -132,7 +132,7 @@ class Repairer:
             if fault is not None:
                 self._repair(fault, now_s)
                 looked_s = time.monotonic()
-            self._ends.wait(INTERVAL_S)
+            self._exits.wait(INTERVAL_S)
 
     # --- finding -------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Repairer:
 
     def _unanswered_s(self, model: str) -> float:
         """How long a question has been waiting for a process, or for another that is idle too."""
-        others = (self._still[other] for other in self._models if self._models[other] == model)
+        others = (self._still[pid] for pid in self._pids(model))
         if model not in self._pulses or any(still.is_at_work for still in others):
             return 0.0
         return self._pulses[model].unanswered_s()
@@ -247,7 +247,7 @@ class Repairer:
         if fault.pid > 0:
             kill([fault.pid])  # it may have stood still only
         lost = self._take_lost(fault.model)
-        others = {pid: model for pid, model in self._models.items() if model == fault.model}
+        others = dict.fromkeys(self._pids(fault.model), fault.model)
         try:
             loaded = self._reload(fault.model)
         except ServeError as error:
@@ -343,7 +343,7 @@ class Repairer:
         self._still = {
             pid: Stillness(pid, runtime.vitals(model, pid)) for pid, model in self._models.items()
         }
-        self._ends.watch([self._server.pid, *self._models])
+        self._exits.watch([self._server.pid, *self._models])
         for model, pulse in self._pulses.items():
             pulse.pids = self._pids(model)
 

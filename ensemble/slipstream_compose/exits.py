@@ -1,4 +1,4 @@
-"""Waits for a while, or until one of some processes ends."""
+"""Waits for a while, or until one of some processes exits."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import select
 from collections.abc import Iterable
 
 
-class Ends:
+class Exits:
     """Of processes, children or not. Where the kernel has no pidfds, time alone counts."""
 
     def __init__(self) -> None:
@@ -14,7 +14,7 @@ class Ends:
         self._pidfds: set[int] = set()
 
     def watch(self, pids: Iterable[int]) -> None:
-        """These and no others from now on. Whoever has ended already is not waited for."""
+        """These and no others from now on. Who has exited already is not waited for."""
         self.close()
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -23,7 +23,7 @@ class Ends:
                 self._poll.register(pidfd, select.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns early once for each end."""
+        """Returns early once for each exit."""
         for pidfd, _ in self._poll.poll(timeout_s * 1e3):
             self._forget(pidfd)
 
