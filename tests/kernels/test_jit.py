@@ -40,18 +40,60 @@ def test_cubins_lie_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert jit.cubin_path(SMALL, "sm_90").parent == tmp_path / "slipstream" / "kernels"
 
 
-@pytest.mark.parametrize("name", ["activation.cu", "common.cuh", "rows_mma.cuh"])
-def test_every_source_byte_counts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the kernels' sources, from which `jit` reads."""
     for path in (*jit.FOLDER.glob("*.cu"), *jit.FOLDER.glob("*.cuh")):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    original = jit.cache_key(SMALL, "sm_90")
     monkeypatch.setattr(jit, "FOLDER", tmp_path)
-    assert jit.cache_key(SMALL, "sm_90") == original
-    with (tmp_path / name).open("a") as file:
-        file.write(" ")
-    assert jit.cache_key(SMALL, "sm_90") != original
+    return tmp_path
+
+
+def keys(folder: Path) -> dict[str, str]:
+    """The cache key of every .cu file, without macros."""
+    return {
+        path.name: jit.cache_key(jit.variant(path.name), "sm_90") for path in folder.glob("*.cu")
+    }
+
+
+def includers(folder: Path) -> dict[str, set[str]]:
+    """For every file, the .cu files that cannot do without it: the closure of `#include`."""
+    files = {path.name: path.read_text() for path in folder.glob("*.cu*")}
+    reached = {name: {name} for name in files}
+    for _ in files:  # as many rounds as the longest chain could have links
+        for name, text in files.items():
+            for other in files:
+                if f'#include "{other}"' in text:
+                    reached[name] |= reached[other]
+    kernels = [name for name in files if name.endswith(".cu")]
+    return {name: {kernel for kernel in kernels if name in reached[kernel]} for name in files}
+
+
+def test_a_change_of_a_file_changes_the_keys_of_the_kernels_that_include_it(sources: Path) -> None:
+    before = keys(sources)
+    for name, expected in includers(sources).items():
+        path = sources / name
+        text = path.read_text()
+        path.write_text(text + " ")
+        after = keys(sources)
+        path.write_text(text)
+        assert {kernel for kernel in before if before[kernel] != after[kernel]} == expected, name
+    assert keys(sources) == before
+
+
+def test_a_conditional_include_counts(sources: Path) -> None:
+    kernel = sources / "activation.cu"
+    kernel.write_text('#if 0\n # include  "mma.cuh"\n#endif\n' + kernel.read_text())
+    before = jit.cache_key(SMALL, "sm_90")
+    (sources / "mma.cuh").write_text("")
+    assert jit.cache_key(SMALL, "sm_90") != before
+
+
+def test_the_compiler_sees_no_header_that_the_key_leaves_out(sources: Path) -> None:
+    kernel = sources / "activation.cu"
+    kernel.write_text('#define OTHER "mma.cuh"\n#include OTHER\n' + kernel.read_text())
+    with pytest.raises(KernelError, match=r'cannot open source file "mma\.cuh"'):
+        jit.compile_variant(SMALL, "sm_90")
 
 
 def test_options_and_arch_count(monkeypatch: pytest.MonkeyPatch) -> None:

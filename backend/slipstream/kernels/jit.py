@@ -1,7 +1,8 @@
 """CUDA source to running kernels: NVRTC, a cache on disk, a CuPy module, torch's stream.
 
 A `Variant` names a .cu file and the -D macros that make one instantiation of it. Compiling needs no
-GPU (`compile_variant`); only `launch` imports CuPy. Kernels include no headers but ours.
+GPU (`compile_variant`); only `launch` imports CuPy. Kernels include no headers but ours, by
+`#include "name"`.
 """
 
 import ctypes
@@ -9,6 +10,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 MIN_CAPABILITY = (8, 0)  # cp.async, bf16 mma
 
 FOLDER = Path(__file__).parent
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _log = logging.getLogger(__name__)
 
 
@@ -137,7 +140,7 @@ def compile_variant(wanted: Variant, arch: str) -> tuple[bytes, str]:
             raise KernelError(f"{wanted} for {arch}: {result[0]!s}")
         return result[1] if len(result) > 1 else None
 
-    headers = _headers()
+    headers = _headers(wanted.source)
     program = check(
         nvrtc.nvrtcCreateProgram(
             (FOLDER / wanted.source).read_bytes(),
@@ -163,13 +166,15 @@ def compile_variant(wanted: Variant, arch: str) -> tuple[bytes, str]:
 
 
 def cache_key(wanted: Variant, arch: str) -> str:
-    """A hash of all that decides the cubin: source bytes, macros, options, compiler version."""
+    """Hash all that decides the cubin: the source, the headers that it includes, macros, options,
+    compiler version.
+    """
     from cuda.bindings import nvrtc
 
     digest = hashlib.sha256()
     parts = [
         (FOLDER / wanted.source).read_bytes(),
-        *(part for item in _headers().items() for part in (item[0].encode(), item[1])),
+        *(part for item in _headers(wanted.source).items() for part in (item[0].encode(), item[1])),
         str(wanted).encode(),
         repr(options(arch)).encode(),
         repr(nvrtc.nvrtcVersion()).encode(),
@@ -179,8 +184,21 @@ def cache_key(wanted: Variant, arch: str) -> str:
     return digest.hexdigest()[:40]
 
 
-def _headers() -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(FOLDER.glob("*.cuh"))}
+def _headers(source: str) -> dict[str, bytes]:
+    """Return each header that `source` includes, directly or through another: name to bytes.
+
+    Includes in an untaken `#if` count too. The compiler is given these headers and no others, so no
+    byte that decides a cubin is missing from its cache key.
+    """
+    found: dict[str, bytes] = {}
+    pending = [source]
+    while pending:
+        for match in _INCLUDE.findall((FOLDER / pending.pop()).read_bytes()):
+            name = match.decode()
+            if name not in found:
+                found[name] = (FOLDER / name).read_bytes()
+                pending.append(name)
+    return dict(sorted(found.items()))
 
 
 def cubin_path(wanted: Variant, arch: str, folder: Path | None = None) -> Path:
