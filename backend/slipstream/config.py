@@ -1,36 +1,133 @@
-"""What the operator asked for. What it resolves to on a machine is another object, the `Plan`."""
+"""What the operator asked for. What it resolves to on a machine is another object, the `Plan`.
+
+Each field carries its description, from which the help of `slipstream compose` is made.
+"""
+
+from typing import Annotated, get_type_hints
 
 import msgspec
+from msgspec import Meta
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZATIONS = ("none", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
+LOAD_FORMATS = ("safetensors", "random")
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+MIN_STUCK_AFTER_S = 3  # an idle engine turns, and is looked at, once a second
+
+
+def _field(description: str, default: str = "") -> Meta:
+    """Describe a field; `default` says in words what None or another special default means."""
+    return Meta(description=description, extra={"default": default})
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`engine` in `tensorrt_llm/1/model.json`; unknown keys are errors. None: chosen at start."""
 
-    checkpoint: str  # a Hugging Face directory; a relative one is relative to the model.json
-    model: str = ""  # name shown to users; empty: the checkpoint's folder
-    device: str = "auto"  # auto | cpu | cuda
-    dtype: str = "auto"  # auto | float32 | float16 | bfloat16
-    quantization: str = "none"  # fp8: matrices of the blocks and what they multiply in e4m3
-    load_format: str = "safetensors"  # or "random": weights drawn at start, for benchmarks
-    kv_cache_dtype: str = "auto"  # auto: dtype, or as the checkpoint says | fp8 | int8 | int4
-    kv_cache_tokens: int | None = None
-    kv_cache_reuse: bool = True  # what was computed for other requests is not computed again
-    kv_cache_host_bytes: int = 0  # pinned; blocks of the cache move there rather than being lost
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    # Tokens of a sequence that stay in the cache, the first `sink_tokens` of them for good; with it
-    # sequences have no end, and positions are those in the cache. None: all that max_model_len has.
-    attention_window: int | None = None
-    sink_tokens: int = 0
-    block_size: int = 32
-    cuda_graphs: bool = True  # replay steps of decodes alone; False: launch every kernel every time
-    deterministic: bool = False  # tokens do not depend on other requests, bit for bit; slower
-    # New requests queued in the engine, and tokens of their prompts; more are refused, UNAVAILABLE.
-    max_waiting: int = 4096
-    max_waiting_tokens: int = 2_097_152
-    gpu_hour_price: float = 0.0  # in any currency; with it, metrics tell the cost of requests
-    request_log: str = ""  # a file that gets a line of JSON for every request taken; empty: none
-    stuck_after_s: int = 60  # an engine whose step takes longer is killed, and started again
-    # Beside decodes, chunks of longer prompts take no more of a step than the decodes do.
-    long_prompt_tokens: int = 1024
+    checkpoint: Annotated[
+        str, _field("a Hugging Face directory; a relative one is relative to the model.json")
+    ]
+    model: Annotated[str, _field("the name that users see", "the checkpoint's own")] = ""
+    device: Annotated[str, _field("auto, cpu or cuda")] = "auto"
+    dtype: Annotated[
+        str,
+        _field("of weights and activations", "auto, the checkpoint's; float32 on a CPU"),
+    ] = "auto"
+    quantization: Annotated[
+        str,
+        _field(
+            "fp8: weights and activations in e4m3, made from the checkpoint at start; a GPU needs "
+            "compute capability 8.9 or newer, a CPU computes it slowly"
+        ),
+    ] = "none"
+    load_format: Annotated[
+        str, _field("safetensors, or random: weights drawn at start, for benchmarks")
+    ] = "safetensors"
+    kv_cache_dtype: Annotated[
+        str,
+        _field(
+            "of the KV cache: in 8 bits at least 1.9 times as many tokens fit as in 16, in 4 "
+            "bits 3.6 times",
+            "auto, that of the activations, or fp8 where the checkpoint has scales for it",
+        ),
+    ] = "auto"
+    kv_cache_tokens: Annotated[
+        int | None, _field("tokens that the KV cache holds", "what memory allows")
+    ] = None
+    kv_cache_reuse: Annotated[
+        bool, _field("prompts that begin alike share what is computed of their beginning")
+    ] = True
+    kv_cache_host_bytes: Annotated[
+        int,
+        _field(
+            "host memory, page-locked, to which blocks of the KV cache move instead of being lost; "
+            "needs the reuse of the cache, and no attention window"
+        ),
+    ] = 0
+    max_num_seqs: Annotated[int, _field("sequences that generate at the same time")] = 256
+    max_num_batched_tokens: Annotated[
+        int, _field("tokens of one step, prompts and generated ones together")
+    ] = 2048
+    max_model_len: Annotated[
+        int | None, _field("tokens of prompt and output together", "the checkpoint's context")
+    ] = None
+    attention_window: Annotated[
+        int | None,
+        _field(
+            "tokens of a sequence that stay in the cache: it may then be of any length; for models "
+            "without windows of their own. On a GPU it needs --kv-cache-dtype auto and heads of at "
+            "most 128",
+            "all that it has",
+        ),
+    ] = None
+    sink_tokens: Annotated[
+        int, _field("how many tokens of the attention window are the sequence's first; 4 is usual")
+    ] = 0
+    block_size: Annotated[
+        int, _field(f"tokens in a block of the KV cache, one of {', '.join(map(str, BLOCK_SIZES))}")
+    ] = 32
+    cuda_graphs: Annotated[
+        bool, _field("replay steps as CUDA graphs; false: launch every kernel every time")
+    ] = True
+    deterministic: Annotated[
+        bool, _field("tokens of a request do not depend on other requests, bit for bit; slower")
+    ] = False
+    max_waiting: Annotated[
+        int, _field("requests that may wait in the engine; more are refused, UNAVAILABLE")
+    ] = 4096
+    max_waiting_tokens: Annotated[
+        int, _field("tokens of the prompts of waiting requests; more are refused, UNAVAILABLE")
+    ] = 2_097_152
+    gpu_hour_price: Annotated[
+        float,
+        _field(
+            "of an hour of one GPU, in any currency: metrics then tell the cost of requests", "none"
+        ),
+    ] = 0.0
+    request_log: Annotated[
+        str,
+        _field(
+            "a file, by its absolute path, that gets a line of JSON for every request taken", "none"
+        ),
+    ] = ""
+    stuck_after_s: Annotated[
+        int,
+        _field(
+            "seconds after which a step counts as hanging: the engine is killed and started again; "
+            f"at least {MIN_STUCK_AFTER_S}"
+        ),
+    ] = 60
+    long_prompt_tokens: Annotated[
+        int,
+        _field(
+            "a prompt of more tokens is computed beside running streams in chunks that about "
+            "double the time of their step"
+        ),
+    ] = 1024
+
+
+def help_of(name: str) -> str:
+    """Return the description of a field of `EngineConfig` and its default, for a command's help."""
+    (meta,) = get_type_hints(EngineConfig, include_extras=True)[name].__metadata__
+    defaults = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
+    return f"{meta.description} (default: {meta.extra['default'] or defaults[name]})"

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from slipstream.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, help_of
 from slipstream.models.check import check_tensors
 from slipstream_contract.errors import clip
 from slipstream_contract.processes import num_cores
@@ -11,10 +12,7 @@ from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.tokenizer import load_tokenizer
 
 from slipstream_compose.compose import (
-    BLOCK_SIZES,
-    DTYPES,
-    KV_CACHE_DTYPES,
-    QUANTIZATIONS,
+    INSTANCES_HELP,
     WIRINGS,
     ComposeError,
     Repository,
@@ -24,22 +22,19 @@ from slipstream_compose.compose import (
 )
 from slipstream_compose.convert import convert_tokenizer, needs_conversion
 
-_OPTIONS = {
-    "kv_cache_tokens": "tokens that the KV cache holds (default: what memory allows)",
-    "max_num_seqs": "sequences that generate at the same time",
-    "max_num_batched_tokens": "tokens of one step, prompts and generated ones together",
-    "max_model_len": "tokens of prompt and output together (default: the checkpoint's context)",
-    "attention_window": "tokens of a sequence that stay in the cache: it may then go on for ever "
-    "(on a CPU only; default: all that it has)",
-    "sink_tokens": "how many of these are the first of the sequence (default: 0; 4 is usual)",
-    "max_waiting": "requests that may wait in the engine; more are refused (default: 4096)",
-    "max_waiting_tokens": "tokens of their prompts, likewise (default: 2097152)",
-    "long_prompt_tokens": "chunks of longer prompts about double a step of running streams "
-    "(default: 1024)",
-    "stuck_after_s": "seconds after which a step counts as hanging: the engine is killed and "
-    "started again (default: 60)",
-    "block_size": f"tokens in a block of the KV cache, one of {', '.join(map(str, BLOCK_SIZES))}",
-}
+_COUNTS = (
+    "kv_cache_tokens",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "attention_window",
+    "sink_tokens",
+    "max_waiting",
+    "max_waiting_tokens",
+    "long_prompt_tokens",
+    "stuck_after_s",
+    "block_size",
+)
 
 
 def _gigabytes(text: str) -> int:
@@ -69,7 +64,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     _add_precision(parser)
     _add_engine(parser)
-    parser.add_argument("--model-name", metavar="NAME", help="what users are shown")
+    parser.add_argument("--model-name", metavar="NAME", help=help_of("model"))
     parser.add_argument(
         "--wiring",
         choices=WIRINGS,
@@ -82,9 +77,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="append",
         default=[],
         metavar="MODEL=N",
-        help="processes of preprocessing, postprocessing, tensorrt_llm_bls or vllm_model (default: "
-        "2; 3 of postprocessing where this machine has 12 cores or more, 1 of the last two where "
-        "it has one or two); more carry more streams where there are cores for them",
+        help=INSTANCES_HELP,
     )
     parser.add_argument(
         "--check",
@@ -94,34 +87,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_precision(parser: argparse.ArgumentParser) -> None:
-    """In which numbers the model computes, and which bits of a token may vary."""
+    """Declare the dtypes, and which bits of a token may vary."""
+    for name, choices in (
+        ("dtype", DTYPES),
+        ("quantization", QUANTIZATIONS),
+        ("kv_cache_dtype", KV_CACHE_DTYPES),
+    ):
+        parser.add_argument(_flag(name), choices=choices, help=help_of(name))
     parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="of weights and activations (default: auto, the checkpoint's; float32 on a CPU)",
-    )
-    parser.add_argument(
-        "--quantization",
-        choices=QUANTIZATIONS,
-        help="fp8: weights and activations in e4m3, made from the checkpoint at start (needs a GPU "
-        "of compute capability 8.9 or newer to be fast; default: none)",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        help="of the KV cache: in 8 bits 1.97 times as many tokens fit as in 16, in 4 bits 3.76 "
-        "times (default: auto, that of the activations)",
-    )
-    parser.add_argument(
-        "--deterministic",
-        action="store_const",
-        const=True,
-        help="tokens of a request do not depend on other requests, bit for bit; slower",
+        "--deterministic", action="store_const", const=True, help=help_of("deterministic")
     )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    """Bounds, the cache, and what is told of requests."""
+    """Declare the bounds, the cache, and what is recorded of requests."""
     parser.add_argument(
         "--no-kv-cache-reuse",
         action="store_const",
@@ -129,27 +108,21 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         dest="kv_cache_reuse",
         help="compute every prompt anew, even what the KV cache still has of it",
     )
-    for name, text in _OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    for name in _COUNTS:
+        parser.add_argument(_flag(name), type=int, metavar="N", help=help_of(name))
     parser.add_argument(
         "--kv-cache-host-gb",
         type=_gigabytes,
         dest="kv_cache_host_bytes",
         metavar="GB",
-        help="host memory, page-locked, to which blocks of the KV cache move instead of being lost "
-        "(10^9 bytes; default: 0)",
+        help=f"10^9 bytes of {help_of('kv_cache_host_bytes')}",
     )
-    parser.add_argument(
-        "--gpu-hour-price",
-        type=float,
-        metavar="PRICE",
-        help="of an hour of one GPU, in any currency: metrics then tell the cost of requests",
-    )
-    parser.add_argument(
-        "--request-log",
-        metavar="FILE",
-        help="a file, by its absolute path, that gets a line of JSON for every request taken",
-    )
+    for name, kind, metavar in (("gpu_hour_price", float, "PRICE"), ("request_log", str, "FILE")):
+        parser.add_argument(_flag(name), type=kind, metavar=metavar, help=help_of(name))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
             raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
-    others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *_OPTIONS)
+    others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *_COUNTS)
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name
     instances = dict(args.instances)

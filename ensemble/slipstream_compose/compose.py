@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from slipstream.config import EngineConfig
+from slipstream.config import BLOCK_SIZES, EngineConfig
 from slipstream.models.hf import CheckpointInfo, describe
 from slipstream_contract.errors import clip
 from slipstream_contract.processes import MAX_INSTANCES
@@ -22,9 +22,6 @@ from slipstream_contract.tensors import MODELS, Model
 from slipstream_compose.pbtxt import MARK, model_config
 
 ENGINE_MODEL = "tensorrt_llm"
-DTYPES = ("auto", "float32", "float16", "bfloat16")
-QUANTIZATIONS = ("none", "fp8")
-KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 _COUNTS = (
     "kv_cache_tokens",
     "max_num_seqs",
@@ -36,7 +33,6 @@ _COUNTS = (
     "long_prompt_tokens",
     "stuck_after_s",
 )
-BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 WIRINGS = ("composed", "fused")
 _CONFIG, _SETTINGS = "config.pbtxt", "model.json"
 
@@ -55,6 +51,13 @@ _WIRING_OF = {
 _MANY_CORES, _FEW_CORES = 12, 2
 _ON_MANY_CORES = {"postprocessing": 3}
 _ON_FEW_CORES = {"ensemble": 1, "tensorrt_llm_bls": 1, "vllm_model": 1}
+INSTANCES_HELP = (
+    "processes of preprocessing, postprocessing, tensorrt_llm_bls, vllm_model, or of ensemble with "
+    "--wiring fused (default: 2; "
+    f"{_ON_MANY_CORES['postprocessing']} of postprocessing where this machine has {_MANY_CORES} "
+    f"cores or more, 1 of the last three where it has at most {_FEW_CORES}); more carry more "
+    "streams where there are cores for them"
+)
 
 
 class ComposeError(Exception):

@@ -1,6 +1,7 @@
 """From a checkpoint to a repository: the same bytes again, faults told, nobody's files touched."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from models.checkpoints import save as save_model
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError
 from slipstream_compose import cli, convert
-from slipstream_compose.compose import ComposeError
+from slipstream_compose.compose import INSTANCES_HELP, ComposeError, compose
 from slipstream_contract.tensors import MODELS
 from slipstream_contract.vocab import UnsupportedTokenizerError
 from stages.zoo import byte_level_bpe
@@ -196,6 +197,15 @@ def test_processes_that_a_model_cannot_have(checkpoint, tmp_path, options, words
     if options == "ensemble=3":
         run(checkpoint, tmp_path, "--instances", options, "--wiring", "fused")
         assert b"count: 3" in tree(tmp_path)["ensemble/config.pbtxt"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_help_names_the_models_that_may_have_several_processes(checkpoint, tmp_path, name):
+    is_named = name in INSTANCES_HELP.partition("(")[0].replace(",", "").split()
+    for wiring in ("composed", "fused"):
+        must_work = is_named and (name != "ensemble" or wiring == "fused")
+        with contextlib.nullcontext() if must_work else pytest.raises(ComposeError):
+            compose(checkpoint, tmp_path, {}, wiring, {name: 3})
 
 
 def test_processes_of_a_model_that_a_bare_checkpoint_does_not_have(bare, tmp_path):

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import torch
 
-from slipstream.config import EngineConfig
+from slipstream.config import (
+    BLOCK_SIZES,
+    LOAD_FORMATS,
+    MIN_STUCK_AFTER_S,
+    QUANTIZATIONS,
+    EngineConfig,
+)
 from slipstream.engine.cache_dtype import cache_dtype
 from slipstream.engine.groups import Groups, group
 from slipstream.engine.window import Window
@@ -18,7 +24,6 @@ from slipstream.kernels.kv_format import name_of, row_size
 from slipstream.models.hf import ModelConfig, read_config, weights_dtype
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _MIN_THREADED_HIDDEN_SIZE = 768
 _NORMS_PLUS_ONE = {"Gemma3ForCausalLM"}  # no e4m3 kernel has such norms
 ENDLESS = 2**31 - 1  # tokens: sequences of an `attention_window` may have so many
@@ -314,19 +319,18 @@ def resolve(config: EngineConfig) -> Plan:
     ):
         _at_least(config, field, 1)
     _at_least(config, "kv_cache_host_bytes", 0)
-    _at_least(config, "stuck_after_s", 3)  # an idle engine turns, and is looked at, once a second
+    _at_least(config, "stuck_after_s", MIN_STUCK_AFTER_S)
     if not 0 <= config.gpu_hour_price < inf:
         raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")
     if config.request_log and not Path(config.request_log).is_absolute():
         raise ConfigError(f"request_log = {config.request_log!r} is not an absolute path")
-    if config.block_size not in _BLOCK_SIZES:
+    if config.block_size not in BLOCK_SIZES:
         raise ConfigError(
             f"block_size = {config.block_size} is not a power of two between 8 and 256"
         )
-    if config.load_format not in ("safetensors", "random"):
-        raise ConfigError(f"load_format = {config.load_format!r} is not one of safetensors, random")
-    if config.quantization not in ("none", "fp8"):
-        raise ConfigError(f"quantization = {config.quantization!r} is not one of none, fp8")
+    for field, choices in (("load_format", LOAD_FORMATS), ("quantization", QUANTIZATIONS)):
+        if (value := getattr(config, field)) not in choices:
+            raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
     checkpoint = Path(config.checkpoint)
     model = read_config(checkpoint)
     device = _device(config)
