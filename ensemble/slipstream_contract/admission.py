@@ -120,7 +120,8 @@ class LoadFile:
         if _SUM.unpack_from(data, _FIELDS.size)[0] != zlib.crc32(fields):
             return None, False
         told_ns, *values = _FIELDS.unpack(fields)
-        return Load(*values), 0 <= time.monotonic_ns() - told_ns <= MAX_AGE_NS
+        is_recent = told_ns > 0 and 0 <= time.monotonic_ns() - told_ns <= MAX_AGE_NS
+        return Load(*values), is_recent
 
     def check(self, num_tokens: int = 0) -> None:
         """As `Load.check`, by what the engine has told."""
