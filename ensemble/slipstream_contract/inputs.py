@@ -6,7 +6,7 @@ all others are refused by name: a misspelt `temprature` must not pass in silence
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,23 @@ def is_triton_parameter(name: str) -> bool:
     return name.lower() in TRITON_PARAMETERS or name.lower().startswith(TRITON_PREFIXES)
 
 
-def refuse_parameter(name: str, known: Mapping[str, object] | frozenset[str]) -> ContractError:
-    """The error for a request parameter that nobody knows."""
+# Names of other contracts, where the name that is alike in letters means something else.
+_MEANT = {
+    "logprobs": "return_log_probs",
+    "top_logprobs": "return_log_probs",
+    "logit_bias": "embedding_bias_words",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+}
+
+
+def refuse_parameter(name: str, known: Collection[str]) -> ContractError:
+    """The error for a request parameter that no model knows, with the nearest name there is."""
     written = name.lower().replace("-", "_")
+    meant = _MEANT.get(written)
     longer = sorted(other for other in known if written and other.startswith(written))
-    near = longer or difflib.get_close_matches(written, list(known), n=1)
+    near = [meant] if meant in known else longer
+    near = near or difflib.get_close_matches(written, list(known), n=1)
     hint = f"; do you mean {near[0]}?" if near else ""
     return ContractError(f"unknown request parameter {clip(name)}{hint}")
 
@@ -76,6 +88,7 @@ class Inputs:
         parameters: the request's, already without Triton's own.
         names: parameter or older input name -> input name, beside the inputs' own names.
         labels: input name -> how errors call it, where that differs.
+        others: parameters that are read elsewhere, for the hint at a misspelt one.
 
     Raises ContractError for undeclared, misshapen, repeated and not yet supported inputs.
     """
@@ -87,8 +100,10 @@ class Inputs:
         parameters: Mapping[str, object],
         names: Mapping[str, str],
         labels: Mapping[str, str],
+        others: Collection[str] = (),
     ) -> None:
         self._labels = labels
+        self._others = others
         self._tensors = model.inputs_by_name
         self._values: dict[str, object] = {}
         self._given: dict[str, str] = {}  # canonical name -> what the request calls it
@@ -164,7 +179,8 @@ class Inputs:
         canonical = names.get(name, name)
         tensor = self._tensors.get(canonical)
         if tensor is None:
-            raise refuse_parameter(name, frozenset(self._tensors) | frozenset(names))
+            served = {each.name for each in self._tensors.values() if each.neutral is None}
+            raise refuse_parameter(name, served | names.keys() | set(self._others))
         if tensor.dims != (1,) or tensor.dtype is DType.STRING:
             raise ContractError(f"{name} is a request parameter here, but must be a tensor")
         if tensor.neutral is not None:

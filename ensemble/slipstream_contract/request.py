@@ -9,7 +9,8 @@ is greedy; top_k above 0 with top_p 0 counts top_p as 1; top_k 0 with top_p abov
 sampling; temperature is 1 unless given, and 0 is greedy. `min_p`, a request parameter of ours, asks
 for sampling too.
 
-Request parameters: any scalar input (see `inputs`), and `min_p`, `ignore_eos`, `request_type`.
+Request parameters: any scalar input (see `inputs`), `min_p`, `ignore_eos`, `request_type`, and
+OpenAI's names (see `openai_names`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream_contract import limits
+from slipstream_contract import limits, openai_names
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import (
@@ -37,13 +38,19 @@ from slipstream_contract.words import unpack_word_list
 Arrays = Mapping[str, NDArray[Any]]
 
 _LLM_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
-_LLM_ALIASES = ALIASES | _LLM_NAMES
+_TEXT_ALIASES = ALIASES | openai_names.SAME
+_LLM_ALIASES = _TEXT_ALIASES | _LLM_NAMES
 _LLM_LABELS = {name: f"{name} ({text})" for text, name in _LLM_NAMES.items()} | {
     "stop_words_list": "stop_words_list (stop_words)",
     "bad_words_list": "bad_words_list (bad_words)",
     "embedding_bias": "embedding_bias (embedding_bias_words)",
+    "stop": "stop (which cancels the request of this id; stop words go into stop_words)",
 }
 _OWN_PARAMETERS = frozenset({"min_p", "ignore_eos", "request_type"})
+_READ_ELSEWHERE = _OWN_PARAMETERS | {
+    *openai_names.NAMES,
+    *("timeout_ms", "request_priority", "cache_salt"),
+}
 
 
 class Vocabulary(Protocol):
@@ -132,7 +139,7 @@ def text_request(
     `exclude_input_in_output` counts where the request does not say.
     """
     scalars, own = _split(parameters)
-    read = Inputs(MODELS["tensorrt_llm_bls"], inputs, scalars, ALIASES, {})
+    read = Inputs(MODELS["tensorrt_llm_bls"], inputs, scalars, _TEXT_ALIASES, {}, _READ_ELSEWHERE)
     text = read.text("text_input")
     if not text:
         raise ContractError("text_input is empty")
@@ -174,7 +181,8 @@ def llm_request(
         max_model_len: of the engine, if known: a longer prompt is refused before it is taken apart.
     """
     scalars, own = _split(parameters)
-    read = Inputs(MODELS["tensorrt_llm"], inputs, scalars, _LLM_ALIASES, _LLM_LABELS)
+    model = MODELS["tensorrt_llm"]
+    read = Inputs(model, inputs, scalars, _LLM_ALIASES, _LLM_LABELS, _READ_ELSEWHERE)
     if read.flag("stop"):
         return LlmRequest(TokenIds("i"), SamplingParams(max_tokens=1), stop=True)
     prompt = _prompt(read, max_model_len)
@@ -207,8 +215,11 @@ def llm_request(
 
 def _split(parameters: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """Parameters that stand for inputs, and those of our own."""
-    mine = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
+    asked = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
+    most, mine = openai_names.split_openai(asked)
     own = {name: mine.pop(name) for name in _OWN_PARAMETERS & mine.keys()}
+    if most is not None:
+        own[openai_names.MAX_COMPLETION_TOKENS] = most
     request_type = own.get("request_type", "context_and_generation")
     if request_type in ("context_only", "generation_only"):
         raise ContractError(f"request_type {request_type} is not supported yet")
@@ -221,6 +232,9 @@ def _sampling(read: Inputs, own: Mapping[str, object], names: Mapping[str, str])
     """All that is numbers and flags. `names` has the ensemble's that the model does not use."""
     max_name = names.get("max_tokens", "max_tokens")
     max_tokens = limits.check_whole(read.label(max_name), read.whole(max_name), 1, limits.INT32_MAX)
+    most = own.get(openai_names.MAX_COMPLETION_TOKENS)
+    if isinstance(most, int):
+        max_tokens = min(max_tokens, most)
     n = limits.check_whole(
         "num_return_sequences", read.whole("num_return_sequences", 1), 1, limits.MAX_SEQUENCES
     )

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream_contract import limits
+from slipstream_contract import limits, openai_names
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.inputs import (
     Inputs,
@@ -210,19 +210,23 @@ class _Values:
 
 def _parameters(read: Inputs, parameters: Mapping[str, object]) -> _Values:
     """The sampling parameters, from the tensor or from the request, with known names only."""
-    given = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
+    asked = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
+    most, given = openai_names.split_openai(asked)
     if read.has("sampling_parameters"):
-        if given:
-            name = next(iter(given))
+        if given or most is not None:
+            name = next(iter(given), openai_names.MAX_COMPLETION_TOKENS)
             raise ContractError(f"request parameter {clip(name)} beside sampling_parameters")
-        given = _object(read.text("sampling_parameters"))
+        most, given = openai_names.split_openai(_object(read.text("sampling_parameters")))
+    if most is not None:
+        own = given.get("max_tokens")
+        given["max_tokens"] = most if own is None else min(most, to_whole("max_tokens", own))
     for name, value in given.items():
         if name in _LATER:
             if _neutral_form(value) not in _LATER[name]:
                 served = [each for each in _LATER[name] if isinstance(each, int)]
                 raise refuse_unsupported(name, value, served)
         elif name not in _SERVED:
-            raise refuse_parameter(name, _SERVED | _LATER.keys())
+            raise refuse_parameter(name, _SERVED | _LATER.keys() | openai_names.NAMES)
     return _Values(given)
 
 

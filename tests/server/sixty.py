@@ -397,16 +397,17 @@ SIXTY: dict[int, Item] = {
         (
             Http(
                 "{n}",
-                Beside(max_completion_tokens=5),
+                Beside(max_completion_tokens=0),
                 400,
-                "unknown request parameter 'max_completion_tokens'",
+                f"max_completion_tokens is 0, {WHOLE}",
             ),
             Http(
                 "{v}",
-                vllm(max_completion_tokens=5, max_tokens=3),
+                vllm(max_completion_tokens="many", max_tokens=3),
                 400,
-                "unknown request parameter 'max_completion_tokens'",
+                "max_completion_tokens is 'many', not a whole number",
             ),
         ),
+        "the smaller of the two holds: see test_33 of test_sixty.py",
     ),
 }

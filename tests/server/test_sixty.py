@@ -144,6 +144,24 @@ def test_14_a_nul_is_a_character(watched: Client, model: str) -> None:
     assert response["text_output"].ravel()[0].decode() == answer["text_output"]
 
 
+@pytest.mark.parametrize("model", [*TEXTS, "vllm_model"])
+def test_33_the_smaller_of_two_bounds_holds(watched: Client, model: str) -> None:
+    """As LiteLLM sends them: beside a max_tokens of its own, with OpenAI's other names."""
+    greedy = {"temperature": 0} if model == "vllm_model" else {}
+    body = {"text_input": "def f(", "stream": False}
+    want = watched.generate(model, **body, parameters=greedy | {"max_tokens": 3})
+    openai = {"max_completion_tokens": 3, "user": "u-1", "model": "gpt-4o"}
+    asked = greedy | openai | {"max_tokens": 2000}
+    assert watched.generate(model, **body, parameters=asked) == want
+    if model == "vllm_model":
+        responses = watched.stream(model, text_input="def f(", parameters=asked | {"n": "1"})
+    else:
+        del asked["max_tokens"]
+        responses = watched.stream(model, text_input="def f(", max_tokens=2000, parameters=asked)
+    [response] = responses
+    assert response["text_output"].ravel()[0].decode() == want["text_output"]
+
+
 @pytest.mark.parametrize("model", TEXTS)
 def test_35_the_smallest_temperature_is_greedy(watched: Client, model: str) -> None:
     greedy = watched.generate(model, **text(temperature=0.0, top_k=50))["text_output"]
