@@ -29,7 +29,9 @@ _LENGTHS: _Bounds = tuple(digit * 10.0**power for power in range(6) for digit in
 _TRT_LLM_LENGTHS: _Bounds = (10, 50, 100, 500, 1000)
 
 EVICTIONS = ("below", "usual", "above")  # by what requests said of their priority, if they did
-GAUGES = (
+GAUGES = (  # of clients alone as far as they are of requests
+    "running",  # sequences
+    "waiting",
     "active_requests",
     "scheduled_sequences",  # this and the next three are of the last step
     "context_sequences",
@@ -68,6 +70,12 @@ COUNTERS: dict[str, Iterable[str]] = {
     "cancels": tuple(CancelCause),  # requests
     "cost": tuple(FinishReason),
     "dropped_messages": (),
+    # All above are of clients alone as far as they are of requests; these are of probes.
+    "probe_finished": tuple(FinishReason),
+    "probe_tokens": ("prompt", "output"),
+    "probe_s": (),  # from arrival to the end
+    "probe_step_s": ("host", "device"),
+    "probe_cost": (),
 }
 HISTOGRAMS: dict[str, _Bounds] = {
     "first_token_s": _FIRST_TOKEN,

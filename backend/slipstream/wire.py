@@ -17,7 +17,7 @@ from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 class FinishReason(StrEnum):
@@ -73,6 +73,7 @@ class Submit(ToEngine, frozen=True):
     model: str = ""  # the Triton model it was sent to, likewise
     cache_salt: str = ""  # keys and values are shared where it is the same
     retention: Retention | None = None
+    is_probe: bool = False  # counted apart from clients
 
 
 class Cancel(ToEngine, frozen=True):

@@ -13,6 +13,7 @@ import numpy as np
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.inputs import to_whole
 from slipstream_contract.limits import check_whole
+from slipstream_contract.probes import PROBE
 from slipstream_contract.tensors import MODELS, TO_LLM, Model, Tensor
 from slipstream_contract.whole import RUNNING
 from tritonclient.grpc import InferResult, service_pb2
@@ -29,7 +30,11 @@ _TOKEN_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
 """Names of the text models that the token model spells otherwise; it takes either."""
 
 
-_REQUEST_PARAMETERS = {"timeout_ms": "timeout_ms", "priority": "request_priority"}
+_REQUEST_PARAMETERS = {
+    "timeout_ms": "timeout_ms",
+    "priority": "request_priority",
+    PROBE: PROBE,
+}
 """What is said of the request and not to the model, and its name over gRPC."""
 
 
@@ -53,7 +58,9 @@ def request_of(
     values = _values(model, prompt, others)
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in own.items():
-        if value is not None:
+        if name == PROBE:
+            request.parameters[name].string_param = str(value)
+        elif value is not None:
             request.parameters[_REQUEST_PARAMETERS[name]].int64_param = check_whole(
                 name, to_whole(name, value), 0
             )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slipstream_contract import whole
+from slipstream_contract.probes import PROBE, Probe
 
 from slipstream_compose.triton import ServeError
 
@@ -67,6 +68,7 @@ def first_token(http: str, models: Iterable[str], timeout_s: float = 120.0) -> N
         model, body = TOKEN_MODEL, {"input_ids": [0], "input_lengths": 1, "request_output_len": 1}
     else:
         return
+    body[PROBE] = Probe.TOKEN
     with _post(f"{http}/v2/models/{model}/generate", body, timeout_s) as reply:
         answer = json.loads(reply.read())
     if "error" in answer:  # a decoupled model answers errors with status 200

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from slipstream_contract.probes import PROBE
 from slipstream_contract.processes import is_running
-from slipstream_contract.runtime import PROBE
 
 from slipstream_compose.triton import Endpoints
 

@@ -13,7 +13,6 @@ from slipstream_contract.processes import identity
 
 VARIABLE = "SLIPSTREAM_RUNTIME_DIR"  # `slipstream serve` sets both of these
 OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"  # whose end is the engine's; unset: the tritonserver's
-PROBE = "probe"  # request parameter: a generating model answers with an empty final response
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
 
 

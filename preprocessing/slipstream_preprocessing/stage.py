@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb
 from slipstream_contract.admission import Gate, LoadFile, Passed, passed_path_of, path_of
 from slipstream_contract.errors import Code, ContractError, label_of
 from slipstream_contract.parameters import StageParameters
+from slipstream_contract.probes import PROBE
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
 from slipstream_contract.stub import close_inherited, must_end, quicken_bytes, rest_collector
 from slipstream_contract.vitals import Vitals
@@ -78,7 +79,8 @@ class TritonPythonModel:
                 self._gate.enter(int(outputs["REQUEST_INPUT_LEN"].max()))
             return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])
         except ContractError as error:
-            self._refusals.count(error.reason)
+            if not _is_probe(request):
+                self._refusals.count(error.reason)
             return _failed(error)
         except Exception:
             log.exception("preprocessing failed")
@@ -149,6 +151,14 @@ def context_limit(parameters: StageParameters, checkpoint: Path) -> int | None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     factor = rope.get("factor") or 1.0
     return None if positions is None else int(positions * max(1.0, factor))
+
+
+def _is_probe(request: Any) -> bool:
+    """Whether the request parameters say so; those that cannot be read are a client's."""
+    try:
+        return PROBE in json.loads(request.parameters() or "{}")
+    except ValueError:  # no UTF-8, for one
+        return False
 
 
 def _failed(error: ContractError) -> Any:

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from slipstream_contract.errors import REASONS
+from slipstream.bridge.tally import Tally
+from slipstream_contract.errors import REASONS, ContractError
 
 
 class Metric:
     """What the server's page says of it."""
 
-    page: ClassVar[Counter[tuple[str, ...]]] = Counter()
+    page: ClassVar[Counter[tuple[str, ...]]] = Counter()  # emptied for each test
 
     def __init__(self, name: str, labels: dict[str, str]) -> None:
         self._key = (name, *labels.values())
@@ -39,10 +40,13 @@ class Family:
 
 
 class Request:
-    """One without parameters."""
+    """Of a client, unless its parameters say that it is a probe's."""
+
+    def __init__(self, parameters: str = "") -> None:
+        self._parameters = parameters
 
     def parameters(self) -> str:
-        return ""
+        return self._parameters
 
     def request_id(self) -> str:
         return "mine"
@@ -58,6 +62,7 @@ class Request:
 def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module: Any = ModuleType("triton_python_backend_utils")
     module.MetricFamily = Family
+    Metric.page.clear()
     monkeypatch.setitem(sys.modules, module.__name__, module)
     yield
     for name in ("model", "metrics", "triton"):
@@ -78,20 +83,52 @@ def test_a_request_arrives_by_the_clock_of_the_engine(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("utils")
+@pytest.mark.parametrize(
+    ("parameters", "is_probe", "num_asked"),
+    [
+        ("", False, 1),
+        ('{"probe": false}', False, 1),
+        ('{"probe": "token"}', True, 1),
+        ('{"probe": true}', True, 0),
+    ],
+)
+def test_a_probe_is_told_from_a_client(parameters: str, is_probe: bool, num_asked: int) -> None:
+    model = importlib.import_module("slipstream.bridge.model").TritonPythonModel()
+    questions: list[Any] = []
+    model._wiring = SimpleNamespace(begin=questions.append)
+    model._bridge = SimpleNamespace(calls=SimpleNamespace(probes=Tally()))
+    ended: list[None] = []
+    reply = SimpleNamespace(requested=frozenset(), end=lambda: ended.append(None))
+    model._begin(Request(parameters), reply)
+    assert reply.is_probe is is_probe
+    assert len(questions) == num_asked
+    assert len(ended) == model._bridge.calls.probes.num_calls == 1 - num_asked
+    assert not any(question.parameters for question in questions)
+
+
+@pytest.mark.usefixtures("utils")
+def test_refused_probes_are_no_refusals_of_clients() -> None:
+    metrics = importlib.import_module("slipstream.bridge.metrics")
+    calls = SimpleNamespace(clients=Tally(), probes=Tally())
+    for _ in range(3):
+        calls.probes.count_refusal(ContractError("no"))
+    metrics.CallMetrics(SimpleNamespace(calls=calls), "bls").tell()
+    page = {key[0]: number for key, number in Metric.page.items() if number}
+    assert page == {"slipstream_probe_refusals_total": 3}
+
+
+@pytest.mark.usefixtures("utils")
 def test_refusals_have_labels_of_a_known_set() -> None:
     metrics = importlib.import_module("slipstream.bridge.metrics")
     refused = Counter([*REASONS, "new", *(f"text of a client {number}" for number in range(9))])
-    calls = SimpleNamespace(
-        num_calls=0,
-        num_responses=0,
-        num_tokens=0,
-        refused=refused,
-        take_first_token_times=list,
-    )
+    calls = SimpleNamespace(clients=Tally(), probes=Tally())
+    calls.clients.refused = refused
     told = metrics.CallMetrics(SimpleNamespace(calls=calls), "bls")
     told.tell()
     told.tell()
     found = {
-        key[2]: number for key, number in Metric.page.items() if key[0].endswith("refusals_total")
+        key[2]: number
+        for key, number in Metric.page.items()
+        if key[0] == "slipstream_refusals_total"
     }
     assert found == dict.fromkeys(REASONS, 1) | {"other": 11}

@@ -66,7 +66,7 @@ def test_it_refuses_what_the_engine_would(bridge: Bridge, tmp_path: Path) -> Non
     file.tell(ROOM)
     assert DOWN in ask(bridge, [[1]])
     expected = {"engine_down": 3, "max_waiting_tokens": 1, "max_waiting": 1}
-    assert bridge.calls.refused == expected
+    assert bridge.calls.clients.refused == expected
 
 
 def test_nothing_of_a_refused_request_waits_to_be_collected(bridge: Bridge, tmp_path: Path) -> None:

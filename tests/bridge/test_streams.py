@@ -40,6 +40,8 @@ class Ids:
 class Recorder:
     """A client: keeps what came, and breaks the test if anything follows the final response."""
 
+    is_probe = False
+
     def __init__(self, delay_s: float = 0.0) -> None:
         self.responses: list[tuple[list[int], list[int]]] = []
         self.error: ContractError | None = None
@@ -289,7 +291,7 @@ def test_what_the_engine_refuses_is_not_cancelled_there_but_the_rest_of_its_call
         desk.calls.reject(wire.Rejected(number, "UNAVAILABLE", "full", "max_waiting"))
     assert [str(reply.error) for reply in replies] == ["UNAVAILABLE: full"] * 2
     assert desk.cancelled() == [(first, wire.CancelCause.FAILED)]
-    assert desk.calls.refused["max_waiting"] == 2
+    assert desk.calls.clients.refused["max_waiting"] == 2
 
 
 def test_a_response_that_cannot_be_made_ends_the_call_with_an_error_that_tells_nothing(desk):

@@ -332,7 +332,8 @@ def ends_with(history: list[int], tail: tuple[int, ...]) -> bool:
 class Stream:
     """What a bridge sees of one sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_probe: bool = False) -> None:
+        self.is_probe = is_probe
         self.text = b""
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
@@ -375,15 +376,16 @@ class Client:
         deadline_ns: int = 0,
         salt: str = "",
         retention: Retention | None = None,
+        is_probe: bool = False,
     ) -> int:
         number = self._next
         self._next += 1
         timeout_ns = 5_000_000 if deadline_ns else 0
         urgency = (priority, deadline_ns, timeout_ns)
-        cache = {"cache_salt": salt, "retention": retention}
-        self.engine.submit(self.name, Submit(number, pack(prompt), sampling, 1, *urgency, **cache))
+        more = {"cache_salt": salt, "retention": retention, "is_probe": is_probe}
+        self.engine.submit(self.name, Submit(number, pack(prompt), sampling, 1, *urgency, **more))
         for index in range(sampling.n):
-            self.streams[number, index] = Stream()
+            self.streams[number, index] = Stream(is_probe)
         return number
 
     def step(self) -> None:

@@ -13,11 +13,12 @@ import msgspec
 import pytest
 from engine.counting import Client, CountingRunner, Words
 from slipstream import figures, wire
+from slipstream.engine.book import Histogram
 from slipstream.engine.engine import Engine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.sequence import Request, Sequence
-from slipstream.engine.telemetry import Histogram, Telemetry
+from slipstream.engine.telemetry import Telemetry
 from slipstream.wire import CancelCause, FinishReason
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
@@ -47,8 +48,11 @@ def sampling_of(rng: random.Random) -> SamplingParams:
     )
 
 
+PROBE = SamplingParams(max_tokens=1, temperature=0.0)
+
+
 def live(client, rng):
-    """Requests come, and some are left, until all have ended; how many were."""
+    """Requests come, and some are left, until all have ended; how many were. Probes come too."""
     num_cancels = 0
     for _ in range(25):
         for _ in range(rng.randint(0, 3)):
@@ -57,12 +61,19 @@ def live(client, rng):
             if rng.random() < 0.1:
                 cause = rng.choice(list(CancelCause))
                 num_cancels += client.engine.cancel(client.name, number, cause)
+        if rng.random() < 0.5:
+            client.submit([rng.randrange(61)], PROBE, is_probe=True)
         client.step()
-        if rng.random() < 0.3 and client.streams:
-            number = rng.choice(list(client.streams))[0]
+        if rng.random() < 0.3 and clients_of(client):
+            number = rng.choice(list(clients_of(client)))[0]
             num_cancels += client.engine.cancel(client.name, number, CancelCause.STOP)
     client.drain()
     return num_cancels
+
+
+def clients_of(client, are_probes=False):
+    """The streams that are no probe's, or those that are."""
+    return {key: stream for key, stream in client.streams.items() if stream.is_probe is are_probes}
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -73,7 +84,7 @@ def test_the_books_agree_with_what_clients_got(seed):
 
     told = client.engine.figures()
     counters, histograms = told.counters, told.histograms
-    ends = [stream.last.finished for stream in client.streams.values()]
+    ends = [stream.last.finished for stream in clients_of(client).values()]
     lengths = [end.num_output_tokens for end in ends]
     for reason in FinishReason:
         assert counters[f"finished:{reason}"] == sum(end.reason is reason for end in ends)
@@ -90,14 +101,21 @@ def test_the_books_agree_with_what_clients_got(seed):
     assert values(histograms["queue_s"]) == len(begun) + never
 
     batches = client.engine._runner.batches
-    assert counters["steps"] == values(histograms["step_tokens"]) == len(batches)
-    assert histograms["step_tokens"][1] == sum(batch.num_tokens for batch in batches)
+    assert counters["steps"] == values(histograms["step_tokens"]) <= len(batches)
+    computed = histograms["step_tokens"][1] + counters["probe_tokens:prompt"]
+    assert computed == sum(batch.num_tokens for batch in batches)
     spent_s = counters["step_s:host"] + counters["step_s:device"]
     costs = sum(counters[f"cost:{reason}"] for reason in FinishReason)
     assert costs == pytest.approx(spent_s)
+    probes = [stream.last.finished for stream in clients_of(client, are_probes=True).values()]
+    for reason in FinishReason:
+        assert counters[f"probe_finished:{reason}"] == sum(end.reason is reason for end in probes)
+    assert counters["probe_tokens:output"] == sum(end.num_output_tokens for end in probes)
+    probes_s = counters["probe_step_s:host"] + counters["probe_step_s:device"]
+    assert counters["probe_cost"] == pytest.approx(probes_s)
     assert sum(told.samples["request_cost"]) <= costs * 1.000001  # a step may run as one ends
 
-    requests = {number for number, _ in client.streams}
+    requests = {number for number, _ in clients_of(client)}
     assert (
         values(histograms["asked_sequences"]) == len(requests) == len(told.samples["request_cost"])
     )

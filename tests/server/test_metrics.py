@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import pytest
 from server.metrics_page import Page, settled, wait_for
 from server.support import GPU_HOUR_PRICE, PROMPT, Client, RequestError
+from slipstream_client import SlipstreamClient
+from slipstream_client.commands.health import check
+from slipstream_compose.probe import first_token
 
 pytestmark = pytest.mark.triton
 
@@ -155,6 +158,55 @@ def test_what_was_done_is_what_all_of_them_say(idle, url):
     assert after.get("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="max") == 48
     assert after.get("slipstream_kv_blocks", state="free") == state["kv_blocks_free"] == 48
     assert after.get("slipstream_gpu_hour_price") == GPU_HOUR_PRICE
+
+
+def test_probes_are_counted_apart(idle, url):
+    before = Page(url)
+    log = idle.server.repository.parent / "requests.jsonl"
+    num_lines = len(log.read_text().splitlines()) if log.exists() else 0
+    for model in (BLS, ENSEMBLE, BLS, ENSEMBLE, BLS):
+        idle.stream(model, text_input=PROMPT, max_tokens=20, end_id=-1, stream=True)
+    first_token(idle.http, [ENSEMBLE])
+    with SlipstreamClient(idle.address) as client:
+        reports = [check(client, 10.0) for _ in range(2)]
+    assert all(report["ok"] and "token_s" in report for report in reports)
+    with pytest.raises(RequestError, match="max_tokens is 2, at most 1 where probe is 'token'"):
+        idle.stream(BLS, text_input=PROMPT, max_tokens=2, parameters={"probe": "token"})
+    want = before.get("slipstream_probes_total") + 3
+    refused = before.get("slipstream_probe_refusals_total") + 1
+    after = settled(
+        url,
+        lambda page: (
+            begun(page) >= begun(before) + 5
+            and ends(page) >= ends(before) + 5
+            and page.get("slipstream_probes_total") >= want
+            and page.get("slipstream_probe_refusals_total") >= refused
+        ),
+    )
+
+    def grown(name: str, **labels: str) -> float:
+        return after.get(name, **labels) - before.get(name, **labels)
+
+    assert grown("vllm:generation_tokens_total") == grown("slipstream_output_tokens_total") == 100
+    assert grown("vllm:request_generation_tokens_sum") == 100
+    assert grown("nv_llm_output_token_len_sum") == 100
+    assert grown("vllm:request_success_total") == 5
+    assert grown("vllm:time_to_first_token_seconds_count") == 5
+    assert grown("vllm:prompt_tokens_total") == grown("vllm:request_prompt_tokens_sum")
+    assert grown("slipstream_requests_total") == 5
+    assert grown("slipstream_refusals_total") == 0
+    assert grown("slipstream_request_cost_count") == 5
+    seconds = grown("slipstream_step_seconds_total")
+    cost = grown("slipstream_cost_total")
+    assert cost == pytest.approx(seconds * GPU_HOUR_PRICE / 3600, rel=0.01)
+    assert grown("slipstream_probes_total", reason="length") == 3
+    assert grown("slipstream_probe_tokens_total", kind="output") == 3
+    assert grown("slipstream_probe_tokens_total", kind="prompt") >= 3
+    assert grown("slipstream_probe_requests_total") >= 3  # those that cost no token too
+    assert grown("slipstream_probe_refusals_total") == 1
+    for name in ("cost_total", "seconds_total", "step_seconds_total"):
+        assert grown(f"slipstream_probe_{name}") > 0
+    assert len(log.read_text().splitlines()) == num_lines + 5
 
 
 def check_histogram(page: Page, name: str) -> None:

@@ -66,6 +66,9 @@ class Request:
     def is_cancelled(self) -> bool:
         return self._is_cancelled
 
+    def parameters(self) -> str:
+        return ""
+
 
 @pytest.fixture
 def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

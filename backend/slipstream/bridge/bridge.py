@@ -132,6 +132,7 @@ class Bridge:
             self._name,
             question.cache_salt,
             retention,
+            question.reply.is_probe,
         )
 
     def begin(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:
@@ -165,7 +166,7 @@ class Bridge:
         try:
             self._send(*submits)
         except ContractError as error:
-            self.calls.count_refusal(error)
+            self.calls.tally(call.reply).count_refusal(error)
             self.calls.fail(call, error)
         if is_first:
             self._had_left = self.calls.ask(call)
@@ -180,7 +181,7 @@ class Bridge:
         except Exception:
             _log.exception("a request could not be begun")
             error = ContractError("the request could not be begun", Code.INTERNAL)
-        self.calls.count_refusal(error)
+        self.calls.tally(reply).count_refusal(error)
         reply.fail(error)
 
     def close(self) -> None:

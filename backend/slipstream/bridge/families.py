@@ -69,6 +69,8 @@ _SINGLE_COUNTERS = {
     "prefix_hits": ("Tokens of prompts that were found there", "prefix_hits"),
     "host_evicted_blocks": ("Blocks that were lost from host memory", "host_evicted_blocks"),
     "dropped_messages": ("Frames from bridges that were no message", "dropped_messages"),
+    "probe_seconds": ("Time from a probe's arrival to its end, of all together", "probe_s"),
+    "probe_cost": ("Cost of what was computed for probes", "probe_cost"),
 }
 _SPLIT_COUNTERS = {
     "step_seconds": ("Time of steps, by who was waited for", "part", "step_s"),
@@ -91,6 +93,13 @@ _SPLIT_COUNTERS = {
         "moved_bytes",
     ),
     "cost": ("Cost of what was computed for sequences that ended, by why", "reason", "cost"),
+    "probes": ("Probes that asked for a token and ended, by why", "reason", "probe_finished"),
+    "probe_tokens": ("Tokens computed for probes", "kind", "probe_tokens"),
+    "probe_step_seconds": (
+        "The share of probes in the time of steps, by who was waited for",
+        "part",
+        "probe_step_s",
+    ),
 }
 
 

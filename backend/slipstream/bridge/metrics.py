@@ -121,6 +121,12 @@ class CallMetrics:
             )
             for reason in REASONS
         }
+        self._probes = families.counter(
+            "slipstream_probe_requests_total", "Requests of probes begun", labels
+        )
+        self._probe_refusals = families.counter(
+            "slipstream_probe_refusals_total", "Requests of probes that were not begun", labels
+        )
         self._first_response = families.histogram(
             "slipstream_first_response_seconds",
             "From a streaming request to its first response",
@@ -130,10 +136,12 @@ class CallMetrics:
 
     def tell(self) -> None:
         """What was counted since the last time."""
-        calls = self._bridge.calls
+        calls, probes = self._bridge.calls.clients, self._bridge.calls.probes
         self._requests(calls.num_calls)
         self._responses(calls.num_responses)
         self._tokens(calls.num_tokens)
+        self._probes(probes.num_calls)
+        self._probe_refusals(sum(dict(probes.refused).values()))
         refused: dict[str, int] = defaultdict(int)
         for reason, number in dict(calls.refused).items():
             refused[label_of(reason)] += number
@@ -231,8 +239,6 @@ class EngineMetrics:
             | figures.gauges
             | {f"repairs:{kind}": count for kind, count in repairs.read(self._repairs).items()}
             | {
-                "running": status.running,
-                "waiting": status.waiting,
                 "kv_blocks_free": status.kv_blocks_free,
                 "kv_blocks_used": used,
                 "kv_blocks_total": status.kv_blocks_total,

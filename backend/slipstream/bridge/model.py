@@ -15,8 +15,9 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.inflight import InFlight
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
+from slipstream_contract.probes import Probe, split_probe
 from slipstream_contract.retention import split_salt
-from slipstream_contract.runtime import PROBE, hide_shared_memory, open_runtime
+from slipstream_contract.runtime import hide_shared_memory, open_runtime
 from slipstream_contract.stub import (
     close_inherited,
     quicken_bytes,
@@ -133,8 +134,10 @@ class TritonPythonModel:
     def _begin(self, request: Any, reply: TritonReply) -> None:
         assert self._wiring is not None
         now_ns = time.monotonic_ns()
-        given = read_parameters(request)
-        if PROBE in given:  # whether this process answers; the engine is not asked
+        probe, given = split_probe(read_parameters(request))
+        reply.is_probe = probe is not Probe.NONE
+        if probe is Probe.PROCESS:
+            self._bridge.calls.probes.num_calls += 1
             reply.end()
             return
         check_request_id(request.request_id())

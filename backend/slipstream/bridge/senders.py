@@ -95,14 +95,15 @@ class Senders:
         call.num_open -= is_last
         is_final = is_last and call.num_open == 0
         outputs = stream.write(tokens, is_last, is_final)
-        calls.count_response()
+        tally = calls.tally(call.reply)
+        tally.count_response()
         if is_final:
             calls.forget(call)  # first: the client may use the id again at once
             call.reply.send(outputs, True)
             call.is_over = True
             return True
         if not stream.has_sent and not is_last:
-            calls.add_first_token_time(time.monotonic() - call.begin_s)
+            tally.add_first_token_time(time.monotonic() - call.begin_s)
         stream.has_sent = True
         if stream.credit is not None:
             stream.credit.spend(lambda: call.reply.send(outputs, False))

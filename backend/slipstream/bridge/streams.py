@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Protocol
 
@@ -18,10 +18,10 @@ import numpy as np
 from slipstream_contract.errors import Code, ContractError
 
 from slipstream import wire
+from slipstream.bridge.tally import Tally
 
 _log = logging.getLogger(__name__)
 
-_MAX_TIMES = 4096
 _LINGER_S = 0.1  # from a cancel to its end for the server
 
 Outputs = Mapping[str, np.ndarray]
@@ -29,6 +29,10 @@ Outputs = Mapping[str, np.ndarray]
 
 class Reply(Protocol):
     """Where the responses of a call go. Nothing may follow what was sent as final."""
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether a probe asks, not a client."""
 
     def send(self, outputs: Outputs, is_final: bool) -> None:
         """One response."""
@@ -169,15 +173,10 @@ class Calls:
         """`send` passes messages to the engine, `hand_over` streams to the senders."""
         # Runs a function once nothing of a call is on its way to postprocessing (see `flow`).
         self.settle: Callable[[Call, Callable[[], None]], None] | None = None
-        self.num_calls = 0  # ever opened
-        self.num_tokens = 0  # ever delivered
-        self.num_responses = 0  # ever sent
-        self.refused: Counter[str] = Counter()  # requests not begun, by the error's `reason`
-        self._first_token_s: deque[float] = deque(maxlen=_MAX_TIMES)
+        self.clients, self.probes = Tally(), Tally()
         self._send = send
         self._hand_over = hand_over
         self._numbers = itertools.count(1)
-        self._counting = threading.Lock()  # guards `num_responses` and `refused`
         self._lock = threading.Lock()  # guards the two below
         self._routes: dict[int, Call] = {}
         self._ids: dict[str, Call] = {}
@@ -203,7 +202,7 @@ class Calls:
                 self._ids[call.request_id] = call
             for request in call.routes:
                 self._routes[request] = call
-            self.num_calls += 1
+            self.tally(call.reply).num_calls += 1
 
     @property
     def is_idle(self) -> bool:
@@ -215,23 +214,9 @@ class Calls:
         with self._lock:
             return list(dict.fromkeys(self._routes.values()))
 
-    def add_first_token_time(self, seconds: float) -> None:
-        """How long a call waited for its first response."""
-        self._first_token_s.append(seconds)
-
-    def take_first_token_times(self) -> list[float]:
-        """Those added since the last time; the oldest are lost when there are very many."""
-        return [self._first_token_s.popleft() for _ in range(len(self._first_token_s))]
-
-    def count_response(self) -> None:
-        """One more is sent; by any thread."""
-        with self._counting:
-            self.num_responses += 1
-
-    def count_refusal(self, error: ContractError) -> None:
-        """One more request is not begun; by any thread."""
-        with self._counting:
-            self.refused[error.reason] += 1
+    def tally(self, reply: Reply) -> Tally:
+        """Where a call with this reply is counted."""
+        return self.probes if reply.is_probe else self.clients
 
     def find(self, request_id: str) -> Call | None:
         """The running call of that id."""
@@ -248,7 +233,7 @@ class Calls:
             call = routes.get(request)
             if call is None:
                 continue  # cancelled meanwhile
-            self.num_tokens += len(tokens.token_ids)
+            self.tally(call.reply).num_tokens += len(tokens.token_ids)
             if finished is not None and finished.reason is wire.FinishReason.ERROR:
                 message = finished.error or "the engine failed"
                 self.fail(call, ContractError(message, Code.INTERNAL))
@@ -266,7 +251,7 @@ class Calls:
         if call is not None:
             error = ContractError(rejected.message, Code(rejected.code), rejected.reason)
             call.rejected.add(rejected.request)
-            self.count_refusal(error)
+            self.tally(call.reply).count_refusal(error)
             self.fail(call, error)
 
     def miss(self, requests: Iterable[int]) -> None:

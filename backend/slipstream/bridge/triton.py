@@ -68,6 +68,7 @@ class TritonReply:
     def __init__(self, request: Any, in_flight: InFlight) -> None:
         """`in_flight` counts those that have not had their final response."""
         self.requested = frozenset(request.requested_output_names())
+        self.is_probe = False  # known once its parameters are read
         self._sender = request.get_response_sender()
         self._in_flight = in_flight
         in_flight.add(1)

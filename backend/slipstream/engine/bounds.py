@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.ids import TokenIds
+from slipstream_contract.probes import check_probe
 from slipstream_contract.retention import check_retention, check_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.urgency import LOWEST_PRIORITY
@@ -33,6 +34,8 @@ class Bounds:
         self._check_sampling(message.sampling)
         if not 0 <= message.priority <= LOWEST_PRIORITY:
             raise ContractError(f"priority is {message.priority}, not from 0 to {LOWEST_PRIORITY}")
+        if message.is_probe:
+            check_probe(len(message.token_ids), message.sampling)
         check_salt(message.cache_salt)
         if message.retention is not None:
             check_retention(message.retention)

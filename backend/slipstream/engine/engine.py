@@ -24,6 +24,7 @@ from slipstream.engine.names import Names
 from slipstream.engine.reports import RequestLog
 from slipstream.engine.scheduler import Limits, Scheduler
 from slipstream.engine.sequence import Request, Sequence
+from slipstream.engine.sequence import Status as Standing
 from slipstream.engine.stop import Ending, RawBytes
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.trial import Trial
@@ -155,6 +156,7 @@ class Engine:
             message.model,
             message.cache_salt,
             message.retention,
+            message.is_probe,
         )
         for index in range(sampling.n):
             request.sequences.append(
@@ -175,6 +177,7 @@ class Engine:
         request.num_unfinished = sampling.n
         self._requests[key] = request
         self._names.add(request)
+        self._telemetry.began(request)
         if message.deadline_ns:
             self._deadlines.add(message.deadline_ns, key, self._requests.keys())
         self._scheduler.add(request)
@@ -203,7 +206,7 @@ class Engine:
         for sequence in request.sequences:
             self._scheduler.finish(sequence, ending)
         last_step = self.num_steps + len(self._flights)  # which may hold its blocks back
-        self._telemetry.cancelled(cause, noticed_ns or time.monotonic_ns(), last_step)
+        self._telemetry.cancelled(request, noticed_ns or time.monotonic_ns(), last_step)
         self._telemetry.freed(self.num_steps)
 
     def drop_bridge(self, bridge: bytes) -> int:
@@ -263,7 +266,7 @@ class Engine:
 
     def figures(self, num_dropped: int = 0) -> Figures:
         """All that was counted; `num_dropped` are frames that were no message."""
-        waiting, counters = self._scheduler.waiting, self._telemetry.counters
+        counters = self._telemetry.counters
         counters["preemptions"] = self._scheduler.num_preemptions
         counters["dropped_messages"] = num_dropped
         for word, number in self._scheduler.cache.num_evicted.items():
@@ -271,16 +274,30 @@ class Engine:
         counters |= self._scheduler.cache.tier.counts
         return self._telemetry.figures(
             {
-                "active_requests": len(self._requests),
-                "waiting_requests": waiting.num_requests,
-                "waiting_tokens": waiting.num_tokens,
-                "preempted_sequences": waiting.num_preempted,
+                **self._load_of_clients(),
                 "max_num_seqs": self._limits.max_num_seqs,
                 "block_size": self._runner.block_size,
                 "cached_blocks": self._scheduler.cache.num_kept,
                 **self._scheduler.cache.tier.gauges(),
             }
         )
+
+    def _load_of_clients(self) -> dict[str, float]:
+        """What runs and waits, without probes; each of those is one sequence."""
+        scheduler, waiting = self._scheduler, self._scheduler.waiting
+        probes: list[Sequence] = []
+        if self._telemetry.num_probes:
+            probes = [r.sequences[0] for r in self._requests.values() if r.is_probe]
+        idle = [probe for probe in probes if probe.status is Standing.WAITING]
+        new = [probe for probe in idle if not probe.first_scheduled_ns]
+        return {
+            "running": scheduler.num_running - sum(p.status is Standing.RUNNING for p in probes),
+            "waiting": scheduler.num_waiting - len(idle),
+            "active_requests": len(self._requests) - len(probes),
+            "waiting_requests": waiting.num_requests - len(new),
+            "waiting_tokens": waiting.num_tokens - sum(probe.num_prompt for probe in new),
+            "preempted_sequences": waiting.num_preempted - (len(idle) - len(new)),
+        }
 
     def requests_of(self, bridge: bytes) -> list[int]:
         """The numbers of a bridge's requests that have not ended."""
@@ -421,6 +438,6 @@ class Engine:
                     del self._requests[request.bridge, request.number]
                     self._names.remove(request)
                     self._telemetry.ended(request)
-                    if self._request_log is not None:
+                    if self._request_log is not None and not request.is_probe:
                         self._request_log.write(request)
         return outputs

@@ -213,7 +213,7 @@ class Scheduler:
                 continue  # while the step ran
             changed[sequence.id] = sequence
             if not is_finite:  # nobody may share its blocks: who gets them writes before it reads
-                self._telemetry.not_a_token()
+                self._telemetry.not_a_token(sequence)
                 self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
                 continue
             if sequence.num_computed >= sequence.next_note:
@@ -222,7 +222,7 @@ class Scheduler:
                 self.waiting.wake(sequence.id)
             if (ending := sequence.append(token_id, log_prob, now)) is not None:
                 if ending.reason is FinishReason.END:
-                    self._telemetry.not_a_token()
+                    self._telemetry.not_a_token(sequence)
                 self.finish(sequence, ending)
         for sequence in owners if self.cache.window.size else ():
             if sequence.status is running:
@@ -323,7 +323,7 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         self._running[sequence.id] = sequence
         if not sequence.first_scheduled_ns:
-            self._telemetry.looked_up(sequence.num_prompt, sequence.num_computed)
+            self._telemetry.looked_up(sequence)
             sequence.start(monotonic_ns())
         return True
 

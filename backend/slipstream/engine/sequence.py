@@ -52,6 +52,7 @@ class Request:
     model: str = ""
     cache_salt: str = ""
     retention: Retention | None = None
+    is_probe: bool = False
     cause: CancelCause | None = None  # why it was ended before its end
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 from slipstream_contract.errors import Code, ContractError
-from slipstream_contract.runtime import PROBE
+from slipstream_contract.probes import PROBE, Probe
 from slipstream_contract.tensors import MODELS
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -172,7 +172,8 @@ def _one_token(client: SlipstreamClient, models: list[str], deadline: float) -> 
     began = time.monotonic()
     left_s = max(0.001, deadline - began)
     try:
-        completion = client.complete(prompt, model=model, timeout_s=left_s, max_tokens=1)
+        asked: dict[str, Any] = {"max_tokens": 1, PROBE: Probe.TOKEN}
+        completion = client.complete(prompt, model=model, timeout_s=left_s, **asked)
     except (ContractError, TimeoutError):
         state = client.health(1.0)
         if state["running"] + state["waiting"] > 1 and state["last_step_age_s"] < left_s:

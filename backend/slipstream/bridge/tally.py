@@ -1,0 +1,38 @@
+"""What a model has been asked and has answered: of its clients, or of probes."""
+
+import threading
+from collections import Counter, deque
+
+from slipstream_contract.errors import ContractError
+
+_MAX_TIMES = 4096
+
+
+class Tally:
+    """Counts since the model was loaded."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0  # ever opened
+        self.num_tokens = 0  # ever delivered
+        self.num_responses = 0  # ever sent
+        self.refused: Counter[str] = Counter()  # requests not begun, by the error's `reason`
+        self._first_token_s: deque[float] = deque(maxlen=_MAX_TIMES)
+        self._counting = threading.Lock()  # guards `num_responses` and `refused`
+
+    def add_first_token_time(self, seconds: float) -> None:
+        """How long a call waited for its first response."""
+        self._first_token_s.append(seconds)
+
+    def take_first_token_times(self) -> list[float]:
+        """Those added since the last time; the oldest are lost when there are very many."""
+        return [self._first_token_s.popleft() for _ in range(len(self._first_token_s))]
+
+    def count_response(self) -> None:
+        """One more is sent; by any thread."""
+        with self._counting:
+            self.num_responses += 1
+
+    def count_refusal(self, error: ContractError) -> None:
+        """One more request is not begun; by any thread."""
+        with self._counting:
+            self.refused[error.reason] += 1

@@ -1,0 +1,118 @@
+"""One set of counters: of all requests of clients, or of all probes.
+
+Per token it costs less than any clock: all that got a token in a step got it at the same time, so
+they are counted by the time of the token before, and most of them share that too.
+"""
+
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Sequence as Many
+
+from slipstream.engine.sequence import Request, Sequence
+from slipstream.figures import HISTOGRAMS, counter_names
+
+_MAX_SAMPLES = 4096  # kept of each kind; nobody asks if they are more
+_HOUR_S = 3600.0
+
+
+class Histogram:
+    """How many values fell into which bucket, and their sum."""
+
+    def __init__(self, bounds: Many[float]) -> None:
+        """`bounds` are the upper ends, inclusive; there is one more bucket, without end."""
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+        self._bounds = bounds
+
+    def add(self, value: float, times: int = 1) -> None:
+        """`times` values alike. A sum never falls: what is below 0 counts as 0."""
+        value = max(value, 0.0)
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+
+class Book:
+    """Counters since the engine began. Stamps are of the clock of `wire.Perf`."""
+
+    def __init__(self, gpu_hour_price: float) -> None:
+        self.counters = dict.fromkeys(counter_names(), 0.0)
+        self.histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
+        self.cancel_to_free_s: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self.request_cost: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        self.price_s = gpu_hour_price / _HOUR_S
+
+    def step(self, num_tokens: int, host_s: float, device_s: float) -> None:
+        """Count a step that computed so many tokens, and its share of the step's time."""
+        self.counters["steps"] += 1
+        self.counters["step_s:host"] += host_s
+        self.counters["step_s:device"] += device_s
+        self.histograms["step_tokens"].add(num_tokens)
+
+    def spent_late(self, sequence: Sequence, seconds: float) -> None:
+        """Add the cost of a step that still ran for a sequence after its end was told."""
+        assert sequence.ending is not None
+        self.counters[f"cost:{sequence.ending.reason}"] += seconds * self.price_s
+
+    def sampled(self, sequences: Many[Sequence], now_ns: int) -> None:
+        """Count a token for each of these sequences, before they take it."""
+        self.counters["output_tokens"] += len(sequences)
+        before = Counter([sequence.last_token_ns for sequence in sequences])
+        num_first = before.pop(0, 0)
+        between = self.histograms["inter_token_s"]
+        for last_ns, times in before.items():
+            between.add((now_ns - last_ns) / 1e9, times)
+        if num_first:
+            for sequence in sequences:
+                if not sequence.last_token_ns:
+                    self._first_token(sequence, now_ns)
+
+    def _first_token(self, sequence: Sequence, now_ns: int) -> None:
+        arrival_ns, begin_ns = sequence.request.arrival_ns, sequence.first_scheduled_ns
+        self.counters["prompt_tokens"] += sequence.num_prompt
+        self.histograms["first_token_s"].add((now_ns - arrival_ns) / 1e9)
+        self.histograms["queue_s"].add((begin_ns - arrival_ns) / 1e9)
+        self.histograms["prefill_s"].add((now_ns - begin_ns) / 1e9)
+
+    def finished(self, sequence: Sequence, num_outputs: int) -> None:
+        """Count the end of a sequence of so many tokens, as it is told."""
+        assert sequence.ending is not None
+        now_ns, last_ns = time.monotonic_ns(), sequence.last_token_ns
+        begin_ns, histograms = sequence.first_scheduled_ns, self.histograms
+        self.counters[f"finished:{sequence.ending.reason}"] += 1
+        self.counters[f"cost:{sequence.ending.reason}"] += sequence.device_s * self.price_s
+        histograms["input_tokens"].add(sequence.num_prompt)
+        histograms["output_tokens"].add(num_outputs)
+        histograms["end_to_end_s"].add((now_ns - sequence.request.arrival_ns) / 1e9)
+        if not last_ns:
+            if not begin_ns:
+                histograms["queue_s"].add((now_ns - sequence.request.arrival_ns) / 1e9)
+            return
+        decode_s = (last_ns - sequence.first_token_ns) / 1e9
+        histograms["decode_s"].add(decode_s)
+        histograms["inference_s"].add((last_ns - begin_ns) / 1e9)
+        if num_outputs > 1:
+            histograms["token_mean_s"].add(decode_s / (num_outputs - 1))
+
+    def ended(self, request: Request) -> None:
+        """Count a request of which all sequences have ended."""
+        histograms, sampling = self.histograms, request.sampling
+        lengths = [sequence.length for sequence in request.sequences]
+        histograms["max_output_tokens"].add(max(lengths))
+        histograms["asked_tokens"].add(sampling.max_tokens)
+        histograms["asked_sequences"].add(sampling.n)
+        histograms["request_input_tokens"].add(request.sequences[0].num_prompt)
+        histograms["request_output_tokens"].add(sum(lengths))
+        if self.price_s:
+            device_s = sum(sequence.device_s for sequence in request.sequences)
+            self.request_cost.append(device_s * self.price_s)
+
+    def take_samples(self) -> dict[str, list[float]]:
+        """Samples since they were last taken, by the names of `figures.SAMPLES`."""
+        samples = {
+            "cancel_to_free_s": list(self.cancel_to_free_s),
+            "request_cost": list(self.request_cost),
+        }
+        self.cancel_to_free_s.clear()
+        self.request_cost.clear()
+        return samples
