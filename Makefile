@@ -85,13 +85,13 @@ compose-check: install ## the committed model_repository/ is what compose writes
 	    --output model_repository --instances postprocessing=2 --instances tensorrt_llm_bls=2 \
 	    --instances vllm_model=2 --check
 
-limits: install  ## the README's table of limits, on stdout
+limits: install  ## the table of docs/limits.md, on stdout
 	@$(BIN)/python -c "from slipstream_contract.limits import table; print(table())"
 
 fuzz: install    ## REQUESTS=100000 requests drawn over the whole contract; fails on any trace of them
 	@$(BIN)/python load/fuzz.py --requests $(REQUESTS)
 
-figures: install ## the README's table and plots, from the newest of benchmarks/results/
+figures: install ## the tables and plots of README and docs, from the newest of benchmarks/results/
 	@$(BIN)/python benchmarks/figures.py
 
 loc: install     ## lines of code by folder

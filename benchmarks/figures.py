@@ -1,9 +1,9 @@
-"""The README's figures from the newest results: `python benchmarks/figures.py [--check]`.
+"""Write the figures of README and docs from the newest results: `figures.py [--check]`.
 
-Reads `step-<card>.json` of each card and `streams-h200.json` in `benchmarks/results/`; writes the
-tables between the README's two marks, what the rows owe their GPU between those of
-`docs/benchmarks.md`, and two plots of the H200 in `docs/figures/`. With `--check`
-it only says, by its exit code, whether all is as it would be written.
+Reads `step-<card>.json` of each card and `streams-h200.json` in `benchmarks/results/`. Writes a
+table of eight rows between the README's two marks, every row between those of `docs/figures.md`,
+what the rows owe their GPU between those of `docs/benchmarks.md`, and two plots of the H200 in
+`docs/figures/`. With `--check` the exit code says whether all of it is up to date.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from slipstream_client.bench.plots import Axis, Line, plot
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+FIGURES = ROOT / "docs" / "figures.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 STREAMS = RESULTS / "streams-h200.json"
 PICTURES = ROOT / "docs" / "figures"
@@ -29,11 +30,34 @@ NAMES = {"ours": "Slipstream", "peer": "vLLM"}
 
 
 PLOTS = """
-![Share of the limit by batch size](docs/figures/share-of-limit.svg)
-![Tokens a second of the GPU against those of a user](docs/figures/pareto.svg)"""
+![Share of the limit by batch size](figures/share-of-limit.svg)
+![Tokens a second of the GPU against those of a user](figures/pareto.svg)"""
+
+# What a newcomer compares first.
+README_ROWS = (
+    *("decode-bs1", "decode-bs32", "decode-bs256", "prefill", "mixed-512", "ttft", "start"),
+    "fp8-decode-bs1",
+)
 
 
 def readme_table(table: dict[str, Any]) -> str:
+    """Format `README_ROWS` as markdown: two figures and their ratio."""
+    peer_name = table["peer"].get("versions", "no peer")
+    lines = [
+        f"Llama-3.1-8B shape, one {table['gpu']}, beside {peer_name}:",
+        "",
+        "| workload | Slipstream | vLLM | ratio |",
+        "|---|---|---|---|",
+    ]
+    for r in table["rows"]:
+        if r["row"] in README_ROWS and r["ours"] is not None and r["ratio"] is not None:
+            row, unit = ROWS[r["row"]], r["unit"]
+            ours, peer = number(r["ours"], unit), number(r["peer"], unit)
+            lines.append(f"| {row.label} | {ours} {unit} | {peer} | {r['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def whole_table(table: dict[str, Any]) -> str:
     """The rows as markdown; what is to be reached only on the card for which it was set."""
     ours, limits = table["ours"], table["limits"]
     has_goals = card(table["gpu"]) == GOALS_CARD
@@ -154,11 +178,12 @@ def between_marks(path: Path, text: str) -> str:
 def files(tables: dict[str, dict[str, Any]], streams: dict[str, Any]) -> dict[Path, str]:
     """Everything that is made of the results; `tables` by card."""
     plotted = tables[GOALS_CARD]
-    parts = [readme_table(plotted) + "\n" + PLOTS]
-    parts += [readme_table(table) for name, table in tables.items() if name != GOALS_CARD]
+    parts = [whole_table(plotted) + "\n" + PLOTS]
+    parts += [whole_table(table) for name, table in tables.items() if name != GOALS_CARD]
     text = "\n\n".join([*parts, streams_table(streams)])
     return {
-        README: between_marks(README, text),
+        README: between_marks(README, readme_table(plotted)),
+        FIGURES: between_marks(FIGURES, text),
         BENCHMARKS: between_marks(BENCHMARKS, accounts_table(plotted)),
         PICTURES / "share-of-limit.svg": share_plot(plotted),
         PICTURES / "pareto.svg": pareto_plot(plotted),

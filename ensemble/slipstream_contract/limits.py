@@ -1,6 +1,6 @@
 """The bounds of what a request may ask for. What depends on a model, its engine checks itself.
 
-`TABLE` below lists them all; README shows it, and tests hold every row against who refuses.
+`TABLE` below lists them all; docs/limits.md shows it, and tests hold every row against who refuses.
 """
 
 import math

@@ -237,9 +237,16 @@ def test_plots_hold_every_point(bench) -> None:
     ElementTree.fromstring(bench.figures.pareto_plot(empty))
 
 
-def test_the_readme_shows_what_was_measured(bench) -> None:
+def test_the_readme_shows_at_most_eight_rows_that_have_a_peer(bench) -> None:
+    every = {name: [5.0] for name in ROWS}
+    alone, beside = (bench.report.merge(side(every), peer) for peer in (None, side(every)))
+    assert bench.figures.readme_table(alone).count("\n| ") == 1  # its head
+    assert bench.figures.readme_table(beside).count("\n| ") == 1 + 8
+
+
+def test_the_page_of_figures_shows_what_was_measured(bench) -> None:
     def shown(ours: dict[str, object]) -> tuple[int, bool]:
-        text = bench.figures.readme_table(bench.report.merge(ours, None))
+        text = bench.figures.whole_table(bench.report.merge(ours, None))
         return text.count("\n| "), "first start takes 12.0 s" in text.replace("12.00", "12.0")
 
     assert shown(side({})) == (1, False)  # its head
@@ -331,12 +338,15 @@ def test_sides_of_a_sitting_are_put_together(bench, tmp_path: Path) -> None:
     tables = {"H200": table, "H100": other}
     made = bench.figures.files(tables, STREAMS)
     readme = made[bench.figures.README]
+    assert readme.count("| decode, batch 1 | 3.50 ms/token | 4.90 | 1.40 |") == 1
+    assert "first token" not in readme.partition("## Speed")[2]  # no peer beside it
+    page = made[bench.figures.FIGURES]
     assert bench.accounts.accounts_table(table) in made[bench.figures.BENCHMARKS]
-    assert readme.count("\n| first token, batch 1, 128 in | 7.00 ms | - | - | ") == 1  # no goal
-    assert readme.count("\n| 1 x 250 | 0.612 ms | 1.2 ms | 0.7 ms | 67 ms |\n") == 1
-    assert readme.count("waits 2.2 ms fused and 3 ms composed for them") == 1
-    assert "256 x 100" not in readme  # of one wiring alone
-    assert readme.count("| decode, batch 1 | 3.50 ms/token | 4.90 | **1.40** |") == 1
+    assert page.count("\n| first token, batch 1, 128 in | 7.00 ms | - | - | ") == 1  # no goal
+    assert page.count("\n| 1 x 250 | 0.612 ms | 1.2 ms | 0.7 ms | 67 ms |\n") == 1
+    assert page.count("waits 2.2 ms fused and 3 ms composed for them") == 1
+    assert "256 x 100" not in page  # of one wiring alone
+    assert page.count("| decode, batch 1 | 3.50 ms/token | 4.90 | **1.40** |") == 1
 
 
 def test_a_start_is_measured_from_a_real_checkpoint(tmp_path: Path) -> None:
