@@ -67,8 +67,11 @@ def test_an_engine_that_tells_no_more_refuses_nobody(
     assert file.read() is None
 
 
-@pytest.mark.usefixtures("patient")
-def test_an_idle_engine_refuses_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("up_ns", [1, 10**15], ids=["a machine just started", "days later"])
+def test_an_idle_engine_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, up_ns: int
+) -> None:
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: up_ns))
     file = LoadFile(tmp_path / "load")
     file.tell(FULL, is_idle=True)
     assert file.last() == (FULL, False)
