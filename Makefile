@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-slow test-gpu bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits compose-check figures clean loc
+.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -9,6 +9,8 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 MODEL_REPOSITORY ?= model_repository
 PYTEST_ARGS ?=
+WORKERS ?= 2
+BESIDE = -n $(WORKERS) --dist loadgroup
 ARGS ?=
 PERF_ARGS ?=
 LOCUST_ARGS ?=
@@ -36,8 +38,19 @@ format: install  ## apply the format and the safe fixes
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-test: check      ## the checks, and every test that needs no GPU and not minutes, the real server included
-	@$(BIN)/python -m pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+test: check      ## the checks and the quick tests, the real server included: 8 minutes at most
+	@$(BIN)/python -m pytest --tier quick $(BESIDE) $(PYTEST_ARGS)
+
+# Servers and clocks are tested one after another. 5: PYTEST_ARGS leave none of a kind.
+test-rest: install ## what make test leaves out and needs no GPU: products, soaks, faults
+	@$(BIN)/python -m pytest --tier rest -m "not triton" $(BESIDE) $(PYTEST_ARGS); status=$$?; \
+	$(BIN)/python -m pytest --tier rest -m triton $(PYTEST_ARGS); servers=$$?; \
+	[ $$servers -ne 5 ] || servers=$$status; [ $$status -ne 5 ] || status=$$servers; \
+	exit $$((status > servers ? status : servers))
+
+test-durations: install ## make test and make test-rest one test at a time, into tests/durations.json
+	@$(BIN)/python -m pytest --tier quick --record-durations $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --tier rest --record-durations $(PYTEST_ARGS)
 
 test-slow: install ## the tests that take minutes each: long faults, long streams
 	@$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)

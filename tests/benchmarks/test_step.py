@@ -349,6 +349,7 @@ def test_sides_of_a_sitting_are_put_together(bench, tmp_path: Path) -> None:
     assert page.count("| decode, batch 1 | 3.50 ms/token | 4.90 | **1.40** |") == 1
 
 
+@pytest.mark.rest
 def test_a_start_is_measured_from_a_real_checkpoint(tmp_path: Path) -> None:
     make = [sys.executable, str(FOLDER / "make_checkpoint.py"), str(tmp_path), "--shape", "tiny"]
     subprocess.run(make, check=True)

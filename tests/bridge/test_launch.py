@@ -159,6 +159,7 @@ def policies(pid: int) -> set[int]:
     return found
 
 
+@pytest.mark.rest
 def test_an_engine_wakes_at_once_though_all_that_starts_it_wakes_gently(server):
     with gentle_children():
         server.supervisions[0].ensure()
@@ -173,6 +174,7 @@ def test_an_engine_wakes_at_once_though_all_that_starts_it_wakes_gently(server):
     connection.close()
 
 
+@pytest.mark.rest
 def test_a_hangup_ends_neither_engine_nor_supervisor(server):
     """The kernel sends one to a whole group that is orphaned while one of it is stopped."""
     server.supervisions[0].ensure()
@@ -188,6 +190,7 @@ def test_a_hangup_ends_neither_engine_nor_supervisor(server):
     connection.close()
 
 
+@pytest.mark.rest
 def test_an_engine_that_cannot_start_leaves_one_line_and_no_process(server, checkpoint):
     (checkpoint / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["Gpt5"]}))
     for supervision in server.supervisions:
@@ -211,6 +214,7 @@ def test_an_engine_that_cannot_start_leaves_one_line_and_no_process(server, chec
     connection.close()
 
 
+@pytest.mark.rest
 def test_an_engine_that_is_stuck_is_ended_and_says_where(tmp_path, checkpoint, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
     config = EngineConfig(

@@ -78,6 +78,7 @@ def test_one_that_dies_is_told_until_another_takes_its_place(begin, siblings: Si
     assert siblings.look() == []
 
 
+@pytest.mark.rest
 def test_one_that_is_stopped_or_hangs(begin, siblings: Siblings) -> None:
     process = begin("vllm_model")
     os.kill(process.pid, signal.SIGSTOP)

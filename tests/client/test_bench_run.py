@@ -64,6 +64,7 @@ def test_closed_loop_sends_every_prompt_once(bench_run, prompts, served, tmp_pat
     ] * text.count("<svg")
 
 
+@pytest.mark.rest
 def test_open_loop_measures_from_the_intended_time(bench_run, prompts):
     """80 requests a second at a server that can do 40: a closed loop would never see the queue."""
     file = prompts("slow 0.2")

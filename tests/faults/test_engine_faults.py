@@ -12,7 +12,7 @@ from faults.oracle import Oracle
 from faults.rude_clients import wait_until
 from server.support import RequestError
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
 PROMISED_S = {"all told": 2.0, "all served": 5.0}  # 0.2 and 2 s with nothing else to do
 # Of each time, whatever else the machine does.

@@ -108,6 +108,7 @@ def load_slowly(client: Client, model: str, *, is_http: bool = False) -> float:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("is_http", [False, True])
+@pytest.mark.rest
 def test_a_model_that_is_loaded_slowly_cuts_no_answer_short(
     client: Client, *, is_http: bool
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from faults.asking import asks
 from faults.oracle import SETTLE_S, Oracle
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
 
 def test_three_bugs_are_seen(oracle: Oracle) -> None:

@@ -15,7 +15,7 @@ from faults.oracle import Oracle
 from faults.rude_clients import SlowReaders, drop_many, wait_until
 from server.support import Client, serving
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
 # A response that nobody reads lies in the server: its event, and what the HTTP library adds.
 KIB_A_RESPONSE = 2.5

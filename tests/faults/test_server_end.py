@@ -15,7 +15,7 @@ from server.serve_process import Serve, short_directory
 from server.support import PROMPT, Client, RequestError, start
 from slipstream_compose.triton import SHARED_MEMORY, Endpoints
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
 NUM_STREAMS = 100
 

@@ -23,7 +23,7 @@ from slipstream_compose.server import server_directory
 from slipstream_compose.supervise import OTHERS_S
 from slipstream_compose.triton import kill
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
 MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model")
 STUBS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls", "vllm_model")

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from fixtures.tiers import quick_of
 from slipstream.kernels import (
     activation,
     copy_blocks,
@@ -117,10 +118,15 @@ def is_everyday(wanted: Variant) -> bool:
 
 
 def marked(variants: list[Variant]) -> list[object]:
-    return [
-        pytest.param(v, id=str(v), marks=() if is_everyday(v) else pytest.mark.slow)
-        for v in variants
-    ]
+    """Of each source one in the quick tier, every everyday one in the rest."""
+    ones = {v.source: v for v in reversed(variants) if is_everyday(v)}
+
+    def marks(variant: Variant) -> object:
+        if not is_everyday(variant):
+            return pytest.mark.slow
+        return () if variant == ones[variant.source] else pytest.mark.rest
+
+    return [pytest.param(v, id=str(v), marks=marks(v)) for v in variants]
 
 
 @pytest.mark.parametrize("wanted", marked(VARIANTS))
@@ -137,7 +143,7 @@ def is_widest(wanted: Variant) -> bool:
     return defines.get("HEAD_SIZE", "128") in ("128", "256") and defines.get("VECTOR") != "1"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
+@pytest.mark.parametrize("arch", quick_of(["sm_80", "sm_100a"], ["sm_80"]))
 @pytest.mark.parametrize("wanted", marked(list(filter(is_widest, VARIANTS))))
 def test_other_architectures(wanted: Variant, arch: str) -> None:
     compile_and_check(wanted, arch)

@@ -13,6 +13,7 @@ S = 10**9
 
 
 @pytest.mark.triton
+@pytest.mark.rest
 def test_a_few_seconds_of_ten_times_too_much(load, tmp_path):
     """Nothing is said of rates here: the machine may do anything else meanwhile."""
     if not (server_directory() / "bin" / "tritonserver").is_file():

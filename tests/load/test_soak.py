@@ -20,6 +20,7 @@ NAMES = ("crashes", "serving", "soak_plan", "soak_watch", "soak_storm", "soak_ti
 
 
 @pytest.mark.triton
+@pytest.mark.rest
 def test_150_requests_of_which_a_third_leaves(load, tmp_path):
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")

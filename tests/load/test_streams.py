@@ -330,6 +330,7 @@ def test_nothing_grows_while_streams_come_and_go(bench, wiring):
 
 
 @pytest.mark.triton
+@pytest.mark.rest
 def test_at_low_load_every_step_is_a_response(bench, tmp_path):
     """In both wirings, of 1 and of 4 streams; hand-overs are noted in between, token for token."""
     if not (server_directory() / "bin" / "tritonserver").is_file():

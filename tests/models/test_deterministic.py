@@ -46,6 +46,7 @@ def outputs(ours: list[Generation]) -> list[tuple[list[int], list[float]]]:
     return [(g.outputs, g.log_probs) for g in ours]
 
 
+@pytest.mark.rest
 def test_ten_thousand_pairs_alone_and_batched(tmp_path: Path) -> None:
     """A pair is a token drawn alone and the same drawn in a crowd, its log prob bit for bit."""
     runner = make(tmp_path, max_num_seqs=100)
@@ -70,6 +71,7 @@ def test_ten_thousand_pairs_alone_and_batched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "options"), [("qwen3", {}), ("llama", {"dtype": "bfloat16"})])
+@pytest.mark.rest
 def test_other_models(tmp_path: Path, family: str, options: dict[str, object]) -> None:
     runner = make(tmp_path, family, **options)
     alone, batched = generations(30, 6), generations(30, 6)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.tiers import quick_of
 from models.checkpoints import (
     LLAMA3,
     YARN,
@@ -98,6 +99,18 @@ GRID = {
         },
     ),
 }
+QUICK = {  # every family, and every way of a feature once
+    "wide group",
+    "heads of 96",
+    "all biases, tied",
+    "llama3",
+    "yarn, mscale",
+    "qwen2 yarn",
+    "qwen3 biases, tied",
+    "qwen3, a window by layer types",
+    "mistral, a window of no whole blocks",
+    "gemma3, stretched",
+}
 
 
 def check_against(model: torch.nn.Module, generation: Generation, tolerance: float) -> None:
@@ -113,7 +126,7 @@ def check_against(model: torch.nn.Module, generation: Generation, tolerance: flo
         assert abs(generation.log_probs[i] - float(log_prob)) <= tolerance
 
 
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("name", quick_of(GRID, QUICK))
 def test_logits_and_greedy_tokens(name: str, tmp_path: Path) -> None:
     family, overrides = GRID[name]
     model = make_model(family, **overrides)

@@ -12,9 +12,10 @@ from slipstream_contract.sampling import SamplingParams
 CHECKPOINT = Path(__file__).parents[2] / "model_repository/tensorrt_llm/1/checkpoint"
 NUM_TURNS = 2
 slow_int8 = pytest.param("int8", marks=pytest.mark.slow)
+rest_fp8 = pytest.param("fp8", marks=pytest.mark.rest)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "fp8", "int4", slow_int8])
+@pytest.mark.parametrize("dtype", ["auto", rest_fp8, "int4", slow_int8])
 def test_conversations_have_the_same_bits_with_reuse_and_without(dtype: str) -> None:
     """Turns of conversations that share a beginning, with a cache too small for all of them."""
     sizes = (

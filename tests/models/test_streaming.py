@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.tiers import quick_of
 from models.checkpoints import (
     LLAMA3,
     YARN,
@@ -94,7 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_of(CASES, ["llama3", "biases"]))
 def test_step_by_step(name: str, tmp_path: Path) -> None:
     family, overrides, window, num_sinks = CASES[name]
     model = make_model(family, max_position_embeddings=64, **overrides)

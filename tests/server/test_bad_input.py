@@ -73,6 +73,7 @@ def test_a_text_that_is_shorter_than_it_says_fails_alone(idle, model):
     assert all("incomplete string data" in error for error in errors), errors
 
 
+@pytest.mark.rest
 def test_a_bad_checkpoint_ends_a_bare_server_with_one_line(repository, tmp_path):
     """One that `slipstream serve` has not started: for that, see test_bad_starts.py."""
     checkpoint = tmp_path / "checkpoint"

@@ -31,7 +31,7 @@ from slipstream_client import SlipstreamClient
 from slipstream_compose.server import server_directory
 from slipstream_preprocessing.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.rest]
 SLOW = pytest.mark.slow
 
 MODELS = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm", "vllm_model")

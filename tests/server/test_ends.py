@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from fixtures.tiers import quick_of
 from server.support import PROMPT, TEXT_MODELS, Client, RequestError, serving, text
 from slipstream_compose.triton import SHARED_MEMORY
 
@@ -120,7 +121,7 @@ def retry(ask, timeout_s: float):
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("model", TEXT_MODELS)
+@pytest.mark.parametrize("model", quick_of(TEXT_MODELS, ["ensemble"]))
 def test_a_killed_engine_ends_its_streams_with_an_error_and_is_replaced(idle, model):
     pid = idle.health()["engine_pid"]
     streams = Streams(idle, [model] * 4)
@@ -152,6 +153,7 @@ def test_health_fails_in_time_while_the_engine_stands_still(idle):
     assert idle.health()["engine_pid"] == pid
 
 
+@pytest.mark.rest
 def test_a_postprocessing_that_stands_still_is_no_cancel(idle):
     inputs = {"text_input": PROMPT, "max_tokens": 100, "stream": True}
     want = text(idle.stream("ensemble", **inputs))
@@ -169,6 +171,7 @@ def test_a_postprocessing_that_stands_still_is_no_cancel(idle):
     assert text([*responses, *stream]) == want
 
 
+@pytest.mark.rest
 def test_a_server_that_is_stopped_ends_its_streams_and_leaves_nothing(repository, tmp_path):
     with serving(repository, tmp_path / "log") as client:
         streams = Streams(client, TEXT_MODELS * 2)

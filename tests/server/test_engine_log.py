@@ -101,6 +101,7 @@ def statuses(client: Client, number: int) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.triton
+@pytest.mark.rest
 def test_every_ten_seconds_it_says_what_runs_waits_and_is_made(single: Client) -> None:
     """Three streams of the longest kind, again and again: two of them wait."""
     counts, ended = [0, 0, 0], threading.Event()

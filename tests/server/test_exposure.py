@@ -161,6 +161,7 @@ def post(url: str, body: dict[str, object]) -> str:
         return error.read().decode()
 
 
+@pytest.mark.rest
 def test_more_than_loopback_only_if_asked_and_no_object_is_ever_unpickled(repository, monkeypatch):
     """`slipstream serve --host 0.0.0.0`, its engine under an audit of what the interpreter does."""
     with short_directory() as folder:

@@ -11,7 +11,7 @@ import pytest
 from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
 from server.support import text as join
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
 BODY = {"text_input": PROMPT, "max_tokens": 12}
 

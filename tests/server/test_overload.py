@@ -159,6 +159,7 @@ def test_an_ensemble_is_refused_by_its_first_step(small):
     small.wait_idle(60)
 
 
+@pytest.mark.rest
 def test_too_many_tokens_are_refused_at_once_everywhere(small):
     with contextlib.ExitStack() as stack:
         # Of 1,001 tokens each, one runs in a cache of 2,048, and 16 may wait.
@@ -214,6 +215,7 @@ def tiny(tmp_path) -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.rest
 def test_nobody_is_preempted_again_and_again_where_a_tenth_fits(tiny):
     """20 requests of 128 tokens, each prompt through both wirings: all complete, as if alone."""
     numbers = range(20)
@@ -248,6 +250,7 @@ def preemptions(client: Client) -> float:
 # --- long bodies ----------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_27_megabytes_are_refused_within_a_second_everywhere(small):
     words = "word and " * (BIG // 9)
     ids = np.full((1, BIG // 4), 999, np.int32)
@@ -276,6 +279,7 @@ def test_27_megabytes_are_refused_within_a_second_everywhere(small):
 
 
 @pytest.mark.parametrize("kind", ["int64_param", "uint64_param", "string_param"])
+@pytest.mark.rest
 def test_a_grpc_parameter_priority_is_tritons_own(small, kind):
     """99 is none of ours: whoever is told of it would refuse it."""
     request = request_of("tensorrt_llm_bls", PROMPT, {"max_tokens": 2}, "")
@@ -319,6 +323,7 @@ def add_queues(path: Path) -> None:
     ("model", "stub"),
     [("ensemble", "preprocessing"), ("tensorrt_llm_bls", "tensorrt_llm_bls")],
 )
+@pytest.mark.rest
 def test_triton_keeps_its_own_priorities_and_queue_policies(queued, model, stub):
     """While the model's process stands still, and for less than the second after which Triton takes
     it for dead, requests wait in Triton's queue.

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
+from fixtures.tiers import quick_of
 from server.serve_process import (
     Serve,
     assert_one_line,
@@ -86,7 +87,9 @@ def write_model(folder: Path, code: str = ECHO) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", quick_of([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], [signal.SIGTERM])
+)
 def test_a_signal_ends_it_without_a_trace(
     tmp_path: Path, scratch: Path, number: signal.Signals
 ) -> None:
@@ -101,6 +104,7 @@ def test_a_signal_ends_it_without_a_trace(
     serve.assert_gone()
 
 
+@pytest.mark.rest
 def test_a_process_that_will_not_end_is_ended(tmp_path: Path, scratch: Path) -> None:
     serve = Serve(write_model(tmp_path, STUBBORN), scratch)
     serve.wait_ready()
@@ -111,6 +115,7 @@ def test_a_process_that_will_not_end_is_ended(tmp_path: Path, scratch: Path) -> 
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.01, 0.05, 0.2])
+@pytest.mark.rest
 def test_a_signal_while_starting_ends_it_too(tmp_path: Path, scratch: Path, delay_s: float) -> None:
     serve = Serve(write_model(tmp_path), scratch)
     assert serve.process.stdout is not None
@@ -146,6 +151,7 @@ def test_what_dies_is_started_again(tmp_path: Path, scratch: Path) -> None:
     serve.assert_gone()
 
 
+@pytest.mark.rest
 def test_nobody_else_may_unload_a_model(tmp_path: Path, scratch: Path) -> None:
     serve = Serve(write_model(tmp_path), scratch)
     serve.wait_ready()
@@ -172,6 +178,7 @@ def test_repairs_of_one_thing_wait_longer_and_longer() -> None:
     assert pauses.due_s() - pauses.repaired_s == FIRST_PAUSE_S
 
 
+@pytest.mark.rest
 def test_a_killed_watcher_takes_the_server_with_it(tmp_path: Path, scratch: Path) -> None:
     serve = Serve(write_model(tmp_path), scratch)
     serve.wait_ready()
@@ -182,6 +189,7 @@ def test_a_killed_watcher_takes_the_server_with_it(tmp_path: Path, scratch: Path
     assert serve.processes() == []
 
 
+@pytest.mark.rest
 def test_a_path_with_spaces_and_quotes(tmp_path: Path, scratch: Path) -> None:
     serve = Serve(write_model(tmp_path / "it's a path; with $HOME"), scratch)
     serve.wait_ready()
@@ -192,6 +200,7 @@ def test_a_path_with_spaces_and_quotes(tmp_path: Path, scratch: Path) -> None:
     serve.assert_gone()
 
 
+@pytest.mark.rest
 def test_a_model_that_cannot_load_is_named(tmp_path: Path, scratch: Path) -> None:
     serve = Serve(write_model(tmp_path, BROKEN), scratch)
     _, errors = serve.process.communicate(timeout=90)

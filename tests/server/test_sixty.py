@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from fixtures.tiers import quick_of
 from server.sixty_ask import LATEST_S, as_tensors, ask, call, check, infer, raw, whole
 from server.sixty_cases import (
     CLOSED,
@@ -49,7 +50,10 @@ def watched(idle: Client, undisturbed: dict[str, str]) -> Iterator[Client]:
     assert (idle.health()["engine_pid"], idle.server.stubs()) == before
 
 
-@pytest.mark.parametrize("number", [number for number, item in ALL.items() if item.cases])
+SENT = [number for number, item in ALL.items() if item.cases]
+
+
+@pytest.mark.parametrize("number", quick_of(SENT, SENT[::5]))
 def test_it_is_answered_and_nobody_else_notices(watched: Client, number: int) -> None:
     for case in ALL[number].cases:
         ask(watched, case)

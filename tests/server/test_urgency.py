@@ -146,6 +146,7 @@ def test_a_priority_is_taken(idle, model):
         idle.events(model, **request, priority=10)
 
 
+@pytest.mark.rest
 def test_a_hung_engine_outlives_a_deadline_by_a_second_and_goes_on_unharmed(idle):
     """The engine stands still: its bridges end what has a deadline, and nothing else."""
     asked = {model: shortened(model, 80) for model in MODELS}
@@ -269,6 +270,7 @@ def check_refused(client: Client, reason: str, **prompts: dict[str, object]) -> 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.rest
 def test_the_higher_priority_is_admitted_first(narrow, model, protocol):
     num_before = len(ended(narrow))
     running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
@@ -289,6 +291,7 @@ def test_the_higher_priority_is_admitted_first(narrow, model, protocol):
     narrow.wait_idle(60)
 
 
+@pytest.mark.rest
 def test_a_full_queue_refuses_everywhere(narrow):
     running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
     next(running)

@@ -8,7 +8,7 @@ import pytest
 from server.support import PROMPT, TEXT_MODELS, Client, serving
 from slipstream_compose import spawn
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
 BODY = {"text_input": PROMPT, "max_tokens": 4}
 USUAL, GENTLE = {os.SCHED_OTHER}, {os.SCHED_BATCH}

@@ -105,6 +105,7 @@ def test_the_card_is_made_from_the_figures(scripts):
     assert (CHECKPOINT / "README.md").read_text() == scripts.card.card(table[best], best)
 
 
+@pytest.mark.rest
 def test_held_out_modules_need_fewer_bits_than_promised(scripts):
     model = scripts.model.load(CHECKPOINT, torch.device("cpu"))
     tokenizer = scripts.evaluate.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))

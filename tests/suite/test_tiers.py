@@ -1,0 +1,139 @@
+"""What runs when: each test in one tier, long properties in both, and what was repeated is said."""
+
+import json
+
+import pytest
+from fixtures import crashes, durations, tiers
+
+TESTS = """
+import pytest
+from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+def test_plain(): pass
+
+@pytest.mark.rest
+def test_product(): pass
+
+@pytest.mark.slow
+@pytest.mark.rest
+def test_of_minutes(): pass
+
+@pytest.mark.gpu
+def test_on_a_gpu(): pass
+
+drawn = 0
+
+@settings(max_examples=123, database=None)
+@given(st.integers())
+def test_property(n):
+    global drawn
+    drawn += 1
+
+@settings(max_examples=7)
+@given(st.integers())
+def test_small_property(n): pass
+
+def test_how_many():
+    print(f"drawn {drawn}")
+
+class Machine(RuleBasedStateMachine):
+    @rule()
+    def step(self): pass
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=124)
+
+def test_how_many_of_a_machine():
+    print(f"machine {TestMachine.settings.max_examples}")
+"""
+MARKERS = "[pytest]\nmarkers =\n  gpu: g\n  slow: s\n  rest: r\n"
+BOTH = {"test_property", "runTest"}
+QUICK = {"test_plain", "test_small_property", "test_how_many", "test_how_many_of_a_machine"}
+
+
+def run(pytester: pytest.Pytester, *args: str) -> tuple[set[str], str]:
+    """Names of the tests that passed, and the output."""
+    pytester.makeini(MARKERS)
+    plugins = ("-p", "fixtures.tiers", "-p", "no:cacheprovider")
+    result = pytester.runpytest_inprocess(*plugins, "-v", "-s", *args)
+    assert result.ret == 0
+    lines = result.outlines
+    passed = {line.split("::")[-1].split()[0] for line in lines if "::" in line}
+    return passed, result.stdout.str()
+
+
+def test_each_test_runs_in_one_tier_and_long_properties_in_both(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(TESTS)
+    quick, output = run(pytester, "--tier", "quick")
+    assert quick == QUICK | BOTH
+    assert f"drawn {tiers.QUICK_EXAMPLES}\n" in output
+    assert f"machine {tiers.QUICK_EXAMPLES}\n" in output
+    rest, _ = run(pytester, "--tier", "rest")
+    assert rest == {"test_product"} | BOTH
+    every, output = run(pytester)
+    assert len(every) == len(QUICK | BOTH) + 3
+    assert "drawn 123\n" in output
+
+
+def test_files_of_gpu_tests_are_not_read(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_gpu_broken="import no_such_package", test_x="def test_plain(): pass")
+    assert run(pytester, "--tier", "quick")[0] == {"test_plain"}
+
+
+def test_a_server_that_crashes_by_itself_is_counted(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(
+        """
+        from types import SimpleNamespace
+        from fixtures import crashes
+        runs = 0
+
+        def test_twice(tmp_path):
+            global runs
+            runs += 1
+            log = tmp_path / f"log{runs}"
+            log.write_text("ok" if runs == 3 else "Signal (11) received.")
+            crashes._started.append(SimpleNamespace(log=log))
+            assert runs == 3
+
+        def test_after_it(): pass
+        """
+    )
+    monkeypatch.setattr(crashes, "_started", [])
+    result = pytester.runpytest_inprocess("-p", "fixtures.crashes")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*tritonserver crashed by itself: 2 repeats*",
+            "*::test_twice: 2, after Signal (11) received; Signal (11) received",
+        ]
+    )
+
+
+def test_durations_are_of_each_file_and_each_long_test(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = pytester.path / "durations.json"
+    file.write_text(json.dumps({"rest": {"total": [1, 2.0, 3.0]}}))
+    monkeypatch.setattr(durations, "FILE", file)
+    monkeypatch.setattr(durations, "SINGLE_S", 0.1)
+    pytester.makepyfile(
+        """
+        import subprocess, sys, time
+        def test_short(): pass
+        def test_busy():
+            code = "import time\\nwhile time.process_time() < 0.3: pass"
+            subprocess.run([sys.executable, "-c", code], check=True)
+        """
+    )
+    plugins = ("-p", "fixtures.tiers", "-p", "fixtures.durations")
+    pytester.runpytest_inprocess(*plugins, "--record-durations", "--tier", "quick")
+    tiers = json.loads(file.read_text())
+    assert tiers["rest"] == {"total": [1, 2.0, 3.0]}
+    name = "test_durations_are_of_each_file_and_each_long_test.py"
+    assert set(tiers["quick"]) == {"total", name, f"{name}::test_busy"}
+    number, clock_s, processors_s = tiers["quick"][name]
+    assert number == 2
+    assert min(clock_s, processors_s) >= 0.2  # the kernel counts in hundredths
