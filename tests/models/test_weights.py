@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from models.checkpoints import (
     Driver,
     Generation,
@@ -40,7 +41,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) 
     path = directory / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -134,20 +135,34 @@ def test_saved_rotary_buffers_are_harmless(checkpoint: Path) -> None:
     make_runner(checkpoint)
 
 
-def test_tied_head_must_equal_the_embedding(checkpoint: Path) -> None:
+@pytest.mark.parametrize("kept", ["both", "one twice", "embedding", "head"])
+def test_tied_embeddings_as_transformers_has_them(
+    kept: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One matrix under either name or both; two that differ are not tied."""
     edit_config(checkpoint, tie_word_embeddings=True)
-    refused(checkpoint, "lm_head.weight", "model.embed_tokens.weight")
-    rewrite(
-        checkpoint,
-        lambda tensors: tensors.update(
-            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-        ),
-    )
-    make_runner(checkpoint)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        if kept == "one twice":
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        if kept in ("embedding", "head"):
+            tensors.pop("lm_head.weight" if kept == "embedding" else "model.embed_tokens.weight")
+
+    rewrite(checkpoint, change)
+    check_tensors(checkpoint)
+    driver = Driver(make_runner(checkpoint), keep_logits=True)
+    generation = Generation(random_prompts([30])[0], 1)
+    driver.finish([generation])
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([generation.prompt])).logits[0, -1]
+    assert (generation.logits[0] - expected).abs().max() <= 1e-4
+    assert ("each is used as it is" in caplog.text) == (kept == "both")
+
+
+def test_a_head_that_is_not_tied_is_needed(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: tensors.pop("lm_head.weight"))
-    make_runner(checkpoint)
-    edit_config(checkpoint, tie_word_embeddings=False)
-    refused(checkpoint, "lm_head.weight", "missing")
+    refused_unread(checkpoint, "lm_head.weight", "missing")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

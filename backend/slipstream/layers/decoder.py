@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.dims import Dims
-from slipstream.layers.embedding import Embedding, Head
+from slipstream.layers.embedding import embedding_and_head
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
@@ -50,13 +50,9 @@ class Decoder:
         embedding_scale: float = 1.0,
         norms_plus_one: bool = False,
     ) -> None:
-        size = dims.hidden_size
-        self.embedding = Embedding(
-            w.at("model.embed_tokens"), dims.vocab_size, size, embedding_scale
-        )
+        self.embedding, self.head = embedding_and_head(w, dims, ties_embeddings, embedding_scale)
         self.blocks = blocks
-        self.norm = Norm(w.at("model.norm"), size, dims.eps, norms_plus_one)
-        self.head = Head(w.at("lm_head"), self.embedding, ties_embeddings)
+        self.norm = Norm(w.at("model.norm"), dims.hidden_size, dims.eps, norms_plus_one)
 
     def __call__(
         self,

@@ -1,14 +1,18 @@
 """Token embedding, and the same matrix (or its own) as the head that gives logits."""
 
+import logging
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.errors import CheckpointError
 from slipstream.kernels.linear import norm_linear
+from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm
 from slipstream.layers.sliced import in_slices
 from slipstream.layers.source import WeightSource
+
+_log = logging.getLogger(__name__)
 
 
 class Embedding:
@@ -27,22 +31,11 @@ class Embedding:
 
 
 class Head:
-    """Logits of every token id."""
+    """Logits of every token id: `weight [vocab, hidden]`."""
 
-    def __init__(self, w: WeightSource, embedding: Embedding, is_tied: bool) -> None:
-        vocab_size, hidden_size = embedding.weight.shape
-        self._is_sliced = w.deterministic
-        self.weight = embedding.weight
-        if not is_tied or w.has("weight"):
-            self.weight = w.tensor("weight", vocab_size, hidden_size)
-        has_numbers = not self.weight.is_meta  # it has none where only shapes are checked
-        if is_tied and has_numbers and not torch.equal(self.weight, embedding.weight):
-            raise CheckpointError(
-                "config.json: tie_word_embeddings = True, but lm_head.weight differs from "
-                "model.embed_tokens.weight"
-            )
-        if is_tied:
-            self.weight = embedding.weight
+    def __init__(self, weight: Tensor, is_sliced: bool) -> None:
+        self.weight = weight
+        self._is_sliced = is_sliced
 
     def of_norm(self, norm: Norm, x: Tensor) -> Tensor:
         """Of `norm(x)`, `[n, hidden] -> [n, vocab]`."""
@@ -52,3 +45,29 @@ class Head:
             return norm_linear(rows, norm.weight, self.weight, *settings)
 
         return in_slices(product, x) if self._is_sliced else product(x)
+
+
+def embedding_and_head(
+    w: WeightSource, dims: Dims, is_tied: bool, scale: float = 1.0
+) -> tuple[Embedding, Head]:
+    """The embedding, `model.embed_tokens`, and the head, `lm_head`.
+
+    Tied, they are one matrix, which the checkpoint may have under either name or under both. Where
+    it has two that differ, they are not tied, whatever config.json says, as in transformers 5.
+    """
+    below, above = w.at("model.embed_tokens"), w.at("lm_head")
+    is_one = is_tied and not (below.has("weight") and above.has("weight"))
+    source = above if is_one and above.has("weight") else below
+    embedding = Embedding(source, dims.vocab_size, dims.hidden_size, scale)
+    if is_one:
+        return embedding, Head(embedding.weight, w.deterministic)
+    weight = above.tensor("weight", dims.vocab_size, dims.hidden_size)
+    # Where only shapes are checked there are no numbers to compare.
+    if is_tied and (weight.is_meta or torch.equal(weight, embedding.weight)):
+        weight = embedding.weight
+    elif is_tied:
+        _log.warning(
+            "config.json says tie_word_embeddings = true, but lm_head.weight differs from "
+            "model.embed_tokens.weight: each is used as it is"
+        )
+    return embedding, Head(weight, w.deterministic)
