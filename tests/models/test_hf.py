@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from models.checkpoints import FAMILIES, edit_config, make_model, save
+from slipstream.config import EngineConfig
+from slipstream.engine.plan import resolve
 from slipstream.errors import CheckpointError
 from slipstream.layers.dims import RopeConfig
-from slipstream.models.hf import describe, read_config
+from slipstream.models.hf import describe, ignored_keys, read_config
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -21,7 +24,7 @@ BASE = {
     "max_position_embeddings": 512,
 }
 MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
-QWEN = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "sliding_window": 32}
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -37,7 +40,10 @@ def write(directory: Path, **changes: object) -> Path:
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures = ['GPT2LMHeadModel']"),
         ({"architectures": None}, "architectures = None"),
         ({"architectures": ["LlamaForCausalLM", "X"]}, "architectures ="),
-        ({"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
+        ({"model_type": "mistral"}, "model_type = 'mistral' is not that of this architecture"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder = True"),
+        ({"is_causal": False}, "is_causal = False"),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config = "),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"sliding_window": 128}, "sliding_window = 128"),
         ({"sliding_window": 128, "use_sliding_window": True}, "sliding_window = 128"),
@@ -45,9 +51,6 @@ def write(directory: Path, **changes: object) -> Path:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method = "),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
-        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
-        ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window = 0"),
         (MISTRAL | {"layer_types": ["sliding_attention"]}, "is not a list of 2 kinds"),
         (MISTRAL | {"layer_types": ["full_attention", "chunked"]}, "has others than"),
@@ -67,14 +70,21 @@ def write(directory: Path, **changes: object) -> Path:
             GEMMA | {"rope_theta": 5.0, "rope_parameters": {"full_attention": {"rope_theta": 6.0}}},
             "contradicts rope_theta = 5.0",
         ),
-        ({"num_experts": 8}, "num_experts = 8"),
-        ({"logit_scale": 0.1}, "logit_scale = 0.1"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type = 'dynamic'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type = 'longrope'"),
-        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "rope_type"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
+            "rope_scaling.type = 'linear' contradicts rope_type = 'yarn'",
+        ),
+        (
+            {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24]}},
+            "rope_scaling.type = 'mrope' contradicts rope_type = 'default'",
+        ),
+        ({"rope_scaling": {"type": 3}}, "rope_scaling.type = 3 is not implemented"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": -2}}, "rope_scaling.factor = -2"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}}, "rope_scaling.x = 1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 1}}, "rope_scaling.beta_f"),
+        ({"rope_scaling": {"type": "default", "factor": 2.0}}, "rope_scaling.factor = 2.0"),
         ({"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta = 6.0"),
@@ -82,13 +92,17 @@ def write(directory: Path, **changes: object) -> Path:
             {"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
             "contradicts",
         ),
-        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"vocab_size": None}, "vocab_size = None"),
         ({"vocab_size": "100"}, "vocab_size = '100'"),
         ({"vocab_size": 0}, "vocab_size = 0"),
         ({"hidden_size": True}, "hidden_size = True"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5"),
         ({"num_hidden_layers": 2**63}, "num_hidden_layers = 9223372036854775808 is above 10000"),
         ({"num_attention_heads": 3}, "hidden_size = 128"),
+        (
+            {"architectures": ["MistralForCausalLM"], "num_attention_heads": 2},
+            "num_key_value_heads = 8 by default does not divide 2 attention heads",
+        ),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads = 3"),
         ({"head_dim": 33}, "head_dim = 33"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
@@ -245,6 +259,76 @@ def test_no_directory_and_empty_directory(tmp_path: Path) -> None:
         describe(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         describe(tmp_path)
+
+
+UNREAD = {
+    "auto_map": {"AutoModelForCausalLM": "evil.Model"},
+    "unk_token_id": 0,
+    "model_max_length": 4096,
+    "use_flash_attention": True,
+    "attn_logit_softcapping": 50.0,
+    "query_pre_attn_scalar": 7,
+    "hidden_activation": "gelu",
+    "num_experts": 8,
+    "not an identifier\n": 1,
+}
+
+
+def test_keys_that_transformers_does_not_read_are_named(tmp_path: Path) -> None:
+    """They change nothing, though some are read of other architectures; code is never run."""
+    (tmp_path / "evil.py").write_text("raise SystemExit('run')")
+    plain = read_config(write(tmp_path))
+    config = read_config(write(tmp_path, **UNREAD, rope_scaling={"type": "default", "x": 1}))
+    line = ignored_keys(config)
+    assert line == (
+        "config.json: ignored, as by transformers' LlamaForCausalLM: auto_map, unk_token_id, "
+        "model_max_length, use_flash_attention, attn_logit_softcapping, query_pre_attn_scalar, "
+        "hidden_activation, num_experts, 'not an identifier\\n', rope_scaling.x"
+    )
+    assert replace(config, ignored=()) == plain
+    assert ignored_keys(plain) == ""
+    many = read_config(write(tmp_path, **{f"key_{i}": i for i in range(40)}))
+    assert ignored_keys(many).endswith("key_31 and 8 more")
+
+
+def test_keys_are_named_once_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(make_model("qwen2"), tmp_path)
+    edit_config(tmp_path, mask_token_id=3)
+    resolve(EngineConfig(checkpoint=str(tmp_path), device="cpu"))
+    assert caplog.text.count("mask_token_id") == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_silent_file_is_what_transformers_takes(family: str, tmp_path: Path) -> None:
+    config_class, model_class = FAMILIES[family]
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [model_class.__name__]}))
+    ours, theirs = read_config(tmp_path), config_class()
+    dims = ours.dims
+    assert dims.vocab_size == theirs.vocab_size
+    assert dims.hidden_size == theirs.hidden_size
+    assert dims.intermediate_size == theirs.intermediate_size
+    assert dims.num_layers == theirs.num_hidden_layers
+    assert dims.num_heads == theirs.num_attention_heads
+    assert dims.num_kv_heads == theirs.num_key_value_heads
+    assert dims.head_size == getattr(theirs, "head_dim", dims.hidden_size // dims.num_heads)
+    assert dims.eps == theirs.rms_norm_eps
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.ties_embeddings == theirs.tie_word_embeddings
+    assert ours.eos_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * dims.num_layers
+    window = getattr(theirs, "sliding_window", None) or 0
+    assert ours.windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    ropes = theirs.rope_parameters
+    both = [ropes.get(kind, ropes) for kind in ("full_attention", "sliding_attention")]
+    assert [ours.rope.theta, ours.local_rope.theta] == [rope["rope_theta"] for rope in both]
+
+
+def test_the_default_end_only_where_nothing_says_otherwise(tmp_path: Path) -> None:
+    assert read_config(write(tmp_path)).eos_ids == (2,)
+    assert read_config(write(tmp_path, eos_token_id=None)).eos_ids == ()
+    assert read_config(write(tmp_path, vocab_size=2)).eos_ids == ()
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_config(write(tmp_path)).eos_ids == ()
 
 
 def test_reading_imports_no_torch(tmp_path: Path) -> None:

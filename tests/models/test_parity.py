@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from fixtures.tiers import quick_of
 from models.checkpoints import (
     LLAMA3,
     YARN,
     Driver,
     Generation,
+    edit_config,
     make_model,
     make_runner,
     random_prompts,
@@ -166,6 +168,27 @@ def test_long_context_of_the_whole_table(tmp_path: Path) -> None:
     generation = Generation(random_prompts([1020])[0], 4)  # the last input is position 1,022
     driver.finish([generation], 300)
     check_against(model, generation, 1e-4)
+
+
+def test_keys_that_change_nothing(tmp_path: Path) -> None:
+    """Logits of the file as transformers reads it, with keys of other uses and of other models."""
+    save(make_model("llama", hidden_size=64), tmp_path)
+    keys = "unk_token_id cls_token_id mask_token_id max_sequence_length model_max_length num_labels"
+    edit_config(
+        tmp_path,
+        **dict.fromkeys(keys.split(), 3),
+        classifier_dropout=0.1,
+        use_flash_attention=True,
+        logit_scale=0.5,
+        final_logit_softcapping=1.0,
+        query_pre_attn_scalar=7,
+        auto_map={"AutoModelForCausalLM": "elsewhere.Model"},
+    )
+    driver = Driver(make_runner(tmp_path), keep_logits=True)
+    generation = Generation(random_prompts([20])[0], 3)
+    driver.finish([generation])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)
+    check_against(model.eval(), generation, 1e-4)
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("gemma3", GEMMA), GRID["mistral"]])

@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         ("lm_head.weight", "missing"),
     ),
     "an unknown architecture": (config(architectures=["NobodysForCausalLM"]), ("Nobodys",)),
-    "code in the checkpoint": (config(auto_map={"AutoModel": "x.py"}), ("auto_map",)),
+    "a key that is not implemented": (config(is_causal=False), ("is_causal = False",)),
     "an unknown quantization": (
         config(quantization_config={"quant_method": "zz"}),
         ("quantization_config",),

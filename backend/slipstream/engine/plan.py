@@ -1,5 +1,6 @@
 """What an `EngineConfig` comes to on this machine: one frozen `Plan`, before weights are read."""
 
+import logging
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,8 +22,9 @@ from slipstream.engine.window import Window
 from slipstream.errors import ConfigError
 from slipstream.kernels import fp8, jit
 from slipstream.kernels.kv_format import name_of, row_size
-from slipstream.models.hf import ModelConfig, read_config, weights_dtype
+from slipstream.models.hf import ModelConfig, ignored_keys, read_config, weights_dtype
 
+_log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _MIN_THREADED_HIDDEN_SIZE = 768
 _NORMS_PLUS_ONE = {"Gemma3ForCausalLM"}  # no e4m3 kernel has such norms
@@ -143,8 +145,8 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
 
 
-def _check_cuda(model: ModelConfig, device: torch.device) -> None:
-    """What the kernels need of GPU, packages and model, said before weights are loaded."""
+def _check_gpu(device: torch.device) -> None:
+    """What the kernels need of the GPU and of packages, said before weights are loaded."""
     capability = torch.cuda.get_device_capability(device)
     if capability < jit.MIN_CAPABILITY:
         raise ConfigError(
@@ -156,6 +158,10 @@ def _check_cuda(model: ModelConfig, device: torch.device) -> None:
             "device = 'cuda', but CuPy or cuda-bindings is not installed: "
             "pip install 'slipstream[cuda13]' (or cuda12); device = 'cpu' works without"
         )
+
+
+def _check_heads(model: ModelConfig) -> None:
+    """What the kernels need of the model."""
     if model.dims.head_size not in jit.HEAD_SIZES:
         raise ConfigError(
             f"device = 'cuda' with heads of {model.dims.head_size} (config.json's head_dim): only "
@@ -183,7 +189,8 @@ def _check_fp8(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     if device.type == "cpu":
         return
     asked, d = "quantization = 'fp8' on a GPU", model.dims
-    if torch.cuda.get_device_capability(device) < fp8.MIN_CAPABILITY:
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and torch.cuda.get_device_capability(device) < fp8.MIN_CAPABILITY:
         raise ConfigError(f"{asked}: {torch.cuda.get_device_name(device)} has no e4m3 products")
     if dtype not in fp8.DTYPES:
         raise ConfigError(f"{asked} needs dtype float16 or bfloat16, not {dtype}")
@@ -262,35 +269,41 @@ def available_on_host() -> int:
 
 
 def _check_cache(plan: Plan) -> None:
-    """Refuse what can never fit, before weights are read; what is left is measured after that."""
+    """Refuse a cache that no machine can have."""
     config = plan.config
-    if config.kv_cache_host_bytes:
-        wanted, available = config.kv_cache_host_bytes, available_on_host()
-        if not config.kv_cache_reuse or config.attention_window is not None:
-            raise ConfigError(
-                f"kv_cache_host_bytes = {wanted} is for cached blocks, which there are only with "
-                "kv_cache_reuse and without an attention_window"
-            )
-        if wanted < plan.block_bytes:
-            raise ConfigError(
-                f"kv_cache_host_bytes = {wanted} is below a block's {plan.block_bytes} bytes"
-            )
-        if wanted > available:
-            raise ConfigError(
-                f"kv_cache_host_bytes = {wanted}: {wanted / 1e9:.2f} GB, but "
-                f"{available / 1e9:.2f} GB of host memory are available"
-            )
+    if config.kv_cache_tokens is not None:
+        _at_least(config, "kv_cache_tokens", config.block_size)
+    wanted = config.kv_cache_host_bytes
+    if wanted and (not config.kv_cache_reuse or config.attention_window is not None):
+        raise ConfigError(
+            f"kv_cache_host_bytes = {wanted} is for cached blocks, which there are only with "
+            "kv_cache_reuse and without an attention_window"
+        )
+    if 0 < wanted < plan.block_bytes:
+        raise ConfigError(
+            f"kv_cache_host_bytes = {wanted} is below a block's {plan.block_bytes} bytes"
+        )
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse what cannot fit on this machine; what is left is measured after weights are read."""
+    config = plan.config
+    wanted, available = config.kv_cache_host_bytes, available_on_host()
+    if wanted > available:
+        raise ConfigError(
+            f"kv_cache_host_bytes = {wanted}: {wanted / 1e9:.2f} GB, but "
+            f"{available / 1e9:.2f} GB of host memory are available"
+        )
     if config.kv_cache_tokens is None:
         return
-    tokens = _at_least(config, "kv_cache_tokens", config.block_size)
-    wanted = plan.blocks_of(tokens) * plan.block_bytes
+    wanted = plan.blocks_of(config.kv_cache_tokens) * plan.block_bytes
     is_cuda = plan.device.type == "cuda"
-    free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else available_on_host()
+    free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else available
     free = max(0, free - _weight_bytes(config, plan.model, plan.dtype))
     if wanted > free:
         raise ConfigError(
-            f"kv_cache_tokens = {tokens} takes {wanted / 1e9:.2f} GB, but {free / 1e9:.2f} GB "
-            "are free beside the weights"
+            f"kv_cache_tokens = {config.kv_cache_tokens} takes {wanted / 1e9:.2f} GB, but "
+            f"{free / 1e9:.2f} GB are free beside the weights"
         )
 
 
@@ -305,11 +318,8 @@ def _num_threads(model: ModelConfig) -> int | None:
     return int(text)
 
 
-def resolve(config: EngineConfig) -> Plan:
-    """Check the configuration against the checkpoint and the machine.
-
-    Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key, value).
-    """
+def _check_fields(config: EngineConfig) -> None:
+    """Refuse values that no checkpoint and no machine makes possible."""
     for field in (
         "max_num_seqs",
         "max_num_batched_tokens",
@@ -331,11 +341,18 @@ def resolve(config: EngineConfig) -> Plan:
     for field, choices in (("load_format", LOAD_FORMATS), ("quantization", QUANTIZATIONS)):
         if (value := getattr(config, field)) not in choices:
             raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
+
+
+def settle(config: EngineConfig, device: torch.device) -> Plan:
+    """Check the configuration against the checkpoint, for a device that need not be there.
+
+    Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key, value).
+    """
+    _check_fields(config)
     checkpoint = Path(config.checkpoint)
     model = read_config(checkpoint)
-    device = _device(config)
     if device.type == "cuda":
-        _check_cuda(model, device)
+        _check_heads(model)
     dtype = _dtype(config, model, device)
     if config.quantization == "fp8":
         _check_fp8(model, device, dtype)
@@ -357,4 +374,24 @@ def resolve(config: EngineConfig) -> Plan:
         has_tokenizer=(checkpoint / "tokenizer.json").is_file(),
     )
     _check_cache(plan)
+    return plan
+
+
+def settle_here(config: EngineConfig) -> Plan:
+    """`settle` for the device that this machine gives; raises `ConfigError` if it cannot serve."""
+    device = _device(config)
+    if device.type == "cuda":
+        _check_gpu(device)
+    return settle(config, device)
+
+
+def resolve(config: EngineConfig) -> Plan:
+    """`settle_here`, and what this machine's memory allows: what the engine starts with.
+
+    Keys of config.json that are ignored are logged.
+    """
+    plan = settle_here(config)
+    _check_memory(plan)
+    if line := ignored_keys(plan.model):
+        _log.warning(line)
     return plan

@@ -1,83 +1,60 @@
 """A refusing reader of Hugging Face `config.json`: what it cannot honour, it names and refuses.
 
-Every key is one of four: read into `ModelConfig`, demanded to be neutral, harmless to inference, or
-unknown; an unknown key may say nothing (null, false, empty) or the checkpoint is refused. No torch.
+A key can change the computation if it is read here, or if transformers' configuration class of the
+architecture reads it. Of those, a key that is not implemented must ask for nothing. Every other key
+is ignored, as transformers does, and named in `ModelConfig.ignored`. No torch.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import CheckpointError
 from slipstream.layers.dims import Dims, RopeConfig
 from slipstream.models.cache_scheme import says_fp8
+from slipstream.models.config_class import HARMLESS, ConfigClass, config_class
 from slipstream.models.files import read_json, tensor_entries
 from slipstream.models.reader import Reader, words
 from slipstream.models.registry import supported
 from slipstream.models.ropes import read_rope, read_ropes
 from slipstream.models.windows import read_windows
 
+# Read of every architecture. Windows too: transformers' cache has them where a model has none.
 _READ = words(
-    "architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings "
-    "attention_bias mlp_bias dtype torch_dtype eos_token_id rope_theta rope_scaling "
-    "rope_parameters original_max_position_embeddings partial_rotary_factor sliding_window "
-    "use_sliding_window max_window_layers layer_types quantization_config"
+    "architectures model_type _name_or_path vocab_size hidden_size intermediate_size "
+    "num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps "
+    "max_position_embeddings tie_word_embeddings dtype torch_dtype eos_token_id rope_theta "
+    "rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor "
+    "sliding_window layer_types quantization_config"
 )
-# Training, generation defaults, labels, bookkeeping: inference is the same whatever they say.
-_HARMLESS = words(
-    "model_type transformers_version use_cache initializer_range bos_token_id pad_token_id "
-    "sep_token_id pretraining_tp attention_dropout hidden_dropout resid_pdrop embd_pdrop "
-    "attn_pdrop id2label label2id problem_type task_specific_params finetuning_task return_dict "
-    "output_attentions output_hidden_states torchscript chunk_size_feed_forward tokenizer_class "
-    "prefix max_length min_length do_sample early_stopping num_beams num_beam_groups "
-    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
-    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
-    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
-    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-    "decoder_start_token_id keys_to_ignore_at_inference max_new_tokens attn_implementation "
-    "neftune_noise_alpha gradient_checkpointing tie_encoder_decoder use_bfloat16 is_llama_config "
-    "cache_implementation"
-)
-_HARMLESS_PREFIXES = ("_", "unsloth", "transformers.js")
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Where the configuration of an architecture differs from Llama's."""
+    """Where the configuration of an architecture differs from others'."""
 
     keys: frozenset[str] = frozenset()  # read beside those of all families
-    # What transformers takes where the file is silent; else as much as Llama's.
-    defaults: Mapping[str, object] = field(default_factory=dict)
     activation: str = "hidden_act"  # the key,
     activations: tuple[str, ...] = ("silu", "swish")  # and what it may say
     has_windows: bool = True
     has_local_rope: bool = False
 
 
-_QWEN = _Family(defaults={"use_sliding_window": False, "max_window_layers": 28})
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(has_windows=False),
-    "Qwen2ForCausalLM": _QWEN,
-    "Qwen3ForCausalLM": _QWEN,
-    "MistralForCausalLM": _Family(defaults={"sliding_window": 4096, "num_key_value_heads": 8}),
+    "LlamaForCausalLM": _Family(
+        words("attention_bias mlp_bias use_sliding_window max_window_layers"), has_windows=False
+    ),
+    "Qwen2ForCausalLM": _Family(words("use_sliding_window max_window_layers")),
+    "Qwen3ForCausalLM": _Family(words("attention_bias use_sliding_window max_window_layers")),
+    "MistralForCausalLM": _Family(),
     "Gemma3ForCausalLM": _Family(
-        words("query_pre_attn_scalar rope_local_base_freq sliding_window_pattern"),
-        {
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "num_key_value_heads": 4,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-            "tie_word_embeddings": True,
-        },
+        words("attention_bias query_pre_attn_scalar rope_local_base_freq sliding_window_pattern"),
         "hidden_activation",
         ("gelu_pytorch_tanh",),
         has_local_rope=True,
     ),
 }
 _MOST_LAYERS = 10_000  # what is read of each layer stays small
+_MOST_NAMES = 32  # of ignored keys in a line
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -98,6 +75,7 @@ class ModelConfig:
     dtype: str | None  # the checkpoint's own, if config.json says
     eos_ids: tuple[int, ...]
     fp8_cache: bool  # whether the checkpoint says that its cache is to be e4m3
+    ignored: tuple[str, ...]  # keys of config.json that change nothing, here or in transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +88,7 @@ class CheckpointInfo:
     dtype: str  # float32 | float16 | bfloat16
     eos_ids: tuple[int, ...]
     has_tokenizer: bool
+    ignored: str  # a line that names the keys of config.json that change nothing; empty: none
 
 
 def _architecture(config: Reader) -> str:
@@ -121,16 +100,28 @@ def _architecture(config: Reader) -> str:
     return str(names[0])
 
 
-def _refuse_unknown(config: Reader, family: _Family) -> None:
-    known = _READ | _HARMLESS | family.keys | {family.activation}
+def _keep_read(config: Reader, family: _Family, cls: ConfigClass) -> None:
+    """Leave in `config` the keys that are read, with their defaults.
+
+    Raises `CheckpointError` for a key that asks for what is not implemented.
+    """
+    known = _READ | family.keys | {family.activation}
     for key, value in config.data.items():
-        if key in known or key.startswith(_HARMLESS_PREFIXES):
+        if key in known or key in HARMLESS:
             continue
-        if value is None or value is False or value in ({}, [], ""):
-            continue
-        raise config.refusal(
-            key, "is not implemented (if it does not change the computation, delete the key)"
-        )
+        if not cls.reads(key):
+            config.ignore(key)
+        elif not cls.is_neutral(key, value):
+            raise config.refusal(key, "is not implemented")
+    config.data = {key: value for key, value in config.data.items() if key in known}
+    config.defaults = cls.defaults
+
+
+def _check_model_type(config: Reader, cls: ConfigClass) -> None:
+    """Refuse another architecture's: transformers goes by it."""
+    if config.has("model_type") and config.data["model_type"] not in cls.model_types:
+        names = " or ".join(cls.model_types)
+        raise config.refusal("model_type", f"is not that of this architecture, {names}")
 
 
 def _dims(config: Reader) -> Dims:
@@ -160,13 +151,20 @@ def _dims(config: Reader) -> Dims:
 
 
 def _eos_ids(config: Reader, directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's, else config.json's."""
+    """Ids that end a text: generation_config.json's, else config.json's.
+
+    Where there is no generation_config.json, and config.json is silent, the class's default.
+    """
     path = directory / "generation_config.json"
-    generation = Reader(read_json(path) if path.is_file() else {}, str(path))
+    has_generation = path.is_file()
+    generation = Reader(read_json(path) if has_generation else {}, str(path))
     source = generation if generation.has("eos_token_id") else config
-    value = source.data.get("eos_token_id")
+    is_default = "eos_token_id" not in source.data
+    value = None if is_default and has_generation else source.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        if is_default:  # a vocabulary without that token
+            return ()
         raise source.refusal("eos_token_id", f"is not of a vocabulary of {vocab_size}")
     return tuple(dict.fromkeys(ids))
 
@@ -175,7 +173,7 @@ def _dtype(config: Reader) -> str | None:
     key = "dtype" if config.has("dtype") else "torch_dtype"
     if not config.has(key):
         return None
-    name = str(config.data[key]).removeprefix("torch.")
+    name = str(config.get(key)).removeprefix("torch.")
     if name not in ("float32", "float16", "bfloat16"):
         raise config.refusal(key, "is not one of float32, float16, bfloat16")
     return name
@@ -188,13 +186,11 @@ def read_config(directory: Path) -> ModelConfig:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: no config.json: not a Hugging Face checkpoint")
     config = Reader(read_json(directory / "config.json"), str(directory / "config.json"))
-    if config.has("auto_map"):
-        raise config.refusal("auto_map", "asks to run the checkpoint's own code, which is refused")
     architecture = _architecture(config)
-    family = _FAMILIES[architecture]
-    _refuse_unknown(config, family)
-    config.data = {**family.defaults, **config.data}
-    if config.data.get(family.activation, "silu") not in family.activations:
+    family, cls = _FAMILIES[architecture], config_class(architecture)
+    _check_model_type(config, cls)
+    _keep_read(config, family, cls)
+    if config.get(family.activation) not in family.activations:
         raise config.refusal(family.activation, f"is not implemented; {family.activations[0]} is")
     dims = _dims(config)
     windows = read_windows(config, dims.num_layers)
@@ -225,6 +221,7 @@ def read_config(directory: Path) -> ModelConfig:
         dtype=_dtype(config),
         eos_ids=_eos_ids(config, directory, dims.vocab_size),
         fp8_cache=says_fp8(config, directory),
+        ignored=tuple(config.ignored),
     )
 
 
@@ -249,4 +246,20 @@ def describe(checkpoint: Path | str) -> CheckpointInfo:
         dtype=config.dtype or own_dtype,
         eos_ids=config.eos_ids,
         has_tokenizer=(directory / "tokenizer.json").is_file(),
+        ignored=ignored_keys(config),
+    )
+
+
+def ignored_keys(config: ModelConfig) -> str:
+    """One line that names the keys of config.json that change nothing; empty where there are none.
+
+    Of a file with more than 32 such keys the first 32, and how many more there are.
+    """
+    if not config.ignored:
+        return ""
+    names = config.ignored
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (
+        f"config.json: ignored, as by transformers' {config.architecture}: "
+        f"{', '.join(names[:_MOST_NAMES])}{more}"
     )

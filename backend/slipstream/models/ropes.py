@@ -2,6 +2,8 @@
 
 import math
 
+from slipstream_contract.errors import clip
+
 from slipstream.layers.dims import RopeConfig
 from slipstream.models.reader import Reader, words
 
@@ -15,7 +17,8 @@ _ROPE_KEYS = {
     ),
 }
 _ROPE_COMMON = words("type rope_type rope_theta partial_rotary_factor")
-
+# Read by some kind of rotary embedding, here or in transformers: they ask for it.
+_OTHER_KEYS = words("short_factor long_factor alpha mrope_section").union(*_ROPE_KEYS.values())
 
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 
@@ -27,7 +30,7 @@ def read_rope(config: Reader, max_positions: int) -> RopeConfig:
         raise config.refusal("rope_scaling", "contradicts rope_parameters")
     rope = new if new.data else old
     _check_theta(config, "rope_theta", rope)
-    return _rope(config, rope, config.positive("rope_theta", 10_000.0), max_positions)
+    return _rope(config, rope, config.positive("rope_theta"), max_positions)
 
 
 def read_ropes(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
@@ -47,8 +50,8 @@ def read_ropes(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConf
     _check_theta(config, "rope_theta", wide)
     _check_theta(config, "rope_local_base_freq", local)
     theta, local_theta = (
-        config.positive("rope_theta", 1_000_000.0),
-        config.positive("rope_local_base_freq", 10_000.0),
+        config.positive("rope_theta"),
+        config.positive("rope_local_base_freq"),
     )
     return (
         _rope(config, wide, theta, max_positions),
@@ -58,24 +61,23 @@ def read_ropes(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConf
 
 def _check_theta(config: Reader, key: str, rope: Reader) -> None:
     """Refuse two that differ."""
-    theta = rope.data.get("rope_theta")
-    if theta is not None and config.has(key) and theta != config.data[key]:
-        raise rope.refusal("rope_theta", f"contradicts {key} = {config.data[key]}")
+    theta, outer = rope.data.get("rope_theta"), config.data.get(key)
+    if theta is not None and outer is not None and theta != outer:
+        raise rope.refusal("rope_theta", f"contradicts {key} = {outer}")
 
 
 def _rope(config: Reader, rope: Reader, theta: float, max_positions: int) -> RopeConfig:
     """What `rope` says; where it is silent on theta, `theta`."""
-    kinds = {rope.data[key] for key in ("rope_type", "type") if isinstance(rope.data.get(key), str)}
-    kind = kinds.pop() if kinds else "default"
-    if kinds or kind not in _ROPE_KEYS:
-        key = "rope_type" if rope.has("rope_type") else "type"
-        raise rope.refusal(key, f"is not implemented; one of {', '.join(_ROPE_KEYS)} is")
+    kind = _kind(rope)
     for reader in (config, rope):
         if reader.positive("partial_rotary_factor", 1.0) != 1.0:
             raise reader.refusal("partial_rotary_factor", "is not implemented; only 1.0 is")
-    for key in rope.data.keys() - _ROPE_COMMON - _ROPE_KEYS[kind]:
-        if rope.data[key] is not None:
+    for key, value in rope.data.items():
+        if key in _ROPE_COMMON | _ROPE_KEYS[kind] or value is None:
+            continue
+        if key in _OTHER_KEYS or key in _KINDS_OF_LAYERS:
             raise rope.refusal(key, f"is not implemented for {kind} rotary embedding")
+        rope.ignore(key)
     theta = rope.positive("rope_theta", theta)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -101,6 +103,19 @@ def _rope(config: Reader, rope: Reader, theta: float, max_positions: int) -> Rop
         attention_factor=_yarn_attention_factor(rope, factor),
         truncate=rope.flag("truncate", default=True),
     )
+
+
+def _kind(rope: Reader) -> str:
+    """`rope_type`, or `type` as it was called before; where both are there, they must agree."""
+    key = "rope_type" if rope.has("rope_type") else "type"
+    kind = rope.data.get(key)
+    if key == "rope_type" and rope.has("type") and rope.data["type"] != kind:
+        raise rope.refusal("type", f"contradicts rope_type = {clip(kind)}")
+    if kind is None:
+        return "default"
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        raise rope.refusal(key, f"is not implemented; one of {', '.join(_ROPE_KEYS)} is")
+    return kind
 
 
 def _yarn_attention_factor(rope: Reader, factor: float) -> float:

@@ -68,7 +68,7 @@ class _Checkpoint:
         if entry.shape != tuple(shape):
             raise CheckpointError(
                 f"{entry.file}: tensor {name} is {list(entry.shape)}, not {list(shape)} "
-                "as config.json has it"
+                "as config.json (transformers' defaults where it is silent) has it"
             )
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")

@@ -14,7 +14,7 @@ def read_windows(config: Reader, num_layers: int) -> tuple[int, ...]:
     window = 0
     if config.has("sliding_window") and config.flag("use_sliding_window", default=True):
         window = config.whole("sliding_window")
-    kinds = config.data.get("layer_types")
+    kinds = config.get("layer_types")
     if kinds is None:
         return tuple(window if _slides(config, i) else 0 for i in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -29,7 +29,9 @@ def read_windows(config: Reader, num_layers: int) -> tuple[int, ...]:
 def _slides(config: Reader, layer: int) -> bool:
     if config.has("sliding_window_pattern"):
         return (layer + 1) % config.whole("sliding_window_pattern") > 0
-    first = config.data.get("max_window_layers", 0)
+    first = config.get("max_window_layers")
+    if first is None:
+        return True
     if type(first) is not int or first < 0:
         raise config.refusal("max_window_layers", "is not a whole number >= 0")
     return layer >= first
