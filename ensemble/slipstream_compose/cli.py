@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from slipstream.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, help_of
-from slipstream.models.check import check_tensors
 from slipstream_contract.errors import clip
 from slipstream_contract.processes import num_cores
 from slipstream_contract.vocab import TokenBytes
@@ -128,8 +127,8 @@ def _flag(name: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Compose or check.
 
-    Raises ComposeError, CheckpointError or UnsupportedTokenizerError: what cannot be served is
-    refused here already.
+    Raises ComposeError, ConfigError, CheckpointError or UnsupportedTokenizerError: what cannot be
+    served is refused here already.
     """
     if needs_conversion(args.checkpoint):
         if args.check:
@@ -142,7 +141,6 @@ def run(args: argparse.Namespace) -> int:
     instances = dict(args.instances)
     cores = num_cores()
     repository = compose(args.checkpoint, args.output, options, args.wiring, instances, cores)
-    check_tensors(args.checkpoint)
     if repository.info.has_tokenizer:
         load_tokenizer(args.checkpoint)
         TokenBytes.load(args.checkpoint)

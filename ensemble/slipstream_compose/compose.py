@@ -8,13 +8,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from slipstream.config import BLOCK_SIZES, EngineConfig
-from slipstream.models.hf import CheckpointInfo, describe
+from slipstream.config import EngineConfig
+from slipstream.models.hf import CheckpointInfo
+from slipstream.preflight import preflight
 from slipstream_contract.errors import clip
 from slipstream_contract.processes import MAX_INSTANCES
 from slipstream_contract.tensors import MODELS, Model
@@ -22,17 +22,6 @@ from slipstream_contract.tensors import MODELS, Model
 from slipstream_compose.pbtxt import MARK, model_config
 
 ENGINE_MODEL = "tensorrt_llm"
-_COUNTS = (
-    "kv_cache_tokens",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "attention_window",
-    "max_waiting",
-    "max_waiting_tokens",
-    "long_prompt_tokens",
-    "stuck_after_s",
-)
 WIRINGS = ("composed", "fused")
 _CONFIG, _SETTINGS = "config.pbtxt", "model.json"
 
@@ -92,18 +81,18 @@ def compose(
         instances: model -> its processes, where they are not the default's number.
         cores: of the machine that is to serve it, for that number.
 
-    Raises ComposeError, or CheckpointError for an unsupported checkpoint.
+    Raises ComposeError; ConfigError or CheckpointError for what the engine would refuse.
     """
-    info = describe(checkpoint)
     given = {name: value for name, value in options.items() if value is not None}
-    _check(given, info)
+    checked = preflight(EngineConfig(checkpoint=str(checkpoint), **given))
+    info = checked.info
     is_fused = wiring == "fused"
     _check_instances(instances or {}, info, is_fused)
     instances = {**_instances(cores), **(instances or {})}
     given.setdefault("model", _name(checkpoint))
     engine = EngineConfig(checkpoint=_reference(checkpoint, output), **given)
     files: dict[Path, str] = {}
-    notes = []
+    notes = checked.notes
     for model in MODELS.values():
         if not info.has_tokenizer and model.name not in _WITHOUT_TOKENIZER:
             notes.append(f"no {model.name}: the checkpoint has no tokenizer")
@@ -115,42 +104,6 @@ def compose(
         files[folder / _CONFIG] = model_config(model, parameters, is_fused)
         files[folder / "1" / _SETTINGS] = _json(_settings(model, engine, is_fused))
     return Repository(output, info, files, notes)
-
-
-def _check(options: Mapping[str, Any], info: CheckpointInfo) -> None:
-    """What would only be refused when the engine starts, told now."""
-    for name in _COUNTS:
-        if name in options and options[name] < 1:
-            raise ComposeError(f"{_flag(name)} is {options[name]}, at least 1 is needed")
-    size = options.get("block_size", EngineConfig(checkpoint="").block_size)
-    if size not in BLOCK_SIZES:
-        raise ComposeError(f"--block-size is {size}, not one of {', '.join(map(str, BLOCK_SIZES))}")
-    length = options.get("max_model_len")
-    if length is not None and length > info.max_positions:
-        raise ComposeError(
-            f"--max-model-len is {length}, above the checkpoint's context of {info.max_positions}"
-        )
-    sinks, window = options.get("sink_tokens", 0), options.get("attention_window", 0)
-    if sinks < 0 or sinks >= max(window, 1):
-        raise ComposeError(
-            f"--sink-tokens is {sinks}, not below --attention-window, which is {window or 'unset'}"
-        )
-    if window > (length or info.max_positions):
-        raise ComposeError(
-            f"--attention-window is {window}, above the context of {length or info.max_positions}"
-        )
-    price = options.get("gpu_hour_price", 0.0)
-    if not 0 <= price < inf:
-        raise ComposeError(f"--gpu-hour-price is {price}, not a price")
-    log = options.get("request_log", "")
-    if log and not os.path.isabs(log):
-        raise ComposeError(f"--request-log is {clip(log)}, not an absolute path")
-    host_bytes = options.get("kv_cache_host_bytes", 0)
-    if host_bytes < 0:
-        raise ComposeError(f"--kv-cache-host-gb is {host_bytes / 1e9:g}, at least 0 is needed")
-    tokens = options.get("kv_cache_tokens")
-    if tokens is not None and tokens < size:
-        raise ComposeError(f"--kv-cache-tokens is {tokens}, below one block of {size} tokens")
 
 
 def _instances(cores: int) -> Mapping[str, int]:
@@ -171,10 +124,6 @@ def _check_instances(instances: Mapping[str, int], info: CheckpointInfo, is_fuse
             raise ComposeError(f"--instances names {name}, but the checkpoint has no tokenizer")
         if not 1 <= number <= MAX_INSTANCES:
             raise ComposeError(f"--instances {name} is {number}, not from 1 to {MAX_INSTANCES}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _name(checkpoint: Path) -> str:

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from models.checkpoints import edit_config, make_model
 from models.checkpoints import save as save_model
 from slipstream.config import EngineConfig
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream_compose import cli, convert
 from slipstream_compose.compose import INSTANCES_HELP, ComposeError, compose
 from slipstream_contract.tensors import MODELS
@@ -120,16 +121,22 @@ def test_options_reach_the_engine_and_only_those(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--gpu-hour-price", "-1", "--gpu-hour-price is -1.0, not a price"),
-        ("--gpu-hour-price", "nan", "--gpu-hour-price is nan, not a price"),
-        ("--attention-window", "999", "--attention-window is 999, above the context of 256"),
-        ("--sink-tokens", "4", "--sink-tokens is 4, not below --attention-window, which is unset"),
-        ("--kv-cache-host-gb", "-2", "--kv-cache-host-gb is -2, at least 0 is needed"),
-        ("--request-log", "here.json", "--request-log is 'here.json', not an absolute path"),
+        ("--gpu-hour-price", "-1", "gpu_hour_price = -1.0 is not a price"),
+        ("--gpu-hour-price", "nan", "gpu_hour_price = nan is not a price"),
+        ("--attention-window", "999", "attention_window = 999 is above max_model_len = 256"),
+        ("--sink-tokens", "4", "sink_tokens = 4 needs an attention_window"),
+        ("--kv-cache-host-gb", "-2", "kv_cache_host_bytes = -2000000000 is below 0"),
+        (
+            "--kv-cache-host-gb",
+            "0.000001",
+            "kv_cache_host_bytes = 1000 is below a block's 32768 bytes",
+        ),
+        ("--request-log", "here.json", "request_log = 'here.json' is not an absolute path"),
+        ("--stuck-after-s", "2", "stuck_after_s = 2 is below 3"),
     ],
 )
 def test_what_the_engine_would_refuse_is_refused(checkpoint, tmp_path, option, value, words):
-    with pytest.raises(ComposeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         run(checkpoint, tmp_path, option, value)
     assert str(caught.value) == words
     assert not tree(tmp_path)
@@ -317,16 +324,17 @@ def test_without_a_tokenizer_there_are_no_text_models(checkpoint, bare, tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--kv-cache-tokens 0", "--kv-cache-tokens is 0, at least 1"),
-        ("--kv-cache-tokens 8", "--kv-cache-tokens is 8, below one block of 32"),
-        ("--max-num-seqs -1", "--max-num-seqs is -1"),
-        ("--max-num-batched-tokens 0", "--max-num-batched-tokens is 0"),
-        ("--max-model-len 9999", "--max-model-len is 9999, above the checkpoint's context of 256"),
-        ("--block-size 24", "--block-size is 24, not one of 8, 16, 32"),
+        ("--kv-cache-tokens 0", "kv_cache_tokens = 0 is below 32"),
+        ("--kv-cache-tokens 8", "kv_cache_tokens = 8 is below 32"),
+        ("--max-num-seqs -1", "max_num_seqs = -1"),
+        ("--max-num-batched-tokens 0", "max_num_batched_tokens = 0"),
+        ("--max-model-len 9999", "max_model_len = 9999 is above the checkpoint's context of 256"),
+        ("--block-size 24", "block_size = 24 is not a power of two between 8 and 256"),
+        ("--kv-cache-dtype int8 --block-size 8", "'int8' needs block_size >= 16, not 8"),
     ],
 )
 def test_impossible_options_are_refused_at_once(checkpoint, tmp_path, options, message):
-    with pytest.raises(ComposeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         run(checkpoint, tmp_path, *options.split())
     assert not list(tmp_path.iterdir())
 
@@ -427,3 +435,20 @@ def test_what_could_not_be_served_is_refused_before_anything_is_written(checkpoi
     with pytest.raises(CheckpointError, match=r"gate_proj\.weight is \[64, 64\], not \[96, 64\]"):
         run(broken, tmp_path / "models")
     assert not (tmp_path / "models").exists()
+
+
+def test_what_the_model_cannot_do_is_refused_before_anything_is_written(tmp_path, capsys):
+    """By the checks of the engine's start: a family's, and on a GPU what its kernels take."""
+    gemma = save_model(make_model("gemma3", head_dim=48), tmp_path / "gemma")
+    with pytest.raises(ConfigError, match="'fp8' is not implemented for Gemma3ForCausalLM"):
+        run(gemma, tmp_path / "models", "--quantization", "fp8")
+    with pytest.raises(ConfigError, match="has windows of its own"):
+        run(gemma, tmp_path / "models", "--attention-window", "64")
+    assert not (tmp_path / "models").exists()
+    edit_config(gemma, unk_token_id=3)
+    run(gemma, tmp_path / "models")
+    out = capsys.readouterr().out
+    assert "config.json: ignored, as by transformers' Gemma3ForCausalLM: " in out
+    assert "unk_token_id" in out
+    if not torch.cuda.is_available():
+        assert "not on a GPU: device = 'cuda' with heads of 48" in out

@@ -1,0 +1,40 @@
+"""What the engine's start checks before it reads weights, for `slipstream compose`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.models.hf import CheckpointInfo, describe
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """A checkpoint and settings that the engine would take."""
+
+    info: CheckpointInfo
+    notes: list[str]  # lines for the operator
+
+
+def preflight(config: EngineConfig) -> Preflight:
+    """Check settings, configuration, and names, shapes and types of all tensors; imports torch.
+
+    Memory is left out: another machine may serve. On one without a GPU, a note says what a GPU
+    would refuse. Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key or
+    tensor, value).
+    """
+    import torch
+
+    from slipstream.engine.plan import settle, settle_here
+    from slipstream.models.check import check_tensors
+
+    plan = settle_here(config)
+    check_tensors(Path(config.checkpoint))
+    info = describe(config.checkpoint)
+    notes = [info.ignored] if info.ignored else []
+    if plan.device.type == "cpu" and config.device == "auto":
+        try:
+            settle(config, torch.device("cuda", 0))
+        except ConfigError as error:
+            notes.append(f"not on a GPU: {error}")
+    return Preflight(info, notes)
