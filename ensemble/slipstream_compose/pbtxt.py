@@ -20,6 +20,7 @@ _PRE_INPUTS = {
     "STOP_WORDS_DICT": "stop_words",
     "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
     "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
+    "ADD_SPECIAL_TOKENS": "add_special_tokens",
     "END_ID": "end_id",
     "PAD_ID": "pad_id",
     "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",

@@ -6,6 +6,7 @@ all others are refused by name: a misspelt `temprature` must not pass in silence
 """
 
 import difflib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,19 @@ TRITON_PARAMETERS = frozenset(
 )
 TRITON_PREFIXES = ("triton_", "triton-", "x-")  # x-: headers that the server was told to forward
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
+
+
+def read_parameters(request: Any) -> dict[str, object]:
+    """Parameters of a request of Triton's: strings, integers, floats and booleans, by name.
+
+    Raises ContractError for what is no text.
+    """
+    try:
+        text = request.parameters()
+        request.request_id()
+    except UnicodeDecodeError:
+        raise ContractError("a request parameter or the request id is not valid UTF-8") from None
+    return dict(json.loads(text)) if text else {}
 
 
 def is_triton_parameter(name: str) -> bool:
@@ -142,6 +156,10 @@ class Inputs:
         if name not in self._values:
             return default
         return to_flag(self._called(name), self._scalar(name))
+
+    def flag_or_none(self, name: str) -> bool | None:
+        """True or false; None where it is not given. Raises ContractError."""
+        return self.flag(name) if self.has(name) else None
 
     def text(self, name: str) -> str:
         """A text in UTF-8. Raises ContractError if it is missing or is none."""

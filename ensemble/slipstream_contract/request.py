@@ -86,6 +86,7 @@ class TextRequest(msgspec.Struct, frozen=True):
     end_id: int | None = None  # None: the tokenizer's; -1: none
     pad_id: int | None = None
     ignore_eos: bool = False
+    add_special_tokens: bool | None = None  # None: as the model is configured
     streaming: bool = False
     exclude_input_in_output: bool = False
     return_log_probs: bool = False
@@ -156,6 +157,7 @@ def text_request(
         end_id=end_id,
         pad_id=pad_id,
         ignore_eos=to_flag("ignore_eos", own.get("ignore_eos", False)),
+        add_special_tokens=read.flag_or_none("add_special_tokens"),
         streaming=read.flag("stream"),
         exclude_input_in_output=read.flag("exclude_input_in_output", exclude_input_in_output),
         **_returns(read),

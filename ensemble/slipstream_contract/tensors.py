@@ -7,7 +7,8 @@ A line of the tables below is `name DTYPE[dims]flags =neutral`:
   and are accepted; everything else is refused as "not supported yet". `=` alone: no value is.
 
 Dims leave the batch dimension out where `max_batch_size` is above 0. `STREAM_STATE` is ours,
-between `tensorrt_llm` and `postprocessing`. `random_seed`, `min_length` and
+between `tensorrt_llm` and `postprocessing`, and so is `add_special_tokens` (false: the prompt holds
+its special tokens already, as rendered chat templates do). `random_seed`, `min_length` and
 `return_kv_cache_reuse_stats` are what clients before 2025 call `seed`, `min_tokens` and
 `return_perf_metrics`; they are inputs of their own because Triton refuses undeclared ones.
 """
@@ -155,6 +156,7 @@ _TEXT_INPUTS = """
     prompt_vocab_size INT32[1]? =0
     embedding_bias_words STRING[-1]?
     embedding_bias_weights FP32[-1]?
+    add_special_tokens BOOL[1]?
     lora_task_id UINT64[1]? =0
     lora_weights FP16[-1,-1]?~ =
     lora_config INT32[-1,3]?~ =
@@ -214,6 +216,7 @@ _PREPROCESSING_INPUTS = """
     STOP_WORDS_DICT STRING[-1]?
     EMBEDDING_BIAS_WORDS STRING[-1]?
     EMBEDDING_BIAS_WEIGHTS FP32[-1]?
+    ADD_SPECIAL_TOKENS BOOL[1]?
     END_ID INT32[1]?
     PAD_ID INT32[1]?
     PROMPT_TABLE_EXTRA_ID UINT64[1]? =0
@@ -334,6 +337,7 @@ _VLLM_INPUTS = """
     image STRING[-1]? =
     stream BOOL[1]?
     sampling_parameters STRING[1]?
+    add_special_tokens BOOL[1]?
     exclude_input_in_output BOOL[1]?
     return_finish_reason BOOL[1]?
     return_cumulative_logprob BOOL[1]?

@@ -75,6 +75,7 @@ _SERVED = frozenset(
         "bad_words",
         "logit_bias",
         "logprobs",
+        "add_special_tokens",
     }
 )
 
@@ -84,6 +85,7 @@ class VllmRequest(msgspec.Struct, frozen=True):
 
     text: str
     base: SamplingParams  # all but end ids and bad words; stop words are in it, as bytes
+    add_special_tokens: bool | None = None  # None: as the model is configured
     bad_words: tuple[str, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -135,6 +137,7 @@ def vllm_request(
         base=msgspec.structs.replace(
             base, log_probs=base.log_probs or returns_log_probs or returns_sum
         ),
+        add_special_tokens=_add_special_tokens(read, values),
         bad_words=values.words("bad_words", limits.MAX_LIST_BYTES),
         ignore_eos=values.flag("ignore_eos"),
         skip_special_tokens=values.flag("skip_special_tokens", True),
@@ -165,6 +168,9 @@ class _Values:
 
     def flag(self, name: str, default: bool = False) -> bool:
         return to_flag(name, self._values.get(name, default))
+
+    def has(self, name: str) -> bool:
+        return name in self._values
 
     def words(self, name: str, most_bytes: int) -> tuple[str, ...]:
         """One text or a list of texts, of so many bytes together; none of them is empty."""
@@ -228,6 +234,16 @@ def _parameters(read: Inputs, parameters: Mapping[str, object]) -> _Values:
         elif name not in _SERVED:
             raise refuse_parameter(name, _SERVED | _LATER.keys() | openai_names.NAMES)
     return _Values(given)
+
+
+def _add_special_tokens(read: Inputs, values: _Values) -> bool | None:
+    """The input, or the parameter of the same name; None where neither is given."""
+    name = "add_special_tokens"
+    if not values.has(name):
+        return read.flag_or_none(name)
+    if read.has(name):
+        raise ContractError(f"{name} is given as an input and as a parameter; one is enough")
+    return values.flag(name)
 
 
 def _object(text: str) -> dict[str, object]:

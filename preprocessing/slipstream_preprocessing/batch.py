@@ -8,13 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 from slipstream_contract import limits
 from slipstream_contract.errors import ContractError, clip
-from slipstream_contract.inputs import decode, refuse_later
+from slipstream_contract.inputs import decode, refuse_later, to_flag
 from slipstream_contract.tensors import MODELS
 from slipstream_contract.words import pack_word_list
 
 from slipstream_preprocessing.encode import Encoder
 
 Array = NDArray[Any]
+_NONE: Mapping[str, object] = {}
 
 # Inputs of later work that the ensemble has too are refused by the name that its clients know.
 _KNOWN_AS = {
@@ -28,14 +29,18 @@ _LATER = {
 }
 
 
-def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Array]:
+def encode_batch(
+    encoder: Encoder, inputs: Mapping[str, Array], parameters: Mapping[str, object] = _NONE
+) -> dict[str, Array]:
     """Outputs of model `preprocessing` for the given inputs, all with a leading batch dimension B.
 
     Args:
         encoder: the checkpoint's.
         inputs: QUERY bytes[B, 1] and REQUEST_OUTPUT_LEN int32[B, 1]; optionally END_ID and PAD_ID
             int32[B, 1], BAD_WORDS_DICT, STOP_WORDS_DICT and EMBEDDING_BIAS_WORDS bytes[B, n],
-            EMBEDDING_BIAS_WEIGHTS float32[B, n].
+            EMBEDDING_BIAS_WEIGHTS float32[B, n], ADD_SPECIAL_TOKENS bool[B, 1].
+        parameters: the request's. `add_special_tokens` may stand for the input; the others are for
+            the next step.
 
     Returns:
         INPUT_ID int32[B, length] padded with the pad id, REQUEST_INPUT_LEN, REQUEST_OUTPUT_LEN,
@@ -49,7 +54,8 @@ def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Arr
             refuse_later(tensor, inputs[name], tensor.name)
     queries = _column(inputs, "QUERY", "text_input", None)
     size = len(queries)
-    prompts = [_encode(encoder, query) for query in queries]
+    adds = _add_special_tokens(inputs, parameters, size)
+    prompts = [_encode(encoder, query, add) for query, add in zip(queries, adds, strict=True)]
     end_id = encoder.end_ids[0] if encoder.end_ids else -1
     end_ids = _column(inputs, "END_ID", "end_id", size, end_id)
     pad_ids = _column(inputs, "PAD_ID", "pad_id", size, encoder.pad_id)
@@ -70,17 +76,29 @@ def encode_batch(encoder: Encoder, inputs: Mapping[str, Array]) -> dict[str, Arr
         outputs["STOP_WORDS_IDS"] = _pack(stop)
     if any(bad):
         outputs["BAD_WORDS_IDS"] = _pack(bad)
-    bias = _bias(encoder, inputs, size)
+    bias = _bias(encoder, inputs, adds)
     if bias is not None:
         outputs["EMBEDDING_BIAS"] = bias
     return outputs
 
 
-def _encode(encoder: Encoder, query: object) -> list[int]:
+def _add_special_tokens(
+    inputs: Mapping[str, Array], parameters: Mapping[str, object], size: int
+) -> list[bool | None]:
+    """One a row; None: as the model is configured."""
+    tensor, name = "ADD_SPECIAL_TOKENS", "add_special_tokens"
+    if name not in parameters:
+        return _column(inputs, tensor, name, size) if tensor in inputs else [None] * size
+    if tensor in inputs:
+        raise ContractError(f"{name} is given as an input and as a parameter; one is enough")
+    return [to_flag(name, parameters[name])] * size
+
+
+def _encode(encoder: Encoder, query: object, add: bool | None) -> list[int]:
     """A prompt's ids; one that is far too long is refused by its length alone."""
     if isinstance(query, bytes):
         encoder.check_size(len(query))
-    return encoder.encode(decode("text_input", query))
+    return encoder.encode(decode("text_input", query), add)
 
 
 def _pack(batch: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
@@ -93,14 +111,17 @@ def _pack(batch: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
     return packed
 
 
-def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[np.float32] | None:
+def _bias(
+    encoder: Encoder, inputs: Mapping[str, Array], adds: Sequence[bool | None]
+) -> NDArray[np.float32] | None:
     """Every token of a word is given the word's weight; weights of several words add up."""
+    size = len(adds)
     words = _words(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words", size)
     weights = _rows(inputs, "EMBEDDING_BIAS_WEIGHTS", "embedding_bias_weights", size)
     if not any(any(row) for row in (*words, *weights)):
         return None
     bias = np.zeros((size, encoder.vocab.size), np.float32)
-    for row, row_words, row_weights in zip(bias, words, weights, strict=True):
+    for row, row_words, row_weights, add in zip(bias, words, weights, adds, strict=True):
         if not any(row_words) and not any(row_weights):
             continue  # clients that do not use the field send one empty word and one zero
         if len(row_words) != len(row_weights):
@@ -111,7 +132,8 @@ def _bias(encoder: Encoder, inputs: Mapping[str, Array], size: int) -> NDArray[n
         for i, weight in enumerate(row_weights):
             field = f"embedding_bias_weights[{i}]"
             limits.check_number(field, weight, -limits.MAX_BIAS, limits.MAX_BIAS)
-        for ids, weight in zip(encoder.bias_words(row_words), row_weights, strict=True):
+        encoded = encoder.bias_words(row_words, add_special_tokens=add)
+        for ids, weight in zip(encoded, row_weights, strict=True):
             row[ids] += weight
     return bias if bias.any() else None
 

@@ -53,7 +53,8 @@ class Encoder:
         Args:
             directory: holds `tokenizer.json`; `tokenizer_config.json`, `generation_config.json`,
                 `config.json` and `chat_template.jinja` are read where they exist.
-            add_special_tokens: whether prompts get the tokens that the tokenizer puts around them.
+            add_special_tokens: whether prompts get the tokens that the tokenizer puts around them,
+                where a request does not say.
             max_model_len: tokens of the model's context, if known: longer texts are refused early.
 
         Raises FileNotFoundError, UnsupportedTokenizerError, ContractError (a broken chat template).
@@ -61,16 +62,22 @@ class Encoder:
         return cls(directory, load_tokenizer(directory), add_special_tokens, max_model_len)
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Token ids of a prompt. Raises ContractError if it is empty or cannot fit."""
+        """Token ids of a prompt. Raises ContractError if it is empty or cannot fit.
+
+        `add_special_tokens` False: the text holds its special tokens already; None: as `load` says.
+        """
         if not text:
             raise ContractError("text_input is empty")
         self.check_size(len(text.encode()))
         self._check_beginning(text)
-        add = self._add_special_tokens if add_special_tokens is None else add_special_tokens
+        add = self._adds(add_special_tokens)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add).ids
         if not ids:
             raise ContractError("text_input holds no token of this model")
         return ids
+
+    def _adds(self, wanted: bool | None) -> bool:
+        return self._add_special_tokens if wanted is None else wanted
 
     def check_size(self, num_bytes: int) -> None:
         """Raise ContractError if no text of so many bytes fits, before anything is made of it."""
@@ -112,14 +119,17 @@ class Encoder:
         return encode_words(self.tokenizer, decode_words(words, field))
 
     def bias_words(
-        self, words: Iterable[bytes | str], field: str = "embedding_bias_words"
+        self,
+        words: Iterable[bytes | str],
+        field: str = "embedding_bias_words",
+        add_special_tokens: bool | None = None,
     ) -> list[list[int]]:
-        """Ids of each word with special tokens around it, as old clients have it.
+        """Ids of each word, with the special tokens that a prompt gets, as old clients have it.
 
         An empty word has an empty entry, so that the list still matches its weights.
         """
         texts = decode_words(words, field, keep_empty=True)
-        encoded = encode_words(self.tokenizer, texts, self._add_special_tokens)
+        encoded = encode_words(self.tokenizer, texts, self._adds(add_special_tokens))
         return [ids if text else [] for text, ids in zip(texts, encoded, strict=True)]
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import triton_python_backend_utils as pb
 from slipstream_contract.admission import Gate, LoadFile, Passed, passed_path_of, path_of
 from slipstream_contract.errors import Code, ContractError, label_of
+from slipstream_contract.inputs import read_parameters
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.probes import PROBE
 from slipstream_contract.runtime import hide_shared_memory, open_runtime
@@ -74,7 +75,7 @@ class TritonPythonModel:
             if is_step:
                 self._gate.check()
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            outputs = encode_batch(self._encoder, inputs)
+            outputs = encode_batch(self._encoder, inputs, read_parameters(request))
             if is_step:
                 self._gate.enter(int(outputs["REQUEST_INPUT_LEN"].max()))
             return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])

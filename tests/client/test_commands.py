@@ -78,7 +78,7 @@ def test_plain_prompt_ends_where_the_assistant_speaks():
     )
 
 
-def test_template_is_rendered_without_the_token_that_the_server_adds(tmp_path: Path):
+def test_a_template_writes_the_whole_prompt(tmp_path: Path):
     config = {
         "bos_token": "<s>",
         "chat_template": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -86,7 +86,7 @@ def test_template_is_rendered_without_the_token_that_the_server_adds(tmp_path: P
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     render = chat.template_renderer(tmp_path)
-    assert render([{"role": "user", "content": "<s>Hi"}]) == "[user]<s>Hi[assistant]"
+    assert render([{"role": "user", "content": "<s>Hi"}]) == "<s>[user]<s>Hi[assistant]"
 
 
 def test_chat_without_a_template_says_so_and_goes_on(free_port, monkeypatch, capsys):

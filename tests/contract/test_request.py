@@ -140,6 +140,17 @@ def test_parameters_stand_for_inputs_under_either_name():
     assert ask_text({"top_k": 4, "stream": True}).streaming
 
 
+def test_whether_special_tokens_are_added_is_said_by_the_request_or_the_model():
+    assert ask_text().add_special_tokens is None
+    for value in (True, False):
+        assert ask_text(add_special_tokens=value).add_special_tokens is value
+        assert ask_text({"add_special_tokens": str(value)}).add_special_tokens is value
+    with pytest.raises(ContractError, match="add_special_tokens is 'maybe', neither true nor fal"):
+        ask_text({"add_special_tokens": "maybe"})
+    with pytest.raises(ContractError, match="unknown request parameter 'add_special_tokens'"):
+        ask_llm({"add_special_tokens": False})  # it takes token ids
+
+
 def test_the_beginning_of_a_name_is_a_better_hint_than_a_likeness():
     with pytest.raises(ContractError, match="'stop'; do you mean stop_words"):
         ask_text({"stop": "a"})

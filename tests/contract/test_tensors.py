@@ -29,6 +29,7 @@ ENSEMBLE_IN = {
     ("INT32", (-1, 3), "or"): "lora_config",
     ("STRING", (1,), "or"): "guided_decoding_guide_type guided_decoding_guide",
 }
+ENSEMBLE_OWN = {("BOOL", (1,), "o"): "add_special_tokens"}
 ENSEMBLE_OLD = {
     ("UINT64", (1,), "o"): "random_seed",
     ("INT32", (1,), "o"): "min_length",
@@ -123,6 +124,7 @@ PRE_OUT = {
     ("BOOL", (1,), ""): "IS_VIDEO_INPUT",
     ("INT64", (3,), ""): "IMAGE_GRID_THW",
 }
+PRE_OWN = {("BOOL", (1,), "o"): "ADD_SPECIAL_TOKENS"}
 POST_IN = {
     ("INT32", (-1, -1), "or"): "TOKENS_BATCH",
     ("INT32", (-1,), "o"): "SEQUENCE_LENGTH",
@@ -183,9 +185,13 @@ def declared(tensors: tuple[Tensor, ...]) -> dict[str, tuple[str, tuple[int, ...
     return kinds
 
 
+def ensemble() -> dict[str, tuple[str, tuple[int, ...], str]]:
+    return table(ENSEMBLE_IN) | table(ENSEMBLE_OLD) | table(ENSEMBLE_OWN)
+
+
 def bls() -> dict[str, tuple[str, tuple[int, ...], str]]:
     kinds = {}
-    for name, (dtype, dims, flags) in table(ENSEMBLE_IN).items() | table(ENSEMBLE_OLD).items():
+    for name, (dtype, dims, flags) in ensemble().items():
         kinds[name] = (dtype, dims, flags + "s" * (name in BLS_SCALARS))
     return kinds | BLS_MORE
 
@@ -193,12 +199,12 @@ def bls() -> dict[str, tuple[str, tuple[int, ...], str]]:
 @pytest.mark.parametrize(
     ("model", "inputs", "outputs"),
     [
-        ("ensemble", table(ENSEMBLE_IN) | table(ENSEMBLE_OLD), table(ENSEMBLE_OUT)),
+        ("ensemble", ensemble(), table(ENSEMBLE_OUT)),
         ("tensorrt_llm", table(LLM_IN) | table(LLM_OLD), table(LLM_OUT)),
-        ("preprocessing", table(PRE_IN), table(PRE_OUT)),
+        ("preprocessing", table(PRE_IN) | table(PRE_OWN), table(PRE_OUT)),
         ("postprocessing", table(POST_IN), {"OUTPUT": ("STRING", (-1,), "")}),
         ("tensorrt_llm_bls", bls(), table(ENSEMBLE_OUT)),
-        ("vllm_model", table(VLLM_IN), table(VLLM_OUT)),
+        ("vllm_model", table(VLLM_IN) | table(ENSEMBLE_OWN), table(VLLM_OUT)),
     ],
 )
 def test_every_tensor_is_what_the_contract_says(model, inputs, outputs):

@@ -81,6 +81,18 @@ def test_request_parameters_are_cast():
     assert ask(parameters={"use_beam_search": "false", "best_of": "1"}) == ask()
 
 
+def test_whether_special_tokens_are_added_is_said_by_an_input_or_a_parameter():
+    name = "add_special_tokens"
+    assert ask().add_special_tokens is None
+    for value in (True, False):
+        assert ask(add_special_tokens=value).add_special_tokens is value
+        assert ask({"temperature": 0}, add_special_tokens=value).add_special_tokens is value
+        assert ask({name: value}).add_special_tokens is value
+        assert ask(parameters={name: str(value)}).add_special_tokens is value
+    with pytest.raises(ContractError, match="given as an input and as a parameter"):
+        ask({name: False}, add_special_tokens=False)
+
+
 def test_echo_and_streams():
     assert not ask().exclude_input_in_output
     assert ask(exclude_input_in_output=True).exclude_input_in_output

@@ -37,6 +37,7 @@ TO_PREPROCESSING = {
     "stop_words": "STOP_WORDS_DICT",
     "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
     "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
+    "add_special_tokens": "ADD_SPECIAL_TOKENS",
     "end_id": "END_ID",
     "pad_id": "PAD_ID",
     "decoder_text_input": "DECODER_QUERY",
@@ -100,18 +101,19 @@ class Server:
             inputs = {name: array[row] for name, array in given.items()}
             request = text_request(inputs, parameters)
             bad = self.encoder.bad_words(request.bad_words)
-            biased = self.encoder.bias_words(request.bias_words)
+            add = request.add_special_tokens
+            biased = self.encoder.bias_words(request.bias_words, add_special_tokens=add)
             sampling = request.sampling(self.encoder.end_ids, bad, biased)
-            submit(self.encoder.encode(request.text), sampling)
+            submit(self.encoder.encode(request.text, add), sampling)
 
     def _vllm_model(self, given: Any, parameters: Any, size: int) -> None:
         request = vllm_request(given, parameters)
         forms = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
         sampling = request.sampling(self.encoder.end_ids, self.encoder.bad_words(forms))
-        submit(self.encoder.encode(request.text), sampling)
+        submit(self.encoder.encode(request.text, request.add_special_tokens), sampling)
 
     def _preprocessing(self, given: Any, parameters: Any, size: int) -> None:
-        encode_batch(self.encoder, given)
+        encode_batch(self.encoder, given, parameters)
 
     def _postprocessing(self, given: Any, parameters: Any, size: int) -> None:
         if "STREAM_STATE" not in given:

@@ -66,6 +66,32 @@ def test_given_end_and_pad_ids_win(encoder: Encoder) -> None:
     assert outputs["INPUT_ID"][1, -1] == 5
 
 
+def test_special_tokens_are_added_as_the_request_says(encoder: Encoder) -> None:
+    adds = {"ADD_SPECIAL_TOKENS": np.array([[False], [True]])}
+    biased = {
+        "EMBEDDING_BIAS_WORDS": strings(["fox"], ["fox"]),
+        "EMBEDDING_BIAS_WEIGHTS": np.ones((2, 1), np.float32),
+    }
+    outputs = encode_batch(encoder, minimal("the fox", "the fox") | adds | biased)
+    beginning = encoder.tokenizer.token_to_id("<s>")
+    without, with_it = outputs["INPUT_ID"].tolist()
+    assert with_it == [beginning, *without[: len(with_it) - 1]] == encoder.encode("the fox")
+    assert outputs["REQUEST_INPUT_LEN"].tolist() == [[len(with_it) - 1], [len(with_it)]]
+    assert outputs["EMBEDDING_BIAS"][:, beginning].tolist() == [0, 1]
+
+
+def test_a_parameter_stands_for_the_input(encoder: Encoder) -> None:
+    name, tensor = "add_special_tokens", {"ADD_SPECIAL_TOKENS": np.array([[False]])}
+    expected = encode_batch(encoder, minimal("fox") | tensor)["INPUT_ID"].tolist()
+    for value in (False, "false", 0):
+        given = {name: value, "temperature": "for the next step"}
+        assert encode_batch(encoder, minimal("fox"), given)["INPUT_ID"].tolist() == expected
+    with pytest.raises(ContractError, match=r"add_special_tokens is 2, neither true nor false"):
+        encode_batch(encoder, minimal("fox"), {name: 2})
+    with pytest.raises(ContractError, match=r"add_special_tokens is given as an input and as a"):
+        encode_batch(encoder, minimal("fox") | tensor, {name: False})
+
+
 def test_word_lists(encoder: Encoder) -> None:
     words = {
         "STOP_WORDS_DICT": strings(["fox", "", "\n"], ["", "", ""]),

@@ -63,6 +63,9 @@ class Request:
     def inputs(self) -> list[Tensor]:
         return [Tensor(name, value) for name, value in self.tensors.items()]
 
+    def request_id(self) -> str:
+        return ""
+
     def is_cancelled(self) -> bool:
         return self._is_cancelled
 

@@ -54,10 +54,14 @@ class Composed:
         if "stop" not in question.inputs:
             self._bridge.check_room()
         size = batch_size(question.inputs)
+        is_ensemble = _STATE in question.requested and question.requested != self._outputs
+        parameters = dict(question.parameters)
+        if is_ensemble:  # preprocessing, the step before, has honoured it
+            parameters.pop("add_special_tokens", None)
         requests = [
             llm_request(
                 row(question.inputs, index),
-                question.parameters,
+                parameters,
                 self._vocab.tokens,
                 self._exclude_input_by_default,
                 self._vocab.end_ids,
@@ -65,7 +69,6 @@ class Composed:
             )
             for index in range(size)
         ]
-        is_ensemble = _STATE in question.requested and question.requested != self._outputs
         if any(request.stop for request in requests):
             if is_ensemble:
                 raise ContractError(

@@ -13,6 +13,7 @@ import msgspec
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import ContractError
 from slipstream_contract.inflight import InFlight
+from slipstream_contract.inputs import read_parameters
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.probes import Probe, split_probe
@@ -41,7 +42,6 @@ from slipstream.bridge.triton import (
     TritonReply,
     make_tensors,
     read_inputs,
-    read_parameters,
     triton_error,
 )
 from slipstream.bridge.vllm import Vllm

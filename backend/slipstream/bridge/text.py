@@ -74,15 +74,15 @@ class Text:
         sampling = request.sampling(
             encoder.end_ids,
             encoder.bad_words(request.bad_words),
-            encoder.bias_words(request.bias_words),
+            encoder.bias_words(request.bias_words, add_special_tokens=request.add_special_tokens),
         )
-        return encoder.encode(request.text), sampling
+        return encoder.encode(request.text, request.add_special_tokens), sampling
 
     def encode_vllm(self, request: VllmRequest) -> tuple[list[int], SamplingParams]:
         """As `encode_request`. Bad words are banned as they are and after a space."""
         bad_words = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
         sampling = request.sampling(self._encoder.end_ids, self._encoder.bad_words(bad_words))
-        return self._encoder.encode(request.text), sampling
+        return self._encoder.encode(request.text, request.add_special_tokens), sampling
 
     def begin(self, skip_special: bool | None = None) -> "Detokenizer":
         """For the tokens of one sequence; None: special tokens as the model is configured."""

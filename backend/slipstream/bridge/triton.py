@@ -1,6 +1,5 @@
 """What the bridge says to Triton: requests read, responses sent."""
 
-import json
 import logging
 from typing import Any
 
@@ -34,19 +33,6 @@ def read_inputs(request: Any) -> dict[str, np.ndarray]:
         name: array.copy() if array.nbytes <= _MAX_COPIED else array
         for name, array in arrays.items()
     }
-
-
-def read_parameters(request: Any) -> dict[str, object]:
-    """The request's parameters; their values are strings, integers, floats or booleans.
-
-    Raises ContractError for what is no text.
-    """
-    try:
-        text = request.parameters()
-        request.request_id()
-    except UnicodeDecodeError:
-        raise ContractError("a request parameter or the request id is not valid UTF-8") from None
-    return dict(json.loads(text)) if text else {}
 
 
 def make_tensors(outputs: Outputs, requested: frozenset[str] | None = None) -> list[Any]:

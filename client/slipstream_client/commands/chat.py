@@ -10,9 +10,9 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slipstream_contract.errors import ContractError
-from slipstream_contract.vocab import read_tokenizer_config, special_token
 from slipstream_preprocessing.chat import ChatTemplate
 
 from slipstream_client.client import SlipstreamClient
@@ -62,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{NO_TEMPLATE}\n", file=sys.stderr, flush=True)
     render = plain_prompt if args.template is None else template_renderer(args.template)
     stop_words = [PLAIN_STOP_WORD] if args.template is None else []
+    parameters = sampling_of(args) | stop_at(args.model, stop_words)
+    if args.template is not None:  # it writes every special token itself
+        parameters["add_special_tokens"] = False
     messages: Messages = [{"role": "system", "content": args.system}] if args.system else []
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives input() its line editing)
@@ -74,22 +77,18 @@ def run(args: argparse.Namespace) -> int:
                 return 0
             if line.strip():
                 messages.append({"role": "user", "content": line})
-                answer = _answer(client, render(messages), stop_words, args)
+                answer = _answer(client, render(messages), stop_words, parameters)
                 messages.append({"role": "assistant", "content": answer})
 
 
 def template_renderer(template: Path) -> Callable[[Messages], str]:
-    """How a conversation becomes a prompt by the template in a checkpoint's directory."""
+    """Render conversations by the template in a checkpoint's directory.
+
+    The prompt holds its special tokens: send it with `add_special_tokens` false.
+    """
     if not template.is_dir():
         raise ContractError(f"--template {template}: no such directory")
-    chat_template = ChatTemplate.load(template)
-    beginning = special_token(read_tokenizer_config(template), "bos") or ""
-
-    def render(messages: Messages) -> str:
-        # The server's tokenizer puts the beginning-of-text token before every prompt by itself.
-        return chat_template.render(messages).removeprefix(beginning)
-
-    return render
+    return ChatTemplate.load(template).render
 
 
 def plain_prompt(messages: Messages) -> str:
@@ -99,10 +98,12 @@ def plain_prompt(messages: Messages) -> str:
 
 
 def _answer(
-    client: SlipstreamClient, prompt: str, stop_words: list[str], args: argparse.Namespace
+    client: SlipstreamClient,
+    prompt: str,
+    stop_words: list[str],
+    parameters: dict[str, Any],
 ) -> str:
     """Streams one answer; after Ctrl-C as much of it as was shown."""
-    parameters = sampling_of(args) | stop_at(args.model, stop_words)
     printer = Printer(sys.stdout, *stop_words)
     with contextlib.suppress(KeyboardInterrupt):
         printer.print(client.stream(prompt, **parameters))
