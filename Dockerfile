@@ -22,8 +22,9 @@ RUN python3 -m venv /opt/slipstream/engine \
     && /opt/slipstream/engine/bin/pip install --no-cache-dir -c /opt/slipstream/constraints.txt \
         setuptools $(python3 -c 'import sys, tomllib; \
             project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-            extra = project["optional-dependencies"][sys.argv[1]]; \
-            print(*[name.replace(" ", "") for name in project["dependencies"] + extra])' ${CUDA_EXTRA})
+            extras = project["optional-dependencies"]; \
+            names = project["dependencies"] + extras["engine"] + extras[sys.argv[1]]; \
+            print(*[name.replace(" ", "") for name in names])' ${CUDA_EXTRA})
 
 COPY README.md LICENSE ./
 COPY backend backend

@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": ("slipstream_client.commands.chat", "talk to the model"),
     "bench": ("slipstream_client.commands.bench", "load on a server, and what its clients saw"),
 }
+ENGINE_PACKAGES = ("safetensors", "tokenizers", "torch", "zmq")  # the extra `engine` has these
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -56,6 +57,10 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 def _one_line(error: Exception) -> str:
     """The error's first line. One that nobody meant for a user also says its type."""
+    if isinstance(error, ModuleNotFoundError) and error.name in ENGINE_PACKAGES:
+        return (
+            f"{error.name} is not installed, the engine needs it: pip install 'slipstream[engine]'"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kind = type(error)
     is_meant = isinstance(error, OSError) or kind.__module__.startswith(

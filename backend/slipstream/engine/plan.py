@@ -156,7 +156,7 @@ def _check_gpu(device: torch.device) -> None:
     if any(find_spec(name) is None for name in ("cupy", "cuda")):
         raise ConfigError(
             "device = 'cuda', but CuPy or cuda-bindings is not installed: "
-            "pip install 'slipstream[cuda13]' (or cuda12); device = 'cpu' works without"
+            "pip install 'slipstream[engine,cuda13]' (or cuda12); device = 'cpu' works without"
         )
 
 
