@@ -1,36 +1,71 @@
 """`make install`: `.venv` with the pinned packages, and beside it the server. Safe to repeat.
 
 Runs with whatever `python3` there is, so it needs the standard library alone, and it finds a Python
-that this server's stub exists for before it downloads anything.
+that this server's stub exists for before it downloads anything. `EXTRAS` replaces the usual extras:
+with `cuda12` or `cuda13` among them that CUDA is taken, without either none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
+
+if __name__ == "__main__":  # run as a file, before this package can be imported
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from slipstream_compose import gpu_packages
+from slipstream_compose.gpu_packages import GpuPackagesError, Version
+from slipstream_compose.progress import Packages, Printer, follow, num_packages, say, size_of
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 STAMP = VENV / ".installed"
+PIP = [str(VENV / "bin" / "python"), "-m", "pip"]
 SERVER = Path(__file__).resolve().with_name("server.py")
 CANDIDATES = ("python3.12", "python3.11")  # for which everything is ready
 COMPILING = (3, 13)  # from here on numpy 1 must be compiled for the stub: the last resort
 TORCH = "torch==2.13.0"
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl"  # has a folder for each build
 DEFAULT_EXTRAS = "dev,load,nvrtc"
-GPU_EXTRA = "cuda13"  # what torch's own wheels are built for
-PIP_FLAGS = ("--disable-pip-version-check", "--progress-bar", "off", "--quiet")
+PIP_FLAGS = ("--disable-pip-version-check", "--progress-bar", "off")
 
 
-def say(text: str) -> None:
-    """One line of progress."""
-    print(f"slipstream: {text}", flush=True)
+@dataclass(frozen=True)
+class Wanted:
+    """What to install: extras without CUDA's, and the CUDA major version of torch (0: none)."""
+
+    extras: str
+    cuda: int
+    driver: Version | None = None
+
+
+def wanted(given: str | None, has_gpu: bool, driver: Version | None) -> Wanted:
+    """Return what `EXTRAS` (None: unset) and the machine come to.
+
+    `nvrtc` has the compiler of CUDA 13, which bindings for CUDA 12 would take: not with cuda12. Raises
+    GpuPackagesError for a driver that is too old, or two CUDA versions at once.
+    """
+    parts = [part.strip() for part in (DEFAULT_EXTRAS if given is None else given).split(",")]
+    majors = {f"cuda{major}": major for major in gpu_packages.MAJORS}
+    asked = [majors[part] for part in parts if part in majors]
+    if len(asked) > 1:
+        raise GpuPackagesError(f"EXTRAS={given} names two CUDA versions: keep one")
+    cuda = asked[0] if asked else 0
+    if has_gpu and given is None:
+        cuda = gpu_packages.torch_major(driver)
+    unwanted = {"", *majors} | ({"nvrtc"} if cuda == 12 else set())  # which has CUDA 13's compiler
+    extras = ["engine", *(part for part in parts if part not in unwanted)]
+    return Wanted(",".join(dict.fromkeys(extras)), cuda, driver)
 
 
 def fail(text: str) -> NoReturn:
@@ -73,11 +108,13 @@ def find_python() -> str:
     fail(f"{sys.executable} (Python {version}): {lacks.stdout.strip() or lacks.stderr.strip()}")
 
 
-def digest(extras: str) -> str:
+def digest(target: Wanted) -> str:
     """What `.venv` depends on. Begins with the checkout's path: a moved .venv does not work."""
-    files = (ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__))
-    content = b"\0".join(file.read_bytes() for file in files)
-    return f"{ROOT}\n{extras}\n{hashlib.sha256(content).hexdigest()}\n"
+    folder = Path(__file__).parent
+    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__)]
+    content = b"\0".join(file.read_bytes() for file in (*files, folder / "gpu_packages.py"))
+    cuda = f" cuda{target.cuda}" if target.cuda else ""
+    return f"{ROOT}\n{target.extras}{cuda}\n{hashlib.sha256(content).hexdigest()}\n"
 
 
 def make_venv() -> None:
@@ -101,24 +138,36 @@ def has_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
-def torch_arguments(pip: list[str]) -> list[str]:
-    """How pip gets torch: without a GPU the build that carries no CUDA, a fraction of the size.
+def torch_arguments(cuda: int, printer: Printer) -> list[str]:
+    """Return pip's arguments for torch: built for this CUDA major version, or (0) for none.
 
-    The configured indexes come first; only where they have no such build is PyTorch's own asked.
+    The build without CUDA is a fraction of the size. The configured indexes come first; only where
+    they have no such build is PyTorch's own asked.
     """
-    if has_gpu():
+    if cuda == gpu_packages.TORCH_MAJOR:
         return [TORCH]
-    cpu = f"{TORCH}+cpu"
-    for index in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
-        probe = [*pip, "install", "--dry-run", "--no-deps", *PIP_FLAGS, *index, cpu]
-        if quiet(probe).returncode == 0:
-            return [*index, cpu]
+    builds = gpu_packages.TORCH_BUILDS if cuda else ("cpu",)
+    for build in builds:
+        version = f"{TORCH}+{build}"
+        for index in ([], ["--extra-index-url", f"{TORCH_INDEX}/{build}"]):
+            probe = [*PIP, "install", "--dry-run", "--no-deps", *PIP_FLAGS, *index, version]
+            where = f"looking for {version}{f' in {index[1]}' if index else ''}"
+            code, _ = follow(
+                probe, printer, partial(str, where), environment=clean_environment(), folder=ROOT
+            )
+            if code == 0:
+                return [*index, version]
+    if cuda:
+        raise GpuPackagesError(
+            f"no index has {TORCH} for CUDA {cuda} ({', '.join(builds)}): update the NVIDIA driver "
+            "to 580 or newer, which runs CUDA 13"
+        )
     return [TORCH]
 
 
-def constraints(extras: str) -> str:
+def constraints(cuda: int) -> str:
     """The file that pip is held to. With CUDA 12 the CUDA 13 packages in it must not bind."""
-    if "cuda12" not in extras.split(","):
+    if cuda != 12:
         return "constraints.txt"
     kept = VENV / "constraints-cuda12.txt"
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
@@ -126,47 +175,105 @@ def constraints(extras: str) -> str:
     return str(kept)
 
 
-def install(extras: str) -> None:
-    """Install the pinned packages and this checkout (editable) while the server is put together."""
-    python = str(VENV / "bin" / "python")
-    pip = [python, "-m", "pip"]
-    began = time.monotonic()
-    STAMP.unlink(missing_ok=True)
-    server = subprocess.Popen([python, str(SERVER)], cwd=ROOT, env=clean_environment())
-    say("installing packages (torch is the large one) and tritonserver ...")
-    target = [".[" + extras + "]" if extras else "."]
-    held = ["install", *PIP_FLAGS, "-c", constraints(extras)]
-    steps = (
-        [*pip, *held, "setuptools", *torch_arguments(pip)],
-        [*pip, *held, "--no-build-isolation", "-e", *target],
+def cuda_extra(target: Wanted) -> list[str]:
+    """The extra with CuPy, by the torch that is installed; said in one line.
+
+    Raises GpuPackagesError where the two cannot work together.
+    """
+    if not target.cuda:
+        return []
+    torch = gpu_packages.torch_cuda(VENV)
+    extra = gpu_packages.cuda_extra(target.driver, torch)
+    say(gpu_packages.described(target.driver, torch, extra))
+    return [extra] if extra else []
+
+
+def pip_install(
+    arguments: list[str], environment: dict[str, str], temporary: Path, printer: Printer
+) -> None:
+    """Run `pip install`, telling how far it is."""
+    packages, before = Packages(), num_packages(VENV)
+    most = 0
+
+    def status() -> str:
+        nonlocal most
+        most = max(most, size_of(temporary))
+        return packages.status(most, max(0, num_packages(VENV) - before))
+
+    command = [*PIP, "install", *PIP_FLAGS, *arguments]
+    code, errors = follow(
+        command, printer, status, read=packages.read, environment=environment, folder=ROOT
+    )
+    if code != 0:
+        lines = [line for line in errors.splitlines() if line.startswith("ERROR")]
+        fail(f"pip failed: {lines[-1] if lines else errors.strip()[-300:]}")
+
+
+@contextlib.contextmanager
+def assembling_server(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Put the server together in a process of its own; it is ended if this block fails."""
+    process = subprocess.Popen(
+        [str(VENV / "bin" / "python"), str(SERVER)], cwd=ROOT, env=environment
     )
     try:
-        for step in steps:
-            done = quiet(step)
-            if done.returncode != 0:
-                lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-                fail(f"pip failed: {lines[-1] if lines else done.stderr.strip()[-300:]}")
-        if server.wait() != 0:
-            sys.exit(1)  # it has said why
+        yield process
     finally:
-        if server.poll() is None:
-            server.terminate()
-            server.wait()
-    STAMP.write_text(digest(extras))
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def install(target: Wanted) -> None:
+    """Install the pinned packages and this checkout (editable) while the server is put together."""
+    began = time.monotonic()
+    STAMP.unlink(missing_ok=True)
+    temporary = VENV / "tmp"  # where pip downloads to: beside the packages, and measured
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    environment = clean_environment() | {"TMPDIR": str(temporary)}
+    size = "several GB" if target.cuda else "about 400 MB"
+    say(f"installing packages ({size}, torch is the large one) and a tritonserver (140 MB)")
+    printer = Printer(sys.stdout)
+    held = ["-c", constraints(target.cuda)]
+    with assembling_server(environment) as server:
+        torch = gpu_packages.torch_cuda(VENV)
+        if (torch[0] if torch else 0) != target.cuda:
+            compiler = ["nvidia-cuda-nvrtc"] if target.cuda == 12 else []
+            quiet([*PIP, "uninstall", "--yes", "torch", *compiler])  # for something else
+        pip_install(
+            [*held, "setuptools", *torch_arguments(target.cuda, printer)],
+            environment,
+            temporary,
+            printer,
+        )
+        extras = ",".join([target.extras, *cuda_extra(target)])
+        own = ["--no-build-isolation", "-e", f".[{extras}]"]
+        pip_install([*held, *own], environment, temporary, printer)
+        while server.poll() is None:
+            printer.show(lambda: f"tritonserver: {size_of(temporary) / 1e6:.0f} MB fetched")
+            time.sleep(0.1)
+        printer.clear()
+        if server.returncode != 0:
+            sys.exit(1)  # it has said why
+    shutil.rmtree(temporary, ignore_errors=True)
+    STAMP.write_text(digest(target))
     say(f"installed in {time.monotonic() - began:.0f} s")
 
 
 def main() -> int:
     """Bring everything up to date; a fraction of a second where it is."""
-    default = f"{DEFAULT_EXTRAS},{GPU_EXTRA}" if has_gpu() else DEFAULT_EXTRAS
-    extras = os.environ.get("EXTRAS", default)
+    gpu = has_gpu()
     os.chdir(ROOT)
     try:
+        driver = gpu_packages.driver_cuda() if gpu else None
+        target = wanted(os.environ.get("EXTRAS"), gpu, driver)
         make_venv()
-        if not STAMP.is_file() or STAMP.read_text() != digest(extras):
-            install(extras)
+        if not STAMP.is_file() or STAMP.read_text() != digest(target):
+            install(target)
             return 0
         return quiet_server()
+    except GpuPackagesError as error:
+        fail(str(error))
     except KeyboardInterrupt:
         return 130
 
