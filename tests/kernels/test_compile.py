@@ -23,7 +23,9 @@ from slipstream.kernels import (
 )
 from slipstream.kernels.jit import Variant
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extra")
+bindings = pytest.importorskip("cuda.bindings", reason="NVRTC comes with the extra nvrtc")
+
+from kernels.nvrtc import OTHER, Nvrtc, find_other  # noqa: E402
 
 MODULES = (
     activation,
@@ -78,7 +80,7 @@ REPORT = re.compile(
 )
 
 
-def compile_and_check(wanted: Variant, arch: str) -> None:
+def compile_and_check(wanted: Variant, arch: str, max_spill: int = 0) -> None:
     cubin, log = jit.compile_variant(wanted, arch)
     assert cubin[:4] == b"\x7fELF"
     assert "warning" not in log.lower(), log
@@ -87,7 +89,7 @@ def compile_and_check(wanted: Variant, arch: str) -> None:
     assert {report["entry"] for report in reports} == ENTRIES[wanted.source], log
     for report in reports:
         spilled = int(report["stores"]) + int(report["loads"])
-        assert spilled == 0, f"{wanted} {arch} {report['entry']} spills {spilled} bytes"
+        assert spilled <= max_spill, f"{wanted} {arch} {report['entry']} spills {spilled} bytes"
 
 
 def is_quantized(wanted: Variant) -> bool:
@@ -159,3 +161,65 @@ def test_other_architectures_with_fewer_bits(wanted: Variant, arch: str) -> None
 def test_every_cu_file_is_covered() -> None:
     sources = {path.name for path in jit.FOLDER.glob("*.cu")}
     assert sources == {wanted.source for wanted in VARIANTS} == set(ENTRIES)
+
+
+# ---- the other CUDA: 12 beside 13 ----
+
+
+@pytest.fixture(scope="module")
+def other_nvrtc() -> Nvrtc:
+    library = find_other()
+    if library is None:
+        pytest.skip("NVRTC of a second CUDA version comes with the extra nvrtc")
+    return Nvrtc(library)
+
+
+@pytest.fixture
+def other_cuda(other_nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The major version of the CUDA with which `jit` compiles in this test."""
+    ours = bindings.nvrtc.nvrtcVersion()[1]
+    monkeypatch.setattr(bindings, "nvrtc", other_nvrtc)
+    return OTHER[ours]
+
+
+def on_architectures(variants: list[Variant]) -> list[object]:
+    """Every everyday variant with each architecture; by default one of each source: bf16 with
+    the most macros.
+    """
+
+    def likely(wanted: Variant) -> tuple[bool, int]:
+        return dict(wanted.defines).get("ELEMENT") != "BFloat16", -len(wanted.defines)
+
+    by_use = sorted(variants, key=likely)
+    cases = [(v, "sm_90a") for v in by_use]
+    cases += [(v, arch) for arch in ("sm_80", "sm_100a") for v in by_use if is_widest(v)]
+    seen: set[tuple[str, str]] = set()
+    result: list[object] = []
+    for wanted, arch in cases:
+        is_first = (wanted.source, arch) not in seen
+        seen.add((wanted.source, arch))
+        marks = () if is_first else pytest.mark.slow
+        result.append(pytest.param(wanted, arch, id=f"{arch} {wanted}", marks=marks))
+    return result
+
+
+@pytest.mark.parametrize(("wanted", "arch"), on_architectures(list(filter(is_everyday, VARIANTS))))
+def test_other_cuda(wanted: Variant, arch: str, other_cuda: int) -> None:
+    """CUDA 12.9 spills 16 bytes for heads of 256 on sm_100, CUDA 13 none."""
+    assert bindings.nvrtc.nvrtcVersion()[1] == other_cuda
+    compile_and_check(wanted, arch, max_spill=16)
+
+
+def test_every_source_is_compiled_by_both_for_every_architecture_it_has() -> None:
+    by_default = [
+        (case.values[0], case.values[1])
+        for case in on_architectures(list(filter(is_everyday, VARIANTS)))
+        if not case.marks
+    ]
+    expected = {
+        (wanted.source, arch)
+        for wanted in VARIANTS
+        for arch in ("sm_80", "sm_90a", "sm_100a")
+        if wanted.only in ("", arch)
+    }
+    assert {(wanted.source, arch) for wanted, arch in by_default} == expected
