@@ -52,7 +52,7 @@ class Wanted:
 def wanted(given: str | None, has_gpu: bool, driver: Version | None) -> Wanted:
     """Return what `EXTRAS` (None: unset) and the machine come to.
 
-    `nvrtc` has the compiler of CUDA 13, which bindings for CUDA 12 would take: not with cuda12. Raises
+    With cuda12 the extra `nvrtc` is left out: bindings would take its compiler, of CUDA 13. Raises
     GpuPackagesError for a driver that is too old, or two CUDA versions at once.
     """
     parts = [part.strip() for part in (DEFAULT_EXTRAS if given is None else given).split(",")]
