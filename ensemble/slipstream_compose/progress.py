@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -70,19 +71,14 @@ class Printer:
             return
         self._last = now
         line = f"slipstream: {now - self._began:4.0f} s: {status()}"
-        text = f"\r{line[: _columns()]}\x1b[K" if self._is_terminal else f"{line}\n"
+        columns = shutil.get_terminal_size().columns - 1
+        text = f"\r{line[:columns]}\x1b[K" if self._is_terminal else f"{line}\n"
         print(text, end="", file=self._stream, flush=True)
 
     def clear(self) -> None:
         """Remove the rewritten line from a terminal."""
         if self._is_terminal:
             print("\r\x1b[K", end="", file=self._stream, flush=True)
-
-
-def _columns() -> int:
-    with contextlib.suppress(OSError):
-        return os.get_terminal_size().columns - 1
-    return 79
 
 
 def size_of(folder: Path) -> int:
