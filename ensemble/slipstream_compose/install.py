@@ -110,9 +110,9 @@ def find_python() -> str:
 
 def digest(target: Wanted) -> str:
     """What `.venv` depends on. Begins with the checkout's path: a moved .venv does not work."""
-    folder = Path(__file__).parent
-    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__)]
-    content = b"\0".join(file.read_bytes() for file in (*files, folder / "gpu_packages.py"))
+    decided_by = [Path(__file__), Path(gpu_packages.__file__)]
+    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt", *decided_by]
+    content = b"\0".join(file.read_bytes() for file in files)
     cuda = f" cuda{target.cuda}" if target.cuda else ""
     return f"{ROOT}\n{target.extras}{cuda}\n{hashlib.sha256(content).hexdigest()}\n"
 
