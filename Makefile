@@ -99,7 +99,7 @@ compose-check: install ## the committed model_repository/ is what compose writes
 	    --instances vllm_model=2 --check
 
 limits: install  ## the table of docs/limits.md, on stdout
-	@$(BIN)/python -c "from slipstream_contract.limits import table; print(table())"
+	@$(BIN)/python -c "from slipstream_contract.limits_page import page; print(page())"
 
 fuzz: install    ## REQUESTS=100000 requests drawn over the whole contract; fails on any trace of them
 	@$(BIN)/python load/fuzz.py --requests $(REQUESTS)

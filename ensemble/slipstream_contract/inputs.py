@@ -102,6 +102,7 @@ class Inputs:
         parameters: the request's, already without Triton's own.
         names: parameter or older input name -> input name, beside the inputs' own names.
         labels: input name -> how errors call it, where that differs.
+        own: request parameters that no input has.
         others: parameters that are read elsewhere, for the hint at a misspelt one.
 
     Raises ContractError for undeclared, misshapen, repeated and not yet supported inputs.
@@ -114,9 +115,11 @@ class Inputs:
         parameters: Mapping[str, object],
         names: Mapping[str, str],
         labels: Mapping[str, str],
+        own: Collection[str] = (),
         others: Collection[str] = (),
     ) -> None:
         self._labels = labels
+        self._own = own
         self._others = others
         self._tensors = model.inputs_by_name
         self._values: dict[str, object] = {}
@@ -161,6 +164,10 @@ class Inputs:
         """True or false; None where it is not given. Raises ContractError."""
         return self.flag(name) if self.has(name) else None
 
+    def value(self, name: str, default: object) -> object:
+        """A request parameter as it came."""
+        return self._values.get(name, default)
+
     def text(self, name: str) -> str:
         """A text in UTF-8. Raises ContractError if it is missing or is none."""
         return decode(self._called(name), self._scalar(name))
@@ -196,9 +203,12 @@ class Inputs:
     def _put_parameter(self, name: str, value: object, names: Mapping[str, str]) -> None:
         canonical = names.get(name, name)
         tensor = self._tensors.get(canonical)
+        if tensor is None and canonical in self._own:
+            self._put(canonical, name, value)
+            return
         if tensor is None:
             served = {each.name for each in self._tensors.values() if each.neutral is None}
-            raise refuse_parameter(name, served | names.keys() | set(self._others))
+            raise refuse_parameter(name, served | names.keys() | {*self._own, *self._others})
         if tensor.dims != (1,) or tensor.dtype is DType.STRING:
             raise ContractError(f"{name} is a request parameter here, but must be a tensor")
         if tensor.neutral is not None:

@@ -22,16 +22,11 @@ from numpy.typing import NDArray
 
 from slipstream_contract import limits, openai_names
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.fields import read_fields
 from slipstream_contract.ids import TokenIds
-from slipstream_contract.inputs import (
-    Inputs,
-    is_triton_parameter,
-    to_flag,
-    to_number,
-    token_ids,
-)
+from slipstream_contract.inputs import Inputs, is_triton_parameter, token_ids
 from slipstream_contract.retention import Retention, read_retention
-from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.sampling import FIELDS, FILTERS, SamplingParams, greedy, normalised
 from slipstream_contract.tensors import ALIASES, MODELS, TO_LLM
 from slipstream_contract.words import unpack_word_list
 
@@ -46,11 +41,12 @@ _LLM_LABELS = {name: f"{name} ({text})" for text, name in _LLM_NAMES.items()} | 
     "embedding_bias": "embedding_bias (embedding_bias_words)",
     "stop": "stop (which cancels the request of this id; stop words go into stop_words)",
 }
-_OWN_PARAMETERS = frozenset({"min_p", "ignore_eos", "request_type"})
-_READ_ELSEWHERE = _OWN_PARAMETERS | {
-    *openai_names.NAMES,
-    *("timeout_ms", "request_priority", "cache_salt"),
+_ASKED = {asked.name for entry in FIELDS.values() if (asked := entry.asked("trtllm")) is not None}
+_OWN = _ASKED - MODELS["tensorrt_llm_bls"].inputs_by_name.keys() | {"ignore_eos", "request_type"}
+_UNFILTERED = {
+    name: asked.default for name in FILTERS if (asked := FIELDS[name].asked("trtllm")) is not None
 }
+_READ_ELSEWHERE = openai_names.NAMES | {"timeout_ms", "request_priority", "cache_salt", "probe"}
 
 
 class Vocabulary(Protocol):
@@ -139,14 +135,16 @@ def text_request(
 
     `exclude_input_in_output` counts where the request does not say.
     """
-    scalars, own = _split(parameters)
-    read = Inputs(MODELS["tensorrt_llm_bls"], inputs, scalars, _TEXT_ALIASES, {}, _READ_ELSEWHERE)
+    most_tokens, scalars = _split(parameters)
+    model = MODELS["tensorrt_llm_bls"]
+    read = Inputs(model, inputs, scalars, _TEXT_ALIASES, {}, _OWN, _READ_ELSEWHERE)
+    _check_type(read)
     text = read.text("text_input")
     if not text:
         raise ContractError("text_input is empty")
     stop_words = _texts(read, "stop_words", limits.MAX_STOP_BYTES)
     bias_words, bias_weights = _weighted(read)
-    base = _sampling(read, own, {})
+    base = _sampling(read, {}, most_tokens)
     end_id, pad_id = _id(read, "end_id"), _id(read, "pad_id")
     return TextRequest(
         text=text,
@@ -156,7 +154,7 @@ def text_request(
         bias_weights=bias_weights,
         end_id=end_id,
         pad_id=pad_id,
-        ignore_eos=to_flag("ignore_eos", own.get("ignore_eos", False)),
+        ignore_eos=read.flag("ignore_eos"),
         add_special_tokens=read.flag_or_none("add_special_tokens"),
         streaming=read.flag("stream"),
         exclude_input_in_output=read.flag("exclude_input_in_output", exclude_input_in_output),
@@ -182,15 +180,16 @@ def llm_request(
             preprocessing always sets, nothing but stop words ends a sequence early.
         max_model_len: of the engine, if known: a longer prompt is refused before it is taken apart.
     """
-    scalars, own = _split(parameters)
+    most_tokens, scalars = _split(parameters)
     model = MODELS["tensorrt_llm"]
-    read = Inputs(model, inputs, scalars, _LLM_ALIASES, _LLM_LABELS, _READ_ELSEWHERE)
+    read = Inputs(model, inputs, scalars, _LLM_ALIASES, _LLM_LABELS, _OWN, _READ_ELSEWHERE)
+    _check_type(read)
     if read.flag("stop"):
         return LlmRequest(TokenIds("i"), SamplingParams(max_tokens=1), stop=True)
     prompt = _prompt(read, max_model_len)
-    sampling = _sampling(read, own, _LLM_NAMES)
+    sampling = _sampling(read, _LLM_NAMES, most_tokens)
     stop_words, stop_token_ids = _stop_words(_word_ids(read, "stop_words_list"), vocab)
-    ignore_eos = to_flag("ignore_eos", own.get("ignore_eos", False))
+    ignore_eos = read.flag("ignore_eos")
     end_id, _ = _id(read, "end_id"), _id(read, "pad_id")
     if end_id is None:
         end_id = -1
@@ -215,74 +214,31 @@ def llm_request(
 # --- parts of both -------------------------------------------------------------------------------
 
 
-def _split(parameters: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Parameters that stand for inputs, and those of our own."""
+def _split(parameters: Mapping[str, object]) -> tuple[int | None, dict[str, object]]:
+    """A second bound on the output, and the parameters that are neither Triton's nor OpenAI's."""
     asked = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
-    most, mine = openai_names.split_openai(asked)
-    own = {name: mine.pop(name) for name in _OWN_PARAMETERS & mine.keys()}
-    if most is not None:
-        own[openai_names.MAX_COMPLETION_TOKENS] = most
-    request_type = own.get("request_type", "context_and_generation")
+    return openai_names.split_openai(asked)
+
+
+def _check_type(read: Inputs) -> None:
+    request_type = read.value("request_type", "context_and_generation")
     if request_type in ("context_only", "generation_only"):
         raise ContractError(f"request_type {request_type} is not supported yet")
     if request_type != "context_and_generation":
         raise ContractError(f"request_type is {clip(request_type)}, not context_and_generation")
-    return mine, own
 
 
-def _sampling(read: Inputs, own: Mapping[str, object], names: Mapping[str, str]) -> SamplingParams:
-    """All that is numbers and flags. `names` has the ensemble's that the model does not use."""
-    max_name = names.get("max_tokens", "max_tokens")
-    max_tokens = limits.check_whole(read.label(max_name), read.whole(max_name), 1, limits.INT32_MAX)
-    most = own.get(openai_names.MAX_COMPLETION_TOKENS)
-    if isinstance(most, int):
-        max_tokens = min(max_tokens, most)
-    n = limits.check_whole(
-        "num_return_sequences", read.whole("num_return_sequences", 1), 1, limits.MAX_SEQUENCES
-    )
-    penalty = limits.MAX_PENALTY
-    repetition = limits.check_repetition_penalty(
-        "repetition_penalty", read.number("repetition_penalty", 1.0)
-    )
-    presence, frequency = (
-        limits.check_number(name, read.number(name, 0.0), -penalty, penalty)
-        for name in ("presence_penalty", "frequency_penalty")
-    )
-    least = limits.check_min_tokens("min_tokens", read.whole("min_tokens", 0), max_tokens)
-    seed = None
-    if read.has("seed"):
-        seed = limits.check_whole("seed", read.whole("seed"), 0, limits.UINT64_MAX)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=least,
-        repetition_penalty=repetition,
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        seed=seed,
-        n=n,
-        log_probs=read.flag("return_log_probs"),
-        **_filters(read, own, names.get("top_k", "top_k"), names.get("top_p", "top_p")),
-    )
+def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -> SamplingParams:
+    """All that is numbers and flags, by the rules at the head of this file.
 
-
-def _filters(
-    read: Inputs, own: Mapping[str, object], top_k_name: str, top_p_name: str
-) -> dict[str, Any]:
-    """Temperature, top_k, top_p and min_p by the rules at the head of this file."""
-    temperature = limits.check_temperature("temperature", read.number("temperature", 1.0))
-    top_k_label, top_p_label = read.label(top_k_name), read.label(top_p_name)
-    top_k = limits.check_whole(top_k_label, read.whole(top_k_name, 0), 0, limits.INT32_MAX)
-    top_p = limits.check_number(top_p_label, read.number(top_p_name, 0.0), 0.0, 1.0)
-    min_p = limits.check_number("min_p", to_number("min_p", own.get("min_p", 0.0)), 0.0, 1.0)
-    samples = top_k > 0 or top_p > 0.0 or min_p > 0.0
-    if not samples or temperature == 0.0 or top_k == 1:
-        return {"temperature": 0.0}
-    return {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p or 1.0,
-        "min_p": min_p,
-    }
+    `names` has the inputs of the text models that this one calls otherwise.
+    """
+    values = normalised(read_fields(SamplingParams, "trtllm", read, names), most_tokens)
+    samples = any(values[name] != _UNFILTERED[name] for name in FILTERS)
+    if not samples or values["temperature"] == 0.0 or values["top_k"] == 1:
+        values = greedy(values)
+    values["top_p"] = values["top_p"] or 1.0
+    return SamplingParams(**values)
 
 
 def _returns(read: Inputs) -> dict[str, bool]:

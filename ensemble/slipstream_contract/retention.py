@@ -7,11 +7,12 @@ request parameter of every model, nothing is shared.
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.fields import BOTH, Field, Row
 from slipstream_contract.limits import (
     INT32_MAX,
     MAX_RANGES,
@@ -22,6 +23,7 @@ from slipstream_contract.limits import (
 )
 
 DEFAULT_RETENTION = 35
+SALT_ROW = Row("`cache_salt`, bytes", 0, MAX_SALT_BYTES, BOTH)
 
 _SALT = "cache_salt"
 _RANGE = "retention_token_range_"
@@ -40,7 +42,27 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 class Retention(msgspec.Struct, frozen=True, array_like=True):
     """What a request says about its blocks; `decode_priority` counts for the output."""
 
-    ranges: tuple[TokenRange, ...] = ()  # in order, none of them over another
+    ranges: Annotated[
+        tuple[TokenRange, ...],
+        Field(
+            "priorities of the prompt's blocks; in order, none of them over another",
+            rows=(
+                Row("`retention_token_range_starts`: ranges", 0, MAX_RANGES, BOTH),
+                Row(
+                    "`retention_token_range_priorities`, `retention_decode_priority`",
+                    0,
+                    MAX_RETENTION,
+                    BOTH,
+                ),
+                Row(
+                    "`..._durations_ms`, `retention_decode_duration_ms`",
+                    "1, or -1",
+                    INT32_MAX,
+                    BOTH,
+                ),
+            ),
+        ),
+    ] = ()
     decode_priority: int = DEFAULT_RETENTION
     decode_duration_ms: int = -1
 

@@ -1,11 +1,28 @@
-"""How to choose tokens: one struct, made from either contract's tensors, for the engine as is."""
+"""How to choose tokens: one struct, made from any schema, for the engine as is.
+
+Each field is a line of the table of `fields`: what the schemas ask for, what the engine checks,
+what the kernel reads and what docs/limits.md says comes from it.
+"""
 
 import math
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgspec
 
 from slipstream_contract import limits
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.fields import BOTH, MODEL, SERVER, Asked, Bounds, Field, Row
+from slipstream_contract.fields import check_fields as _check_fields
+from slipstream_contract.fields import table as _table
+
+_COUNT = Bounds(1, limits.INT32_MAX)
+_SHARE = Bounds(0, 1)
+_PENALTY = Bounds(-limits.MAX_PENALTY, limits.MAX_PENALTY)
+_VLLM_PENALTY = Asked(bounds=Bounds(-limits.VLLM_MAX_PENALTY, limits.VLLM_MAX_PENALTY))
+_VLLM_SEED = Bounds(-limits.INT64_MAX - 1, limits.INT64_MAX)
+
+VLLM_MAX_TOKENS = 16
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -14,38 +31,202 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Greedy decoding is `temperature == 0`. The engine checks token ids against its vocabulary.
     """
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # prompt and output, as transformers and TensorRT-LLM have it
-    presence_penalty: float = 0.0  # output only
-    frequency_penalty: float = 0.0  # output only
-    seed: int | None = None  # None: drawn per request; sequence i of n samples with (seed, i)
-    n: int = 1
+    max_tokens: Annotated[
+        int,
+        Field(
+            "tokens to generate at most",
+            _COUNT,
+            vllm=Asked(default=VLLM_MAX_TOKENS),
+            is_option=True,
+        ),
+    ]
+    min_tokens: Annotated[
+        int,
+        Field(
+            "tokens before which no end counts",
+            Bounds(0, limits.INT32_MAX),
+            trtllm=Asked(most="`max_tokens`", refused_by=MODEL),
+            vllm=Asked(most="`max_tokens`", refused_by=MODEL),
+        ),
+    ] = 0
+    n: Annotated[
+        int,
+        Field(
+            "answers to one prompt",
+            Bounds(1, limits.MAX_SEQUENCES),
+            trtllm=Asked("num_return_sequences"),
+        ),
+    ] = 1
+    temperature: Annotated[
+        float,
+        Field(
+            "0 is greedy", Bounds(0, limits.MAX_TEMPERATURE), device="temperature", is_option=True
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Field(
+            "draw from so many of the likeliest tokens; 0: from all",
+            Bounds(0, limits.INT32_MAX),
+            vllm=Asked(bounds=Bounds(-1, limits.INT32_MAX)),
+            device="top_k",
+            is_filter=True,
+            is_option=True,
+        ),
+    ] = 0
+    top_p: Annotated[
+        float,
+        Field(
+            "draw from the likeliest tokens that have so much of the probability together",
+            Bounds(0, 1, is_open=True),
+            trtllm=Asked(default=0.0, bounds=_SHARE),
+            device="top_p",
+            is_filter=True,
+            is_option=True,
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Field(
+            "draw from tokens that are so likely beside the likeliest",
+            _SHARE,
+            device="min_p",
+            is_filter=True,
+        ),
+    ] = 0.0
+    # Of prompt and output, as transformers and TensorRT-LLM have it.
+    repetition_penalty: Annotated[
+        float,
+        Field(
+            "divide the logits of tokens that prompt or output have by it; 1: no effect",
+            Bounds(1 / limits.MAX_PENALTY, limits.MAX_PENALTY),
+            device="repetition",
+            is_option=True,
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        Field(
+            "taken from the logits of tokens that the output has",
+            _PENALTY,
+            vllm=_VLLM_PENALTY,
+            device="presence",
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Field(
+            "taken from a token's logit for each time that the output has it",
+            _PENALTY,
+            vllm=_VLLM_PENALTY,
+            device="frequency",
+        ),
+    ] = 0.0
+    # None: drawn per request; sequence i of n samples with (seed, i).
+    seed: Annotated[
+        int | None,
+        Field(
+            "the same seed draws the same tokens",
+            Bounds(0, limits.UINT64_MAX),
+            trtllm=Asked(refused_by=SERVER),
+            vllm=Asked(bounds=_VLLM_SEED),
+            is_option=True,
+        ),
+    ] = None
     end_ids: tuple[int, ...] = ()  # end the sequence and are not part of the output
-    stop_token_ids: tuple[int, ...] = ()
-    stop_words: tuple[bytes, ...] = ()  # matched on bytes, across token borders
-    include_stop: bool = True  # the stop word stays in the output (TensorRT-LLM), or not (vLLM)
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    log_probs: bool = False  # of the sampled tokens
+    # Matched on bytes, across token borders.
+    stop_words: Annotated[
+        tuple[bytes, ...],
+        Field(
+            "end the output where it has one of them",
+            rows=(
+                Row("`stop_words`, `stop`: words", 0, limits.MAX_WORDS, BOTH),
+                Row("... bytes of a word", 1, limits.MAX_WORD_BYTES, MODEL),
+                Row("... bytes of all", 0, limits.MAX_STOP_BYTES, BOTH),
+            ),
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Field(
+            "end the output with one of them",
+            rows=(Row("`stop_token_ids`: ids", 0, limits.MAX_WORDS, BOTH),),
+        ),
+    ] = ()
+    # The stop word stays in the output (TensorRT-LLM), or not (vLLM).
+    include_stop: Annotated[
+        bool,
+        Field(
+            "leave the stop word in the output",
+            trtllm=None,
+            vllm=Asked("include_stop_str_in_output", default=False),
+        ),
+    ] = True
+    bad_words: Annotated[
+        tuple[tuple[int, ...], ...],
+        Field(
+            "never generate these tokens in a row",
+            rows=(
+                Row("`bad_words`: words", 0, limits.MAX_WORDS, BOTH),
+                Row("... bytes of a bad word", 1, limits.MAX_WORD_BYTES, MODEL),
+                Row("... bytes of all bad words", 0, limits.MAX_LIST_BYTES, MODEL),
+                Row("... tokens of a bad word", 1, limits.MAX_WORD_TOKENS, BOTH),
+            ),
+        ),
+    ] = ()
+    bias: Annotated[
+        tuple[tuple[int, float], ...],  # token id, what is added to its logit
+        Field(
+            "add to logits",
+            rows=(
+                Row("`embedding_bias_words`: words", 0, limits.MAX_WORDS, MODEL),
+                Row("... bytes of a bias word", 0, limits.MAX_WORD_BYTES, MODEL),
+                Row("... bytes of all bias words", 0, limits.MAX_LIST_BYTES, MODEL),
+                Row("`embedding_bias_weights`", -limits.MAX_BIAS, limits.MAX_BIAS, MODEL),
+                Row("biased tokens", 0, limits.MAX_BIASED_TOKENS, BOTH),
+                Row(
+                    "`logit_bias` of `vllm_model`",
+                    -limits.VLLM_MAX_BIAS,
+                    limits.VLLM_MAX_BIAS,
+                    MODEL,
+                ),
+            ),
+        ),
+    ] = ()
+    log_probs: Annotated[
+        bool,  # of the sampled tokens
+        Field(
+            "log probs of the tokens",
+            trtllm=Asked("return_log_probs"),
+            vllm=None,
+            rows=(Row("`logprobs`", 0, "0; 1 where `temperature` is 0", MODEL),),
+        ),
+    ] = False
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_tokens", 1, limits.INT32_MAX),
-    ("min_tokens", 0, limits.INT32_MAX),
-    ("n", 1, limits.MAX_SEQUENCES),
-    ("temperature", 0, limits.MAX_TEMPERATURE),
-    ("top_k", 0, limits.INT32_MAX),
-    ("top_p", 1e-9, 1),
-    ("min_p", 0, 1),
-    ("repetition_penalty", 1 / limits.MAX_PENALTY, limits.MAX_PENALTY),
-    ("presence_penalty", -limits.MAX_PENALTY, limits.MAX_PENALTY),
-    ("frequency_penalty", -limits.MAX_PENALTY, limits.MAX_PENALTY),
-)
+FIELDS = _table(SamplingParams)
+FILTERS = tuple(name for name, entry in FIELDS.items() if entry.field.is_filter)
+
+
+def normalised(values: dict[str, Any], most_tokens: int | None = None) -> dict[str, Any]:
+    """Apply the rules that all schemas share to values that are in bounds.
+
+    `most_tokens` is a second bound on the output. Raises ContractError.
+    """
+    if most_tokens is not None:
+        values["max_tokens"] = min(values["max_tokens"], most_tokens)
+    least, most = values["min_tokens"], values["max_tokens"]
+    if least > most:
+        message = f"min_tokens is {least}, above the most tokens asked for, {most}"
+        raise ContractError(message)
+    if values["temperature"] < limits.GREEDY_BELOW:
+        values["temperature"] = 0.0
+    return values
+
+
+def greedy(values: dict[str, Any]) -> dict[str, Any]:
+    """Make the values those of greedy decoding, for which filters have no effect."""
+    return values | {"temperature": 0.0} | {name: FIELDS[name].default for name in FILTERS}
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -53,18 +234,19 @@ def check_sampling(sampling: SamplingParams) -> None:
 
     Raises ContractError. A vocabulary is the engine's to know: ids are not looked at.
     """
-    for field, low, high in _RANGES:
-        value = getattr(sampling, field)
-        if not low <= value <= high:  # NaN is in no range
-            raise ContractError(f"{field} is {clip(value)}, not a number from {low} to {high}")
+    _check_fields(sampling)
     limits.check_count("stop_token_ids", len(sampling.stop_token_ids), limits.MAX_WORDS, "ids")
     limits.check_word_bytes("stop_words", sampling.stop_words, limits.MAX_STOP_BYTES)
     limits.check_words("bad_words", sampling.bad_words, limits.MAX_BAN_FORMS)
-    if not all(sampling.stop_words):
-        raise ContractError(f"stop_words[{sampling.stop_words.index(b'')}] is empty")
-    if not all(sampling.bad_words):
-        raise ContractError(f"bad_words[{sampling.bad_words.index(())}] is empty")
+    _check_filled("stop_words", sampling.stop_words)
+    _check_filled("bad_words", sampling.bad_words)
     limits.check_count("bias", len(sampling.bias), limits.MAX_BIASED_TOKENS, "tokens")
     for token_id, weight in sampling.bias:
         if not math.isfinite(weight):
             raise ContractError(f"bias of token {clip(token_id)} is {weight}, not a finite number")
+
+
+def _check_filled(field: str, words: Iterable[bytes | tuple[int, ...]]) -> None:
+    for index, word in enumerate(words):
+        if not word:
+            raise ContractError(f"{field}[{index}] is empty")

@@ -7,10 +7,12 @@ it is called `request_priority`.
 """
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
 from slipstream_contract.errors import ContractError
+from slipstream_contract.fields import BOTH, MODEL, Field, Row
 from slipstream_contract.inputs import to_whole
 from slipstream_contract.limits import LOWEST_PRIORITY as LOWEST_PRIORITY
 from slipstream_contract.limits import MAX_TIMEOUT_MS, check_whole
@@ -25,8 +27,23 @@ _NAMES = frozenset({_PRIORITY, _GRPC_PRIORITY, _TIMEOUT_MS, _TIMEOUT_US})
 class Urgency(msgspec.Struct, frozen=True):
     """Of one request."""
 
-    timeout_ns: int = 0  # 0: none
-    priority: int = DEFAULT_PRIORITY
+    timeout_ns: Annotated[
+        int,
+        Field(
+            "how long waiting and generating together may take; 0: for ever",
+            rows=(
+                Row("`timeout_ms`", 1, MAX_TIMEOUT_MS, MODEL),
+                Row("`timeout`, microseconds", 0, 1000 * MAX_TIMEOUT_MS, MODEL),
+            ),
+        ),
+    ] = 0
+    priority: Annotated[
+        int,
+        Field(
+            "who is admitted first of those that wait: 0",
+            rows=(Row("`priority`, `request_priority`", 0, LOWEST_PRIORITY, BOTH),),
+        ),
+    ] = DEFAULT_PRIORITY
 
 
 def split_urgency(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from slipstream_contract import limits, openai_names
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.fields import read_fields
 from slipstream_contract.inputs import (
     Inputs,
     decode,
@@ -27,10 +28,8 @@ from slipstream_contract.inputs import (
     to_number,
     to_whole,
 )
-from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.sampling import FIELDS, SamplingParams, greedy, normalised
 from slipstream_contract.tensors import MODELS
-
-DEFAULT_MAX_TOKENS = 16
 
 # Parameters of vLLM that we do not serve -> values that ask for nothing.
 _LATER: dict[str, tuple[object, ...]] = {
@@ -55,28 +54,9 @@ _LATER: dict[str, tuple[object, ...]] = {
     "repetition_detection": (None,),
 }
 _SERVED = frozenset(
-    {
-        "n",
-        "max_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "skip_special_tokens",
-        "bad_words",
-        "logit_bias",
-        "logprobs",
-        "add_special_tokens",
-    }
+    {asked.name for entry in FIELDS.values() if (asked := entry.asked("vllm")) is not None}
+    | {"stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "bad_words", "logit_bias"}
+    | {"logprobs", "add_special_tokens"}
 )
 
 
@@ -121,11 +101,11 @@ def vllm_request(
 ) -> VllmRequest:
     """A request of `vllm_model`. Raises ContractError."""
     read = Inputs(MODELS["vllm_model"], inputs, {}, {}, {})
-    values = _parameters(read, parameters)
+    values, most_tokens = _parameters(read, parameters)
     text = read.text("text_input")
     if not text:
         raise ContractError("text_input is empty")
-    base = _sampling(values)
+    base = _sampling(values, most_tokens)
     streaming = read.flag("stream")
     exclude = read.flag("exclude_input_in_output", streaming)
     if streaming and not exclude:
@@ -157,20 +137,23 @@ class _Values:
     def __init__(self, values: Mapping[str, object]) -> None:
         self._values = {name: value for name, value in values.items() if value is not None}
 
-    def whole(self, name: str, default: int) -> int:
+    def label(self, name: str) -> str:
+        return name
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def whole(self, name: str, default: int | None = None) -> int:
         return to_whole(name, self._values.get(name, default))
 
     def whole_or_none(self, name: str) -> int | None:
         return to_whole(name, self._values[name]) if name in self._values else None
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         return to_number(name, self._values.get(name, default))
 
     def flag(self, name: str, default: bool = False) -> bool:
         return to_flag(name, self._values.get(name, default))
-
-    def has(self, name: str) -> bool:
-        return name in self._values
 
     def words(self, name: str, most_bytes: int) -> tuple[str, ...]:
         """One text or a list of texts, of so many bytes together; none of them is empty."""
@@ -214,8 +197,11 @@ class _Values:
         return tuple((token_id, weight) for token_id, weight in sorted(bias.items()) if weight)
 
 
-def _parameters(read: Inputs, parameters: Mapping[str, object]) -> _Values:
-    """The sampling parameters, from the tensor or from the request, with known names only."""
+def _parameters(read: Inputs, parameters: Mapping[str, object]) -> tuple[_Values, int | None]:
+    """The sampling parameters, from the tensor or from the request, with known names only.
+
+    Beside them a second bound on the output.
+    """
     asked = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
     most, given = openai_names.split_openai(asked)
     if read.has("sampling_parameters"):
@@ -223,9 +209,6 @@ def _parameters(read: Inputs, parameters: Mapping[str, object]) -> _Values:
             name = next(iter(given), openai_names.MAX_COMPLETION_TOKENS)
             raise ContractError(f"request parameter {clip(name)} beside sampling_parameters")
         most, given = openai_names.split_openai(_object(read.text("sampling_parameters")))
-    if most is not None:
-        own = given.get("max_tokens")
-        given["max_tokens"] = most if own is None else min(most, to_whole("max_tokens", own))
     for name, value in given.items():
         if name in _LATER:
             if _neutral_form(value) not in _LATER[name]:
@@ -233,7 +216,9 @@ def _parameters(read: Inputs, parameters: Mapping[str, object]) -> _Values:
                 raise refuse_unsupported(name, value, served)
         elif name not in _SERVED:
             raise refuse_parameter(name, _SERVED | _LATER.keys() | openai_names.NAMES)
-    return _Values(given)
+    if given.get("max_tokens") is None and most is not None:  # no default bounds what was asked
+        return _Values(given | {"max_tokens": most}), None
+    return _Values(given), most
 
 
 def _add_special_tokens(read: Inputs, values: _Values) -> bool | None:
@@ -292,56 +277,27 @@ def _number(text: str) -> float | str:
     return number if math.isfinite(number) else text
 
 
-def _sampling(values: _Values) -> SamplingParams:
-    max_tokens = limits.check_whole("max_tokens", values.whole("max_tokens", DEFAULT_MAX_TOKENS), 1)
-    temperature = limits.check_temperature("temperature", values.number("temperature", 1.0))
-    n = limits.check_whole("n", values.whole("n", 1), 1, limits.MAX_SEQUENCES)
-    if temperature == 0.0 and n > 1:
-        raise ContractError(f"n is {n}, but greedy decoding (temperature 0) has one answer")
+def _sampling(values: _Values, most_tokens: int | None) -> SamplingParams:
+    chosen = normalised(read_fields(SamplingParams, "vllm", values), most_tokens)
+    if chosen["temperature"] == 0.0:
+        if chosen["n"] > 1:
+            message = f"n is {chosen['n']}, but greedy decoding (temperature 0) has one answer"
+            raise ContractError(message)
+        chosen = greedy(chosen)
+    chosen["top_k"] = max(0, chosen["top_k"])
     return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=limits.check_min_tokens("min_tokens", values.whole("min_tokens", 0), max_tokens),
-        temperature=temperature,
-        **_filters(values, temperature),
-        **_penalties(values),
-        seed=_seed(values),
-        n=n,
+        **chosen | {"seed": _seed(chosen["seed"])},
         stop_token_ids=values.ids("stop_token_ids"),
         stop_words=tuple(w.encode() for w in values.words("stop", limits.MAX_STOP_BYTES)),
-        include_stop=values.flag("include_stop_str_in_output"),
         bias=values.bias("logit_bias"),
-        log_probs=_log_probs(values, temperature),
+        log_probs=_log_probs(values, chosen["temperature"]),
     )
 
 
-def _filters(values: _Values, temperature: float) -> dict[str, Any]:
-    """top_k, top_p and min_p; checked always, but without effect on greedy decoding."""
-    top_k = limits.check_whole("top_k", values.whole("top_k", 0), -1)
-    top_p = values.number("top_p", 1.0)
-    if not 0.0 < top_p <= 1.0:
-        raise ContractError(f"top_p is {top_p:.7g}, not a number above 0 and at most 1")
-    min_p = limits.check_number("min_p", values.number("min_p", 0.0), 0.0, 1.0)
-    if temperature == 0.0:
-        return {}
-    return {"top_k": max(0, top_k), "top_p": top_p, "min_p": min_p}
-
-
-def _penalties(values: _Values) -> dict[str, Any]:
-    penalty = limits.VLLM_MAX_PENALTY
-    additive: dict[str, float] = {
-        name: limits.check_number(name, values.number(name, 0.0), -penalty, penalty)
-        for name in ("presence_penalty", "frequency_penalty")
-    }
-    name = "repetition_penalty"
-    return additive | {name: limits.check_repetition_penalty(name, values.number(name, 1.0))}
-
-
-def _seed(values: _Values) -> int | None:
+def _seed(seed: int | None) -> int | None:
     """None and -1: drawn per request. Negative seeds count as 64-bit patterns, like vLLM's."""
-    seed = values.whole_or_none("seed")
     if seed is None or seed == -1:
         return None
-    limits.check_whole("seed", seed, -limits.INT64_MAX - 1, limits.INT64_MAX)
     return int(np.array(seed, np.int64).astype(np.uint64))
 
 

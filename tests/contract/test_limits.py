@@ -12,7 +12,8 @@ import pytest
 from contract.asking import inputs_of
 from slipstream_contract import limits
 from slipstream_contract.errors import ContractError
-from slipstream_contract.limits import INT32_MAX, TABLE
+from slipstream_contract.limits import INT32_MAX
+from slipstream_contract.limits_page import ROWS, page
 from slipstream_contract.request import llm_request, text_request
 from slipstream_contract.retention import Retention, TokenRange, check_retention, split_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
@@ -25,6 +26,7 @@ from slipstream_postprocessing.detokenize import detokenize_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
+TABLE = {row.field: row[1:] for row in ROWS}
 SIZE = re.compile("bytes|: |biased|^\\.\\.\\.|TOKENS")
 CONFIGURED = {"prompt, tokens", "token ids", "requests that wait", "tokens that wait"}
 """Bounds of a checkpoint or a configuration: tests/engine and tests/stages hold them."""
@@ -92,14 +94,9 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
     "`top_p` of `vllm_model`": [lambda v: vllm(top_p=v), lambda v: engine(top_p=v)],
     "`min_p`": [lambda v: vllm(min_p=v), lambda v: engine(min_p=v)],
     "`repetition_penalty`": [*both("repetition_penalty"), lambda v: vllm(repetition_penalty=v)],
-    "`presence_penalty`, `frequency_penalty`": [
-        *both("presence_penalty"),
-        *both("frequency_penalty"),
-    ],
-    "the same of `vllm_model`": [
-        lambda v: vllm(presence_penalty=v),
-        lambda v: vllm(frequency_penalty=v),
-    ],
+    **{f"`{name}`": both(name) for name in ("presence_penalty", "frequency_penalty")},
+    "`presence_penalty` of `vllm_model`": [lambda v: vllm(presence_penalty=v)],
+    "`frequency_penalty` of `vllm_model`": [lambda v: vllm(frequency_penalty=v)],
     "`seed` of `vllm_model`": [lambda v: vllm(seed=v)],
     "`stop_words`, `stop`: words": [
         lambda v: text(stop_words=words(v)),
@@ -232,7 +229,8 @@ def test_every_row_has_who_refuses_it() -> None:
 
 
 def test_the_docs_show_the_table() -> None:
-    page = (ROOT / "docs" / "limits.md").read_text()
-    shown = re.search(r"<!-- limits: [^>]*-->\n(.*?)\n<!--", page, re.S)
+    shown = re.search(
+        r"<!-- limits: [^>]*-->\n(.*?)\n<!--", (ROOT / "docs" / "limits.md").read_text(), re.S
+    )
     assert shown is not None
-    assert shown[1] == limits.table(), "put `make limits` into docs/limits.md, between its marks"
+    assert shown[1] == page(), "put `make limits` into docs/limits.md, between its marks"

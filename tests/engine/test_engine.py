@@ -322,7 +322,7 @@ def test_eight_requests_in_a_row_that_fail_alone_are_the_device() -> None:
         ([1], {"n": 0}, "n is 0"),
         ([1], {"max_tokens": 0}, "max_tokens is 0, not a number from 1 to 2147483647"),
         ([1], {"top_k": 2**31}, "top_k is 2147483648, not a number from 0 to 2147483647"),
-        ([1], {"top_p": nan}, "top_p is nan, not a number from 1e-09 to 1"),
+        ([1], {"top_p": nan}, "top_p is nan, not a number above 0 and at most 1"),
         ([1], {"frequency_penalty": inf}, "frequency_penalty is inf"),
         ([1], {"bias": ((1, nan),)}, "bias of token 1 is nan"),
     ],

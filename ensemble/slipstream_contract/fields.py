@@ -1,0 +1,219 @@
+"""The table of request fields: what each means, its bounds, its names, its place on the device.
+
+The table stands in the structs themselves: an annotation of `SamplingParams`, or of another struct
+of the contract, carries a `Field`. From it come the checks of the schemas and of the engine, the
+page of limits, the options of the command and the device's record of how a token is drawn. So a
+new sampling parameter is one annotation here, and the kernel that obeys it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Protocol, get_args, get_type_hints
+
+import msgspec
+
+from slipstream_contract import limits
+from slipstream_contract.errors import ContractError, clip
+
+SchemaName = Literal["trtllm", "vllm"]
+MODEL, SERVER, ENGINE = "model", "server", "engine"
+BOTH = f"{MODEL}, {ENGINE}"
+
+
+class Bounds(NamedTuple):
+    """The values that are served; `least` itself is not if it `is_open`."""
+
+    least: float
+    most: float
+    is_open: bool = False
+
+    def has(self, value: float) -> bool:
+        """Whether a value is served; NaN never is."""
+        return (self.least < value if self.is_open else self.least <= value) and value <= self.most
+
+    def __str__(self) -> str:
+        if self.is_open:
+            return f"above {self.least:g} and at most {self.most:g}"
+        return f"from {self.least} to {self.most}"
+
+    def check(self, label: str, value: Any, kind: type) -> Any:
+        """Return a value that is served. Raises ContractError naming field, value and bounds."""
+        if kind is int:
+            return limits.check_whole(label, value, int(self.least), int(self.most))
+        if self.is_open and not self.has(value):
+            raise ContractError(f"{label} is {value:.7g}, not a number {self}")
+        return limits.check_number(label, value, self.least, self.most)
+
+
+class Row(NamedTuple):
+    """A line of the page of limits; a bound in words is no constant."""
+
+    field: str
+    least: float | str
+    most: float | str
+    refused_by: str
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """How one schema asks for a field, where that differs from the field itself."""
+
+    name: str = ""  # of the input or parameter; empty: the field's own
+    default: float | None = None  # in the schema's meaning; None: the struct's
+    bounds: Bounds | None = None  # None: those of the engine
+    most: str = ""  # in words, where a request's other fields bound it
+    refused_by: str = ""  # empty: the model, and the engine where its bound is the same
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One line of the table. The kind of value, and its default, are the annotation's own."""
+
+    help: str
+    bounds: Bounds | None = None  # of the engine; None: it is no number
+    trtllm: Asked | None = Asked()  # None: that schema reads it in its own way, or not at all
+    vllm: Asked | None = Asked()
+    device: str = ""  # its name in the device's record; empty: it is not there
+    is_filter: bool = False  # it keeps some of the tokens to draw from; greedy decoding needs none
+    is_option: bool = False  # of the command
+    rows: tuple[Row, ...] = ()  # of the page of limits, beside those of its numbers
+
+
+class Entry(NamedTuple):
+    """A field of a struct, with what stands beside its line."""
+
+    name: str
+    kind: type  # bool, int, float, or object for all else
+    default: Any  # None where there is none
+    is_optional: bool  # None is a value
+    field: Field
+
+    def asked(self, schema: SchemaName) -> Asked | None:
+        """How a schema asks for it, with nothing left open; None: not as a plain value."""
+        asked: Asked | None = getattr(self.field, schema)
+        if asked is None or self.kind is object:
+            return None
+        return Asked(
+            asked.name or self.name,
+            self.default if asked.default is None else asked.default,
+            asked.bounds or self.field.bounds,
+            asked.most,
+            asked.refused_by,
+        )
+
+
+class Source(Protocol):
+    """Where a schema finds the values of one request."""
+
+    def label(self, name: str) -> str:
+        """What errors call it."""
+
+    def has(self, name: str) -> bool:
+        """Whether it is given."""
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number. Raises ContractError."""
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number. Raises ContractError."""
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false. Raises ContractError."""
+
+
+@cache
+def table(struct: type[msgspec.Struct]) -> Mapping[str, Entry]:
+    """The fields of a struct that are in the table, in its order."""
+    hints = get_type_hints(struct, include_extras=True)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+    found = {}
+    for name, hint in hints.items():
+        notes = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, Field)]
+        if notes:
+            plain = get_args(hint)[0]
+            parts = get_args(plain) if isinstance(plain, UnionType) else (plain,)
+            kinds = [kind for kind in (bool, int, float) if kind in parts]
+            default = None if defaults[name] is msgspec.NODEFAULT else defaults[name]
+            kind, is_optional = kinds[0] if kinds else object, NoneType in parts
+            found[name] = Entry(name, kind, default, is_optional, notes[0])
+    return found
+
+
+def read_fields(
+    struct: type[msgspec.Struct],
+    schema: SchemaName,
+    source: Source,
+    names: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Every plain value that a schema has for a struct, checked; `names` are the source's own.
+
+    Raises ContractError.
+    """
+    values: dict[str, Any] = {}
+    for entry in table(struct).values():
+        asked = entry.asked(schema)
+        if asked is not None:
+            name = (names or {}).get(asked.name, asked.name)
+            if entry.is_optional and not source.has(name):
+                values[entry.name] = None
+            else:
+                values[entry.name] = _read(source, name, asked, entry.kind)
+    return values
+
+
+def _read(source: Source, name: str, asked: Asked, kind: type) -> Any:
+    if kind is bool:
+        return source.flag(name, bool(asked.default))
+    if asked.bounds is None:
+        raise AssertionError(f"{name} is a number without bounds")
+    if kind is float:
+        return asked.bounds.check(source.label(name), source.number(name, asked.default), kind)
+    default = None if asked.default is None else int(asked.default)
+    return asked.bounds.check(source.label(name), source.whole(name, default), kind)
+
+
+def check_fields(values: msgspec.Struct) -> None:
+    """Raise ContractError for a number that is out of the engine's bounds."""
+    for entry in table(type(values)).values():
+        bounds, value = entry.field.bounds, getattr(values, entry.name)
+        if bounds is not None and value is not None and not bounds.has(value):
+            raise ContractError(f"{entry.name} is {clip(value)}, not a number {bounds}")
+
+
+def rows(struct: type[msgspec.Struct]) -> Iterator[Row]:
+    """The lines of the page of limits."""
+    for entry in table(struct).values():
+        yield from _rows_of(entry)
+        yield from entry.field.rows
+
+
+def _rows_of(entry: Entry) -> Iterator[Row]:
+    trtllm, vllm = entry.asked("trtllm"), entry.asked("vllm")
+    shared = trtllm is not None and vllm is not None and trtllm.bounds == vllm.bounds
+    for asked, suffix in ((trtllm, ""), (vllm, " of `vllm_model`")):
+        if asked is None or asked.bounds is None or (shared and suffix):
+            continue
+        names = [asked.name, vllm.name] if shared and vllm is not None else [asked.name]
+        label = ", ".join(f"`{name}`" for name in dict.fromkeys(names)) + suffix
+        least, most, is_open = asked.bounds
+        engine = entry.field.bounds
+        refused_by = BOTH if engine is not None and engine.most == most else MODEL
+        yield Row(
+            label,
+            f"above {_shown(least)}" if is_open else least,
+            asked.most or most,
+            asked.refused_by or refused_by,
+        )
+
+
+def markdown(lines: Iterable[Row]) -> str:
+    """The page's table."""
+    text = ["| field | from | to | refused by |", "|---|---|---|---|"]
+    for field, least, most, place in lines:
+        text.append(f"| {field} | {_shown(least)} | {_shown(most)} | {place} |")
+    return "\n".join(text)
+
+
+def _shown(bound: float | str) -> str:
+    if isinstance(bound, str):
+        return bound
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
