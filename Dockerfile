@@ -33,7 +33,7 @@ COPY ensemble ensemble
 COPY preprocessing preprocessing
 COPY postprocessing postprocessing
 RUN /opt/slipstream/engine/bin/pip install --no-cache-dir --no-deps --no-build-isolation -e . \
-    && /opt/slipstream/engine/bin/python ensemble/slipstream_compose/server.py \
+    && /opt/slipstream/engine/bin/python ensemble/slipstream_serve/server.py \
         --existing-server /opt/tritonserver --stub /opt/slipstream/stub \
     && useradd --no-log-init --create-home --uid 10001 slipstream \
     && install -d -o slipstream -g slipstream /home/slipstream/.cache  # a volume keeps this owner

@@ -22,7 +22,7 @@ help:            ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 install:         ## .venv with pinned packages, and a tritonserver in .slipstream
-	@$(PYTHON) ensemble/slipstream_compose/install.py
+	@$(PYTHON) ensemble/slipstream_serve/install.py
 
 serve: install   ## a real tritonserver on model_repository/ (HTTP_PORT GRPC_PORT METRICS_PORT)
 	@exec $(BIN)/slipstream serve --demo --model-repository "$(MODEL_REPOSITORY)" \

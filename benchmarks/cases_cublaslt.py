@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from slipstream.kernels import cublaslt
+from slipstream.kernels.gemm import cublaslt
 from timing import (
     DTYPE,
     FFN,

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from paged import paged, token_bytes
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.kv_format import FORMATS
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.cache.kv_format import FORMATS
 from timing import HEAD_SIZE, Q_HEADS, Result, measure, rows
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from slipstream.kernels import fp8
-from slipstream.kernels.cublaslt import matmul
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.gemm.cublaslt import matmul
 from timing import DTYPE, FFN, HEAD_SIZE, HIDDEN, KV_HEADS, Q_HEADS, Result, measure, rows
 
 QKV = (Q_HEADS + 2 * KV_HEADS) * HEAD_SIZE

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 from paged import paged, token_bytes
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.kv_format import FORMATS
-from slipstream.kernels.prefill_attention import prefill_attention
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.prefill import prefill_attention
+from slipstream.kernels.cache.kv_format import FORMATS
 from timing import Result, measure, rows
 
 Q_HEADS, KV_HEADS, HEAD_SIZE, WINDOW = 8, 4, 256, 1024

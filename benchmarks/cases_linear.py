@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from slipstream.kernels.linear import linear_add, norm_gate_up, norm_linear
+from slipstream.kernels.gemm.linear import linear_add, norm_gate_up, norm_linear
 from timing import DTYPE, FFN, HEAD_SIZE, HIDDEN, KV_HEADS, Q_HEADS, VOCAB, Result, report, rows
 
 NUM_LAYERS = 32

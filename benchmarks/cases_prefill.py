@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 from paged import paged, token_bytes
-from slipstream.kernels.kv_format import FORMATS
-from slipstream.kernels.prefill_attention import prefill_attention
+from slipstream.kernels.attention.prefill import prefill_attention
+from slipstream.kernels.cache.kv_format import FORMATS
 from timing import HEAD_SIZE, KV_HEADS, Q_HEADS, Result, measure, rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention

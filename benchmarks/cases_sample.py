@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from slipstream.kernels.sample import MAX_COUNT, count_tokens
-from slipstream.sampling.rows import history_arrays, pack_row, sampling_arrays
-from slipstream.sampling.sampler import Results, SamplingInputs, draw
+from slipstream.kernels.sampling.sample import MAX_COUNT, count_tokens
+from slipstream.runner.sampler import Results, SamplingInputs, draw
+from slipstream.runner.sampling_rows import history_arrays, pack_row, sampling_arrays
 from slipstream_contract.sampling import SamplingParams
 from timing import DTYPE, VOCAB, Result, measure
 

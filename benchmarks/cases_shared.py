@@ -7,7 +7,7 @@ tables in the plan; `plan` is what a step pays once.
 from collections.abc import Callable
 
 import torch
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from timing import BLOCK, HEAD_SIZE, KV_HEADS, Q_HEADS, Result, measure, rows
 
 TOKEN_BYTES = KV_HEADS * HEAD_SIZE * 4

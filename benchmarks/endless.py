@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from quality import CHECKPOINT, heldout
 from slipstream.config import EngineConfig
-from slipstream.engine.batch import Batch, Sampled
+from slipstream.core.batch import Batch, Sampled
 from slipstream.engine.engine import Engine
-from slipstream.engine.plan import resolve
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
 from slipstream.layers.streaming import StreamingAttention
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
 from slipstream.wire import Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams

@@ -22,9 +22,9 @@ from shapes import SHAPES, write_config
 from slipstream import wire
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.plan import resolve
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from workloads import Workload

@@ -16,9 +16,9 @@ import sys  # noqa: E402
 from slipstream import wire  # noqa: E402
 from slipstream.config import EngineConfig  # noqa: E402
 from slipstream.engine.engine import Engine  # noqa: E402
-from slipstream.engine.plan import resolve  # noqa: E402
-from slipstream.engine.runner import ModelRunner  # noqa: E402
 from slipstream.engine.scheduler import Limits  # noqa: E402
+from slipstream.runner.model_runner import ModelRunner  # noqa: E402
+from slipstream.runner.plan import resolve  # noqa: E402
 from slipstream_contract.ids import pack  # noqa: E402
 from slipstream_contract.sampling import SamplingParams  # noqa: E402
 

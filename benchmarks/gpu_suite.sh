@@ -27,7 +27,7 @@ $(grep -aE "checks, [0-9]+ failed|FAILED|Error|passed|failed|skipped" "$log")"
 }
 files=" $(echo ${FILES:-$(grep -lE 'mark\.gpu|DEVICES' tests/*/test_*.py)}) "
 # The first measures what is free, the second fills the device.
-for file in tests/models/test_gpu_memory.py tests/faults/test_engine_process.py; do
+for file in tests/runner/test_gpu_memory.py tests/faults/test_engine_process.py; do
   case "$files" in *" $file "*) run "$file" "$@" ;; esac
   files=${files/" $file "/ }
 done

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 from slipstream import wire
-from slipstream.engine.arrays import Slots, StepBuilder
-from slipstream.engine.batch import Batch, Sampled
-from slipstream.engine.bounds import Bounds
-from slipstream.engine.cache import KVCache
+from slipstream.core.batch import Batch, Sampled
+from slipstream.core.sequence import Request, Sequence
+from slipstream.core.window import Window
 from slipstream.engine.engine import Engine
+from slipstream.engine.request_checks import Bounds
 from slipstream.engine.scheduler import Limits
-from slipstream.engine.sequence import Request, Sequence
-from slipstream.engine.window import Window
+from slipstream.kvcache.cache import KVCache
+from slipstream.runner.step_arrays import Slots, StepBuilder
 from slipstream.wire import Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams

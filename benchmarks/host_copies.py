@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from slipstream.engine.host import Direction
-from slipstream.engine.transfers import Transfers
+from slipstream.kvcache.host import Direction
+from slipstream.runner.transfers import Transfers
 from torch import Tensor
 
 _REPEAT = 5

@@ -25,7 +25,7 @@ from engine import build
 from host_copies import Copies, dma_rates, endless
 from slipstream import wire
 from slipstream.engine.engine import Engine
-from slipstream.engine.host import Direction
+from slipstream.kvcache.host import Direction
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from workloads import VOCABULARY

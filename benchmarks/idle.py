@@ -15,8 +15,8 @@ import torch
 import workloads
 from engine import build
 from slipstream import wire
-from slipstream.engine.arrays import Shape
 from slipstream.engine.engine import Engine
+from slipstream.runner.step_arrays import Shape
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 

@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.norm import rms_norm
-from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.elementwise.activation import silu_mul
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.rope import rope_and_cache
 from timing import (
     BLOCK,
     FFN,

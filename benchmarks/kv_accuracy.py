@@ -14,8 +14,8 @@ import sys
 import torch
 from quality import CHECKPOINT, ROOT, bits_per_byte, heldout
 from report import commit
-from slipstream.kernels import kv_format
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.cache import kv_format
 
 PAGE, RESULT = ROOT / "docs" / "quantization.md", ROOT / "benchmarks/results/kv-accuracy.json"
 BEGIN, END = "<!-- table: make kv-accuracy -->", "<!-- end of table -->"

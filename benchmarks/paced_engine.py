@@ -25,9 +25,9 @@ from types import FrameType
 
 from slipstream import __version__, launch, wire
 from slipstream.engine.loop import EngineLoop, read_config
-from slipstream_contract.admission import Load
 from slipstream_contract.vocab import TokenBytes
-from slipstream_contract.waking import wake_at_once
+from slipstream_runtime.admission import Load
+from slipstream_runtime.waking import wake_at_once
 
 LETTERS = (string.ascii_letters + string.digits).encode()
 MODEL = "paced"

@@ -1,7 +1,7 @@
 """Paged caches for the timing cases of attention."""
 
 import torch
-from slipstream.kernels.kv_format import FORMATS, row_size
+from slipstream.kernels.cache.kv_format import FORMATS, row_size
 from timing import BLOCK, DTYPE, HEAD_SIZE, KV_HEADS, rows
 
 

@@ -16,11 +16,11 @@ from unittest import mock
 import numpy as np
 import torch
 from engine import build
-from slipstream.engine.arrays import Shape
-from slipstream.engine.batch import Batch, Row
-from slipstream.engine.runner import ModelRunner
-from slipstream.kernels import linear
+from slipstream.core.batch import Batch, Row
+from slipstream.kernels.gemm import linear
 from slipstream.layers.attention import Attention
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.step_arrays import Shape
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 from workloads import VOCABULARY
@@ -109,7 +109,7 @@ def without(runner: Any, part: str, num_rows: int) -> Iterator[None]:
     elif part == "gate":
         patch = mock.patch.object(linear, "silu_mul", lambda x: x[:, : x.shape[1] // 2])
     elif part == "draw":
-        patch = mock.patch("slipstream.engine.runner.draw")
+        patch = mock.patch("slipstream.runner.model_runner.draw")
     else:
         logits = random(num_rows, runner.vocab_size)
         patch = mock.patch.object(model.head, "of_norm", lambda _, x: logits[: len(x)])

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 from slipstream.config import EngineConfig
-from slipstream.engine.plan import resolve
-from slipstream.kernels.kv_format import row_size
+from slipstream.kernels.cache.kv_format import row_size
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.decoder import Decoder
 from slipstream.models.registry import build
 from slipstream.models.weights import FileSource, Weights
+from slipstream.runner.plan import resolve
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[1]

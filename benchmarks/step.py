@@ -90,7 +90,7 @@ def tune(shape: str, budget: int, quantizations: Iterable[str]) -> None:
                 "quantization": quantization,
                 "max_num_batched_tokens": budget,
             }
-            command = [sys.executable, "-m", "slipstream.engine.tune"]
+            command = [sys.executable, "-m", "slipstream.runner.tune"]
             result = subprocess.run(
                 command, input=json.dumps(config), stdout=subprocess.PIPE, text=True, check=False
             )

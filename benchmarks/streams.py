@@ -32,9 +32,9 @@ import handover_journal
 from paced_engine import write_python
 from report import RESULTS, commit
 from slipstream_compose.compose import compose, write
-from slipstream_compose.server import repository_root, server_directory
-from slipstream_compose.triton import Endpoints, TritonServer
-from slipstream_contract.processes import num_cores
+from slipstream_runtime.processes import num_cores
+from slipstream_serve.server import repository_root, server_directory
+from slipstream_serve.triton import Endpoints, TritonServer
 from stream_clients import Load, Prompt, Received, receive
 from stream_figures import (
     ROWS,

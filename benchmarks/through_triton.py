@@ -34,9 +34,9 @@ import numpy as np
 from make_checkpoint import make as make_checkpoint_of_noise
 from report import RESULTS, commit
 from shapes import SHAPES
-from slipstream_compose.server import repository_root
-from slipstream_compose.triton import Endpoints, TritonServer
 from slipstream_preprocessing.encode import Encoder
+from slipstream_serve.server import repository_root
+from slipstream_serve.triton import Endpoints, TritonServer
 from stream_clients import Load, Prompt, receive
 from tokenizers import Tokenizer, models, pre_tokenizers
 from workloads import Workload
@@ -101,9 +101,9 @@ def run_alone(settings: Path, workload: Path, repeat: int) -> None:
     from engine import EngineTarget
     from slipstream.config import EngineConfig
     from slipstream.engine.engine import Engine
-    from slipstream.engine.plan import resolve
-    from slipstream.engine.runner import ModelRunner
     from slipstream.engine.scheduler import Limits
+    from slipstream.runner.model_runner import ModelRunner
+    from slipstream.runner.plan import resolve
 
     config = msgspec.json.decode(
         json.dumps(json.loads(settings.read_text())["engine"]), type=EngineConfig

@@ -26,10 +26,10 @@ from noting_engine import Journal, write_python
 from serving import PROMPTS, REPORTS, about
 from slipstream_client import SlipstreamClient
 from slipstream_compose.compose import compose, write
-from slipstream_compose.probe import first_token
-from slipstream_compose.server import repository_root
-from slipstream_compose.triton import Endpoints, TritonServer, check_repository
 from slipstream_preprocessing.tokenizer import load_tokenizer
+from slipstream_serve.probe import first_token
+from slipstream_serve.server import repository_root
+from slipstream_serve.triton import Endpoints, TritonServer, check_repository
 from soak_plan import MODELS
 
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"

@@ -1,7 +1,7 @@
 """tritonserver can end by itself, or hang, under cancels.
 
 Two races in its gRPC front end: one crashes a 24.10 and is mended in 25.05; of the other all its
-streams stand still (slipstream_compose.front_end).
+streams stand still (slipstream_serve.front_end).
 """
 
 import itertools
@@ -11,8 +11,8 @@ import signal
 import threading
 from typing import Self
 
-from slipstream_compose.front_end import FrontEnd
-from slipstream_compose.triton import TritonServer
+from slipstream_serve.front_end import FrontEnd
+from slipstream_serve.triton import TritonServer
 
 SAYS_S = 5.0  # a server that crashes writes its stack first
 HUNG = "all gRPC streams stood still"

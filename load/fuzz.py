@@ -30,9 +30,9 @@ from fuzz_send import Sender
 from serving import REPORTS, about
 from slipstream_client import SlipstreamClient
 from slipstream_compose.compose import compose, write
-from slipstream_compose.server import repository_root
-from slipstream_compose.triton import Endpoints, TritonServer
-from slipstream_contract.processes import num_cores
+from slipstream_runtime.processes import num_cores
+from slipstream_serve.server import repository_root
+from slipstream_serve.triton import Endpoints, TritonServer
 
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 KV_CACHE_TOKENS = 1536  # less than the context of 2,048: prompts can fit the one and not the other

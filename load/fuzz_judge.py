@@ -6,7 +6,7 @@ from typing import Any
 
 from fuzz_cases import ANY, Case
 from fuzz_send import NO_END, Outcome, is_stream
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 LONGEST_QUOTE = 64  # characters of a value in an error; see `clip` of the contract
 _APART = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")  # a series of responses a sequence

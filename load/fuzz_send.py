@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import grpc
 from fuzz_cases import Case
-from slipstream_compose.triton import Endpoints
+from slipstream_serve.triton import Endpoints
 from tritonclient.grpc import service_pb2 as messages
 
 TIMEOUT_S = 60.0

@@ -31,7 +31,7 @@ from slipstream_client.bench.load import Asking, make_prompts
 from slipstream_client.bench.messages import Job, Record
 from slipstream_client.bench.runner import Clients, Load, Target
 from slipstream_client.client import CHANNEL_OPTIONS
-from slipstream_compose.triton import Endpoints
+from slipstream_serve.triton import Endpoints
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model", "tensorrt_llm")

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 PACKAGE = "prometheus"
 TOOLS = ("prometheus", "promtool")

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.sequence import Request, Status
 from slipstream.engine import loop
 from slipstream.engine.engine import Engine
-from slipstream.engine.sequence import Request, Status
 from slipstream.wire import Submit, Tokens
 
 _SCRIPT = """#!/bin/sh

@@ -30,10 +30,10 @@ from slipstream_client.bench.load import Asking, make_prompts, schedule
 from slipstream_client.bench.messages import Job, Record
 from slipstream_client.bench.runner import Clients, Load, Outcome, Target
 from slipstream_compose.compose import compose, write
-from slipstream_compose.probe import first_token
-from slipstream_compose.server import repository_root
-from slipstream_compose.triton import Endpoints, TritonServer, check_repository
-from slipstream_contract.processes import num_cores
+from slipstream_runtime.processes import num_cores
+from slipstream_serve.probe import first_token
+from slipstream_serve.server import repository_root
+from slipstream_serve.triton import Endpoints, TritonServer, check_repository
 from soak_watch import Held, held
 
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"

@@ -25,7 +25,7 @@ from typing import Any
 import run_locust
 import run_perf
 from serving import PROMPTS, REPORTS, add_arguments, commit, serving
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 RESULTS = repository_root() / "benchmarks" / "results"
 TOOLS = ("bench", "perf_analyzer", "locust")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from serving import PROMPTS, REPORTS, add_arguments, serving
-from slipstream_compose.server import server_directory, server_environment, stub_directory
+from slipstream_serve.server import server_directory, server_environment, stub_directory
 
 
 def input_data(model: str, max_tokens: int) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream_compose.probe import first_token
-from slipstream_compose.server import repository_root
-from slipstream_compose.triton import Endpoints, TritonServer, check_repository
+from slipstream_serve.probe import first_token
+from slipstream_serve.server import repository_root
+from slipstream_serve.triton import Endpoints, TritonServer, check_repository
 
 REPORTS = repository_root() / "benchmarks" / "out"
 PROMPTS = (

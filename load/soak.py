@@ -31,10 +31,10 @@ from crashes import Watch
 from serving import REPORTS, about
 from slipstream_client import AsyncSlipstreamClient
 from slipstream_compose.compose import compose, write
-from slipstream_compose.probe import first_token
-from slipstream_compose.server import repository_root
-from slipstream_compose.triton import Endpoints, TritonServer, check_repository
-from slipstream_contract.processes import num_cores
+from slipstream_runtime.processes import num_cores
+from slipstream_serve.probe import first_token
+from slipstream_serve.server import repository_root
+from slipstream_serve.triton import Endpoints, TritonServer, check_repository
 from soak_plan import Ask, Child, Prompts, draw
 from soak_storm import Books, ServerLostError, Storm
 from soak_watch import Held, growth, held, metric, table

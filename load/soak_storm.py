@@ -13,7 +13,7 @@ from typing import Any
 
 from crashes import SAYS_S
 from slipstream_client import AsyncSlipstreamClient, Chunk, RequestTimeoutError
-from slipstream_compose.triton import TritonServer
+from slipstream_serve.triton import TritonServer
 from soak_plan import CHILD_STREAMS, Ask, Child, Prompts, Question
 
 MAX_STREAMS = 64

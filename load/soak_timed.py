@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slipstream_client import AsyncSlipstreamClient
-from slipstream_compose.triton import TritonServer
+from slipstream_serve.triton import TritonServer
 from soak_plan import CHILD_STREAMS, MODELS, Ask, Child, Question, draw
 from soak_storm import MAX_STREAMS, Books, ServerLostError, Storm, Took
 from soak_watch import Memory, growth, held

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slipstream_compose.triton import SHARED_MEMORY, TritonServer
+from slipstream_serve.triton import SHARED_MEMORY, TritonServer
 
 _METRIC = re.compile(r"^slipstream_(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 

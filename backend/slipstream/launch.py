@@ -26,10 +26,10 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
-from slipstream_contract.runtime import OWNER_VARIABLE, VARIABLE, Runtime
+from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
+from slipstream_runtime.turns import Standstill, path_of
 
 from slipstream.config import EngineConfig
-from slipstream.turns import Standstill, path_of
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Supervision:
                         stderr=subprocess.STDOUT,
                         env=dict(os.environ) | {VARIABLE: str(self._runtime.directory)},
                         pass_fds=[lock.fileno()],
-                        process_group=0,  # not a session: see slipstream_compose.spawn
+                        process_group=0,  # not a session: see slipstream_serve.spawn
                     )
                 )
 

@@ -25,8 +25,8 @@ def preflight(config: EngineConfig) -> Preflight:
     """
     import torch
 
-    from slipstream.engine.plan import settle, settle_here
     from slipstream.models.check import check_tensors
+    from slipstream.runner.plan import settle, settle_here
 
     plan = settle_here(config)
     check_tensors(Path(config.checkpoint))

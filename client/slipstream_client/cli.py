@@ -17,8 +17,8 @@ from typing import NoReturn
 # name -> (module with add_parser(subparsers) and run(args) -> int, what it does)
 COMMANDS = {
     "compose": ("slipstream_compose.cli", "write a model repository for a checkpoint"),
-    "serve": ("slipstream_compose.serve", "start a tritonserver on a model repository"),
-    "tune": ("slipstream_compose.tune", "measure which matrix kernels are the fastest here"),
+    "serve": ("slipstream_serve.serve", "start a tritonserver on a model repository"),
+    "tune": ("slipstream_serve.tune", "measure which matrix kernels are the fastest here"),
     "health": ("slipstream_client.commands.health", "exit code 0 only if tokens can be had now"),
     "complete": ("slipstream_client.commands.complete", "stream one completion"),
     "chat": ("slipstream_client.commands.chat", "talk to the model"),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from slipstream.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, help_of
 from slipstream_contract.errors import clip
-from slipstream_contract.processes import num_cores
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.tokenizer import load_tokenizer
+from slipstream_runtime.processes import num_cores
 
 from slipstream_compose.compose import (
     INSTANCES_HELP,

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 from slipstream_contract import limits
-from slipstream_contract.credit import NUM_SLOTS, CreditFile, Taker
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.parameters import StageParameters
-from slipstream_contract.runtime import hide_shared_memory, open_runtime
 from slipstream_contract.stream_state import StreamState
-from slipstream_contract.stub import close_inherited, quicken_bytes, rest_collector
-from slipstream_contract.vitals import Vitals
 from slipstream_contract.vocab import TokenBytes
-from slipstream_contract.waking import wake_gently
+from slipstream_runtime.credit import NUM_SLOTS, CreditFile, Taker
+from slipstream_runtime.directory import hide_shared_memory, open_runtime
+from slipstream_runtime.stub import close_inherited, quicken_bytes, rest_collector
+from slipstream_runtime.vitals import Vitals
+from slipstream_runtime.waking import wake_gently
 
 from slipstream_postprocessing.detokenize import check_ids, detokenize, detokenize_batch
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb
-from slipstream_contract.admission import Gate, LoadFile, Passed, passed_path_of, path_of
 from slipstream_contract.errors import Code, ContractError, label_of
 from slipstream_contract.inputs import read_parameters
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.probes import PROBE
-from slipstream_contract.runtime import hide_shared_memory, open_runtime
-from slipstream_contract.stub import close_inherited, must_end, quicken_bytes, rest_collector
-from slipstream_contract.vitals import Vitals
-from slipstream_contract.waking import wake_gently
+from slipstream_runtime.admission import Gate, LoadFile, Passed, passed_path_of, path_of
+from slipstream_runtime.directory import hide_shared_memory, open_runtime
+from slipstream_runtime.stub import close_inherited, must_end, quicken_bytes, rest_collector
+from slipstream_runtime.vitals import Vitals
+from slipstream_runtime.waking import wake_gently
 
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder

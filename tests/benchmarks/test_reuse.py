@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"

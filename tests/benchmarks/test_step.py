@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
 NAMES = (

@@ -13,9 +13,9 @@ from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.streams import Call, Stream
 from slipstream.config import EngineConfig
 from slipstream.launch import Supervision
-from slipstream_contract.runtime import Runtime
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import Urgency
+from slipstream_runtime.directory import Runtime
 
 
 class House:

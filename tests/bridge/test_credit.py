@@ -5,8 +5,8 @@ import time
 
 import pytest
 from bridge.test_streams import wait_for
-from slipstream_contract.credit import NUM_SLOTS, CreditFile, Taker
-from slipstream_contract.processes import MAX_INSTANCES
+from slipstream_runtime.credit import NUM_SLOTS, CreditFile, Taker
+from slipstream_runtime.processes import MAX_INSTANCES
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_each_process_has_a_place_of_its_own_until_it_ends(pair):
 
 _BEAT = """
 import pathlib, sys
-from slipstream_contract.credit import CreditFile, Taker
+from slipstream_runtime.credit import CreditFile, Taker
 taker = Taker(CreditFile(pathlib.Path(sys.argv[1])))
 print("beating", flush=True)
 sys.stdin.read()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.bridge.ending import EndWatch, http_address
-from slipstream_contract.runtime import Runtime
+from slipstream_runtime.directory import Runtime
 
 
 @pytest.mark.parametrize(

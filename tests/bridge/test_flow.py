@@ -18,8 +18,8 @@ from bridge.test_streams import (
 )
 from slipstream import wire
 from slipstream.bridge.flow import Flow
-from slipstream_contract.credit import CreditFile, Taker
 from slipstream_contract.errors import Code
+from slipstream_runtime.credit import CreditFile, Taker
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from slipstream import wire
 from slipstream.bridge.connection import Connection
 from slipstream.config import EngineConfig
 from slipstream.launch import Supervision
-from slipstream.turns import Standstill, Turns
-from slipstream_contract.runtime import Runtime, open_runtime
-from slipstream_contract.waking import gentle_children
+from slipstream_runtime.directory import Runtime, open_runtime
+from slipstream_runtime.turns import Standstill, Turns
+from slipstream_runtime.waking import gentle_children
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -247,7 +247,7 @@ def test_an_engine_that_is_stuck_is_ended_and_says_where(tmp_path, checkpoint, m
 
 def test_only_time_spent_looking_counts(tmp_path, monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr("slipstream.turns.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("slipstream_runtime.turns.time.monotonic", lambda: now_s)
     path = tmp_path / "turns"
     path.write_bytes(b"another!")
     standstill = Standstill(path)

@@ -17,11 +17,11 @@ from slipstream.bridge.streams import Call, Stream
 from slipstream.bridge.vllm import Vllm
 from slipstream.config import EngineConfig
 from slipstream.launch import Supervision
-from slipstream_contract import admission
-from slipstream_contract.admission import Load, LoadFile, path_of
-from slipstream_contract.runtime import Runtime
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import Urgency
+from slipstream_runtime import admission
+from slipstream_runtime.admission import Load, LoadFile, path_of
+from slipstream_runtime.directory import Runtime
 
 ROOM = Load(3, 20, 1, 4, 40)
 FULL = ROOM._replace(num_requests=4)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from slipstream.bridge.health import Siblings
-from slipstream_contract.runtime import Runtime
+from slipstream_runtime.directory import Runtime
 
 CODE = """
 import sys, time
 from pathlib import Path
 import os
-from slipstream_contract.runtime import Runtime
-from slipstream_contract.vitals import Vitals
+from slipstream_runtime.directory import Runtime
+from slipstream_runtime.vitals import Vitals
 vitals = Vitals(Runtime(Path(sys.argv[1])).vitals(sys.argv[2], os.getpid()))
 print("ready", flush=True)
 for line in sys.stdin:

@@ -8,7 +8,7 @@ from bridge.test_streams import Desk, Recorder, finished, step, wait_for
 from slipstream import wire
 from slipstream.bridge.flow import Flow
 from slipstream.bridge.watch import Watch
-from slipstream_contract.credit import CreditFile, Taker
+from slipstream_runtime.credit import CreditFile, Taker
 
 MS = 1_000_000
 

@@ -15,10 +15,10 @@ from slipstream.bridge.pieces import merge
 from slipstream.bridge.text import Text
 from slipstream.bridge.vllm import VllmWriter
 from slipstream_contract.ids import pack
-from slipstream_contract.request import LlmRequest, text_request
 from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.schemas.trtllm import LlmRequest, text_request
+from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.stream_state import StreamState
-from slipstream_contract.vllm import vllm_request
 from slipstream_postprocessing.detokenize import detokenize
 
 ROOT = Path(__file__).resolve().parents[2]

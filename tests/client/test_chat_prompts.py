@@ -15,8 +15,8 @@ from slipstream_client.codec import request_of
 from slipstream_client.commands import chat
 from slipstream_client.commands.common import TEXT_MODELS
 from slipstream_client.results import Chunk
-from slipstream_contract.request import text_request
-from slipstream_contract.vllm import vllm_request
+from slipstream_contract.schemas.trtllm import text_request
+from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
 from stages.zoo import ZOO, save

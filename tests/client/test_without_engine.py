@@ -14,7 +14,7 @@ import pytest
 from client.triton import Triton
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 PROJECT = tomllib.loads((repository_root() / "pyproject.toml").read_text())["project"]
 REFUSING = """

@@ -8,9 +8,11 @@ import pytest
 import torch
 from slipstream import config
 from slipstream.config import EngineConfig
-from slipstream.engine.plan import resolve
 from slipstream.errors import ConfigError
-from slipstream.kernels import fp8, jit, kv_format
+from slipstream.kernels.cache import kv_format
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.runtime import jit
+from slipstream.runner.plan import resolve
 from slipstream_compose import cli
 
 NOT_OFFERED = {"device", "load_format", "cuda_graphs"}  # for tests and benchmarks

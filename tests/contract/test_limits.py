@@ -14,12 +14,12 @@ from slipstream_contract import limits
 from slipstream_contract.errors import ContractError
 from slipstream_contract.limits import INT32_MAX
 from slipstream_contract.limits_page import ROWS, page
-from slipstream_contract.request import llm_request, text_request
 from slipstream_contract.retention import Retention, TokenRange, check_retention, split_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
+from slipstream_contract.schemas.trtllm import llm_request, text_request
+from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.tensors import MODELS
 from slipstream_contract.urgency import split_urgency
-from slipstream_contract.vllm import vllm_request
 from slipstream_contract.vocab import TokenBytes
 from slipstream_contract.words import pack_word_list
 from slipstream_postprocessing.detokenize import detokenize_batch

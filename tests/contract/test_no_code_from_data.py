@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 ROOT = repository_root()
 MODULES = {

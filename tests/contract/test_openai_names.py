@@ -8,9 +8,9 @@ import pytest
 from contract.asking import inputs_of
 from slipstream_contract.errors import ContractError
 from slipstream_contract.openai_names import WITHOUT_EFFECT
-from slipstream_contract.request import llm_request, text_request
+from slipstream_contract.schemas.trtllm import llm_request, text_request
+from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.tensors import MODELS
-from slipstream_contract.vllm import vllm_request
 
 
 def of_text(parameters: dict[str, object], max_tokens: int = 2000) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream_contract import limits
 from slipstream_contract.errors import Code, ContractError
-from slipstream_contract.request import LlmRequest, TextRequest, llm_request, text_request
+from slipstream_contract.schemas.trtllm import LlmRequest, TextRequest, llm_request, text_request
 from slipstream_contract.tensors import MODELS, TO_LLM
 from slipstream_contract.words import pack_word_list
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream_contract.errors import ContractError
 from slipstream_contract.limits import MAX_RANGES
-from slipstream_contract.request import LlmRequest, llm_request
 from slipstream_contract.retention import (
     Retention,
     TokenRange,
     check_retention,
     split_salt,
 )
+from slipstream_contract.schemas.trtllm import LlmRequest, llm_request
 from slipstream_contract.tensors import MODELS
 
 RANGE, DECODE = "retention_token_range_", "retention_decode_"

@@ -9,8 +9,8 @@ from contract.asking import inputs_of, near_requests, scalars, served_or_refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream_contract.errors import ContractError
+from slipstream_contract.schemas.vllm import VllmRequest, vllm_request
 from slipstream_contract.tensors import MODELS
-from slipstream_contract.vllm import VllmRequest, vllm_request
 
 VLLM = MODELS["vllm_model"]
 

@@ -14,13 +14,13 @@ from math import inf
 from zlib import crc32
 
 import msgspec
-from slipstream.engine import prefix
-from slipstream.engine.batch import Batch, Row, Sampled
-from slipstream.engine.edits import EDIT
+from slipstream.core import prefix
+from slipstream.core.batch import Batch, Row, Sampled
+from slipstream.core.edits import EDIT
+from slipstream.core.sequence import mix_seed
+from slipstream.core.window import Window
 from slipstream.engine.engine import Engine
-from slipstream.engine.host import Mover
-from slipstream.engine.sequence import mix_seed
-from slipstream.engine.window import Window
+from slipstream.kvcache.host import Mover
 from slipstream.wire import FinishReason, Submit, Tokens
 from slipstream_contract.ids import pack
 from slipstream_contract.retention import Retention

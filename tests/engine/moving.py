@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.engine.host import Direction
+from slipstream.kvcache.host import Direction
 
 
 class LateMover:

@@ -3,9 +3,9 @@
 import pytest
 from engine.counting import Client, CountingRunner, Words
 from engine.test_engine import check, greedy
+from slipstream.core.sequence import Sequence, Status
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
-from slipstream.engine.sequence import Sequence, Status
 from slipstream.wire import FinishReason
 
 # (prompt, tokens, sequences): a decode, chunks, siblings that share, one that waits. Together they

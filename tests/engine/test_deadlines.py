@@ -3,10 +3,10 @@
 import pytest
 from engine.counting import Client, CountingRunner, Words
 from engine.test_engine import check, greedy
+from slipstream.core.stop import Ending
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
-from slipstream.engine.stop import Ending
 from slipstream.wire import FinishReason, Submit
 from slipstream_contract.errors import ContractError
 from slipstream_contract.ids import pack

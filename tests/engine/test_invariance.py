@@ -7,9 +7,9 @@ import pytest
 from engine.counting import Client
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.plan import resolve
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
 from slipstream_contract.sampling import SamplingParams
 
 VOCAB_SIZE = 101

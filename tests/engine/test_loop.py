@@ -18,11 +18,11 @@ from slipstream.engine import loop
 from slipstream.engine.engine import Engine
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.scheduler import Limits
-from slipstream_contract import admission
-from slipstream_contract.admission import LoadFile, path_of
 from slipstream_contract.errors import ContractError
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
+from slipstream_runtime import admission
+from slipstream_runtime.admission import LoadFile, path_of
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 LONG = SamplingParams(max_tokens=30, temperature=0.0)

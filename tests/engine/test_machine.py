@@ -15,9 +15,9 @@ from engine.test_engine import samplings
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slipstream.core.window import Window
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import MAX_PREEMPTIONS, Limits
-from slipstream.engine.window import Window
 from slipstream.wire import FinishReason
 from slipstream_contract.errors import ContractError
 from slipstream_contract.retention import Retention, TokenRange

@@ -2,11 +2,11 @@
 
 import pytest
 from engine.counting import Client, CountingRunner, Words, expected, next_token
-from slipstream.engine.batch import Batch, Sampled
+from slipstream.core.batch import Batch, Sampled
+from slipstream.core.sequence import Sequence
+from slipstream.core.window import Window
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
-from slipstream.engine.sequence import Sequence
-from slipstream.engine.window import Window
 from slipstream.wire import FinishReason
 from slipstream_contract.sampling import SamplingParams
 

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from engine.counting import Client, CountingRunner, Words
 from slipstream import figures, wire
+from slipstream.core.sequence import Request, Sequence
 from slipstream.engine.book import Histogram
 from slipstream.engine.engine import Engine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
-from slipstream.engine.sequence import Request, Sequence
 from slipstream.engine.telemetry import Telemetry
 from slipstream.wire import CancelCause, FinishReason
 from slipstream_contract.ids import pack

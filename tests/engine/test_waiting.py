@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.engine.sequence import Request, Sequence
+from slipstream.core.sequence import Request, Sequence
 from slipstream.engine.waiting import OLDEST_EVERY, WaitingQueue
-from slipstream_contract.admission import MAX_RETRY_MS, MIN_RETRY_MS
 from slipstream_contract.errors import ContractError
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
+from slipstream_runtime.admission import MAX_RETRY_MS, MIN_RETRY_MS
 
 MS = 1_000_000
 

@@ -9,7 +9,7 @@ from faults.asking import Ask
 from faults.oracle import Oracle
 from faults.planter import write_python
 from server.support import CHECKPOINT, Client, compose, start
-from slipstream_compose.server import server_directory
+from slipstream_serve.server import server_directory
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,8 @@ from typing import Any
 from faults.asking import MODELS, Ask, ClosedError, pieces
 from faults.planter import plant
 from server.support import PROMPT, Client, RequestError
-from slipstream_compose.server import repository_root
-from slipstream_contract import inflight
+from slipstream_runtime import inflight
+from slipstream_serve.server import repository_root
 
 _LEAKS = re.compile(r'Traceback|File "|\.py\b|0x[0-9a-f]{6}|/tmp/')  # of what is inside
 END_S = 90.0  # a request that has not ended by then is lost

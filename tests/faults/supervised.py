@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from server.support import CHECKPOINT, compose, start
-from slipstream_compose.pulse import MODEL_PERIOD_S, QUESTIONS
-from slipstream_compose.server import server_directory
-from slipstream_compose.supervise import Fault, Repairer
-from slipstream_compose.triton import TritonServer
+from slipstream_serve.pulse import MODEL_PERIOD_S, QUESTIONS
+from slipstream_serve.server import server_directory
+from slipstream_serve.supervise import Fault, Repairer
+from slipstream_serve.triton import TritonServer
 
 
 class _Over(BaseException):

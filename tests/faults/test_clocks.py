@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 FOLDERS = ("backend", "ensemble", "preprocessing", "postprocessing")
 WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "strftime"}
@@ -13,7 +13,7 @@ TOLD = {
     "backend/slipstream/engine/loop.py": "StepOutputs.made_ns",
     "backend/slipstream/engine/reports.py": "lines of the request log",
     "backend/slipstream/engine/telemetry.py": "the start",
-    "ensemble/slipstream_compose/supervise.py": "lines of its output",
+    "ensemble/slipstream_serve/supervise.py": "lines of its output",
     "preprocessing/slipstream_preprocessing/chat.py": "chat templates that ask for the date",
 }
 

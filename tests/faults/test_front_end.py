@@ -13,10 +13,10 @@ import pytest
 from faults.supervised import Supervision, supervised, wait_line
 from server.support import PROMPT, Client
 from slipstream_client import RequestTimeoutError, SlipstreamClient
-from slipstream_compose import front_end
-from slipstream_compose.front_end import BUSY_HUNG_S, HUNG_S, FrontEnd
-from slipstream_compose.server import server_directory
-from slipstream_compose.triton import Endpoints
+from slipstream_serve import front_end
+from slipstream_serve.front_end import BUSY_HUNG_S, HUNG_S, FrontEnd
+from slipstream_serve.server import server_directory
+from slipstream_serve.triton import Endpoints
 
 # Promised are 5 and 15 s (docs/faults.md): others may use this machine, too.
 NOTICED_S, REPAIRED_S = 60.0, 120.0

@@ -20,10 +20,10 @@ from faults.asking import Ask, ClosedError, CutError, asks, pieces
 from server.support import CHECKPOINT, Client, RequestError, compose, start
 from slipstream_client.bench.messages import Record
 from slipstream_client.bench.transports import transport
-from slipstream_compose.probe import stream_text
-from slipstream_compose.server import server_directory
-from slipstream_compose.triton import CONTROL_HEADER, Endpoints, ServeError, TritonServer
 from slipstream_contract.whole import CUT
+from slipstream_serve.probe import stream_text
+from slipstream_serve.server import server_directory
+from slipstream_serve.triton import CONTROL_HEADER, Endpoints, ServeError, TritonServer
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model")
 LOAD_S = 5.0  # of a model whose process starts slowly

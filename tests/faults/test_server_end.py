@@ -13,7 +13,7 @@ import pytest
 from faults.asking import MODELS, Ask, pieces
 from server.serve_process import Serve, short_directory
 from server.support import PROMPT, Client, RequestError, start
-from slipstream_compose.triton import SHARED_MEMORY, Endpoints
+from slipstream_serve.triton import SHARED_MEMORY, Endpoints
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 

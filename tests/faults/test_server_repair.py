@@ -18,10 +18,10 @@ from faults.oracle import Oracle, Outcome
 from faults.supervised import Supervision, planted_server, supervised, wait_line
 from server.metrics_page import Page, wait_for
 from server.support import PROMPT, Client, RequestError
-from slipstream_compose.pulse import MODEL_PERIOD_S
-from slipstream_compose.server import server_directory
-from slipstream_compose.supervise import OTHERS_S
-from slipstream_compose.triton import kill
+from slipstream_serve.pulse import MODEL_PERIOD_S
+from slipstream_serve.server import server_directory
+from slipstream_serve.supervise import OTHERS_S
+from slipstream_serve.triton import kill
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 

@@ -16,7 +16,7 @@ from faults.asking import asks
 from faults.oracle import Oracle
 from server.serve_process import Serve, short_directory
 from server.support import Client, RequestError
-from slipstream_compose.triton import Endpoints
+from slipstream_serve.triton import Endpoints
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
 

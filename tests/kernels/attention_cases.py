@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-from slipstream.kernels import kv_format
+from slipstream.kernels.cache import kv_format
 from torch import Tensor
 
 HEAD_SIZES = (64, 80, 96, 128, 256)

@@ -1,9 +1,9 @@
 """What the tests of e4m3 share: the numbers that a quantised row stands for, and products."""
 
 import torch
-from slipstream.kernels import fp8
-from slipstream.kernels.fp8 import Quantized
-from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.elementwise.rope import rope_and_cache
 from torch import Tensor
 
 

@@ -4,15 +4,15 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from slipstream.kernels import jit
-from slipstream.kernels.prefill_attention import wgmma_tile
+from slipstream.kernels.attention.prefill import wgmma_tile
+from slipstream.kernels.runtime import jit
 
 Mix = list[tuple[int, int]]  # (queries, tokens cached after them) of each sequence
 
 
 def constant(name: str) -> int:
     """Of prefill_items.cuh."""
-    text = (jit.FOLDER / "prefill_items.cuh").read_text()
+    text = (jit.FOLDER / "attention/sm90/prefill_items.cuh").read_text()
     found = re.search(rf"constexpr int {name} = ([^;]+);", text)
     assert found is not None
     return int(eval(found[1]))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from kernels.attention_cases import Case
-from slipstream.kernels.decode_prefixes import Work, _places
+from slipstream.kernels.attention.decode_prefixes import Work, _places
 
 Rows = list[tuple[list[tuple[str, int]], int]]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from slipstream.kernels.sample import EDIT_WORDS, ROW, ROW_WORDS, sample
+from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW, ROW_WORDS, sample
 from torch import Tensor
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from kernels.attention_cases import Case, make_case
-from slipstream.kernels.rope import rotate
+from slipstream.kernels.elementwise.rope import rotate
 from torch import Tensor
 
 

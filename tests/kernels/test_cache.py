@@ -4,25 +4,25 @@ import os
 from pathlib import Path
 
 import pytest
-from slipstream.kernels import cache
+from slipstream.kernels.runtime import disk_cache
 
 
 def test_folder_honours_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.folder("kernels") == tmp_path / "xdg" / "slipstream" / "kernels"
+    assert disk_cache.folder("kernels") == tmp_path / "xdg" / "slipstream" / "kernels"
     default = tmp_path / "home" / ".cache" / "slipstream" / "kernels"
     for ignored in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert cache.folder("kernels") == default
+        assert disk_cache.folder("kernels") == default
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.folder("kernels") == default
+    assert disk_cache.folder("kernels") == default
 
 
 def test_write_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "file"
-    cache.write_whole(path, b"first")
-    cache.write_whole(path, b"second")
+    disk_cache.write_whole(path, b"first")
+    disk_cache.write_whole(path, b"second")
     assert path.read_bytes() == b"second"
 
     def fail(source: str, target: Path) -> None:
@@ -30,6 +30,6 @@ def test_write_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        cache.write_whole(path, b"third")
+        disk_cache.write_whole(path, b"third")
     assert path.read_bytes() == b"second"
     assert [entry.name for entry in path.parent.iterdir()] == ["file"]

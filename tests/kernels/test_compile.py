@@ -4,24 +4,14 @@ import re
 
 import pytest
 from fixtures.tiers import quick_of
-from slipstream.kernels import (
-    activation,
-    copy_blocks,
-    decode_attention,
-    fp8,
-    gemv,
-    jit,
-    norm,
-    prefill_attention,
-    rope,
-    sample,
-    sinks,
-    stage,
-    tall,
-    upload,
-    wide,
-)
-from slipstream.kernels.jit import Variant
+from slipstream.kernels.attention import decode, prefill, sinks
+from slipstream.kernels.cache import copy_blocks
+from slipstream.kernels.elementwise import activation, fp8, norm, rope
+from slipstream.kernels.gemm.sm90 import gemv, skinny, tall
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.jit import Variant
+from slipstream.kernels.sampling import sample
+from slipstream.kernels.staging import stage, upload
 
 bindings = pytest.importorskip("cuda.bindings", reason="NVRTC comes with the extra nvrtc")
 
@@ -30,29 +20,29 @@ from kernels.nvrtc import OTHER, Nvrtc, find_other  # noqa: E402
 MODULES = (
     activation,
     copy_blocks,
-    decode_attention,
+    decode,
     fp8,
     gemv,
     norm,
-    prefill_attention,
+    prefill,
     rope,
     sample,
     sinks,
     stage,
     tall,
     upload,
-    wide,
+    skinny,
 )
 VARIANTS = [v for module in MODULES for v in module.variants()]
 ENTRIES = {
-    "activation.cu": {"silu_mul", "gelu_mul"},
-    "copy_blocks.cu": {"copy_blocks"},
-    "count_tokens.cu": {"count_tokens"},
-    "decode_attention.cu": {"decode_attention"},
-    "decode_plan.cu": {"plan_decode"},
-    "decode_split.cu": {"decode_split", "combine_splits"},
-    "find_prefixes.cu": {"find_prefixes"},
-    "fp8.cu": {
+    "elementwise/activation.cu": {"silu_mul", "gelu_mul"},
+    "cache/copy_blocks.cu": {"copy_blocks"},
+    "sampling/count_tokens.cu": {"count_tokens"},
+    "attention/decode.cu": {"decode_attention"},
+    "attention/decode_plan.cu": {"plan_decode"},
+    "attention/decode_split.cu": {"decode_split", "combine_splits"},
+    "attention/find_prefixes.cu": {"find_prefixes"},
+    "elementwise/fp8.cu": {
         "quantize",
         "norm_quantize",
         "add_norm_quantize",
@@ -60,16 +50,16 @@ ENTRIES = {
         "scale",
         "add_scaled",
     },
-    "gemv.cu": {"gemv"},
-    "norm.cu": {"rms_norm"},
-    "prefill_attention.cu": {"prefill_attention"},
-    "prefill_wgmma.cu": {"prefill_wgmma"},
-    "rope.cu": {"rope_and_cache"},
-    "sample.cu": {"sample"},
-    "stage.cu": {"begin_step"},
-    "tall.cu": {"tall"},
-    "upload.cu": {"upload"},
-    "wide.cu": {"wide"},
+    "gemm/sm90/gemv.cu": {"gemv"},
+    "elementwise/norm.cu": {"rms_norm"},
+    "attention/prefill.cu": {"prefill_attention"},
+    "attention/sm90/prefill_wgmma.cu": {"prefill_wgmma"},
+    "elementwise/rope.cu": {"rope_and_cache"},
+    "sampling/sample.cu": {"sample"},
+    "staging/stage.cu": {"begin_step"},
+    "gemm/sm90/tall.cu": {"tall"},
+    "staging/upload.cu": {"upload"},
+    "gemm/sm90/skinny.cu": {"wide"},
 }
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")
 REPORT = re.compile(
@@ -106,12 +96,12 @@ def is_addition(wanted: Variant) -> bool:
 def is_everyday(wanted: Variant) -> bool:
     """All without additions, but of heads of 256 one 16-bit type; one of each source with."""
     defines = dict(wanted.defines)
-    wide = (defines.get("HEAD_SIZE", "128"), defines.get("ELEMENT", "BFloat16"))
+    skinny = (defines.get("HEAD_SIZE", "128"), defines.get("ELEMENT", "BFloat16"))
     is_smaller = defines.get("SLOTS") == "2"  # a CTA for other GPUs
-    if wide == ("256", "Half"):  # shapes and registers of BFloat16
+    if skinny == ("256", "Half"):  # shapes and registers of BFloat16
         return False
-    is_one = wide == ("128", "BFloat16") and not is_smaller
-    if wanted.source == "wide.cu":  # the same for every width of a tile
+    is_one = skinny == ("128", "BFloat16") and not is_smaller
+    if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile
         return is_one and defines["ROWS"] in ("48", "64", "224")
     if is_quantized(wanted):
         tiled = "STAGES" in defines  # the formats have little code of their own there

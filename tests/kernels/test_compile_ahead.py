@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from slipstream.kernels import jit, norm
-from slipstream.kernels.op import KernelError
+from slipstream.kernels.elementwise import norm
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import KernelError
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extra")
 
@@ -34,7 +35,7 @@ def test_all_that_would_be_launched_is_compiled(hopper: Path) -> None:
 
 def test_an_error_ends_it(hopper: Path) -> None:
     with pytest.raises(KernelError, match="does not compile"), jit.compile_ahead():
-        jit.launch(jit.variant("norm.cu", WITHOUT=1), "never", (1,), 32)
+        jit.launch(jit.variant("elementwise/norm.cu", WITHOUT=1), "never", (1,), 32)
     with pytest.raises(ValueError, match="planted"), jit.compile_ahead():
         raise ValueError("planted")
     assert jit._put_off is None

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.checking import same_bits
-from slipstream.kernels.copy_blocks import copy_blocks
+from slipstream.kernels.cache.copy_blocks import copy_blocks
 
 
 @settings(max_examples=50, deadline=None)

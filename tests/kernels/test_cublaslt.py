@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import torch
 from kernels.checking import Judge
-from slipstream.kernels import cublaslt, search, tuning
-from slipstream.kernels.cublaslt import matmul
-from slipstream.kernels.cublaslt_api import WORKSPACE, Algorithm, Shape
-from slipstream.kernels.op import KernelError
+from slipstream.kernels.gemm import cublaslt, search, tuning
+from slipstream.kernels.gemm.cublaslt import matmul
+from slipstream.kernels.gemm.cublaslt_api import WORKSPACE, Algorithm, Shape
+from slipstream.kernels.runtime.op import KernelError
 
 GUESS, SPLIT, TUNED, TUNED_TO_ADD = (
     Algorithm(bytes([i]) * 64, size) for i, size in ((1, 0), (2, 9), (3, 0), (4, 0))

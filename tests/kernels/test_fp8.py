@@ -16,10 +16,10 @@ from kernels.fp8_cases import (
     scaled,
     silu_mul,
 )
-from slipstream.kernels import fp8
-from slipstream.kernels.cublaslt import matmul
-from slipstream.kernels.op import KernelError
-from slipstream.kernels.wide import wide
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.gemm.cublaslt import matmul
+from slipstream.kernels.gemm.sm90.skinny import wide
+from slipstream.kernels.runtime.op import KernelError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 sizes = st.integers(1, 70)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from kernels.checking import Judge, same_bits
-from slipstream.kernels.copy_blocks import copy_blocks
-from slipstream.kernels.op import KernelError
+from slipstream.kernels.cache.copy_blocks import copy_blocks
+from slipstream.kernels.runtime.op import KernelError
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from kernels.checking import Judge, poison, same_bits, short
-from slipstream.kernels import cublaslt, search, tuning
-from slipstream.kernels.cublaslt import matmul
-from slipstream.kernels.op import KernelError
+from slipstream.kernels.gemm import cublaslt, search, tuning
+from slipstream.kernels.gemm.cublaslt import matmul
+from slipstream.kernels.runtime.op import KernelError
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,12 +7,13 @@ import pytest
 import torch
 from kernels.attention_cases import Case, attend, configurations, make_case
 from kernels.checking import DTYPES, Judge, poison, same_bits, short
-from slipstream.kernels import decode_attention as module
-from slipstream.kernels import decode_shapes, jit
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.decode_shapes import part_words
-from slipstream.kernels.newest import Newest
-from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.attention import decode as module
+from slipstream.kernels.attention import decode_shapes
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.decode_shapes import part_words
+from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.runtime import jit
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from kernels.checking import Judge, poison, same_bits, short
 from kernels.fp8_cases import Rotation, dequantized, normed, random_product, scaled, silu_mul
-from slipstream.kernels import fp8
-from slipstream.kernels.cublaslt import matmul
-from slipstream.kernels.fp8 import Quantized
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.gemm.cublaslt import matmul
 from torch import Tensor
 
 pytestmark = [

@@ -8,13 +8,15 @@ import pytest
 import torch
 from kernels.attention_cases import attend, configurations, in_format, make_case
 from kernels.checking import DTYPES, Judge, poison, same_bits, short
-from slipstream.kernels import decode_attention as decoding
-from slipstream.kernels import jit, kv_format, rope
-from slipstream.kernels import prefill_attention as prefilling
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.kv_format import FORMATS
-from slipstream.kernels.prefill_attention import prefill_attention
-from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.attention import decode as decoding
+from slipstream.kernels.attention import prefill as prefilling
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.prefill import prefill_attention
+from slipstream.kernels.cache import kv_format
+from slipstream.kernels.cache.kv_format import FORMATS
+from slipstream.kernels.elementwise import rope
+from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.runtime import jit
 
 pytestmark = [
     pytest.mark.gpu,

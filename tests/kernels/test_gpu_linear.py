@@ -8,14 +8,14 @@ import pytest
 import torch
 from kernels.checking import Judge, naive_linear, poison, same_bits, short
 from kernels.fp8_cases import scaled, silu_mul
-from slipstream.kernels.fp8 import Scales, add_scaled, scale
-from slipstream.kernels.gemv import FP8, MAX_ROWS, gemv, takes
-from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear
-from slipstream.kernels.op import KernelError
-from slipstream.kernels.tall import takes as tall_takes
-from slipstream.kernels.tall import tall
-from slipstream.kernels.wide import takes as wide_takes
-from slipstream.kernels.wide import wide
+from slipstream.kernels.elementwise.fp8 import Scales, add_scaled, scale
+from slipstream.kernels.gemm.linear import linear, linear_add, norm_gate_up, norm_linear
+from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_ROWS, gemv, takes
+from slipstream.kernels.gemm.sm90.skinny import takes as wide_takes
+from slipstream.kernels.gemm.sm90.skinny import wide
+from slipstream.kernels.gemm.sm90.tall import takes as tall_takes
+from slipstream.kernels.gemm.sm90.tall import tall
+from slipstream.kernels.runtime.op import KernelError
 from torch.nn import functional
 
 pytestmark = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernels.attention_cases import Case, attend, configurations, make_case
 from kernels.checking import DTYPES, Judge, poison, same_bits, short
-from slipstream.kernels.prefill_attention import prefill_attention
+from slipstream.kernels.attention.prefill import prefill_attention
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,8 @@ import torch
 from kernels.attention_cases import Case, attend, make_case
 from kernels.checking import Judge, poison, same_bits, short
 from kernels.prefill_plan import MOST_PARTS, Mix, plan
-from slipstream.kernels import jit
-from slipstream.kernels.prefill_attention import launch_wgmma, parts_size, prefill_attention
+from slipstream.kernels.attention.prefill import launch_wgmma, parts_size, prefill_attention
+from slipstream.kernels.runtime import jit
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,11 +10,12 @@ from kernels.attention_cases import Case, attend, configurations
 from kernels.checking import Judge, poison, same_bits, short
 from kernels.prefix_cases import Rows, Words, shared_case
 from kernels.test_gpu_decode import HALVES, newest_of
-from slipstream.kernels import decode_attention as module
-from slipstream.kernels import decode_prefixes, decode_shapes, jit
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.decode_prefixes import Work, find_prefixes, num_words
-from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.attention import decode as module
+from slipstream.kernels.attention import decode_prefixes, decode_shapes
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.decode_prefixes import Work, find_prefixes, num_words
+from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.runtime import jit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +43,7 @@ MIXES: dict[str, Rows] = {
 def compiled() -> None:
     """Every instantiation, side by side."""
     arch = jit._architecture(0)
-    wanted = [v for v in module.variants() if v.source != "decode_split.cu"]
+    wanted = [v for v in module.variants() if v.source != "attention/decode_split.cu"]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: jit.cubin_path(one, arch), wanted))
 

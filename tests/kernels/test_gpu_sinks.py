@@ -8,13 +8,14 @@ import torch
 from kernels.attention_cases import configurations
 from kernels.checking import DTYPES, Judge, poison, same_bits, short
 from kernels.sink_cases import SinkCase, attend_sinks, make_sink_case
-from slipstream.kernels import decode_attention as decoding
-from slipstream.kernels import jit, sinks
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.decode_shapes import part_words
-from slipstream.kernels.newest import Newest
-from slipstream.kernels.rope import rope_and_cache
-from slipstream.kernels.sinks import Sinks, sink_attention
+from slipstream.kernels.attention import decode as decoding
+from slipstream.kernels.attention import sinks
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.decode_shapes import part_words
+from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.attention.sinks import Sinks, sink_attention
+from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.runtime import jit
 
 pytestmark = [
     pytest.mark.gpu,

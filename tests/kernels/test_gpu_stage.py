@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernels.checking import Judge, same_bits
-from slipstream.kernels.stage import begin_step
+from slipstream.kernels.staging.stage import begin_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from kernels.checking import Judge, same_bits
-from slipstream.kernels.op import KernelError
-from slipstream.kernels.upload import Upload
+from slipstream.kernels.runtime.op import KernelError
+from slipstream.kernels.staging.upload import Upload
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from slipstream.kernels import kv_format
+from slipstream.kernels.cache import kv_format
 from torch import Tensor
 
 HEAD, GROUP, STEP = 128, 64, 16  # numbers of a head, of a group, of a product of matrices

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from slipstream.kernels import jit
-from slipstream.kernels.activation import silu_mul
-from slipstream.kernels.decode_attention import decode_attention
-from slipstream.kernels.norm import rms_norm
-from slipstream.kernels.op import KernelError, op
-from slipstream.kernels.prefill_attention import prefill_attention
-from slipstream.kernels.rope import rope_and_cache
-from slipstream.kernels.sample import sample
+from slipstream.kernels.attention.decode import decode_attention
+from slipstream.kernels.attention.prefill import prefill_attention
+from slipstream.kernels.elementwise.activation import silu_mul
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import KernelError, op
+from slipstream.kernels.sampling.sample import sample
 from torch import Tensor
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the dev extra")
 
-SMALL = jit.variant("activation.cu", torch.float16, VECTOR=8)
+SMALL = jit.variant("elementwise/activation.cu", torch.float16, VECTOR=8)
 
 
 def test_cubin_is_compiled_once(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_cubin_is_compiled_once(tmp_path: Path) -> None:
     assert jit.cubin_path(SMALL, "sm_90", tmp_path) == first
     assert os.stat(first).st_mtime_ns == before.st_mtime_ns
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
-    other = jit.variant("activation.cu", torch.float16, VECTOR=1)
+    other = jit.variant("elementwise/activation.cu", torch.float16, VECTOR=1)
     assert jit.cubin_path(other, "sm_90", tmp_path) != first
     assert jit.cubin_path(SMALL, "sm_80", tmp_path) != first
 
@@ -82,16 +82,16 @@ def test_a_change_of_a_file_changes_the_keys_of_the_kernels_that_include_it(sour
 
 
 def test_a_conditional_include_counts(sources: Path) -> None:
-    kernel = sources / "activation.cu"
-    kernel.write_text('#if 0\n # include  "mma.cuh"\n#endif\n' + kernel.read_text())
+    kernel = sources / "elementwise/activation.cu"
+    kernel.write_text('#if 0\n # include  "runtime/mma.cuh"\n#endif\n' + kernel.read_text())
     before = jit.cache_key(SMALL, "sm_90")
-    (sources / "mma.cuh").write_text("")
+    (sources / "runtime/mma.cuh").write_text("")
     assert jit.cache_key(SMALL, "sm_90") != before
 
 
 def test_the_compiler_sees_no_header_that_the_key_leaves_out(sources: Path) -> None:
-    kernel = sources / "activation.cu"
-    kernel.write_text('#define OTHER "mma.cuh"\n#include OTHER\n' + kernel.read_text())
+    kernel = sources / "elementwise/activation.cu"
+    kernel.write_text('#define OTHER "runtime/mma.cuh"\n#include OTHER\n' + kernel.read_text())
     with pytest.raises(KernelError, match=r'cannot open source file "mma\.cuh"'):
         jit.compile_variant(SMALL, "sm_90")
 
@@ -111,7 +111,7 @@ def test_unwritable_cache_still_compiles(tmp_path: Path) -> None:
 
 
 def test_compile_error_names_the_variant() -> None:
-    broken = jit.variant("activation.cu", torch.float16, VECTOR=3)
+    broken = jit.variant("elementwise/activation.cu", torch.float16, VECTOR=3)
     with pytest.raises(KernelError, match=r"activation\.cu ELEMENT=Half VECTOR=3 for sm_90"):
         jit.compile_variant(broken, "sm_90")
 
@@ -206,7 +206,7 @@ def test_vector_width() -> None:
 
 def test_signature_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Again where others of the same shapes, dtypes or devices were found to fit."""
-    monkeypatch.setattr("slipstream.kernels.op._MOST_FITTING", 3)
+    monkeypatch.setattr("slipstream.kernels.runtime.op._MOST_FITTING", 3)
 
     @op("x[n,d]:T, weight[d]:T")
     def scale(x: Tensor, weight: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.attention_cases import attend, in_format, make_case
 from kernels.checking import Judge
-from slipstream.kernels import kv_format
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.kv_format import FORMATS, Static
-from slipstream.kernels.newest import Newest
-from slipstream.kernels.op import KernelError
-from slipstream.kernels.prefill_attention import prefill_attention
-from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.attention.prefill import prefill_attention
+from slipstream.kernels.cache import kv_format
+from slipstream.kernels.cache.kv_format import FORMATS, Static
+from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.runtime.op import KernelError
 
 STEP = 1.125  # a scale is at most so much larger than it need be
 formats = st.sampled_from(list(FORMATS))

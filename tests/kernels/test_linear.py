@@ -5,9 +5,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernels.checking import DTYPES, Judge, short
-from slipstream.kernels import jit, tall, wide
-from slipstream.kernels.gemv import FP8, MAX_SLOTS, PIECE, THREADS, gemv, takes, tiling
-from slipstream.kernels.linear import linear, linear_add, norm_gate_up, norm_linear, own_kernel
+from slipstream.kernels.gemm.linear import linear, linear_add, norm_gate_up, norm_linear, own_kernel
+from slipstream.kernels.gemm.sm90 import skinny, tall
+from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_SLOTS, PIECE, THREADS, gemv, takes, tiling
+from slipstream.kernels.runtime import jit
 from torch import Tensor
 
 CTA_MEMORY = 227 << 10  # of an H100 or H200
@@ -38,10 +39,10 @@ def test_products(dtype: torch.dtype, with_bias: bool) -> None:
     norm, bias = rows(1, 24, dtype, 3)[0], rows(1, 10, dtype, 4)[0] if with_bias else None
 
     def expected(dtype: torch.dtype) -> list[Tensor]:
-        wide, matrix, factors = x.to(dtype), weight.to(dtype), norm.to(dtype)
+        skinny, matrix, factors = x.to(dtype), weight.to(dtype), norm.to(dtype)
         offset = 0 if bias is None else bias.to(dtype)
-        plain = wide @ matrix.t() + offset
-        of_norm = normed(wide, factors) @ matrix.t() + offset
+        plain = skinny @ matrix.t() + offset
+        of_norm = normed(skinny, factors) @ matrix.t() + offset
         return [plain, of_norm, gated(of_norm), residual.to(dtype) + plain]
 
     total, total_of_gemv = residual.clone(), residual.clone()
@@ -109,14 +110,14 @@ def test_a_cpu_takes_the_reference() -> None:
 @pytest.mark.parametrize(
     ("rows", "outputs", "dtype", "kernel"),
     [
-        (1, 264, torch.bfloat16, wide.wide),
-        (16, 264, torch.bfloat16, wide.wide),
-        (128, 264, torch.float16, wide.wide),
+        (1, 264, torch.bfloat16, skinny.wide),
+        (16, 264, torch.bfloat16, skinny.wide),
+        (128, 264, torch.float16, skinny.wide),
         (129, 264, torch.bfloat16, None),
-        (64, 70_000, torch.bfloat16, wide.wide),
+        (64, 70_000, torch.bfloat16, skinny.wide),
         (65, 70_000, torch.bfloat16, None),  # in several waves
         (17, 263, torch.bfloat16, None),
-        (1, 264, torch.float8_e4m3fn, wide.wide),
+        (1, 264, torch.float8_e4m3fn, skinny.wide),
         (129, 264, torch.float8_e4m3fn, None),
         (17, 264, torch.float32, None),
     ],
@@ -130,7 +131,7 @@ def test_who_multiplies_on_a_hopper(
     assert own_kernel(x, weight) is kernel
 
 
-VARIANTS = frozenset(wide.variants())
+VARIANTS = frozenset(skinny.variants())
 
 
 @example(100, 6248, 56, 131)  # an odd one has no partner
@@ -144,13 +145,13 @@ VARIANTS = frozenset(wide.variants())
 )
 def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms: int) -> None:
     """They cover the matrix in full waves, fit, and depend on the groups of rows of x alone."""
-    tiles = wide.tiling(num_rows, num_weight_rows, chunks, num_sms)
-    assert tiles.rows in wide.TILE_ROWS
+    tiles = skinny.tiling(num_rows, num_weight_rows, chunks, num_sms)
+    assert tiles.rows in skinny.TILE_ROWS
     assert tiles.groups == 1 + (num_rows > 64)
-    waves = -(-num_weight_rows // (num_sms // tiles.cluster * wide.TILE_ROWS[-1]))
+    waves = -(-num_weight_rows // (num_sms // tiles.cluster * skinny.TILE_ROWS[-1]))
     num_tiles = -(-num_weight_rows // tiles.rows)
     assert num_tiles * tiles.cluster <= num_sms * max(waves, 1)
-    assert wide._variant(torch.bfloat16, tiles) in VARIANTS
+    assert skinny._variant(torch.bfloat16, tiles) in VARIANTS
     assert tiles.num_slots >= 3
     assert tiles.bytes + RESERVED <= CTA_MEMORY
     own = 2 * -(-(tiles.rows // 16) // tiles.cluster)  # pieces of eight columns, at most
@@ -165,14 +166,14 @@ def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms
         assert slots + sent <= tiles.bytes
     least, most = (1, 64) if tiles.groups == 1 else (65, 128)
     for rows in (least, most):
-        assert wide.tiling(rows, num_weight_rows, chunks, num_sms) == tiles
+        assert skinny.tiling(rows, num_weight_rows, chunks, num_sms) == tiles
 
 
 @pytest.mark.parametrize(
     ("rows", "kernel"),
     [
-        (16, wide.wide),
-        (128, wide.wide),
+        (16, skinny.wide),
+        (128, skinny.wide),
         (176, None),
         (193, tall.tall),
         (257, None),
@@ -194,10 +195,10 @@ def test_who_multiplies_gates_and_ups(
 
 
 def test_where_power_is_the_limit_tiles_are_large() -> None:
-    assert wide.tiling(64, 4096, 224, 132) == wide.Tiling(64, 1, 2)
-    assert wide.tiling(65, 4096, 224, 132) == wide.Tiling(144, 2, 4)  # down of Llama-3.1-8B
-    assert wide.tiling(65, 8192, 448, 132) == wide.Tiling(128, 2, 2)  # of 70B
-    assert wide.tiling(65, 4096, 64, 132) == wide.Tiling(64, 2, 2)  # too few steps
+    assert skinny.tiling(64, 4096, 224, 132) == skinny.Tiling(64, 1, 2)
+    assert skinny.tiling(65, 4096, 224, 132) == skinny.Tiling(144, 2, 4)  # down of Llama-3.1-8B
+    assert skinny.tiling(65, 8192, 448, 132) == skinny.Tiling(128, 2, 2)  # of 70B
+    assert skinny.tiling(65, 4096, 64, 132) == skinny.Tiling(64, 2, 2)  # too few steps
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.prefill_plan import MOST_PARTS, ROWS, TILE, Mix, Part, plan
-from slipstream.kernels.prefill_attention import parts_size
+from slipstream.kernels.attention.prefill import parts_size
 
 CTAS = 132
 HEADS = (32, 8)  # of Llama-3.1-8B

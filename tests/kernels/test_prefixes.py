@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.attention_cases import Case, attend
 from kernels.prefix_cases import Item, Words, shared_case
-from slipstream.kernels import decode_prefixes
-from slipstream.kernels.decode_prefixes import Work, find_prefixes, num_words
+from slipstream.kernels.attention import decode_prefixes
+from slipstream.kernels.attention.decode_prefixes import Work, find_prefixes, num_words
 from torch import Tensor
 
 BLOCK = 16

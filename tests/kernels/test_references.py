@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.attention_cases import attend, make_case
 from kernels.checking import DTYPES, Judge, same_bits, short
-from slipstream.kernels.activation import gelu_mul, silu_mul
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.norm import rms_norm
-from slipstream.kernels.prefill_attention import prefill_attention
-from slipstream.kernels.rope import rope_and_cache
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.prefill import prefill_attention
+from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.rope import rope_and_cache
 
 sizes = st.integers(1, 70)
 seeds = st.integers(0, 2**31 - 1)

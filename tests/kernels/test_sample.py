@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.sampling import Drawn, draw_rows, make_rows
-from slipstream.engine.edits import EDIT
-from slipstream.kernels.sample import MAX_COUNT, ROW, count_tokens, philox
-from slipstream.sampling.rows import history_arrays, pack_row, sampling_arrays
+from slipstream.core.edits import EDIT
+from slipstream.kernels.sampling.sample import MAX_COUNT, ROW, count_tokens, philox
+from slipstream.runner.sampling_rows import history_arrays, pack_row, sampling_arrays
 from slipstream_contract.sampling import SamplingParams
 
 MASK = 0xFFFFFFFF

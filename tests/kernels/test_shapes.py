@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
-from slipstream.kernels import decode_attention, decode_shapes, jit, kv_format, prefill_attention
-from slipstream.kernels.pages import TileShape
+from slipstream.kernels.attention import decode, decode_shapes, prefill
+from slipstream.kernels.cache import kv_format
+from slipstream.kernels.cache.pages import TileShape
+from slipstream.kernels.runtime import jit
 
 SMALL, AMPERE, HOPPER = 99 * 1024, 163 * 1024, 227 * 1024  # of a CTA, at most
 HALVES = (torch.float16, torch.bfloat16)
@@ -25,18 +27,18 @@ def test_a_shape_of_decode_fits(
     """The first, which is best, where shared memory is that of a Hopper."""
     monkeypatch.setattr(jit, "shared_memory_limit", lambda _: limit)
     monkeypatch.setattr(jit, "num_multiprocessors", lambda _: 132)
-    decode_attention._device.cache_clear()
+    decode._device.cache_clear()
     try:
-        _, shape = decode_attention._device(0, cached, head_size)
+        _, shape = decode._device(0, cached, head_size)
     finally:
-        decode_attention._device.cache_clear()
+        decode._device.cache_clear()
     assert shape.shared_memory(cached, head_size) <= limit
     shapes = decode_shapes.shapes(cached, head_size)
     assert shape == shapes[0] or limit < HOPPER
     assert sorted(shapes, key=lambda s: -s.shared_memory(cached, head_size)) == list(shapes)
 
 
-@pytest.mark.parametrize("shape_of", [decode_attention._split_shape, prefill_attention.tiles_shape])
+@pytest.mark.parametrize("shape_of", [decode._split_shape, prefill.tiles_shape])
 @pytest.mark.parametrize("head_size", jit.HEAD_SIZES)
 def test_tiles_fit(shape_of: object, head_size: int) -> None:
     """Two stages the smallest GPUs, whatever the cache holds; all stages the largest."""
@@ -48,6 +50,6 @@ def test_tiles_fit(shape_of: object, head_size: int) -> None:
         assert shape.shared_memory(dtype, head_size, shape.stages) <= HOPPER
 
 
-@pytest.mark.parametrize("head_size", prefill_attention._WGMMA_HEAD_SIZES)
+@pytest.mark.parametrize("head_size", prefill._WGMMA_HEAD_SIZES)
 def test_tiles_of_a_warpgroup_fit(head_size: int) -> None:
-    assert prefill_attention.wgmma_memory(head_size) <= HOPPER
+    assert prefill.wgmma_memory(head_size) <= HOPPER

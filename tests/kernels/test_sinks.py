@@ -4,10 +4,10 @@ import pytest
 import torch
 from kernels.attention_cases import make_case
 from kernels.sink_cases import attend_sinks, make_sink_case
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.newest import Newest
-from slipstream.kernels.rope import rope_and_cache
-from slipstream.kernels.sinks import Sinks, sink_attention
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.attention.sinks import Sinks, sink_attention
+from slipstream.kernels.elementwise.rope import rope_and_cache
 
 WINDOWS = [(24, 4), (9, 0), (40, 33), (17, 16)]
 CHUNKS, LENGTHS = [1, 5, 0, 30, 3, 21], [1, 5, 8, 61, 90, 100]

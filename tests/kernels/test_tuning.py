@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from slipstream.kernels import tuning
-from slipstream.kernels.cublaslt_api import Shape
-from slipstream.kernels.tuning import Choice, Choices, Machine, Product
+from slipstream.kernels.gemm import tuning
+from slipstream.kernels.gemm.cublaslt_api import Shape
+from slipstream.kernels.gemm.tuning import Choice, Choices, Machine, Product
 
 H200 = Machine(gpu="NVIDIA H200", num_sms=132, driver=13000, cublaslt=130100)
 QKV = Product(inputs=4096, outputs=6144, dtype="bfloat16", out_dtype="bfloat16", adds=False)

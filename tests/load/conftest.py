@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from slipstream_compose.server import repository_root, server_directory
 from slipstream_contract import errors
 from slipstream_contract.tensors import MODELS
+from slipstream_serve.server import repository_root, server_directory
 
 NAMES = ("crashes", "serving", "fuzz_fields", "fuzz_cases", "fuzz_send", "fuzz_judge", "fuzz")
 

@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slipstream_compose.server import repository_root
 from slipstream_contract.errors import ContractError
 from slipstream_contract.inputs import NUMPY
 from slipstream_contract.limits import check_request_id
-from slipstream_contract.request import llm_request, text_request
 from slipstream_contract.retention import split_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
+from slipstream_contract.schemas.trtllm import llm_request, text_request
+from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.tensors import MODELS, TO_LLM
 from slipstream_contract.urgency import split_urgency
-from slipstream_contract.vllm import vllm_request
 from slipstream_contract.vocab import TokenBytes
 from slipstream_postprocessing.detokenize import detokenize_batch
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
+from slipstream_serve.server import repository_root
 
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 CONTEXT, KV_CACHE, VOCABULARY = 2048, 1536, 4096

@@ -6,7 +6,7 @@ from array import array
 import pytest
 from slipstream_client.bench.figures import Window
 from slipstream_client.bench.messages import Record
-from slipstream_compose.server import server_directory
+from slipstream_serve.server import server_directory
 
 NAMES = ("serving", "soak_watch", "overload", "isolation")
 S = 10**9

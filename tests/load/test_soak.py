@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slipstream_compose.server import server_directory
+from slipstream_serve.server import server_directory
 
 NAMES = ("crashes", "serving", "soak_plan", "soak_watch", "soak_storm", "soak_timed", "soak")
 

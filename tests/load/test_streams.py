@@ -14,10 +14,10 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream import __version__, wire
-from slipstream_compose.server import repository_root, server_directory
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.vocab import TokenBytes
+from slipstream_serve.server import repository_root, server_directory
 
 NAMES = ("paced_engine", "stream_clients", "stream_figures", "stream_picture", "streams")
 SCRIPTS = (*NAMES, "handover_journal", "report", "limits", "rows", "workloads", "shapes")

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 from slipstream.config import EngineConfig
-from slipstream.engine.batch import Batch, Row
+from slipstream.core.batch import Batch, Row
 from slipstream.engine.engine import Engine
-from slipstream.engine.plan import resolve
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
 from slipstream.wire import FinishReason, Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams

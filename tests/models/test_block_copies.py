@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from models.checkpoints import DEVICES, make_model, make_runner, save
-from slipstream.engine.batch import Batch
+from slipstream.core.batch import Batch
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,9 +14,9 @@ from models.checkpoints import (
     random_prompts,
     save,
 )
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
 from slipstream.layers.sliced import ROWS, Sliced
+from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
 NUM_PAIRS = 10_000

@@ -6,8 +6,8 @@ import pytest
 import torch
 from models.checkpoints import make_model, make_runner, random_prompts, save
 from slipstream.engine.engine import Engine
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
+from slipstream.runner.model_runner import ModelRunner
 from slipstream.wire import Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams

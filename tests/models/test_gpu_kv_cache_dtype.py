@@ -7,10 +7,10 @@ import torch
 from models import test_static_scales as static_scales
 from models.checkpoints import Asker, make_model, make_runner, random_prompts, save
 from models.test_kv_cache_dtype import row
-from slipstream.engine.batch import Batch
-from slipstream.engine.runner import ModelRunner
+from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
-from slipstream.kernels.kv_format import FORMATS
+from slipstream.kernels.cache.kv_format import FORMATS
+from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
 pytestmark = [

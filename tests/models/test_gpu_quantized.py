@@ -6,8 +6,8 @@ import pytest
 import torch
 from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
 from models.test_engine_parity import LENGTHS, engine_greedy
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
+from slipstream.runner.model_runner import ModelRunner
 
 pytestmark = [
     pytest.mark.gpu,

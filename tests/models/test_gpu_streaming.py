@@ -7,9 +7,9 @@ import pytest
 import torch
 from models.checkpoints import Answer, Asker, make_model, make_runner, random_prompts, save
 from models.test_streaming import CASES, reference
-from slipstream.engine.batch import Batch
-from slipstream.engine.runner import ModelRunner
+from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
+from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
 pytestmark = [

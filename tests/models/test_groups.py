@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from models.checkpoints import Asker, make_model, make_runner, random_prompts, save
-from slipstream.engine.batch import Batch
-from slipstream.engine.runner import ModelRunner
+from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
+from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.errors import ContractError
 from slipstream_contract.sampling import SamplingParams
 

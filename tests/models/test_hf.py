@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from models.checkpoints import FAMILIES, edit_config, make_model, save
 from slipstream.config import EngineConfig
-from slipstream.engine.plan import resolve
 from slipstream.errors import CheckpointError
 from slipstream.layers.dims import RopeConfig
 from slipstream.models.hf import describe, ignored_keys, read_config
+from slipstream.runner.plan import resolve
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
-from slipstream.engine.batch import Batch, Row
-from slipstream.engine.edits import EDIT
-from slipstream.engine.runner import ModelRunner
-from slipstream.sampling.rows import pack_row, sampling_arrays
-from slipstream.sampling.sampler import Results, SamplingInputs, draw, make_counts
+from slipstream.core.batch import Batch, Row
+from slipstream.core.edits import EDIT
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.sampler import Results, SamplingInputs, draw, make_counts
+from slipstream.runner.sampling_rows import pack_row, sampling_arrays
 from slipstream_contract.sampling import SamplingParams
 
 LENGTHS = [3, 60, 17, 1, 33, 8, 45, 26, 64, 2, 31, 12]

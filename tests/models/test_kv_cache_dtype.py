@@ -6,12 +6,12 @@ import pytest
 import torch
 from models.checkpoints import Asker, edit_config, make_model, make_runner, random_prompts, save
 from slipstream.config import EngineConfig
-from slipstream.engine.batch import Batch, Row
-from slipstream.engine.plan import resolve
-from slipstream.engine.runner import ModelRunner
+from slipstream.core.batch import Batch, Row
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
-from slipstream.kernels.kv_format import FORMATS
+from slipstream.kernels.cache.kv_format import FORMATS
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
 from slipstream_contract.sampling import SamplingParams
 
 ROOT = Path(__file__).parents[2]

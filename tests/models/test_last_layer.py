@@ -7,13 +7,13 @@ import pytest
 import torch
 from fixtures.tiers import quick_of
 from models.checkpoints import DEVICES, make_model, make_runner, ragged_batch, save
-from slipstream.engine.arrays import Shape
-from slipstream.engine.batch import Batch
-from slipstream.engine.runner import ModelRunner
+from slipstream.core.batch import Batch
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.streaming import StreamingInputs
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.step_arrays import Shape
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
 GROUPS = {

@@ -10,14 +10,15 @@ import torch
 from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
 from models.test_engine_parity import LENGTHS, engine_greedy
 from slipstream.config import EngineConfig
-from slipstream.engine.plan import resolve
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
-from slipstream.kernels import gemv, jit
+from slipstream.kernels.gemm.sm90 import gemv
+from slipstream.kernels.runtime import jit
 from slipstream.layers.norm import Norm
 from slipstream.layers.quantized import QuantizedLinear
 from slipstream.layers.residual import Residual
 from slipstream.models.weights import RandomSource, Weights
+from slipstream.runner.plan import resolve
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -187,7 +188,7 @@ def test_what_cannot_be(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
-    monkeypatch.setattr("slipstream.engine.plan.find_spec", lambda _: True)
+    monkeypatch.setattr("slipstream.runner.plan.find_spec", lambda _: True)
     settings = {"quantization": "fp8", "dtype": "bfloat16"} | changes
     with pytest.raises(ConfigError, match=words):
         resolve(EngineConfig(checkpoint=str(tmp_path), **settings))

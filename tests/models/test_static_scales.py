@@ -11,14 +11,14 @@ from models.checkpoints import edit_config, make_model, make_runner, random_prom
 from models.test_kv_cache_dtype import row
 from models.test_weights import rewrite
 from slipstream.config import EngineConfig
-from slipstream.engine.batch import Batch
-from slipstream.engine.cache_dtype import cache_dtype
-from slipstream.engine.plan import resolve
-from slipstream.engine.runner import ModelRunner
+from slipstream.core.batch import Batch
 from slipstream.errors import CheckpointError
-from slipstream.kernels.kv_format import Static
+from slipstream.kernels.cache.kv_format import Static
 from slipstream.models.check import check_tensors
 from slipstream.models.hf import read_config
+from slipstream.runner.cache_dtype import cache_dtype
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
 from transformers import DynamicCache
 
 # Of K and V of two layers: some numbers are cut off, some are among the smallest.

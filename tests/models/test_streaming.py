@@ -15,9 +15,9 @@ from models.checkpoints import (
     random_prompts,
     save,
 )
-from slipstream.engine.batch import Batch
+from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
-from slipstream.kernels.rope import rotate
+from slipstream.kernels.elementwise.rope import rotate
 from slipstream.layers.dims import RopeConfig
 from slipstream.layers.rope import cos_sin_at, frequencies
 from slipstream_contract.sampling import SamplingParams

@@ -8,10 +8,10 @@ import torch
 from models.checkpoints import make_model, make_runner, save
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.plan import resolve
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Limits
-from slipstream.kernels.kv_format import FORMATS
+from slipstream.kernels.cache.kv_format import FORMATS
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
 from slipstream.wire import Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams

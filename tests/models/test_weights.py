@@ -21,11 +21,11 @@ from models.checkpoints import (
 )
 from safetensors.torch import load_file, save_file
 from slipstream.config import EngineConfig
-from slipstream.engine.plan import resolve
-from slipstream.engine.runner import ModelRunner
 from slipstream.errors import CheckpointError
 from slipstream.models.check import check_tensors
 from slipstream.models.hf import describe
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from server.support import CHECKPOINT, GPU_HOUR_PRICE, KV_CACHE_TOKENS, Client, compose, serving
-from slipstream_compose.server import server_directory
+from slipstream_serve.server import server_directory
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream_compose.triton import SHARED_MEMORY, Endpoints
+from slipstream_serve.triton import SHARED_MEMORY, Endpoints
 
 SLIPSTREAM = [sys.executable, "-m", "slipstream_client.cli", "serve"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from slipstream_compose.triton import Endpoints, TritonServer
+from slipstream_serve.triton import Endpoints, TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"

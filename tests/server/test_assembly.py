@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream_compose import install, server
+from slipstream_serve import install, server
 
 ROOT = server.repository_root()
 needs_server = pytest.mark.skipif(
@@ -67,7 +67,7 @@ def test_a_python_that_must_compile_numpy_asks_for_the_compiler(
 
 def test_this_python_can_carry_it() -> None:
     assert server.missing_parts() == ""
-    command = [sys.executable, str(ROOT / "ensemble/slipstream_compose/server.py"), "--missing"]
+    command = [sys.executable, str(ROOT / "ensemble/slipstream_serve/server.py"), "--missing"]
     assert subprocess.run(command, check=False).returncode == 0
 
 

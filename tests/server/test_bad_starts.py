@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from server.serve_process import Serve, short_directory
-from slipstream_compose.server import repository_root, server_directory
+from slipstream_serve.server import repository_root, server_directory
 
 pytestmark = [
     pytest.mark.triton,

@@ -28,8 +28,8 @@ from types import SimpleNamespace
 import pytest
 from server.support import CHECKPOINT, PROMPT, ROOT, Client, compose, start
 from slipstream_client import SlipstreamClient
-from slipstream_compose.server import server_directory
 from slipstream_preprocessing.tokenizer import load_tokenizer
+from slipstream_serve.server import server_directory
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 SLOW = pytest.mark.slow

@@ -20,7 +20,7 @@ from slipstream_client import (
     SlipstreamClient,
 )
 from slipstream_client.codec import GENERATING
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 pytestmark = pytest.mark.triton
 

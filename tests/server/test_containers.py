@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from slipstream_client.cli import build_parser
-from slipstream_compose import triton
-from slipstream_compose.server import repository_root
+from slipstream_serve import triton
+from slipstream_serve.server import repository_root
 
 ROOT = repository_root()
 yaml = pytest.importorskip("yaml")

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 from server.support import PROMPT, ROOT, Client, RequestError, text
-from slipstream_compose.triton import Endpoints
+from slipstream_serve.triton import Endpoints
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fixtures.tiers import quick_of
 from server.support import PROMPT, TEXT_MODELS, Client, RequestError, serving, text
-from slipstream_compose.triton import SHARED_MEMORY
+from slipstream_serve.triton import SHARED_MEMORY
 
 pytestmark = pytest.mark.triton
 

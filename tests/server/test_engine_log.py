@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
-from slipstream_compose.serve import _EngineLog
+from slipstream_serve.serve import _EngineLog
 
 ENTRY = "2026-01-02 03:04:05,678 engine {level} {text}\n"
 BANNER = "tiny (LlamaForCausalLM, float32, CPU): KV cache of 65,536 tokens, room for 32.0 sequences"

@@ -24,7 +24,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from server.serve_process import Serve, environment, living, short_directory
 from server.support import PROMPT
-from slipstream_compose.triton import SHARED_MEMORY
+from slipstream_serve.triton import SHARED_MEMORY
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.triton

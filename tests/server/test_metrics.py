@@ -12,7 +12,7 @@ from server.metrics_page import Page, settled, wait_for
 from server.support import GPU_HOUR_PRICE, PROMPT, Client, RequestError
 from slipstream_client import SlipstreamClient
 from slipstream_client.commands.health import check
-from slipstream_compose.probe import first_token
+from slipstream_serve.probe import first_token
 
 pytestmark = pytest.mark.triton
 

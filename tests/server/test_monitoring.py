@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from server.metrics_page import Page, wait_for
 from server.support import PROMPT, Client, RequestError
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 yaml = pytest.importorskip("yaml")
 ROOT = repository_root()

@@ -21,7 +21,7 @@ import tritonclient.grpc as grpcclient
 from server.metrics_page import wait_for as wait_for_page
 from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving, text
 from slipstream_client.codec import request_of
-from slipstream_compose.serve import _EngineLog
+from slipstream_serve.serve import _EngineLog
 from tritonclient.grpc import service_pb2_grpc
 
 pytestmark = pytest.mark.triton

@@ -13,8 +13,8 @@ import pytest
 import tritonclient.grpc as grpcclient
 from server.support import CHECKPOINT, PROMPT, TEXT_MODELS, Client, RequestError, compose, serving
 from slipstream_client import SlipstreamClient
-from slipstream_compose.server import server_directory
 from slipstream_preprocessing.encode import Encoder
+from slipstream_serve.server import server_directory
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 

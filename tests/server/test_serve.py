@@ -26,10 +26,10 @@ from server.serve_process import (
     run_to_end,
     short_directory,
 )
-from slipstream_compose import triton
-from slipstream_compose.server import server_directory
-from slipstream_compose.supervise import FIRST_PAUSE_S, STEADY_S, _Pauses
-from slipstream_compose.triton import (
+from slipstream_serve import triton
+from slipstream_serve.server import server_directory
+from slipstream_serve.supervise import FIRST_PAUSE_S, STEADY_S, _Pauses
+from slipstream_serve.triton import (
     SHARED_MEMORY,
     ServeError,
     check_shared_memory,
@@ -249,7 +249,7 @@ def test_too_little_shared_memory_is_said_before_the_start(
 
 CLEAN = """
 import os, sys
-from slipstream_compose.triton import clean_leftovers
+from slipstream_serve.triton import clean_leftovers
 os.mkdir(os.path.join(sys.argv[1], f"slipstream-serve-{os.getpid()}-abcd"))
 clean_leftovers()
 """

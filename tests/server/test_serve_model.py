@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from server.serve_process import Serve, short_directory
-from slipstream_compose.server import repository_root, server_directory
+from slipstream_serve.server import repository_root, server_directory
 
 pytestmark = [
     pytest.mark.triton,

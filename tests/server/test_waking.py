@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from server.support import PROMPT, TEXT_MODELS, Client, serving
-from slipstream_compose import spawn
+from slipstream_serve import spawn
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 

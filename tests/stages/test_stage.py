@@ -17,13 +17,13 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from slipstream_contract import admission
-from slipstream_contract.admission import MAX_RETRY_MS, Load, LoadFile, path_of
-from slipstream_contract.credit import CreditFile
 from slipstream_contract.errors import REASONS
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.stream_state import StreamState
-from slipstream_contract.waking import wake_at_once
+from slipstream_runtime import admission
+from slipstream_runtime.admission import MAX_RETRY_MS, Load, LoadFile, path_of
+from slipstream_runtime.credit import CreditFile
+from slipstream_runtime.waking import wake_at_once
 from stages.zoo import byte_level_bpe, save
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from slipstream_compose.pbtxt import model_config
-from slipstream_compose.server import server_directory
-from slipstream_compose.triton import Endpoints, TritonServer
-from slipstream_contract.credit import CreditFile
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.tensors import MODELS
 from slipstream_contract.vocab import state_after
 from slipstream_contract.words import unpack_word_list
 from slipstream_preprocessing.encode import Encoder
+from slipstream_runtime.credit import CreditFile
+from slipstream_serve.server import server_directory
+from slipstream_serve.triton import Endpoints, TritonServer
 from stages.zoo import CORPUS, llama_bpe, save
 from tritonclient.utils import InferenceServerException
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from slipstream_compose.server import repository_root
+from slipstream_serve.server import repository_root
 
 TRAINING = repository_root() / "training"
 CHECKPOINT = repository_root() / "model_repository/tensorrt_llm/1/checkpoint"

@@ -10,14 +10,14 @@ from functools import partial
 
 import msgspec
 import numpy as np
-from slipstream_contract.admission import LoadFile, path_of
-from slipstream_contract.credit import CreditFile
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.retention import Retention
-from slipstream_contract.runtime import Runtime
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import Urgency
+from slipstream_runtime.admission import LoadFile, path_of
+from slipstream_runtime.credit import CreditFile
+from slipstream_runtime.directory import Runtime
 
 from slipstream import wire
 from slipstream.bridge.connection import Connection
@@ -80,7 +80,7 @@ class Bridge:
         self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, cancel)
         self.calls.settle = self.flow.settle
         self._load_file = LoadFile(path_of(runtime.socket))
-        self.repairs = runtime.repairs  # the file, see `slipstream_contract.repairs`
+        self.repairs = runtime.repairs  # the file, see `slipstream_runtime.repairs`
         self._is_stopping = runtime.stopping.exists
         self._had_left = False  # the client that the server was last asked about at a beginning
         self._watch = Watch(self.calls, self._is_stopping)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from slipstream_contract.errors import ContractError
-from slipstream_contract.request import LlmRequest, llm_request
+from slipstream_contract.schemas.trtllm import LlmRequest, llm_request
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes, state_after
 

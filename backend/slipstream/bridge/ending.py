@@ -10,7 +10,7 @@ import socket
 import threading
 from pathlib import Path
 
-from slipstream_contract.runtime import Runtime
+from slipstream_runtime.directory import Runtime
 
 _PAUSE_S = 0.05
 _LOOK_S = 0.05  # in which a server turns a connection away, if it does

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from slipstream_contract.repairs import KINDS
+from slipstream_runtime.repairs import KINDS
 
 from slipstream.figures import COUNTERS
 from slipstream.wire import FinishReason

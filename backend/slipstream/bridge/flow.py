@@ -28,8 +28,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream_contract.credit import NUM_SLOTS, CreditFile
 from slipstream_contract.errors import Code, ContractError
+from slipstream_runtime.credit import NUM_SLOTS, CreditFile
 
 from slipstream.bridge.cores import stay_together
 from slipstream.bridge.streams import Call, Stream

@@ -2,7 +2,7 @@
 
 import numpy as np
 from slipstream_contract.ids import pack
-from slipstream_contract.request import TextRequest, text_request
+from slipstream_contract.schemas.trtllm import TextRequest, text_request
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question, batch_size, row

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from slipstream_contract import vitals
 from slipstream_contract.errors import Code, ContractError
-from slipstream_contract.processes import is_running, is_stopped
-from slipstream_contract.runtime import Runtime
-from slipstream_contract.stillness import STILL_S, STOPPED_S, Stillness
+from slipstream_runtime import vitals
+from slipstream_runtime.directory import Runtime
+from slipstream_runtime.processes import is_running, is_stopped
+from slipstream_runtime.stillness import STILL_S, STOPPED_S, Stillness
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import triton_python_backend_utils as pb
-from slipstream_contract import repairs
 from slipstream_contract.errors import REASONS, ContractError, label_of
-from slipstream_contract.stub import must_end
+from slipstream_runtime import repairs
+from slipstream_runtime.stub import must_end
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge

@@ -12,23 +12,23 @@ from typing import Any, Protocol
 import msgspec
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import ContractError
-from slipstream_contract.inflight import InFlight
 from slipstream_contract.inputs import read_parameters
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.probes import Probe, split_probe
 from slipstream_contract.retention import split_salt
-from slipstream_contract.runtime import hide_shared_memory, open_runtime
-from slipstream_contract.stub import (
+from slipstream_contract.urgency import split_urgency
+from slipstream_contract.vocab import TokenBytes
+from slipstream_runtime.directory import hide_shared_memory, open_runtime
+from slipstream_runtime.inflight import InFlight
+from slipstream_runtime.stub import (
     close_inherited,
     quicken_bytes,
     rest_collector,
     share_interpreter,
 )
-from slipstream_contract.urgency import split_urgency
-from slipstream_contract.vitals import Vitals
-from slipstream_contract.vocab import TokenBytes
-from slipstream_contract.waking import wake_gently
+from slipstream_runtime.vitals import Vitals
+from slipstream_runtime.waking import wake_gently
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from slipstream_contract.request import TextRequest
 from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.schemas.trtllm import TextRequest
+from slipstream_contract.schemas.vllm import VllmRequest
 from slipstream_contract.stream_state import StreamState
-from slipstream_contract.vllm import VllmRequest
 from slipstream_contract.vocab import TokenBytes
 from slipstream_postprocessing.detokenize import detokenize_next
 from slipstream_preprocessing.encode import Encoder

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import Code, ContractError
-from slipstream_contract.inflight import InFlight
+from slipstream_runtime.inflight import InFlight
 
 from slipstream.bridge.streams import Outputs
 

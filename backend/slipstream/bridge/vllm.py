@@ -6,7 +6,7 @@ One response holds all sequences of a prompt: text, reason and counts are arrays
 import msgspec
 import numpy as np
 from slipstream_contract.ids import pack
-from slipstream_contract.vllm import VllmRequest, vllm_request
+from slipstream_contract.schemas.vllm import VllmRequest, vllm_request
 from slipstream_contract.whole import RUNNING
 
 from slipstream import wire

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence as Many
 
-from slipstream.engine.sequence import Request, Sequence
+from slipstream.core.sequence import Request, Sequence
 from slipstream.figures import HISTOGRAMS, counter_names
 
 _MAX_SAMPLES = 4096  # kept of each kind; nobody asks if they are more

@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream_contract.admission import Load
+from slipstream_runtime.admission import Load
 
-from slipstream.engine.batch import Batch, Sampled
-from slipstream.engine.bounds import Bounds
+from slipstream.core.batch import Batch, Sampled
+from slipstream.core.sequence import Request, Sequence
+from slipstream.core.sequence import Status as Standing
+from slipstream.core.stop import Ending, RawBytes
+from slipstream.core.window import Window
+from slipstream.engine.bisect import Trial
 from slipstream.engine.deadlines import Deadlines
-from slipstream.engine.host import Mover
-from slipstream.engine.names import Names
 from slipstream.engine.reports import RequestLog
+from slipstream.engine.request_checks import Bounds
+from slipstream.engine.request_ids import Names
 from slipstream.engine.scheduler import Limits, Scheduler
-from slipstream.engine.sequence import Request, Sequence
-from slipstream.engine.sequence import Status as Standing
-from slipstream.engine.stop import Ending, RawBytes
 from slipstream.engine.telemetry import Telemetry
-from slipstream.engine.trial import Trial
-from slipstream.engine.window import Window
+from slipstream.kvcache.host import Mover
 from slipstream.wire import CancelCause, Figures, FinishReason, Status, Submit, Tokens
 
 _log = logging.getLogger(__name__)

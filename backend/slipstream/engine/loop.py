@@ -20,20 +20,20 @@ from types import FrameType
 
 import msgspec
 import zmq
-from slipstream_contract.admission import LoadFile
-from slipstream_contract.admission import path_of as load_path_of
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.vocab import TokenBytes
-from slipstream_contract.waking import wake_at_once
+from slipstream_runtime.admission import LoadFile
+from slipstream_runtime.admission import path_of as load_path_of
+from slipstream_runtime.turns import Turns, path_of
+from slipstream_runtime.waking import wake_at_once
 
 from slipstream import __version__, wire
 from slipstream.config import EngineConfig
+from slipstream.core.laps import Laps, process_age
 from slipstream.engine.engine import Engine
-from slipstream.engine.laps import Laps, process_age
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.telemetry import Telemetry
-from slipstream.turns import Turns, path_of
 
 _log = logging.getLogger(__name__)
 
@@ -234,8 +234,8 @@ def read_config(path: Path) -> EngineConfig:
 def load(config: EngineConfig, address: str) -> EngineLoop:
     """Load the checkpoint and listen. Raises whatever is wrong with either."""
     laps = Laps(process_age())
-    from slipstream.engine.plan import resolve
-    from slipstream.engine.runner import ModelRunner
+    from slipstream.runner.model_runner import ModelRunner
+    from slipstream.runner.plan import resolve
 
     laps.lap("imports")
     plan = resolve(config)

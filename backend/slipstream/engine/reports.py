@@ -11,7 +11,7 @@ import logging.handlers
 import time
 from pathlib import Path
 
-from slipstream.engine.sequence import Request
+from slipstream.core.sequence import Request
 from slipstream.engine.telemetry import Telemetry
 from slipstream.wire import Status
 

@@ -24,17 +24,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic_ns
 
-from slipstream.engine.batch import Batch, Sampled
-from slipstream.engine.cache import Copies, KVCache
-from slipstream.engine.host import Mover
-from slipstream.engine.pace import Pace
-from slipstream.engine.reuse import Match
-from slipstream.engine.rows import chunk_row, decode_row
-from slipstream.engine.sequence import Request, Sequence, Status
-from slipstream.engine.stop import Ending
+from slipstream.core.batch import Batch, Sampled
+from slipstream.core.rows import chunk_row, decode_row
+from slipstream.core.sequence import Request, Sequence, Status
+from slipstream.core.stop import Ending
+from slipstream.core.window import Window
+from slipstream.engine.prefill_budget import Pace
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.waiting import WaitingQueue
-from slipstream.engine.window import Window
+from slipstream.kvcache.cache import Copies, KVCache
+from slipstream.kvcache.host import Mover
+from slipstream.kvcache.reuse import Match
 from slipstream.wire import FinishReason
 
 MAX_PREEMPTIONS = 3

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from pathlib import Path
 
-from slipstream.engine.batch import Batch
+from slipstream.core.batch import Batch
+from slipstream.core.sequence import Request, Sequence
 from slipstream.engine.book import Book
-from slipstream.engine.sequence import Request, Sequence
 from slipstream.wire import Figures, FinishReason
 
 

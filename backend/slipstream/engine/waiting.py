@@ -18,10 +18,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 
-from slipstream_contract.admission import UNKNOWN, Load
 from slipstream_contract.urgency import LOWEST_PRIORITY
+from slipstream_runtime.admission import UNKNOWN, Load
 
-from slipstream.engine.sequence import Sequence
+from slipstream.core.sequence import Sequence
 
 OLDEST_EVERY = 8
 _NUM_RECENT = 256  # admissions from which the rate is estimated

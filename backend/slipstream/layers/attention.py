@@ -6,12 +6,12 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from slipstream.kernels import rope
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.fp8 import Scales
-from slipstream.kernels.kv_format import Static
-from slipstream.kernels.newest import Newest
-from slipstream.kernels.prefill_attention import prefill_attention
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.attention.prefill import prefill_attention
+from slipstream.kernels.cache.kv_format import Static
+from slipstream.kernels.elementwise import rope
+from slipstream.kernels.elementwise.fp8 import Scales
 from slipstream.layers.cache_scales import static_scales
 from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from slipstream.kernels.kv_format import Static
+from slipstream.kernels.cache.kv_format import Static
 from slipstream.layers.source import WeightSource
 
 # Beside an attention's matrices. Of llm-compressor; of vLLM; of ModelOpt; of compressed-tensors

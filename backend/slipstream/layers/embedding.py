@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.linear import norm_linear
+from slipstream.kernels.gemm.linear import norm_linear
 from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm
 from slipstream.layers.sliced import in_slices

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from slipstream.kernels import linear
-from slipstream.kernels.fp8 import Quantized
+from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.gemm import linear
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource

@@ -1,6 +1,6 @@
 """The gated MLP of Llama and its relatives, and Gemma's."""
 
-from slipstream.kernels.activation import gelu_mul
+from slipstream.kernels.elementwise.activation import gelu_mul
 from slipstream.layers.dims import Dims
 from slipstream.layers.norm import Norm
 from slipstream.layers.projection import normed, project

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from slipstream.kernels import norm
+from slipstream.kernels.elementwise import norm
 from slipstream.layers.source import WeightSource
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.kernels.fp8 import Quantized, Scales
+from slipstream.kernels.elementwise.fp8 import Quantized, Scales
 from slipstream.layers.linear import Linear
 from slipstream.layers.norm import Norm
 from slipstream.layers.quantized import QuantizedLinear

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels import fp8, gemv
-from slipstream.kernels.cublaslt import matmul
-from slipstream.kernels.linear import own_kernel
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.gemm.cublaslt import matmul
+from slipstream.kernels.gemm.linear import own_kernel
+from slipstream.kernels.gemm.sm90 import gemv
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource

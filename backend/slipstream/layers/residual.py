@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from slipstream.kernels import fp8
+from slipstream.kernels.elementwise import fp8
 from slipstream.layers.norm import Norm
 
 

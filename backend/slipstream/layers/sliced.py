@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slipstream.kernels.fp8 import Quantized, Scales
+from slipstream.kernels.elementwise.fp8 import Quantized, Scales
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 

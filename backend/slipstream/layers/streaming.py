@@ -1,6 +1,6 @@
 """Endless sequences: attention over the first tokens and a window of the last.
 
-See `kernels/sinks.py`. Positions grow without bound, so angles are made for a step's tokens alone,
+See `kernels/attention/sinks.py`. Positions grow without bound, so angles are made for a step's tokens alone,
 in fp64: differences of large ones are as exact as those of small ones.
 """
 
@@ -10,9 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from slipstream.kernels.decode_attention import decode_attention, plan_decode
-from slipstream.kernels.newest import Newest
-from slipstream.kernels.sinks import Sinks, sink_attention
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.attention.sinks import Sinks, sink_attention
 from slipstream.layers.attention import Attention, AttentionInputs
 from slipstream.layers.decoder import Block, Decoder
 from slipstream.layers.dims import RopeConfig

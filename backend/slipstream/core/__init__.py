@@ -1,0 +1,1 @@
+"""Sequences, batches, stop conditions, prefix digests: plain data, no arrays, no I/O."""

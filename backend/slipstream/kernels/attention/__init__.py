@@ -1,0 +1,1 @@
+"""Attention over the paged cache: decode, prefill, shared prefixes, sinks."""

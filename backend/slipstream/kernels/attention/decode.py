@@ -1,0 +1,389 @@
+"""Attention of one query a sequence over a paged cache.
+
+By plan (16-bit elements): a fixed grid of workers shares out the tiles of all sequences, whatever
+their lengths, as a plan says that is made once a step on the device. By split (fp32, and wherever a
+sequence's bits may not depend on others): each sequence's tokens over as many CTAs as its length
+asks for.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.attention import decode_prefixes, decode_shapes
+from slipstream.kernels.attention.decode_prefixes import Work, find_prefixes
+from slipstream.kernels.attention.decode_shapes import (
+    COLUMNS,
+    Shape,
+    attention_variant,
+    is_planned,
+    part_words,
+    plan_variant,
+    state_words,
+    tile_of,
+)
+from slipstream.kernels.attention.newest import Newest, rotate_and_cache
+from slipstream.kernels.attention.newest import check as check_newest
+from slipstream.kernels.attention.sinks import Sinks, check_angles, sink_attention
+from slipstream.kernels.cache import kv_format
+from slipstream.kernels.cache.pages import (
+    TileShape,
+    check,
+    first_seen,
+    gather,
+    tiles_variant,
+    tiles_variants,
+)
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+# Tiles: what a CTA gets at least; how long its run may be, or how much longer than with equal ones
+# (or by which part of these), for the sake of whole sequences.
+_MIN_RUN, _WHOLE_RUN, _WHOLE_MORE, _WHOLE_SHARE = 4, 16, 8, 8
+_PLAN_CTAS, _PLAN_THREADS = 16, 512
+_MOST_SEQUENCES = 16384
+_MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
+_MOST_TOKENS = 2**31 - 1
+
+
+@op("lengths[s]:i32, cache[_,h,2,_,_]:any")
+def plan_decode(
+    lengths: Tensor,
+    cache: Tensor,
+    num_q_heads: int,
+    window: int = 0,
+    block_tables: Tensor | None = None,
+    num_sinks: int | None = None,
+) -> Tensor:
+    """How the tiles of sequences of these lengths are shared out, for all layers of a step that
+    have this window.
+
+    `cache` is that of any of them. What `decode_attention` of the same lengths and window takes,
+    one call after the other; i32, opaque. With `block_tables`, which must be those of the calls,
+    and no window, tokens that lie in the same blocks of several sequences are read once for them.
+    `num_sinks` of the window's tokens are the first of a sequence that streams; None: none streams.
+    """
+    return torch.empty(0, dtype=torch.int32, device=lengths.device)
+
+
+@op("q[s,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
+def decode_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    plan: Tensor,
+    scale: float,
+    out: Tensor | None = None,
+    newest: Newest | None = None,
+    window: int = 0,
+    sinks: Sinks | None = None,
+) -> Tensor:
+    """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.
+
+    With a `window`, over the last so many of them. Length 0 gives zeros. `scale` is positive. The
+    result goes to `out` if given. `plan` is `plan_decode` of the lengths and the window, made
+    earlier in the stream; without one, of no elements, a sequence's bits do not depend on others.
+    All but the newest token of a sequence must be from earlier steps: the kernel reads it while the
+    kernels in front of it still run.
+
+    With `newest` (and a plan, and 16-bit elements) it begins with `rope_and_cache`: `q` is rotated
+    as it is read, K and V of the newest tokens are written to `cache`.
+
+    With `sinks` (and a plan of as many, a window, a cache of 16 bits) sequences stream, as
+    `sink_attention` has it: `window` is all that a query sees, lengths are those of tables.
+    """
+    kv_format.check("decode_attention", cache, q)
+    _check_scale(scale)
+    if newest is not None:
+        q = rotate_and_cache(q, newest, cache, block_tables, lengths, sinks is not None)
+    if sinks is not None:
+        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        where = (cache, block_tables, starts, lengths, scale, 1, window, sinks.num_sinks, out)
+        return sink_attention.reference(q, sinks.angles, lengths.long(), *where)
+    out = torch.empty_like(q) if out is None else out
+    out.zero_()
+    num_kv_heads = cache.shape[1]
+    for s, length in enumerate(lengths.tolist()):
+        if length == 0:
+            continue
+        first = first_seen(length - 1, window)
+        k, v = (x.to(q.dtype) for x in gather(cache, block_tables[s], first, length))
+        group = q[s].reshape(num_kv_heads, -1, q.shape[2])  # a kv head's, as its queries
+        result = functional.scaled_dot_product_attention(group[None], k[None], v[None], scale=scale)
+        out[s] = result[0].flatten(0, 1)
+    return out
+
+
+def _check_scale(scale: float) -> None:
+    # decode_sums.cuh takes the maximum of scores before it multiplies them.
+    jit.require(scale > 0, "decode_attention: scale is {}, must be greater than 0", scale)
+
+
+# ---- by plan ----
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    yield from decode_shapes.variants()
+    yield from decode_prefixes.variants()
+    yield from tiles_variants("attention/decode_split.cu", _split_shape)
+
+
+@functools.cache
+def _device(index: int, dtype: torch.dtype, head_size: int) -> tuple[int, Shape]:
+    """CTAs of the grid, one for each SM, and their shape, for a cache of this dtype."""
+    limit = jit.shared_memory_limit(index)
+    shapes = decode_shapes.shapes(dtype, head_size)
+    shape = next(s for s in shapes if s.shared_memory(dtype, head_size) <= limit)
+    return jit.num_multiprocessors(index), shape
+
+
+def _plan_size(num_sequences: int, num_ctas: int, num_warps: int, shares: bool = False) -> int:
+    """Of `Plan` in decode_plan.cuh, as int32."""
+    arrivals = -(-num_ctas // 4) * 4
+    start, sequence = (12, 4) if shares else (8, 2)
+    return arrivals + num_ctas * (8 + start * num_warps) + sequence * (num_sequences + 2)
+
+
+def _can_share(cache: Tensor, num_sequences: int, window: int) -> bool:
+    is_plain = cache.dtype in (torch.float16, torch.bfloat16) and not window
+    is_plain &= not jit.is_wide(cache.shape[4])  # two tiles of 64 tokens would not fit the rings
+    return is_plain and 1 < num_sequences <= decode_prefixes.MAX_ROWS
+
+
+def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: Shape) -> Work:
+    """Of sequences that share."""
+    return Work.of(cache, num_q_heads, 16 * shape.warps, num_ctas)
+
+
+@plan_decode.cuda
+def _plan_decode(
+    lengths: Tensor,
+    cache: Tensor,
+    num_q_heads: int,
+    window: int = 0,
+    block_tables: Tensor | None = None,
+    num_sinks: int | None = None,
+) -> Tensor:
+    num_sequences, num_kv_heads = len(lengths), cache.shape[1]
+    head_size = kv_format.head_size_of(cache)
+    if not is_planned(cache.dtype, head_size) or num_sequences == 0:
+        return torch.empty(0, dtype=torch.int32, device=lengths.device)
+    jit.head_size_of(torch.float16, head_size)
+    jit.require(lengths.is_contiguous(), "plan_decode: lengths must be contiguous")
+    jit.require(
+        num_sequences <= _MOST_SEQUENCES, f"plan_decode: more than {_MOST_SEQUENCES} sequences"
+    )
+    num_ctas, shape = _device(lengths.get_device(), cache.dtype, head_size)
+    streams = num_sinks is not None
+    shares = block_tables is not None and _can_share(cache, num_sequences, window)
+    size = own_size = _plan_size(num_sequences, num_ctas, shape.warps, shares)
+    if shares:
+        work = _work(cache, num_q_heads, num_ctas, shape)
+        size += decode_prefixes.num_words(work, num_sequences)
+    plan = torch.empty(size, dtype=torch.int32, device=lengths.device)
+    if shares and block_tables is not None:
+        find_prefixes(block_tables, lengths, plan[own_size:], work)
+    parts = -(-(num_q_heads // num_kv_heads) // COLUMNS)
+    jit.launch(
+        plan_variant(tile_of(cache.dtype, head_size), window, shares, streams),
+        "plan_decode",
+        (_PLAN_CTAS,),
+        _PLAN_THREADS,
+        lengths,
+        plan,
+        num_sequences,
+        num_kv_heads * parts,
+        num_ctas,
+        shape.warps,
+        _MIN_RUN,
+        _WHOLE_RUN,
+        _WHOLE_MORE,
+        _WHOLE_SHARE,
+        window - (num_sinks or 0),
+        num_sinks or 0,
+        shared_memory=4 * (2 * num_sequences + num_ctas + 1),
+    )
+    return plan
+
+
+@decode_attention.cuda
+def _decode_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    plan: Tensor,
+    scale: float,
+    out: Tensor | None = None,
+    newest: Newest | None = None,
+    window: int = 0,
+    sinks: Sinks | None = None,
+) -> Tensor:
+    check("decode_attention", q, cache, block_tables, lengths, plan)
+    _check_scale(scale)
+    jit.block_shift(cache.shape[3])
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    is_like_q = out.shape == q.shape and out.dtype == q.dtype
+    jit.require(
+        is_like_q and out.is_contiguous() and out.data_ptr() % 16 == 0,
+        "decode_attention: out must be contiguous, aligned to 16 bytes and otherwise like q",
+    )
+    is_quantized = kv_format.is_quantized(cache)
+    jit.require(
+        newest is None or not is_quantized,
+        "decode_attention: over a cache of {}, rope_and_cache comes before",
+        cache.dtype,
+    )
+    if plan.shape[0] > 0 and q.dtype != torch.float32:
+        _launch_by_plan(q, cache, block_tables, lengths, plan, scale, out, newest, window, sinks)
+    elif q.shape[0] > 0:
+        jit.require(newest is None, "decode_attention: without a plan, q must be rotated")
+        jit.require(sinks is None, "decode_attention: without a plan, sinks are sink_attention's")
+        _launch_by_split(q, cache, block_tables, lengths, scale, out, window)
+    return out
+
+
+def _streaming(
+    q: Tensor, cache: Tensor, sinks: Sinks | None, window: int
+) -> tuple[int, Tensor | int]:
+    """How many tokens of each sequence are sinks, and their angles, as the kernel takes them."""
+    if sinks is None:
+        return 0, 0
+    check_angles("decode_attention", sinks.angles, q.shape[2])
+    is_window = 0 <= sinks.num_sinks < window and q.dtype == cache.dtype
+    jit.require(is_window, f"decode_attention: {sinks.num_sinks} sinks, {window}, {cache.dtype}")
+    return sinks.num_sinks, sinks.angles
+
+
+def _state_words(q: Tensor, cache: Tensor, plan_size: int, work: Work) -> int:
+    """Of what is left of shared tokens; checks the size of a plan that has such."""
+    num_sequences, num_q_heads, head_size = q.shape
+    num_ctas, shape = _device(q.get_device(), cache.dtype, head_size)
+    size = _plan_size(num_sequences, num_ctas, shape.warps, shares=True)
+    size += decode_prefixes.num_words(work, num_sequences)
+    jit.require(plan_size == size, "decode_attention: the plan is of other sequences")
+    return work.max_states(num_sequences) * num_q_heads * state_words(head_size)
+
+
+def _launch_by_plan(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    plan: Tensor,
+    scale: float,
+    out: Tensor,
+    newest: Newest | None,
+    window: int,
+    sinks: Sinks | None,
+) -> None:
+    if newest is not None:
+        check_newest("decode_attention", q, cache, newest)
+    num_sinks, angles = _streaming(q, cache, sinks, window)
+    k, v, cos_sin = newest or (q, q, q)  # q stands for what is not read
+    num_sequences, num_q_heads, head_size = q.shape
+    num_kv_heads, block_size = cache.shape[1], cache.shape[3]
+    num_ctas, shape = _device(q.get_device(), cache.dtype, head_size)
+    plan_size = plan.shape[0]
+    shares = plan_size != _plan_size(num_sequences, num_ctas, shape.warps)
+    jit.require(not (shares and window), "decode_attention: the plan is of other sequences")
+    num_words = num_ctas * 2 * part_words(head_size)
+    if shares:
+        num_words += _state_words(q, cache, plan_size, _work(cache, num_q_heads, num_ctas, shape))
+    parts = torch.empty(num_words, dtype=torch.float32, device=q.device)
+    jit.launch(
+        attention_variant(
+            q.dtype, head_size, shape, newest is not None, window, shares, cache.dtype, bool(sinks)
+        ),
+        "decode_attention",
+        (num_ctas,),
+        32 * shape.warps,
+        q,
+        q.stride(0),
+        k,
+        k.stride(0),
+        v,
+        v.stride(0),
+        cos_sin,
+        cache,
+        block_tables,
+        block_tables.stride(0),
+        lengths,
+        plan,
+        out,
+        parts,
+        scale * math.log2(math.e),
+        num_sequences,
+        num_kv_heads,
+        num_q_heads // num_kv_heads,
+        jit.block_shift(block_size),
+        window - num_sinks,
+        num_sinks,
+        angles,
+        shared_memory=shape.shared_memory(cache.dtype, head_size),
+        overlaps=True,
+    )
+
+
+# ---- by split ----
+
+
+def _split_shape(dtype: torch.dtype, head_size: int) -> TileShape:
+    """Of a CTA of decode_split.cu: a warp for 16 tokens of a tile."""
+    is_wide = jit.is_wide(head_size)
+    if dtype == torch.float32:
+        return TileShape(1, 16, 2) if is_wide else TileShape(2, 32, 2)
+    return TileShape(2, 32, 3) if is_wide else TileShape(4, 64, 3)
+
+
+def _launch_by_split(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    out: Tensor,
+    window: int,
+) -> None:
+    num_sequences, num_q_heads, head_size = q.shape
+    num_kv_heads, block_size = cache.shape[1], cache.shape[3]
+    capacity = min(block_tables.shape[1] * block_size, window or _MOST_TOKENS)
+    splits = max(1, min(_MAX_SPLITS, -(-capacity // _MIN_SPLIT)))
+    size = num_sequences * num_q_heads * splits * (head_size + 2) if splits > 1 else 1
+    partial = torch.empty(size, dtype=torch.float32, device=q.device)
+    group_size = num_q_heads // num_kv_heads
+    shape = _split_shape(q.dtype, head_size)
+    stages = shape.stages_of(q, cache)
+    wanted = tiles_variant(
+        "attention/decode_split.cu", q.dtype, head_size, shape, stages, window, cache.dtype
+    )
+    jit.launch(
+        wanted,
+        "decode_split",
+        (splits, num_kv_heads * -(-group_size // 16), num_sequences),
+        32 * shape.warps,
+        q,
+        q.stride(0),
+        cache,
+        block_tables,
+        block_tables.stride(0),
+        lengths,
+        out,
+        partial,
+        scale * math.log2(math.e),
+        num_kv_heads,
+        group_size,
+        jit.block_shift(block_size),
+        window,
+        shared_memory=shape.shared_memory(q.dtype, head_size, stages, cache.dtype),
+    )
+    if splits > 1:
+        grid = (num_q_heads, num_sequences)
+        jit.launch(wanted, "combine_splits", grid, head_size, partial, lengths, out, splits, window)

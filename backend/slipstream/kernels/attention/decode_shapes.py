@@ -1,0 +1,126 @@
+"""What decode.cu is compiled for: shapes of its CTAs, and its variants."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from slipstream.kernels.cache import kv_format
+from slipstream.kernels.runtime import jit
+
+COLUMNS = 8  # decode_part.cuh: query heads that a worker takes at once
+_TILE, _INT4_TILE = 32, 64
+
+
+def part_words(head_size: int) -> int:
+    """Of `Part` in decode_part.cuh."""
+    return COLUMNS * (head_size + 4 + 2)
+
+
+def state_words(head_size: int) -> int:
+    """Of `State` in decode_part.cuh."""
+    return head_size + 4
+
+
+def tile_of(cached: torch.dtype, head_size: int) -> int:
+    """Tokens that a worker takes at once from such a cache."""
+    return _INT4_TILE if cached == torch.uint8 and not jit.is_wide(head_size) else _TILE
+
+
+class Shape(NamedTuple):
+    """Of a CTA of decode.cu."""
+
+    warps: int
+    slots: int  # of a warp's ring, each of a tile's K or V
+
+    def shared_memory(self, dtype: torch.dtype, head_size: int) -> int:
+        """Bytes, over such a cache: for each warp a ring, a part and two entries; two flags."""
+        scales = kv_format.num_scales(dtype, head_size)
+        chunks = (kv_format.row_size(dtype, head_size) - scales) * dtype.itemsize // 16
+        is_swizzled = chunks.bit_count() == 1
+        row = 16 * (chunks if is_swizzled or chunks % 2 else chunks + 1)
+        alignment = max(row, 128) if is_swizzled else 128
+        slot = -(-tile_of(dtype, head_size) * (row + scales) // alignment) * alignment
+        return self.warps * (self.slots * slot + 4 * part_words(head_size) + 2 * 16) + 16
+
+
+_SHAPES = (Shape(8, 3), Shape(8, 2), Shape(4, 2))
+_WIDE_SHAPES = (Shape(4, 3), Shape(4, 2), Shape(2, 2))
+# Of bytes more warps hide more of the arithmetic, but of wide heads they share too few registers.
+_BYTE_SHAPES = (Shape(10, 4), Shape(12, 3), *_SHAPES)
+_WIDE_BYTE_SHAPES = (Shape(8, 2), Shape(4, 2))
+
+
+def shapes(cached: torch.dtype, head_size: int) -> tuple[Shape, ...]:
+    """Of CTAs over such a cache; the first that fits is best."""
+    is_wide = jit.is_wide(head_size)
+    if cached == torch.uint8:
+        return _SHAPES
+    if cached in kv_format.FORMATS.values():
+        return _WIDE_BYTE_SHAPES if is_wide else _BYTE_SHAPES
+    return _WIDE_SHAPES if is_wide else _SHAPES
+
+
+def attention_variant(
+    dtype: torch.dtype,
+    head_size: int,
+    shape: Shape,
+    rotates: bool,
+    window: int,
+    shares: bool = False,
+    cached: torch.dtype | None = None,
+    streams: bool = False,
+) -> jit.Variant:
+    """The instantiation of decode.cu; `cached` is the cache's dtype."""
+    jit.head_size_of(dtype, head_size)
+    jit.require(not (streams and jit.is_wide(head_size)), f"no sinks of heads of {head_size}")
+    return jit.variant(
+        "attention/decode.cu",
+        dtype,
+        HEAD_SIZE=head_size,
+        TILE=tile_of(cached or dtype, head_size),
+        WARPS=shape.warps,
+        SLOTS=shape.slots,
+        ROTATES=int(rotates),
+        **_mode(window, shares, streams),
+        **kv_format.macros(cached or dtype),
+    )
+
+
+def is_planned(cached: torch.dtype, head_size: int) -> bool:
+    """Whether attention over such a cache is by plan; else it is by split, a plan or not."""
+    is_whole = cached != torch.uint8 or head_size % kv_format.GROUP == 0  # vectors of one group
+    return cached != torch.float32 and is_whole
+
+
+def _mode(window: int, shares: bool, streams: bool) -> dict[str, int]:
+    additions = {"SHARES": 1} if shares else {"SINKS": 1} if streams else {}
+    return {"WINDOWED": int(window > 0)} | additions
+
+
+def plan_variant(
+    tile: int, window: int, shares: bool = False, streams: bool = False
+) -> jit.Variant:
+    """The instantiation of decode_plan.cu."""
+    return jit.variant("attention/decode_plan.cu", TILE=tile, **_mode(window, shares, streams))
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    for tile, window in itertools.product((_TILE, _INT4_TILE), (0, 1)):
+        yield plan_variant(tile, window)
+    yield plan_variant(_TILE, 0, shares=True)
+    yield plan_variant(_TILE, 1, streams=True)
+    dtypes, formats = (torch.float16, torch.bfloat16), kv_format.FORMATS.values()
+    for dtype, head_size in itertools.product(dtypes, jit.HEAD_SIZES):
+        for shape, rotates in itertools.product(shapes(dtype, head_size), (False, True)):
+            yield attention_variant(dtype, head_size, shape, rotates, 0)
+            yield attention_variant(dtype, head_size, shape, rotates, 1)
+            if not jit.is_wide(head_size):
+                yield attention_variant(dtype, head_size, shape, rotates, 0, shares=True)
+                yield attention_variant(dtype, head_size, shape, rotates, 1, streams=True)
+        for cached, window in itertools.product(formats, (0, 1)):
+            if is_planned(cached, head_size):
+                for shape in shapes(cached, head_size):
+                    yield attention_variant(dtype, head_size, shape, False, window, False, cached)

@@ -1,0 +1,1 @@
+"""Attention for Hopper: prefill by wgmma."""

@@ -1,0 +1,1 @@
+"""Norms, activations, rotation and quantisation of rows."""

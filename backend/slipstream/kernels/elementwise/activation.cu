@@ -1,0 +1,57 @@
+// act(gate) * up of rows [gate | up]; grid: x = row, y = a share of the row.
+// -D ELEMENT (T), VECTOR (elements an access)
+#include "runtime/common.cuh"
+
+constexpr int PACKS = 4;  // accesses of a thread to gates, and as many to ups, that are on their way at once
+
+// x times the logistic function of y. Of 16 bits, what approximations lose is far below the result's rounding, and exact
+// arithmetic would take longer than memory.
+DEVICE float times_logistic(float x, float y) {
+  return sizeof(T) == 2 ? times_logistic_fast(x, y) : x / (1.0f + expf(-y));
+}
+struct Silu {
+  DEVICE float operator()(float x) const { return times_logistic(x, x); }
+};
+// x * Phi(x), by tanh: 0.5 * (1 + tanh(y)) is the logistic function of 2y.
+struct Gelu {
+  DEVICE float operator()(float x) const {
+    return times_logistic(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
+  }
+};
+
+// At most PACKS accesses of a thread cover its row.
+template <typename Activation>
+DEVICE void gate(const T* gate_up, i64 stride, T* out, i64 width, Activation activation) {
+  start_next();
+  wait_for_previous();
+  const T* gates = gate_up + i64(blockIdx.x) * stride;
+  const T* ups = gates + width;
+  out += i64(blockIdx.x) * width;
+  const int first = int(blockIdx.y * blockDim.x + threadIdx.x) * VECTOR, end = int(width);
+  const int step = int(gridDim.y * blockDim.x) * VECTOR;
+  Pack<T, VECTOR> gate[PACKS], up[PACKS];
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    if (first + i * step >= end) break;
+    gate[i] = load_fresh<VECTOR>(gates + first + i * step);
+    up[i] = load_fresh<VECTOR>(ups + first + i * step);
+  }
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    if (first + i * step >= end) break;
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j)
+      gate[i].at[j] = from_float<T>(activation(to_float(gate[i].at[j])) * to_float(up[i].at[j]));
+    store<VECTOR>(out + first + i * step, gate[i]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    silu_mul(const T* gate_up, i64 stride, T* out, i64 width) {
+  gate(gate_up, stride, out, width, Silu());
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    gelu_mul(const T* gate_up, i64 stride, T* out, i64 width) {
+  gate(gate_up, stride, out, width, Gelu());
+}

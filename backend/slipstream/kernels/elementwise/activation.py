@@ -1,0 +1,68 @@
+"""Gated activations between the two halves of an MLP (Shazeer, 2020)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+_PACKS = 4  # accesses of a thread at most
+_MAX_THREADS = 256
+
+
+@op("gate_up[n,_]:T")
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `gate_up = [gate | up]`, in fp32, rounded once: `[n, width / 2]`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@op("gate_up[n,_]:T")
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`gelu(gate) * up` as `silu_mul`; GELU (Hendrycks and Gimpel, 2016) in its tanh form."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def _variant(dtype: torch.dtype, vector: int) -> jit.Variant:
+    return jit.variant("elementwise/activation.cu", dtype, VECTOR=vector)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    for dtype in jit.DTYPES:
+        for vector in (1, 16 // dtype.itemsize):
+            yield _variant(dtype, vector)
+
+
+@silu_mul.cuda
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    return _launch("silu_mul", gate_up)
+
+
+@gelu_mul.cuda
+def _gelu_mul(gate_up: Tensor) -> Tensor:
+    return _launch("gelu_mul", gate_up)
+
+
+def _launch(name: str, gate_up: Tensor) -> Tensor:
+    """A row is spread over more threads where there are few rows."""
+    jit.type_name(gate_up.dtype)
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    jit.require(gate_up.shape[1] % 2 == 0, "{}: width {} is odd", name, gate_up.shape[1])
+    jit.require(gate_up.stride(1) == 1, "{}: elements of a row must be contiguous", name)
+    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel() == 0:
+        return out
+    vector = jit.vector_width(width, gate_up)
+    accesses = -(-width // vector)
+    packs = _PACKS if num_rows >= jit.num_multiprocessors(out.get_device()) else 1
+    shares = -(-accesses // (_MAX_THREADS * packs))
+    threads = 32 * -(-accesses // (32 * packs * shares))
+    wanted = _variant(gate_up.dtype, vector)
+    args = (gate_up, gate_up.stride(0), out, width)
+    jit.launch(wanted, name, (num_rows, shares), threads, *args, overlaps=True)
+    return out

@@ -1,0 +1,248 @@
+"""Matrices in e4m3 (Micikevicius et al., 2022), an fp32 scale a row, and products of two such.
+
+A row's scale is its largest absolute value over 448, the largest number of the type; so nothing
+overflows, zeros stay zeros, and NaN or infinity makes the row's every product NaN. Rows are tokens
+(of activations) or outputs (of weights). A product is rounded to bfloat16 unscaled. Who consumes
+it multiplies by the scales of its row and its column, and adds the column's bias if any; `wide` and
+`tall` do that themselves if they are given them.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+E4M3 = torch.float8_e4m3fn
+MIN_CAPABILITY = (8, 9)  # conversions and matrix products
+DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
+MULTIPLE = 16  # a matrix product needs both sides of the weights to be multiples of it
+MAX_WIDTH = 32_768  # elements of a row that a CTA can hold
+
+_LARGEST = 448.0
+_SMALLEST = 1e-30  # what a row's largest value counts as at least: 448 / it is finite
+_VECTOR = 8  # elements of an access
+_MAX_THREADS = 1024
+_SHARING_THREADS = 448  # of a CTA that leaves half a multiprocessor to another
+_ELEMENTWISE_THREADS = 256
+_FEW_ROWS = 132  # about as many as there are multiprocessors
+
+
+class Quantized(NamedTuple):
+    """`values * scales[:, None]`."""
+
+    values: Tensor  # [n, k] e4m3
+    scales: Tensor  # [n] f32
+
+
+class Scales(NamedTuple):
+    """What a product of `n` rows and `m` columns still lacks."""
+
+    rows: Tensor  # [n] f32
+    columns: Tensor  # [m] f32
+    bias: Tensor | None  # [m], added after
+
+
+# ---- references, which are the CPU path ----
+
+
+def _quantized(values: Tensor) -> Quantized:
+    largest = values.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST)
+    # A number divided by a tensor would be multiplied by reciprocals, which round differently.
+    inverse = torch.full_like(largest, _LARGEST) / largest
+    scaled = (values * inverse).clamp(-_LARGEST, _LARGEST)
+    return Quantized(scaled.to(E4M3), (largest / _LARGEST).squeeze(-1))
+
+
+def scaled(product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
+    """A product of `n` rows and `m` columns in its place, `[n, m]` f32."""
+    values = product.float() * columns * rows[:, None]  # so ordered, large rows do not overflow
+    return values if bias is None else values + bias.float()
+
+
+@op("x[n,k]:T")
+def quantize(x: Tensor) -> Quantized:
+    """The rows of `x` as they are."""
+    return _quantized(x.float())
+
+
+@op("x[n,k]:T, norm[k]:T")
+def norm_quantize(x: Tensor, norm: Tensor, eps: float) -> Quantized:
+    """`rms_norm(x)`: `x * norm` is rounded, its row's `1 / rms` goes into the scale."""
+    x32 = x.float()
+    values, scales = _quantized(x32 * norm.float())
+    return Quantized(values, scales * torch.rsqrt(x32.pow(2).mean(-1) + eps))
+
+
+@op("x[n,k]:T, norm[k]:T, product[n,k]:bf16, rows[n]:f32, columns[k]:f32")
+def add_norm_quantize(
+    x: Tensor,
+    norm: Tensor,
+    product: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+) -> Quantized:
+    """`x += ` the scaled product, in place and rounded; then `norm_quantize(x)`."""
+    add_scaled.reference(x, product, rows, columns, bias)
+    return norm_quantize.reference(x, norm, eps)
+
+
+@op("product[n,m]:bf16, rows[n]:f32, columns[m]:f32")
+def silu_mul_quantize(
+    product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None = None
+) -> Quantized:
+    """`silu(gate) * up` of the scaled product `[gate | up]`; `[n, m / 2]`."""
+    gate, up = scaled(product, rows, columns, bias).chunk(2, dim=-1)
+    return _quantized(functional.silu(gate) * up)
+
+
+@op("x[n,m]:T, product[n,m]:bf16, rows[n]:f32, columns[m]:f32")
+def add_scaled(
+    x: Tensor, product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None = None
+) -> None:
+    """`x += ` the scaled product, in place, rounded once."""
+    x.copy_(x.float() + scaled(product, rows, columns, bias))
+
+
+@op("product[n,m]:bf16, rows[n]:f32, columns[m]:f32")
+def scale(
+    product: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """The scaled product in `dtype`, rounded once."""
+    return scaled(product, rows, columns, bias).to(dtype)
+
+
+# ---- the CUDA twins ----
+
+
+def _variant(dtype: torch.dtype, packs: int) -> jit.Variant:
+    # The conversions are in every architecture from sm_89 on.
+    return jit.variant("elementwise/fp8.cu", dtype, only="sm_90a", PACKS=packs)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    for dtype in DTYPES:
+        for packs in (1, 2, 4, 8):
+            yield _variant(dtype, packs)
+
+
+def _require(name: str, width: int, dtype: torch.dtype, *tensors: Tensor | None) -> None:
+    jit.require(dtype in DTYPES, "{}: no kernels for {}", name, dtype)
+    is_whole = width % _VECTOR == 0
+    jit.require(is_whole, "{}: rows of {}, which is no multiple of {}", name, width, _VECTOR)
+    jit.require(
+        all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors),
+        "{}: tensors must be contiguous and aligned to 16 bytes",
+        name,
+    )
+
+
+def _empty(shape: tuple[int, ...], device: torch.device) -> Quantized:
+    return Quantized(
+        torch.empty(shape, dtype=E4M3, device=device),
+        torch.empty(shape[:1], dtype=torch.float32, device=device),
+    )
+
+
+def _packs(accesses: int, num_rows: int) -> int:
+    """Of a thread; with 4, two CTAs that hold a long row each fit on a multiprocessor."""
+    if accesses <= _MAX_THREADS:
+        return 1
+    if num_rows > _FEW_ROWS and accesses <= 4 * _SHARING_THREADS:
+        return 4
+    return 2 if accesses <= 2 * _MAX_THREADS else 8
+
+
+def _launch_rows(
+    entry: str, out: Quantized, dtype: torch.dtype, *args: Tensor | int | float
+) -> Quantized:
+    """Start `entry`, whose CTAs each make a row of `out`."""
+    num_rows, width = out.values.shape
+    jit.require(width <= MAX_WIDTH, "{}: rows of {}, above {}", entry, width, MAX_WIDTH)
+    if out.values.numel() > 0:
+        accesses = width // _VECTOR
+        packs = _packs(accesses, num_rows)
+        threads = 32 * -(-accesses // (32 * packs))
+        jit.launch(_variant(dtype, packs), entry, (num_rows,), threads, *args, overlaps=True)
+    return out
+
+
+@quantize.cuda
+def _quantize(x: Tensor) -> Quantized:
+    _require("quantize", x.shape[1], x.dtype, x)
+    out = _empty(x.shape, x.device)
+    return _launch_rows("quantize", out, x.dtype, x, *out, x.shape[1])
+
+
+@norm_quantize.cuda
+def _norm_quantize(x: Tensor, norm: Tensor, eps: float) -> Quantized:
+    _require("norm_quantize", x.shape[1], x.dtype, x, norm)
+    out = _empty(x.shape, x.device)
+    return _launch_rows("norm_quantize", out, x.dtype, x, norm, *out, x.shape[1], eps)
+
+
+@add_norm_quantize.cuda
+def _add_norm_quantize(
+    x: Tensor,
+    norm: Tensor,
+    product: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+) -> Quantized:
+    entry = "add_norm_quantize"
+    _require(entry, x.shape[1], x.dtype, x, norm, product, columns, bias)
+    out = _empty(x.shape, x.device)
+    args = (x, norm, product, rows, columns, 0 if bias is None else bias)
+    return _launch_rows(entry, out, x.dtype, *args, *out, x.shape[1], eps)
+
+
+@silu_mul_quantize.cuda
+def _silu_mul_quantize(
+    product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None = None
+) -> Quantized:
+    entry = "silu_mul_quantize"
+    num_rows, width = product.shape[0], product.shape[1] // 2
+    jit.require(product.shape[1] % 2 == 0, "{}: width {} is odd", entry, product.shape[1])
+    dtype = torch.bfloat16 if bias is None else bias.dtype
+    _require(entry, width, dtype, product, columns, bias)
+    out = _empty((num_rows, width), product.device)
+    args = (product, rows, columns, 0 if bias is None else bias)
+    return _launch_rows(entry, out, dtype, *args, *out, width)
+
+
+def _launch_elements(
+    entry: str, out: Tensor, product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None
+) -> None:
+    num_rows, width = out.shape
+    _require(entry, width, out.dtype, out, product, columns, bias)
+    if out.numel() == 0:
+        return
+    grid = (num_rows, -(-width // (_ELEMENTWISE_THREADS * _VECTOR)))
+    args = (out, product, rows, columns, 0 if bias is None else bias, width)
+    wanted = _variant(out.dtype, 1)
+    jit.launch(wanted, entry, grid, _ELEMENTWISE_THREADS, *args, overlaps=True)
+
+
+@add_scaled.cuda
+def _add_scaled(
+    x: Tensor, product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None = None
+) -> None:
+    _launch_elements("add_scaled", x, product, rows, columns, bias)
+
+
+@scale.cuda
+def _scale(
+    product: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    out = torch.empty(product.shape, dtype=dtype, device=product.device)
+    _launch_elements("scale", out, product, rows, columns, bias)
+    return out

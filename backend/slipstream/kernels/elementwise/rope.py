@@ -1,0 +1,179 @@
+"""Rotary embedding (Su et al., 2021; Llama's halves) and the write to the paged cache in one."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cache import kv_format
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+THREADS = 128
+
+
+def _normalised(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """Each head's RMS norm, if there is one; fp32."""
+    x32 = x.float()
+    if norm is None:
+        return x32
+    return x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
+
+
+def _scaled(qkv: tuple[Tensor, ...], scales: fp8.Scales) -> list[Tensor]:
+    """Each head's numbers times their scales, rounded as a product of 16 bits would be."""
+    flat = torch.cat([x.flatten(1) for x in qkv], dim=1)
+    scaled = fp8.scale.reference(flat, scales.rows, scales.columns, flat.dtype, scales.bias)
+    parts = torch.split(scaled, [x[0].numel() for x in qkv], dim=1)
+    return [part.view(x.shape) for part, x in zip(parts, qkv, strict=True)]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x [n, heads, d]`, each pair (i, i + d / 2) by the angle of these, `[n, 1, d / 2]`."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@op(
+    "q[n,hq,d]:T, k[n,h,d]:T, v[n,h,d]:T, cos_sin[_,d]:f32, positions[n]:i64, slots[n]:i64, "
+    "cache[_,h,2,_,_]:any"
+)
+def rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    scales: fp8.Scales | None = None,
+    static: kv_format.Static | None = None,
+) -> None:
+    """Rotate `q` in place; write rotated `k`, and `v`, into `cache` at `slots`.
+
+    With `q_norm` and `k_norm [d]`, every head of q and k is first normalised (`rms_norm`, Qwen3).
+    `scales`, of an e4m3 product `[q | k | v]` (fp8.py; all is bf16 then), come before that.
+    `static`, of an fp8 cache, are the layer's scales, instead of each token's own.
+
+    `cos_sin[p]` holds d/2 cosines, then d/2 sines, of position p. `cache` is
+    `[block, kv head, K or V, token in block, row]` (kv_format.py); slot s is token `s % block_size`
+    of block `s // block_size`; a negative slot writes nothing. Rows of q, k, v may be strided
+    (views of one qkv matrix); heads and elements within a row are contiguous.
+    """
+    kv_format.check("rope_and_cache", cache, k, static)
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    out = q
+    if scales is not None and len(q) > 0:
+        q, k, v = _scaled((q, k, v), scales)
+    out.copy_(rotate(_normalised(q, q_norm, eps), cos, sin))
+    keep = slots >= 0
+    rotated = rotate(_normalised(k, k_norm, eps), cos, sin).to(k.dtype)
+    kv_format.write(cache, slots[keep], rotated[keep], v[keep], static)
+
+
+def _variant(
+    dtype: torch.dtype, head_size: int, vector: int, cached: torch.dtype | None = None
+) -> jit.Variant:
+    macros = kv_format.macros(cached or dtype)
+    return jit.variant("elementwise/rope.cu", dtype, HEAD_SIZE=head_size, VECTOR=vector, **macros)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    for dtype in jit.DTYPES:
+        for head_size in jit.HEAD_SIZES:
+            for vector in (1, 16 // dtype.itemsize):
+                yield _variant(dtype, head_size, vector)
+            for cached in kv_format.FORMATS.values():
+                yield _variant(dtype, head_size, 16 // dtype.itemsize, cached)
+
+
+def _check_layout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+) -> None:
+    """What the kernel assumes beyond the signature, or `KernelError`."""
+    head_size = jit.head_size_of(q.dtype, q.shape[2])
+    jit.block_shift(cache.shape[3])
+    is_whole = not kv_format.is_quantized(cache) or (
+        cache.shape[3] >= kv_format.MIN_BLOCK_SIZE and cache.data_ptr() % 16 == 0
+    )
+    jit.require(is_whole, "rope_and_cache: blocks of {} must be whole vectors", cache.dtype)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        is_row = x.stride(2) == 1 and (x.stride(1) == head_size or x.shape[1] == 1)
+        jit.require(is_row, "rope_and_cache: heads of a row of {} must be contiguous", name)
+    for name, x in (
+        ("cos_sin", cos_sin),
+        ("cache", cache),
+        ("positions", positions),
+        ("slots", slots),
+    ):
+        jit.require(x.is_contiguous(), "rope_and_cache: {} must be contiguous", name)
+
+
+@rope_and_cache.cuda
+def _rope_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    scales: fp8.Scales | None = None,
+    static: kv_format.Static | None = None,
+) -> None:
+    num_tokens, num_q_heads, head_size = q.shape
+    _check_layout(q, k, v, cos_sin, positions, slots, cache)
+    kv_format.check("rope_and_cache", cache, k, static)
+    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+    jit.require(len(norms) != 1, "rope_and_cache: norms of both q and k, or none")
+    jit.require(
+        all(norm.shape == (head_size,) and norm.dtype == q.dtype for norm in norms),
+        "rope_and_cache: norms must be [{}] {}",
+        head_size,
+        q.dtype,
+    )
+    if num_tokens == 0:
+        return
+    rows = (q.flatten(1), k.flatten(1), v.flatten(1))
+    is_quantized = kv_format.is_quantized(cache)
+    vector = jit.vector_width(head_size // 2, *rows, *([] if is_quantized else [cache]), *norms)
+    jit.require(vector > 1 or not is_quantized, "rope_and_cache: rows must be aligned to 16 bytes")
+    jit.require(
+        scales is None or q.dtype == torch.bfloat16, "rope_and_cache: scales of a bf16 product only"
+    )
+    strided = [arg for x in rows for arg in (x, x.stride(0))]
+    lanes = next(n for n in (4, 8, 16, 32) if n >= min(head_size // 2 // vector, 32))
+    num_heads = num_q_heads + 2 * k.shape[1]
+    jit.launch(
+        _variant(q.dtype, head_size, vector, cache.dtype),
+        "rope_and_cache",
+        (num_tokens, -(-num_heads * lanes // THREADS)),
+        THREADS,
+        *strided,
+        cos_sin,
+        positions,
+        slots,
+        cache,
+        num_q_heads,
+        k.shape[1],
+        jit.block_shift(cache.shape[3]),
+        *(norms or (0, 0)),
+        eps,
+        *(0 if scale is None else scale for scale in scales or (0, 0, 0)),
+        *(static or (0.0, 0.0)),
+        overlaps=True,
+    )

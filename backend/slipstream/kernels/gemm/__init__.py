@@ -1,0 +1,1 @@
+"""Matrix products: linear layers, cuBLASLt and its tuning; own kernels by architecture below."""

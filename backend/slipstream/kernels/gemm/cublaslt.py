@@ -1,0 +1,163 @@
+"""Matrix products of many rows: cuBLASLt's kernels, chosen by us.
+
+The kernel of a shape is the one that `slipstream tune` measured as the fastest (`tuning.py`); if
+that was never done, cuBLASLt's own first guess among those that do not split the sum of an element.
+Splitting it costs a second kernel, and bits that depend on how many rows there are.
+"""
+
+import functools
+import logging
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.gemm import tuning
+from slipstream.kernels.gemm.cublaslt_api import WORKSPACE, Algorithm, Plan, Problem, Shape
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import KernelError, op
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+_ALIGNED = 16  # bytes; all that a kernel asks for
+_log = logging.getLogger(__name__)
+
+
+@op("x[n,k]:T, weight[m,k]:T")
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`x W^T`, `[n, m]`, summed in fp32 and rounded once; rows of every matrix may be strided.
+
+    On a GPU, sums of e4m3 have fewer bits on the way, for speed. Terms of either sign lose next to
+    nothing by that; thousands of one sign some percent of their sum (4 to 9 of 4096 squares).
+
+    Args:
+        x: fp32, fp16, bf16 or e4m3; scales of e4m3 are the caller's.
+        weight: like `x`.
+        out: where it goes; made here if None.
+        accumulate: add to what is in `out`, in fp32, before rounding.
+        dtype: of an `out` made here; that of `x`, and bf16 for e4m3, if None.
+
+    Raises KernelError, with the shape, for what cuBLASLt cannot do.
+    """
+    out = _out(x, weight, dtype, accumulate) if out is None else out
+    product = functional.linear(x.float(), weight.float())
+    return out.copy_(product + out.float() if accumulate else product)
+
+
+@matmul.cuda
+def _matmul(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    out = _out(x, weight, dtype, accumulate) if out is None else out
+    if out.numel() == 0:
+        return out
+    if x.dtype == torch.float32:  # torch knows whether the operator allows tf32
+        return torch.addmm(out, x, weight.t(), beta=int(accumulate), out=out)
+    plan = plan_of(x, weight, out, accumulate)
+    stream = torch.cuda.current_stream(x.get_device()).cuda_stream
+    plan.launch(x.data_ptr(), weight.data_ptr(), out.data_ptr(), stream)
+    return out
+
+
+def _out(x: Tensor, weight: Tensor, dtype: torch.dtype | None, accumulate: bool) -> Tensor:
+    jit.require(not accumulate, "matmul: there is no `out` to add to")
+    if dtype is None:
+        dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+    return torch.empty((len(x), len(weight)), dtype=dtype, device=x.device)
+
+
+# ---- plans ----
+
+
+def plan_of(x: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False) -> Plan:
+    """What was worked out for tensors that lie in memory like these."""
+    device = torch.cuda.current_device()
+    if not x.get_device() == out.get_device() == device:
+        where = f"x is on {x.device}, out on {out.device}"
+        raise KernelError(f"matmul: {where}, not both on cuda:{device}")
+    bits = x.data_ptr() | weight.data_ptr() | out.data_ptr() | _ALIGNED
+    return _plan(
+        *(x.shape, len(weight), out.shape, x.dtype, out.dtype),
+        *(x.stride(), weight.stride(), out.stride(), bits & -bits, accumulate, device),
+    )
+
+
+@functools.lru_cache(maxsize=8192)
+def _plan(
+    x_shape: tuple[int, ...],
+    outputs: int,
+    out_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    x_strides: tuple[int, ...],
+    weight_strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    alignment: int,
+    accumulate: bool,
+    device: int,
+) -> Plan:
+    rows, inputs = x_shape
+    jit.require(dtype in DTYPES, f"matmul: {dtype} has no kernels")
+    jit.require(
+        tuple(out_shape) == (rows, outputs), f"matmul: out is {[*out_shape]}, not {[rows, outputs]}"
+    )
+    strides = (
+        _row_stride("x", rows, inputs, x_strides),
+        _row_stride("weight", outputs, inputs, weight_strides),
+        _row_stride("out", rows, outputs, out_strides),
+    )
+    shape = Shape(rows, inputs, outputs, dtype, out_dtype, strides, alignment, accumulate)
+    problem = Problem(shape, device)
+    return Plan(problem, _tuned(problem) or default(problem))
+
+
+def _row_stride(name: str, rows: int, width: int, strides: tuple[int, ...]) -> int:
+    """Elements from a row to the next; a single row, or column, may have any strides."""
+    jit.require(
+        strides[1] == 1 or width == 1, f"matmul: elements of a row of {name} must be contiguous"
+    )
+    if rows == 1:
+        return width
+    jit.require(strides[0] >= width, f"matmul: rows of {name} overlap")
+    return strides[0]
+
+
+def default(problem: Problem) -> Algorithm:
+    """cuBLASLt's own choice, without splitting the sum wherever that is possible."""
+    for workspace in (0, WORKSPACE):
+        for algorithm in problem.heuristics(workspace, 1):
+            return algorithm
+    raise KernelError(f"{problem.shape}: cuBLASLt has no kernel for it")
+
+
+def _tuned(problem: Problem) -> Algorithm | None:
+    """The measured choice, if there is one and it can do this very layout."""
+    shape = problem.shape
+    sizes = (shape.dtype.itemsize, shape.dtype.itemsize, shape.out_dtype.itemsize)
+    strides = (stride * size for stride, size in zip(shape.strides, sizes, strict=True))
+    if shape.alignment < _ALIGNED or any(stride % _ALIGNED for stride in strides):
+        return None
+    product, choices = tuning.Product.of(shape), tuning.choices(problem.device)
+    blob = choices.find(product, shape.rows)
+    if blob is None and product.adds:  # to biases, which nobody measures
+        blob = choices.find(msgspec.structs.replace(product, adds=False), shape.rows)
+    algorithm = None if blob is None else problem.check(blob)
+    if blob is not None and algorithm is None:
+        _log.warning("%s: the tuned kernel cannot do it: tune again", shape)
+    return algorithm
+
+
+def forget() -> None:
+    """Make plans anew: the choices on disk have changed."""
+    _plan.cache_clear()
+    tuning.choices.cache_clear()

@@ -1,0 +1,309 @@
+"""libcublasLt through ctypes: what a matrix product needs of its C interface.
+
+cuBLASLt counts columns first: our row-major `[rows, width]` is its `[width, rows]`. So `x W^T` is
+asked for as `W^T x` with `W` transposed, the one form that takes fp8 too. What fails raises a
+`KernelError`.
+"""
+
+import ctypes
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slipstream.kernels.runtime.op import KernelError
+
+WORKSPACE = 32 << 20  # bytes that an algorithm may ask for
+NOT_SUPPORTED = 15  # the status for a shape or layout that has no algorithm
+
+_DATA_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+}
+_COMPUTE_FP32, _SCALE_FP32 = 68, 0
+_TRANSPOSE_A, _FAST_ACCUMULATION = 3, 25  # of a description
+_MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of a preference
+_REDUCE_IN_FP32 = 2
+# Of an algorithm: name -> (number, type).
+_ATTRIBUTES: dict[str, tuple[int, type[ctypes.c_uint32] | type[ctypes.c_uint16]]] = {
+    "tile": (1, ctypes.c_uint32),
+    "splits": (2, ctypes.c_uint32),
+    "reduction": (3, ctypes.c_uint32),
+    "swizzle": (4, ctypes.c_uint32),
+    "custom": (5, ctypes.c_uint32),
+    "cluster": (8, ctypes.c_uint16),
+}
+_TILE_IDS = 6  # of an algorithm's capabilities
+_MAX_TILES = 1024
+_Blob = ctypes.c_uint64 * 8
+_SCALES = (ctypes.c_float * 2)(0, 1)  # read by the host when a product is launched
+_ZERO, _ONE = (ctypes.addressof(_SCALES) + offset for offset in (0, 4))
+
+
+class _Result(ctypes.Structure):
+    _fields_ = [
+        ("algorithm", _Blob),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "cublasLtCreate": (_POINTER,),
+    "cublasLtMatmulDescCreate": (_POINTER, _INT, _INT),
+    "cublasLtMatmulDescSetAttribute": (_POINTER, _INT, _POINTER, _SIZE),
+    "cublasLtMatmulDescDestroy": (_POINTER,),
+    "cublasLtMatrixLayoutCreate": (_POINTER, _INT, *(ctypes.c_uint64,) * 2, ctypes.c_int64),
+    "cublasLtMatrixLayoutDestroy": (_POINTER,),
+    "cublasLtMatmulPreferenceCreate": (_POINTER,),
+    "cublasLtMatmulPreferenceSetAttribute": (_POINTER, _INT, _POINTER, _SIZE),
+    "cublasLtMatmulPreferenceDestroy": (_POINTER,),
+    "cublasLtMatmulAlgoGetHeuristic": (*(_POINTER,) * 7, _INT, _POINTER, _POINTER),
+    "cublasLtMatmulAlgoCheck": (_POINTER,) * 8,
+    "cublasLtMatmulAlgoConfigGetAttribute": (_POINTER, _INT, _POINTER, _SIZE, _POINTER),
+    "cublasLtMatmulAlgoConfigSetAttribute": (_POINTER, _INT, _POINTER, _SIZE),
+    "cublasLtMatmulAlgoCapGetAttribute": (_POINTER, _INT, _POINTER, _SIZE, _POINTER),
+    "cublasLtMatmul": (*(_POINTER,) * 14, _SIZE, _POINTER),
+}
+
+
+@functools.cache
+def library() -> Any:
+    """The functions, typed. torch has loaded the library already; asked by name, it is the same."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    name = f"libcublasLt.so.{major}"
+    try:
+        loaded = ctypes.CDLL(name)
+    except OSError as error:
+        raise KernelError(f"{name}, which comes with torch, cannot be loaded: {error}") from None
+    for function, arguments in _FUNCTIONS.items():
+        getattr(loaded, function).argtypes = arguments
+        getattr(loaded, function).restype = ctypes.c_int
+    loaded.cublasLtGetVersion.restype = ctypes.c_size_t
+    return loaded
+
+
+def version() -> int:
+    """Of cuBLASLt: 130100 is 13.1."""
+    return int(library().cublasLtGetVersion())
+
+
+@functools.cache
+def _handle(device: int) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _check(library().cublasLtCreate(ctypes.byref(handle)), f"cublasLtCreate on cuda:{device}")
+    return handle
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        raise KernelError(f"{what}: cuBLASLt status {status}")
+
+
+# ---- algorithms ----
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A kernel and how it is launched, as cuBLASLt writes it down; for one version of it only."""
+
+    blob: bytes  # 64
+    workspace: int  # bytes
+
+    def read(self, name: str) -> int:
+        """One of its attributes: tile, splits, reduction, swizzle, custom, cluster."""
+        number, kind = _ATTRIBUTES[name]
+        value = kind()
+        blob, written = _Blob.from_buffer_copy(self.blob), ctypes.c_size_t()
+        status = library().cublasLtMatmulAlgoConfigGetAttribute(
+            blob, number, ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)
+        )
+        _check(status, f"reading {name} of an algorithm")
+        return int(value.value)
+
+    def changed(self, **attributes: int) -> bytes:
+        """The blob with other attributes; whether that is any good, `Problem.check` tells."""
+        blob = _Blob.from_buffer_copy(self.blob)
+        for name, wanted in attributes.items():
+            number, kind = _ATTRIBUTES[name]
+            value = kind(wanted)
+            status = library().cublasLtMatmulAlgoConfigSetAttribute(
+                blob, number, ctypes.byref(value), ctypes.sizeof(value)
+            )
+            _check(status, f"setting {name} = {wanted} of an algorithm")
+        return bytes(blob)
+
+    def tiles(self) -> list[int]:
+        """The numbers of the tiles that its kind of kernel may be built with."""
+        blob, written = _Blob.from_buffer_copy(self.blob), ctypes.c_size_t()
+        numbers = (ctypes.c_uint32 * _MAX_TILES)()
+        status = library().cublasLtMatmulAlgoCapGetAttribute(
+            blob, _TILE_IDS, numbers, ctypes.sizeof(numbers), ctypes.byref(written)
+        )
+        _check(status, "reading the tiles of an algorithm")
+        return list(numbers)[: written.value // ctypes.sizeof(ctypes.c_uint32)]
+
+
+# ---- products ----
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`out [rows, outputs] = x [rows, inputs] weight [outputs, inputs]^T` as it lies in memory.
+
+    Or `+=`, if it adds.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    dtype: torch.dtype  # of x and weight
+    out_dtype: torch.dtype
+    strides: tuple[int, int, int]  # elements from a row to the next, of x, weight and out
+    alignment: int  # bytes, of all three
+    adds: bool
+
+    def __str__(self) -> str:
+        types = f"{self.dtype}".removeprefix("torch.")
+        if self.out_dtype != self.dtype:
+            types += f" to {self.out_dtype}".replace("torch.", "")
+        added = " added" if self.adds else ""
+        return f"[{self.rows}, {self.inputs}] x [{self.outputs}, {self.inputs}]^T{added}, {types}"
+
+
+class Problem:
+    """The descriptors of one shape on one device."""
+
+    def __init__(self, shape: Shape, device: int) -> None:
+        self.shape = shape
+        self.device = device
+        self._library = library()
+        self._handle = _handle(device)
+        self._description = self._describe()
+        x_stride, weight_stride, out_stride = shape.strides
+        self._weight = self._layout(shape.dtype, shape.inputs, shape.outputs, weight_stride)
+        self._x = self._layout(shape.dtype, shape.inputs, shape.rows, x_stride)
+        self._out = self._layout(shape.out_dtype, shape.outputs, shape.rows, out_stride)
+
+    def _describe(self) -> ctypes.c_void_p:
+        made = ctypes.c_void_p()
+        status = self._library.cublasLtMatmulDescCreate(
+            ctypes.byref(made), _COMPUTE_FP32, _SCALE_FP32
+        )
+        _check(status, str(self.shape))
+        weakref.finalize(self, self._library.cublasLtMatmulDescDestroy, made)
+        self._set(self._library.cublasLtMatmulDescSetAttribute, made, _TRANSPOSE_A, ctypes.c_int(1))
+        if self.shape.dtype == torch.float8_e4m3fn:
+            fast = ctypes.c_int8(1)
+            self._set(self._library.cublasLtMatmulDescSetAttribute, made, _FAST_ACCUMULATION, fast)
+        return made
+
+    def _layout(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
+        made = ctypes.c_void_p()
+        status = self._library.cublasLtMatrixLayoutCreate(
+            ctypes.byref(made), _DATA_TYPES[dtype], rows, columns, stride
+        )
+        _check(status, str(self.shape))
+        weakref.finalize(self, self._library.cublasLtMatrixLayoutDestroy, made)
+        return made
+
+    def _set(self, function: Any, of: ctypes.c_void_p, number: int, value: Any) -> None:
+        status = function(of, number, ctypes.byref(value), ctypes.sizeof(value))
+        _check(status, f"{self.shape}: attribute {number}")
+
+    def heuristics(self, workspace: int, count: int = 8) -> list[Algorithm]:
+        """What cuBLASLt believes to be fastest, best first; it never names more than 8.
+
+        Parts of a sum that is split are added in fp32, in one order.
+        """
+        lt, preference = self._library, ctypes.c_void_p()
+        _check(lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), str(self.shape))
+        try:
+            settings = [
+                (_MAX_WORKSPACE, ctypes.c_uint64(workspace)),
+                (_REDUCTIONS, ctypes.c_uint32(_REDUCE_IN_FP32)),
+                *((number, ctypes.c_uint32(self.shape.alignment)) for number in _ALIGNMENTS),
+            ]
+            for number, value in settings:
+                self._set(lt.cublasLtMatmulPreferenceSetAttribute, preference, number, value)
+            results, found = (_Result * count)(), ctypes.c_int()
+            status = lt.cublasLtMatmulAlgoGetHeuristic(
+                *(self._handle, self._description),
+                *(self._weight, self._x, self._out, self._out, preference),
+                *(count, results, ctypes.byref(found)),
+            )
+        finally:
+            lt.cublasLtMatmulPreferenceDestroy(preference)
+        if status == NOT_SUPPORTED:
+            return []
+        _check(status, str(self.shape))
+        taken = [result for result in results[: found.value] if result.state == 0]
+        return [Algorithm(bytes(result.algorithm), result.workspace) for result in taken]
+
+    def check(self, blob: bytes) -> Algorithm | None:
+        """The algorithm, if it can compute this shape; it may still do so very slowly."""
+        result, algorithm = _Result(), _Blob.from_buffer_copy(blob)
+        status = self._library.cublasLtMatmulAlgoCheck(
+            *(self._handle, self._description),
+            *(self._weight, self._x, self._out, self._out),
+            *(algorithm, ctypes.byref(result)),
+        )
+        if status != 0 or result.workspace > WORKSPACE:
+            return None
+        return Algorithm(blob, result.workspace)
+
+    def arguments(self) -> tuple[ctypes.c_void_p, ...]:
+        """Handle, description, and the layouts of weight, x and out."""
+        return self._handle, self._description, self._weight, self._x, self._out
+
+
+@functools.cache
+def _workspace(device: int) -> torch.Tensor:
+    """One for all products of a device: they run one after the other on the engine's stream."""
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+class Plan:
+    """A product that is ready to be launched, any number of times."""
+
+    def __init__(self, problem: Problem, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+        self._problem = problem  # owns the descriptors
+        self._matmul = library().cublasLtMatmul
+        self._arguments = problem.arguments()
+        self._blob = _Blob.from_buffer_copy(algorithm.blob)
+        self._workspace = _workspace(problem.device).data_ptr() if algorithm.workspace else None
+        self._blob_address = ctypes.addressof(self._blob)
+        self._beta = _ONE if problem.shape.adds else _ZERO
+
+    def launch(self, x: int, weight: int, out: int, stream: int) -> None:
+        """`out = x weight^T`, `+=` if the shape adds; addresses, and the stream's handle."""
+        handle, description, weight_layout, x_layout, out_layout = self._arguments
+        status = self._matmul(
+            handle,
+            description,
+            _ONE,
+            weight,
+            weight_layout,
+            x,
+            x_layout,
+            self._beta,
+            out,
+            out_layout,
+            out,
+            out_layout,
+            self._blob_address,
+            self._workspace,
+            self.algorithm.workspace,
+            stream,
+        )
+        if status != 0:
+            _check(status, str(self._problem.shape))

@@ -1,0 +1,146 @@
+"""The gated product of some 200 rows and more on Hopper's tensor cores (sm_90a), one tile a CTA.
+
+So many rows are bound by power. Of 256 rows cuBLASLt's tiles of usual size leave a third of the
+multiprocessors idle in their second wave; of thousands its product is as fast, but its gate is a
+kernel of its own, which reads and writes as much as the product does.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.gemm.sm90.skinny import CHUNK_BYTES, DTYPES, MEMORY, require_around, wide
+from slipstream.kernels.runtime import jit, tensor_map
+from slipstream.kernels.runtime.op import op
+
+MIN_ROWS = dict.fromkeys(DTYPES, 193) | {fp8.E4M3: 177}  # cuBLASLt is faster with fewer
+X_ROWS = 256  # of a tile
+# Of what multiprocessors could multiply meanwhile, the least that is of a product of several such
+# tiles; with less of it cuBLASLt is faster.
+MIN_SHARE = 0.9
+TILE_ROWS = range(176, 225, 16)  # in narrower ones shared memory is the bound
+_BARRIER_BYTES = 8  # of a slot
+
+
+@op("x[n,k]:T, weight[_,k]:T")
+def tall(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = True,
+    scales: fp8.Scales | None = None,
+) -> Tensor:
+    """What `wide` makes of it, `[n, m / 2]`; there is no product that is not `gated`."""
+    jit.require(gated, "tall: all products are gated")
+    return wide.reference(x, weight, bias=bias, gated=True, scales=scales)
+
+
+def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
+    """Of the weights, for each multiprocessor."""
+    return -(-num_weight_rows // (multiprocessors * TILE_ROWS.step)) * TILE_ROWS.step
+
+
+@functools.cache
+def share(num_rows: int, num_weight_rows: int, multiprocessors: int) -> float:
+    """What part of the multiplications that multiprocessors could do meanwhile is the product."""
+    rows = tile_rows(num_weight_rows, multiprocessors)
+    tiles = -(-num_rows // X_ROWS) * -(-num_weight_rows // rows)
+    room = -(-tiles // multiprocessors) * multiprocessors * X_ROWS * rows
+    return num_rows * num_weight_rows / room
+
+
+def takes(x: Tensor, weight: Tensor, gated: bool = True) -> bool:
+    """Whether the kernel is built for this product, and the fastest."""
+    num_rows, width = x.shape
+    num_weight_rows = weight.shape[0]
+    if not gated or x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
+        return False
+    if num_rows < MIN_ROWS[x.dtype] or width * x.itemsize % CHUNK_BYTES or num_weight_rows % 16:
+        return False
+    multiprocessors = jit.num_multiprocessors(x.get_device())
+    if tile_rows(num_weight_rows, multiprocessors) not in TILE_ROWS:
+        return False
+    if num_rows > X_ROWS and (
+        x.dtype == fp8.E4M3 or share(num_rows, num_weight_rows, multiprocessors) < MIN_SHARE
+    ):
+        return False  # of e4m3 the gate has to be quantised behind either, so nothing is gained
+    return tensor_map.can_map(x, weight)
+
+
+def slot_bytes(rows: int) -> int:
+    """Of a chunk of x and of a tile's weights."""
+    return (X_ROWS + rows) * CHUNK_BYTES
+
+
+def num_slots(rows: int) -> int:
+    """That fit into the shared memory of a multiprocessor."""
+    return (MEMORY - _end_bytes(rows)) // (slot_bytes(rows) + _BARRIER_BYTES)
+
+
+def _end_bytes(rows: int) -> int:
+    """Scales and biases of columns, and what aligns them."""
+    return 2 * 4 * rows + _BARRIER_BYTES
+
+
+def _variant(dtype: torch.dtype, rows: int) -> jit.Variant:
+    is_fp8 = dtype == fp8.E4M3
+    element = torch.bfloat16 if is_fp8 else dtype
+    slots = num_slots(rows)
+    return jit.variant(
+        "gemm/sm90/tall.cu", element, only="sm_90a", FP8=int(is_fp8), ROWS=rows, SLOTS=slots
+    )
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    for dtype, rows in itertools.product(DTYPES, TILE_ROWS):
+        yield _variant(dtype, rows)
+
+
+@tall.cuda
+def _tall(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = True,
+    scales: fp8.Scales | None = None,
+) -> Tensor:
+    is_taken = takes(x, weight, gated)
+    jit.require(is_taken, "tall: no kernel for {} {}, {}", x.shape, x.dtype, weight.dtype)
+    require_around(x, bias, scales=scales, gated=True)
+    by_row, by_column, bias = (0, 0, bias) if scales is None else scales
+    num_rows, width = x.shape
+    num_outputs = len(weight) // 2
+    dtype = torch.bfloat16 if scales is not None else x.dtype
+    out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
+    rows = tile_rows(len(weight), jit.num_multiprocessors(x.get_device()))
+    copied = min(X_ROWS, -(-num_rows // 8) * 8)
+    row_tiles, column_tiles = -(-num_rows // X_ROWS), -(-num_outputs // (rows // 2))
+    jit.launch(
+        _variant(x.dtype, rows),
+        "tall",
+        (row_tiles * column_tiles,),
+        256,
+        tensor_map.eights(weight, 1, rows // 2),
+        tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
+        by_row,
+        by_column,
+        0 if bias is None else bias,
+        out,
+        out.stride(0),
+        num_rows,
+        num_outputs,
+        width * x.itemsize // CHUNK_BYTES,
+        copied,
+        row_tiles,
+        column_tiles,
+        shared_memory=num_slots(rows) * (slot_bytes(rows) + _BARRIER_BYTES) + _end_bytes(rows),
+        overlaps=True,
+    )
+    return out

@@ -1,0 +1,83 @@
+// Products of rows that lie in shared memory: 64 of x with ROWS of the weights, summed in a warpgroup's registers (sm_90a).
+// Rows come in chunks of 128 bytes. -D ELEMENT (T), FP8 (whether rows are e4m3 rather than T), ROWS (a multiple of 16 up
+// to 224)
+#pragma once
+#include "runtime/tma.cuh"
+#include "runtime/wgmma.cuh"
+
+struct E4m3 {};
+#if FP8
+using Input = E4m3;
+#else
+using Input = T;
+#endif
+
+constexpr int ROW_BYTES = 128;
+constexpr int CHUNK = ROW_BYTES / (FP8 ? 1 : sizeof(T));
+constexpr int SUMS = ROWS / 2;  // of a thread
+
+// Of a chunk of x in memory: rows from `first` on, which nobody copies. They are multiplied all the same, and zeros take
+// less power. By THREADS threads, which a barrier must follow.
+template <int THREADS, int X_ROWS>
+DEVICE void clear_rows(u8* x, int first) {
+  for (int i = first * ROW_BYTES + threadIdx.x * 16; i < X_ROWS * ROW_BYTES; i += THREADS * 16)
+    store<4>(reinterpret_cast<u32*>(x + i), Pack<u32, 4>{});
+  fence_async();
+}
+
+// The box of a map by eights of rows (tensor_map.py).
+DEVICE void copy_eights(u32 target, const TensorMap* map, int chunk, int eight, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %2, %3, %4}], [%5], %6;" ::"r"(target),
+      "l"(map), "r"(0), "r"(chunk), "r"(eight), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// sums += A B^T, both in shared memory by rows; 64 rows of A, ROWS of B, 32 bytes of k. The operands are the descriptors
+// and then, for every 16 rows, eight sums.
+#define OPERANDS_16 "%2, %3, %4, %5, %6, %7, %8, %9"
+#define OPERANDS_32 OPERANDS_16 ", %10, %11, %12, %13, %14, %15, %16, %17"
+#define OPERANDS_48 OPERANDS_32 ", %18, %19, %20, %21, %22, %23, %24, %25"
+#define OPERANDS_64 OPERANDS_48 ", %26, %27, %28, %29, %30, %31, %32, %33"
+#define OPERANDS_80 OPERANDS_64 ", %34, %35, %36, %37, %38, %39, %40, %41"
+#define OPERANDS_96 OPERANDS_80 ", %42, %43, %44, %45, %46, %47, %48, %49"
+#define OPERANDS_112 OPERANDS_96 ", %50, %51, %52, %53, %54, %55, %56, %57"
+#define OPERANDS_128 OPERANDS_112 ", %58, %59, %60, %61, %62, %63, %64, %65"
+#define OPERANDS_144 OPERANDS_128 ", %66, %67, %68, %69, %70, %71, %72, %73"
+#define OPERANDS_160 OPERANDS_144 ", %74, %75, %76, %77, %78, %79, %80, %81"
+#define OPERANDS_176 OPERANDS_160 ", %82, %83, %84, %85, %86, %87, %88, %89"
+#define OPERANDS_192 OPERANDS_176 ", %90, %91, %92, %93, %94, %95, %96, %97"
+#define OPERANDS_208 OPERANDS_192 ", %98, %99, %100, %101, %102, %103, %104, %105"
+#define OPERANDS_224 OPERANDS_208 ", %106, %107, %108, %109, %110, %111, %112, %113"
+#define OF_16 SUMS_8(0)
+#define OF_32 OF_16, SUMS_8(8)
+#define OF_48 OF_32, SUMS_8(16)
+#define OF_64 OF_48, SUMS_8(24)
+#define OF_80 OF_64, SUMS_8(32)
+#define OF_96 OF_80, SUMS_8(40)
+#define OF_112 OF_96, SUMS_8(48)
+#define OF_128 OF_112, SUMS_8(56)
+#define OF_144 OF_128, SUMS_8(64)
+#define OF_160 OF_144, SUMS_8(72)
+#define OF_176 OF_160, SUMS_8(80)
+#define OF_192 OF_176, SUMS_8(88)
+#define OF_208 OF_192, SUMS_8(96)
+#define OF_224 OF_208, SUMS_8(104)
+#define JOIN(a, b) JOINED(a, b)
+#define JOINED(a, b) a##b
+#define OPERANDS JOIN(OPERANDS_, ROWS)
+#define ALL_SUMS JOIN(OF_, ROWS)
+#define TEXT(x) TEXT_OF(x)
+#define TEXT_OF(x) #x
+#define MULTIPLY_ADD(NAME, K_AND_TYPES, TRANSPOSED)                                           \
+  DEVICE void multiply_rows(float (&sums)[SUMS], u64 a, u64 b, NAME) {                        \
+    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" TEXT(ROWS) K_AND_TYPES " {" OPERANDS      \
+                 "}, %0, %1, p, 1, 1" TRANSPOSED ";\n}"                                       \
+                 : "+l"(a), "+l"(b), ALL_SUMS);                                               \
+  }
+MULTIPLY_ADD(Half, "k16.f32.f16.f16", ", 0, 0")
+MULTIPLY_ADD(BFloat16, "k16.f32.bf16.bf16", ", 0, 0")
+MULTIPLY_ADD(E4m3, "k32.f32.e4m3.e4m3", "")
+#undef MULTIPLY_ADD

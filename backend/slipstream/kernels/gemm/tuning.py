@@ -1,0 +1,154 @@
+"""Which of cuBLASLt's kernels is the fastest for a product: measured once a machine, kept on disk.
+
+A file holds what was measured on one kind of machine: GPU, driver and version of cuBLASLt, whose
+hash is in its name. What cannot be read counts as absent: a product then runs by its default.
+"""
+
+import bisect
+import functools
+import hashlib
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from slipstream.kernels.gemm import cublaslt_api
+from slipstream.kernels.gemm.cublaslt_api import Shape
+from slipstream.kernels.runtime import disk_cache
+
+_FORMAT = 2  # of the file, and of what an algorithm is written as
+_BLOB_SIZE = 64
+_log = logging.getLogger(__name__)
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that decides which kernel is the fastest, and whether it exists."""
+
+    gpu: str
+    num_sms: int
+    driver: int  # 13000: the driver of CUDA 13.0
+    cublaslt: int  # 130100: 13.1
+
+    @staticmethod
+    def of(device: int) -> "Machine":
+        """The machine that we run on."""
+        from cuda.bindings import driver
+
+        properties = torch.cuda.get_device_properties(device)
+        return Machine(
+            gpu=properties.name,
+            num_sms=properties.multi_processor_count,
+            driver=int(driver.cuDriverGetVersion()[1]),
+            cublaslt=cublaslt_api.version(),
+        )
+
+
+class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A matrix of weights, and how it is multiplied; the rows are left open."""
+
+    inputs: int
+    outputs: int
+    dtype: str
+    out_dtype: str
+    adds: bool  # to what is there
+
+    @staticmethod
+    def of(shape: Shape) -> "Product":
+        """The product of a shape."""
+        dtype, out_dtype = (
+            str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype)
+        )
+        return Product(shape.inputs, shape.outputs, dtype, out_dtype, shape.adds)
+
+
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fastest kernel that was found for so many rows."""
+
+    product: Product
+    rows: int
+    algorithm: str  # `cublaslt_api.Algorithm.blob` in hexadecimal digits
+    kernel: str  # the same for people
+    microseconds: float
+    default_microseconds: float
+
+    @property
+    def blob(self) -> bytes:
+        """The algorithm; ValueError if it is none."""
+        blob = bytes.fromhex(self.algorithm)
+        if len(blob) != _BLOB_SIZE:
+            raise ValueError(f"an algorithm of {len(blob)} bytes, not {_BLOB_SIZE}")
+        return blob
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    machine: Machine
+    choices: list[Choice]
+
+
+class Choices:
+    """Looked up by product and rows."""
+
+    def __init__(self, choices: Iterable[Choice]) -> None:
+        self._blobs: dict[Product, dict[int, bytes]] = defaultdict(dict)
+        for choice in choices:
+            self._blobs[choice.product][choice.rows] = choice.blob
+        self._rows = {product: sorted(blobs) for product, blobs in self._blobs.items()}
+
+    def find(self, product: Product, rows: int) -> bytes | None:
+        """What was measured for so many rows, or for a few more."""
+        measured = self._rows.get(product, [])
+        index = bisect.bisect_left(measured, rows)
+        if index == len(measured) or measured[index] > rows + max(16, rows // 8):
+            return None
+        return self._blobs[product][measured[index]]
+
+
+@functools.cache
+def choices(device: int) -> Choices:
+    """What was measured on this machine, read once a process."""
+    found = load(Machine.of(device))
+    if found:
+        _log.info("%d products run by the kernels that were measured as the fastest", len(found))
+    else:
+        _log.info("products run by cuBLASLt's guesses: `slipstream tune` measures its kernels")
+    return Choices(found)
+
+
+def path(machine: Machine) -> Path:
+    """The file of a machine."""
+    key = msgspec.json.encode([_FORMAT, machine])
+    name = re.sub(r"[^a-z0-9]+", "-", machine.gpu.lower()).strip("-")
+    return disk_cache.folder("tuning") / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}.json"
+
+
+def load(machine: Machine) -> list[Choice]:
+    """What the machine's file holds; nothing, and a warning, if it cannot be used."""
+    file = path(machine)
+    try:
+        read = msgspec.json.decode(file.read_bytes(), type=_File)
+        for choice in read.choices:
+            _ = choice.blob
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        _log.warning("%s is ignored: %s", file, error)
+        return []
+    if (read.format, read.machine) != (_FORMAT, machine):
+        _log.warning("%s is ignored: it is of another machine", file)
+        return []
+    return read.choices
+
+
+def save(machine: Machine, measured: Sequence[Choice]) -> None:
+    """Add to the machine's file, in place of what was measured for the same product and rows.
+
+    Raises OSError.
+    """
+    merged = {(choice.product, choice.rows): choice for choice in [*load(machine), *measured]}
+    data = msgspec.json.encode(_File(_FORMAT, machine, list(merged.values())))
+    disk_cache.write_whole(path(machine), msgspec.json.format(data, indent=1) + b"\n")

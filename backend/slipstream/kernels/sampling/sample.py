@@ -1,0 +1,298 @@
+"""From logits to one token a row: penalties, edits and the draw, without a sort on the GPU.
+
+A row's random numbers are Philox4x32-10 (Salmon et al., 2011) of (seed, output number, token id),
+so a sequence draws the same tokens whatever else is in the batch. The draw is the Gumbel-max trick:
+the argmax of `logit / temperature + gumbel` over the kept tokens samples their softmax.
+
+How a row is drawn is one record (`ROW`) of 64 bytes. The device keeps count of the tokens of every
+sequence that has penalties (`counts`, a row for each slot), because the host schedules a step
+before it knows the token of the step before.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+# `struct Parameters` in sample.cu.
+ROW = np.dtype(
+    [
+        ("temperature", "<f4"),  # 0 is greedy
+        ("top_k", "<i4"),  # 0 is all
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("repetition", "<f4"),  # no effect: 1
+        ("presence", "<f4"),  # no effect: 0
+        ("frequency", "<f4"),  # no effect: 0
+        ("slot", "<i4"),  # row of `counts`; any, without penalties
+        ("seed", "<i8"),
+        ("number", "<i4"),  # of the token in its output
+        ("result", "<i4"),  # where the token goes; -1: nothing is drawn, the row is padding
+        ("first_edit", "<i4"),
+        ("end_edit", "<i4"),
+        ("unused", "<i8"),
+    ]
+)
+EDIT = np.dtype([("token_id", "<i4"), ("addend", "<f4")])
+ROW_WORDS, EDIT_WORDS = ROW.itemsize // 4, EDIT.itemsize // 4
+MAX_COUNT = 0x7FFF  # of a token in an output; a bit more tells that the prompt has it
+_IN_PROMPT = -0x8000
+
+_THREADS = 512  # of a CTA, as in team.cuh
+_GROUP = 4  # tokens of an access, as in sample_row.cuh
+_MASK32 = 0xFFFFFFFF
+
+
+def _mul32(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """High and low halves of a 32 x 32 bit product; int64 wraps, which keeps all of its 64 bits."""
+    product = a * m
+    return (product >> 32) & _MASK32, product & _MASK32
+
+
+def philox(seeds: Tensor, counters: Tensor, num_tokens: int) -> Tensor:
+    """32 random bits for each (row, token id), `[rows, num_tokens]` int64.
+
+    Key: the seed's low and high words. Counter: (token id // 4, output number, 0, 0), of whose four
+    words this is number token id % 4.
+    """
+    rows = len(seeds)
+    quads = -(-num_tokens // 4)
+    key0, key1 = (seeds & _MASK32)[:, None], ((seeds >> 32) & _MASK32)[:, None]
+    c0 = torch.arange(quads, device=seeds.device).expand(rows, quads)
+    c1 = (counters[:, None] & _MASK32).expand(rows, quads)
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(10):
+        hi0, lo0 = _mul32(c0, 0xD2511F53)
+        hi1, lo1 = _mul32(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ key0, lo1, hi0 ^ c3 ^ key1, lo0
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK32, (key1 + 0xBB67AE85) & _MASK32
+    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :num_tokens]
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # exact in fp32, never 0 or 1
+    return -torch.log(-torch.log(uniform))
+
+
+def _falling(x: Tensor) -> Tensor:
+    """Each row by falling value."""
+    if x.is_cuda:
+        return x.sort(dim=-1, descending=True).values
+    return torch.from_numpy(-np.sort(-x.numpy()))  # in a fifth of torch's time
+
+
+def _keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Tokens to draw from: top k, of those the smallest set of mass p, of those min p. Ties stay.
+
+    Each of the three keeps a prefix of the ranking, so the shortest prefix's last logit decides.
+    """
+    if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
+        return torch.ones_like(scaled, dtype=torch.bool)
+    order = _falling(scaled)
+    k = torch.where(top_k > 0, top_k, scaled.shape[-1]).clamp(max=scaled.shape[-1]).long()
+    kth = order.gather(-1, (k - 1)[:, None])
+    # In double: the borders of 128k additions should not hang on their order.
+    ranked = torch.where(order >= kth, order, float("-inf")).double().softmax(-1)
+    before = ranked.cumsum(-1) - ranked  # the mass of likelier tokens
+    kept = (before < top_p[:, None]) | (top_p >= 1)[:, None]  # rounding cuts no tail of a whole
+    kept &= (ranked >= min_p[:, None] * ranked[:, :1]) & (order >= kth)
+    num_kept = kept.cumprod(-1).sum(-1, keepdim=True).clamp(min=1)
+    return scaled >= order.gather(-1, num_kept - 1)
+
+
+class _Rows:
+    """The fields of `rows [n, 16]` as tensors `[n]`."""
+
+    def __init__(self, rows: Tensor) -> None:
+        def column(name: str) -> Tensor:
+            assert ROW.fields is not None
+            kind, offset = ROW.fields[name][:2]
+            view = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}[kind.str[1:]]
+            return rows.view(view)[:, offset // kind.itemsize]
+
+        self.temperature, self.top_k = column("temperature"), column("top_k")
+        self.top_p, self.min_p = column("top_p"), column("min_p")
+        self.repetition, self.presence = column("repetition"), column("presence")
+        self.frequency, self.slot = column("frequency"), column("slot").long()
+        self.seed, self.number = column("seed"), column("number").long()
+        self.result = column("result").long()
+        self.first_edit, self.end_edit = column("first_edit").long(), column("end_edit").long()
+        self.has_penalties = (
+            (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
+        ) & (self.result >= 0)
+
+
+def _edited(logits: Tensor, rows: _Rows, edits: Tensor, counts: Tensor) -> Tensor:
+    """fp32 logits `[n, v]` after penalties and edits."""
+    addends = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
+    lengths = (rows.end_edit - rows.first_edit).clamp(min=0)
+    if int(lengths.sum()) > 0:
+        owners = torch.repeat_interleave(lengths)
+        within = torch.arange(len(owners), device=logits.device)
+        within -= (lengths.cumsum(0) - lengths)[owners]
+        picked = edits[rows.first_edit[owners] + within]
+        addends[owners, picked[:, 0].long()] = picked[:, 1].contiguous().view(torch.float32)
+    edited = logits.float()
+    which = rows.has_penalties.nonzero()[:, 0]
+    if len(which) > 0:
+        state = counts[rows.slot[which]]
+        count = (state & MAX_COUNT).float()
+        factor = torch.where(state != 0, rows.repetition[which][:, None], 1.0)
+        penalty = rows.presence[which][:, None] + rows.frequency[which][:, None] * count
+        addends[which] -= torch.where(count > 0, penalty, 0.0)
+        picked = edited[which]
+        edited = edited.index_copy(
+            0, which, torch.where(picked > 0, picked / factor, picked * factor)
+        )
+    return edited + addends
+
+
+@op(
+    "logits[n,v]:T, rows[n,16]:i32, edits[e,2]:i32, counts[s,v]:i16, "
+    "token_ids[r]:i64, log_probs[r]:f32, is_finite[r]:bool"
+)
+def sample(
+    logits: Tensor,
+    rows: Tensor,
+    edits: Tensor,
+    counts: Tensor,
+    token_ids: Tensor,
+    log_probs: Tensor,
+    is_finite: Tensor,
+    mirrors: Sequence[Tensor] = (),
+) -> None:
+    """Draw one token of each row of logits, as `ROW` says, into the results' `row.result`.
+
+    A logit is converted to fp32, then `l / repetition if l > 0 else l * repetition` where prompt or
+    output has the token, then plus its edit (`EDIT`; `first_edit .. end_edit - 1`, by rising token
+    id) minus `presence + frequency * count` where the output has it. With penalties the drawn token
+    is counted at once; without, `counts` is neither read nor written.
+
+    Temperature 0, or so near it that 1 or the logits overflow when divided by it, is greedy (the
+    lowest id of equal logits). `log_probs` are of the chosen token under the softmax of the edited
+    logits. A row with a NaN or +inf, or with nothing but -inf, is not finite: its token is 0, and
+    is not counted.
+
+    Args:
+        logits: `[n, v]` fp32, fp16 or bf16.
+        rows, edits: `ROW` and `EDIT` records as words.
+        counts: `[slots, v]`, see `count_tokens`. A slot belongs to one row.
+        token_ids, log_probs, is_finite: `[r]`, written.
+        mirrors: three more of the same shapes, in pinned host memory, that get the same.
+    """
+    row = _Rows(rows)
+    logits = _edited(logits, row, edits, counts)
+    highest = logits.amax(-1)  # NaN if any is
+    finite = highest.isfinite()
+    greedy = ~((1 / row.temperature).isfinite() & (highest / row.temperature).isfinite())
+    scaled = logits / torch.where(greedy, 1.0, row.temperature)[:, None]
+    if not bool(greedy.all()):
+        which = (~greedy).nonzero()[:, 0]
+        drawn = scaled[which]
+        keep = _keep(drawn, row.top_k[which], row.top_p[which], row.min_p[which])
+        drawn += _gumbel(philox(row.seed[which], row.number[which], logits.shape[-1]))
+        scaled[which] = torch.where(keep, drawn, float("-inf"))
+    chosen = torch.where(finite, scaled.argmax(-1), 0)
+    chosen_log_probs = logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
+    chosen_log_probs = torch.where(finite, chosen_log_probs, torch.nan)
+    is_drawn = row.result >= 0
+    where = row.result[is_drawn]
+    for out, values in zip(
+        (token_ids, log_probs, is_finite), (chosen, chosen_log_probs, finite), strict=True
+    ):
+        out[where] = values[is_drawn]
+    for mirror, out in zip(mirrors, (token_ids, log_probs, is_finite), strict=False):
+        mirror.copy_(out)
+    counted = row.has_penalties & finite
+    place = (row.slot[counted], chosen[counted])
+    state = counts[place]
+    counts[place] = state + ((state & MAX_COUNT) < MAX_COUNT).to(torch.int16)
+
+
+@op("counts[s,v]:i16, tokens[t]:i32, slots[h]:i32, starts[h1]:i32, num_prompts[h]:i32")
+def count_tokens(
+    counts: Tensor, tokens: Tensor, slots: Tensor, starts: Tensor, num_prompts: Tensor
+) -> None:
+    """Make the rows `slots` of `counts` anew from histories.
+
+    History h is `tokens[starts[h] : starts[h + 1]]`: the prompt, `num_prompts[h]` tokens, then the
+    output. A count is how often the output has the token, at most `MAX_COUNT`; bit 15 is set if
+    the prompt has it. Slots differ from each other.
+    """
+    borders = starts.tolist()
+    for h, (slot, num_prompt) in enumerate(zip(slots.tolist(), num_prompts.tolist(), strict=True)):
+        history = tokens[borders[h] : borders[h + 1]].long()
+        output = torch.bincount(history[num_prompt:], minlength=counts.shape[1])
+        state = output.clamp(max=MAX_COUNT).to(torch.int16)
+        state[history[:num_prompt]] |= _IN_PROMPT
+        counts[slot] = state
+
+
+def _variant(dtype: torch.dtype) -> jit.Variant:
+    return jit.variant("sampling/sample.cu", dtype)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Every legal instantiation."""
+    yield from map(_variant, jit.DTYPES)
+    yield jit.variant("sampling/count_tokens.cu")
+
+
+@functools.cache
+def _team_size(device: int) -> int:
+    """CTAs for a row, as in team.cuh."""
+    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
+
+
+@sample.cuda
+def _sample(
+    logits: Tensor,
+    rows: Tensor,
+    edits: Tensor,
+    counts: Tensor,
+    token_ids: Tensor,
+    log_probs: Tensor,
+    is_finite: Tensor,
+    mirrors: Sequence[Tensor] = (),
+) -> None:
+    num_rows, num_tokens = logits.shape
+    results = (token_ids, log_probs, is_finite)
+    jit.require(0 < num_tokens < 2**31 - 2**20, f"sample: {num_tokens} tokens")
+    jit.require(logits.stride(1) == 1 or num_tokens == 1, "sample: rows must be contiguous")
+    dense = (rows, edits, counts, *results, *mirrors)
+    jit.require(all(t.is_contiguous() for t in dense), "sample: all but logits must be contiguous")
+    jit.require(rows.data_ptr() % 16 == 0, "sample: rows must be aligned to 16 bytes")
+    is_aligned = (
+        num_tokens % _GROUP == 0
+        and logits.stride(0) % _GROUP == 0
+        and logits.data_ptr() % (_GROUP * logits.element_size()) == 0
+    )
+    if num_rows == 0:
+        return
+    jit.launch(
+        _variant(logits.dtype),
+        "sample",
+        (num_rows * _team_size(logits.get_device()),),
+        _THREADS,
+        *(logits, logits.stride(0), num_tokens, int(is_aligned), rows, edits, counts, *results),
+        *([mirror.data_ptr() for mirror in mirrors] or (0, 0, 0)),
+        overlaps=True,
+    )
+
+
+@count_tokens.cuda
+def _count_tokens(
+    counts: Tensor, tokens: Tensor, slots: Tensor, starts: Tensor, num_prompts: Tensor
+) -> None:
+    arrays = (counts, tokens, slots, starts, num_prompts)
+    jit.require(all(a.is_contiguous() for a in arrays), "count_tokens: arrays must be contiguous")
+    if len(slots) > 0:
+        num_tokens = counts.shape[1]
+        args = (counts, num_tokens, *arrays[1:])
+        variant = jit.variant("sampling/count_tokens.cu")
+        jit.launch(variant, "count_tokens", (len(slots),), 1024, *args, overlaps=True)

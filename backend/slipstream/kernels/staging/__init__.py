@@ -1,0 +1,1 @@
+"""Copies the inputs of a step to the device."""

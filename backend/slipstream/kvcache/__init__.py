@@ -1,0 +1,1 @@
+"""The paged KV cache as bookkeeping: blocks, reuse, retention, host tier. No array library."""

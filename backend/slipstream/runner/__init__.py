@@ -1,0 +1,1 @@
+"""Runs a `Batch` on the device: step inputs, staging, CUDA graphs, transfers, memory, plan."""

@@ -1,0 +1,192 @@
+"""Whole steps as CUDA graphs: the host launches one thing instead of hundreds.
+
+A graph has fixed shapes and addresses. So a step is padded up to a shape that has a graph, and its
+inputs lie where they lay at capture (equal shapes in one `Staging` do). Steps of decodes alone have
+graphs by their number of rows, steps of a few small chunks by their tokens, steps of both by both.
+All others, whose work takes longer than their launches, run eagerly.
+Padding adds rows; the rows that were there have the bits of an eager step of the padded shape.
+"""
+
+import bisect
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slipstream.runner.step_arrays import Layout, Shape
+
+_MAX_ROWS = 512
+_CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
+_MIXED_TOKENS = (
+    64,
+    128,
+    192,
+    256,
+    384,
+    512,
+)  # of chunks beside decodes, of which there are at most
+_MIXED_DECODES = (8, 32, 64, 128, 256)
+MAX_CHUNK_ROWS = 8  # of a step
+_log = logging.getLogger(__name__)
+
+
+def row_buckets(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, then finer and finer in proportion: a padding row costs less the more there are."""
+    limit = min(max_num_seqs, _MAX_ROWS)
+    steps = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, _MAX_ROWS + 1, 32)]
+    return [*(rows for rows in steps if rows < limit), limit]
+
+
+def token_buckets(max_num_batched_tokens: int) -> list[int]:
+    """Of steps of chunks alone."""
+    return _up_to(max_num_batched_tokens, _CHUNK_TOKENS)
+
+
+def _up_to(most: int, buckets: tuple[int, ...]) -> list[int]:
+    """The buckets that hold up to `most`, or up to the last of them; none for 0."""
+    limit = min(most, buckets[-1])
+    return [*(count for count in buckets if count < limit), limit] if limit > 0 else []
+
+
+class Buckets:
+    """The shapes that graphs are made for.
+
+    Args:
+        max_num_seqs, max_num_batched_tokens: of a step.
+        layout: of all steps.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_num_batched_tokens: int, layout: Layout | None = None
+    ) -> None:
+        self._layout = layout = layout or Layout()
+        self._rows = sorted({layout.up(rows) for rows in row_buckets(max_num_seqs)})
+        tokens = token_buckets(max_num_batched_tokens)
+        self._tokens = sorted({layout.up(count) for count in tokens})
+        # Of steps of both; where a decode is a chunk there are none.
+        most = min(max_num_seqs - 1, max_num_batched_tokens - 1) if layout.has_decodes else 0
+        self._decodes = _up_to(most, _MIXED_DECODES)
+        self._beside = _up_to(max_num_batched_tokens - 1, _MIXED_TOKENS)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """All of them, of each kind the largest first."""
+        mixed = [
+            self._of_both(decodes, tokens)
+            for decodes in reversed(self._decodes)
+            for tokens in reversed(self._beside)
+        ]
+        chunks = [self._of_tokens(tokens) for tokens in reversed(self._tokens)]
+        return mixed + chunks + [self._of_rows(rows) for rows in reversed(self._rows)]
+
+    @property
+    def max_rows(self) -> int:
+        """Of all shapes."""
+        return max(shape.num_rows for shape in self.shapes)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of all shapes."""
+        return max(shape.num_tokens for shape in self.shapes)
+
+    def find(self, shape: Shape) -> Shape | None:
+        """The smallest that holds a step; None: it has no graph."""
+        if shape.max_queries <= 1 and shape.num_samples == shape.num_tokens:
+            if shape.num_tokens > self._rows[-1]:
+                return None
+            return self._of_rows(self._rows[bisect.bisect_left(self._rows, shape.num_tokens)])
+        decodes, tokens = shape.num_decodes, shape.num_tokens - shape.num_decodes
+        if shape.num_rows - decodes > MAX_CHUNK_ROWS:
+            return None
+        if decodes == 0:
+            if tokens > self._tokens[-1]:
+                return None
+            return self._of_tokens(self._tokens[bisect.bisect_left(self._tokens, tokens)])
+        at = bisect.bisect_left(self._decodes, decodes)
+        beside = bisect.bisect_left(self._beside, tokens)
+        if at == len(self._decodes) or beside == len(self._beside):
+            return None
+        return self._of_both(self._decodes[at], self._beside[beside])
+
+    def _of_rows(self, rows: int) -> Shape:
+        if self._layout.has_decodes:
+            return Shape(rows, rows, rows, rows, 0)
+        return Shape(rows, rows, 0, rows, 1)
+
+    def _of_tokens(self, tokens: int) -> Shape:
+        return Shape(tokens, MAX_CHUNK_ROWS, 0, self._layout.up(MAX_CHUNK_ROWS), tokens)
+
+    def _of_both(self, decodes: int, tokens: int) -> Shape:
+        rows = decodes + MAX_CHUNK_ROWS
+        return Shape(decodes + tokens, rows, decodes, self._layout.up(rows), tokens)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What the collector frees meanwhile, an old graph say, would make a capture invalid."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Graphs:
+    """One graph for each shape of `buckets`, all made at start.
+
+    They share one pool of memory: they run one after the other, and keep nothing. A shape for which
+    memory is too short has no graph.
+    """
+
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+
+    def find(self, shape: Shape) -> tuple[Shape, torch.cuda.CUDAGraph] | None:
+        """The graph for a step of this shape, and its own shape."""
+        found = self._buckets.find(shape)
+        graph = None if found is None else self._graphs.get(found)
+        return None if found is None or graph is None else (found, graph)
+
+    def capture(self, prepare: Callable[[Shape], Callable[[], None]]) -> None:
+        """Make them.
+
+        Args:
+            prepare: from a shape to a step without rows: its inputs lie in place, and calling it
+                launches the step's kernels on the current stream.
+        """
+        begin = time.perf_counter()
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with _no_collection():
+            for shape in self._buckets.shapes:
+                step = prepare(shape)
+                step()  # loads, and chooses, all its kernels
+                stream.wait_stream(torch.cuda.current_stream())
+                try:
+                    self._graphs[shape] = self._capture(step, pool, stream)
+                except torch.OutOfMemoryError:
+                    _log.warning("no memory for the CUDA graph of %s: it runs eagerly", shape)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        _log.info("%d CUDA graphs captured in %.2f s", len(self._graphs), seconds)
+
+    @staticmethod
+    def _capture(
+        step: Callable[[], None], pool: Any, stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
+        """Not by `torch.cuda.graph`, which gives memory back to the device at every capture."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool)
+            try:
+                step()
+            finally:
+                graph.capture_end()
+        return graph

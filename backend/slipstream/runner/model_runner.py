@@ -1,0 +1,352 @@
+"""Executes a `Batch` on the device: stage inputs, run the model, draw tokens. Knows no request."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.core.batch import Batch, Sampled
+from slipstream.core.laps import Laps
+from slipstream.kernels.cache.copy_blocks import copy_blocks
+from slipstream.kernels.cache.kv_format import row_size
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.staging.stage import begin_step
+from slipstream.kvcache.host import Mover
+from slipstream.layers.attention import AttentionInputs
+from slipstream.layers.sliced import ROWS
+from slipstream.layers.streaming import stream
+from slipstream.models.registry import build
+from slipstream.models.weights import FileSource, RandomSource, Weights
+from slipstream.runner.cache_dtype import log_scales
+from slipstream.runner.graphs import Buckets, Graphs
+from slipstream.runner.memory import left_on_gpu, num_blocks
+from slipstream.runner.plan import Plan, available_on_host
+from slipstream.runner.sampler import (
+    HistoryInputs,
+    Results,
+    SamplingInputs,
+    count,
+    draw,
+    make_counts,
+)
+from slipstream.runner.sampling_rows import HistoryArrays
+from slipstream.runner.staging import Staging
+from slipstream.runner.step_arrays import Layout, Shape, Slots, StepArrays, StepBuilder, histories
+from slipstream.runner.transfers import Transfers
+
+_log = logging.getLogger(__name__)
+_EDIT_BYTES = 1 << 20  # of a step with a graph
+
+
+def _load(plan: Plan) -> Weights:
+    is_random = plan.config.load_format == "random"
+    source = RandomSource(plan.device) if is_random else FileSource(plan.checkpoint, plan.device)
+    config = plan.config
+    return Weights(source, plan.device, plan.dtype, config.quantization, config.deterministic)
+
+
+def _layout(plan: Plan) -> Layout:
+    """Of all steps. torch's attention on the CPU, too, sums in an order that hangs on the chunk."""
+    if not plan.config.deterministic:
+        return Layout()
+    return Layout(multiple=ROWS, has_decodes=False, has_chunks=plan.device.type == "cuda")
+
+
+class _OnHost:
+    """A step that is computed when it is waited for."""
+
+    def __init__(self, compute: Callable[[], Sampled]) -> None:
+        self._compute = compute
+
+    def wait(self) -> Sampled:
+        """Compute it now."""
+        return self._compute()
+
+
+class _OnDevice:
+    """A step in the device's stream."""
+
+    def __init__(self, done: torch.cuda.Event, results: Results, first: int, size: int) -> None:
+        self._done = done
+        self._results = results
+        self._first = first
+        self._size = size
+
+    def wait(self) -> Sampled:
+        """Until the device has got so far."""
+        self._done.synchronize()
+        return Sampled(*self._results.read(self._first, self._size))
+
+
+class ModelRunner:
+    """The model, its paged cache, the buffers of a step and, on a GPU, the graphs of steps.
+
+    Results of steps go to two halves of one buffer by turns: one is written while the other is
+    read. The GPU takes the token of a row in flight from there, unseen by the host.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, plan: Plan) -> None:
+        if plan.num_threads is not None:
+            torch.set_num_threads(plan.num_threads)
+        laps = Laps()
+        self.block_size = plan.block_size
+        self.vocab_size = plan.model.dims.vocab_size
+        self.max_model_len = plan.max_model_len
+        self.max_in_flight = plan.max_in_flight
+        self.window = window = plan.window
+        self.attention_doubles_at = plan.model.dims.attention_doubles_at
+        self._num_heads = plan.model.dims.num_heads
+        places = plan.groups.places
+        # Of each layer its table and window, and its place in the cache.
+        self._layers = [(each[0], w) for each, w in zip(places, plan.model.windows, strict=True)]
+        self._kinds = sorted(set(self._layers))
+        self._places = [place for _, place in places]
+        num_positions = window.size if window.has_gaps else plan.max_model_len
+        self._model = build(plan.model, _load(plan), num_positions)
+        log_scales(plan.cache_dtype, self._model)
+        self._streaming = None
+        if window.has_gaps:
+            self._streaming = stream(self._model, plan.model.rope, window.size, window.num_sinks)
+        laps.lap("weights")
+        buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, _layout(plan))
+        self._make_buffers(plan, buckets)
+        self._graphs = None
+        self.num_blocks = num_blocks(plan, self._measure(plan, buckets, laps))
+        self._make_caches(plan, self.num_blocks)
+        laps.lap("cache")
+        self._make_transfers(plan)
+        laps.lap("host memory")
+        if plan.device.type == "cuda" and plan.config.cuda_graphs:
+            self._graphs = Graphs(buckets)
+            self._graphs.capture(self._prepare)
+            laps.lap("graphs")
+        laps.log(_log, "runner")
+
+    def _measure(self, plan: Plan, buckets: Buckets, laps: Laps) -> int:
+        """Bytes that are left for the cache. On a GPU all kernels are compiled then, and loaded."""
+        if plan.device.type == "cpu":
+            return available_on_host()
+        self._make_caches(plan, 1)
+        layout, budget = self._builder.layout, plan.max_num_batched_tokens
+        size = min(plan.max_num_seqs, budget)
+        count, num_decodes = layout.up(size), size if layout.has_decodes else 0
+        alone = Shape(count, size, num_decodes, count, int(num_decodes == 0))
+        mixed = Shape(layout.up(budget), size, max(0, num_decodes - 1), count, budget - size + 1)
+        with jit.compile_ahead():
+            for shape in [*buckets.shapes, alone, mixed]:
+                self._prepare(shape)()
+            self._copy_blocks(Batch((), 0, copies=((0, 0),)))
+        laps.lap("compiling")
+        largest = max(buckets.shapes, key=lambda shape: shape.num_tokens)
+        left = left_on_gpu(
+            plan.device,
+            lambda: self._prepare(mixed)(),
+            [lambda: self._prepare(alone)(), lambda: self._prepare(largest)()],
+        )
+        laps.lap("largest step")
+        return left
+
+    def _make_caches(self, plan: Plan, num_blocks: int) -> None:
+        """One a layer of a group, in one piece of memory; zeroed: padding may be multiplied by 0
+        and must be finite for that."""
+        d = plan.model.dims
+        row = row_size(plan.cache_dtype, d.head_size)
+        shape = (plan.groups.size, num_blocks, d.num_kv_heads, 2, plan.block_size, row)
+        self._cache = torch.zeros(shape, dtype=plan.cache_dtype, device=plan.device)
+        self._caches = list(self._cache)
+
+    def _make_transfers(self, plan: Plan) -> None:
+        """Host memory for blocks, if the configuration has any."""
+        num_slots = plan.config.kv_cache_host_bytes // plan.block_bytes
+        self.transfers: Mover | None = Transfers(self._cache, num_slots) if num_slots else None
+        self._host_bytes = num_slots * plan.block_bytes
+
+    def _make_buffers(self, plan: Plan, buckets: Buckets) -> None:
+        """What a step reads and writes besides weights and cache, for the largest step there is."""
+        device = plan.device
+        layout = _layout(plan)
+        num_rows = layout.up(max(plan.max_num_seqs, buckets.max_rows))
+        num_tokens = layout.up(max(plan.max_num_batched_tokens, buckets.max_tokens, num_rows))
+        max_blocks = plan.table_blocks
+        self._num_tables = plan.window.num_tables
+        slots = Slots(plan.max_num_seqs, max_blocks, self._num_tables)
+        self._builder = StepBuilder(slots, plan.block_size, layout, plan.window.has_gaps)
+        num_tables = self._num_tables * (num_rows if layout.has_chunks else num_tokens)
+        self._tables = torch.zeros((num_tables, max_blocks), dtype=torch.int32, device=device)
+        self._counts = make_counts(plan.max_num_seqs, self.vocab_size, device)
+        self._half = num_rows
+        self._first_result = 0  # of the next step
+        self._results = Results(2 * num_rows, device)
+        largest = Shape(num_tokens, num_rows, 0, num_rows, num_tokens)
+        arrays = self._builder.build(Batch((), 0), largest, 0, 0)
+        size = len(arrays.memory) + self._tables.nbytes + _EDIT_BYTES
+        self._staging = Staging(device, size)
+        self._histories = Staging(device)
+        self._copies = Staging(device, 1 << 16)
+        if device.type == "cuda":
+            self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def launch(self, batch: Batch) -> _OnDevice | _OnHost:
+        """Begin a step; on a CPU it is computed when it is waited for."""
+        first, before = self._first_result, self._half - self._first_result
+        self._first_result = before
+        size = sum([row.samples for row in batch.rows])
+        if self._tables.device.type == "cpu":
+            return _OnHost(lambda: self._compute(batch, first, before, size))
+        self._run(batch, first, before)
+        done = self._done[first > 0]
+        done.record()
+        return _OnDevice(done, self._results, first, size)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that torch holds on the device, and of pinned memory on the host."""
+        device = self._tables.device
+        if device.type == "cpu":
+            return 0, 0
+        stagings = (self._staging, self._histories, self._copies)
+        pinned = sum(staging.num_pinned_bytes for staging in stagings)
+        return torch.cuda.memory_reserved(device), pinned + self._host_bytes
+
+    def run(self, batch: Batch) -> Sampled:
+        """One step from beginning to end."""
+        return self.launch(batch).wait()
+
+    def _compute(self, batch: Batch, first: int, before: int, size: int) -> Sampled:
+        self._run(batch, first, before)
+        return Sampled(*self._results.read(first, size))
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> Tensor:
+        """Unedited fp32 logits `[rows that sample, vocab]`; the cache is written as by `run`.
+
+        Eagerly, in the shape in which `run` would compute it.
+        """
+        exact = self._builder.layout.shape_of(batch)
+        found = None if self._graphs is None else self._graphs.find(exact)
+        shape = exact if found is None else found[0]
+        arrays = self._builder.build(batch, shape, 0, 0)
+        tensors, staged = self._stage(arrays)
+        return self._forward(shape, tensors, staged)[arrays.samples].float()
+
+    # --- a step --------------------------------------------------------------------------------
+
+    def _run(self, batch: Batch, first: int, before: int) -> None:
+        """Put a step into the stream; results from `first` on, those of the last from `before`.
+
+        With a graph nothing is done for which torch would have to be in inference mode: on a host
+        that was idle that alone takes 0.05 ms.
+        """
+        if batch.copies:
+            self._copy_blocks(batch)
+        shape = self._builder.layout.shape_of(batch)
+        found = None if self._graphs is None else self._graphs.find(shape)
+        if found is not None:
+            shape = found[0]
+        arrays = self._builder.build(batch, shape, first, before)
+        history = histories(batch.rows)
+        if history is not None:
+            self._count(history)
+        base = self._staging.copy(arrays.memory)
+        graph = found[1] if found is not None and base is self._staging.home else None
+        if graph is not None:
+            graph.replay()
+        self._staging.sent()
+        if graph is None:
+            self._step(shape, self._staging.views(base, arrays), base.view(torch.int32))
+
+    @torch.inference_mode()
+    def _count(self, history: HistoryArrays) -> None:
+        """The tokens of these sequences, before the step draws more."""
+        count(self._counts, HistoryInputs(*self._histories.upload(history)))
+
+    @torch.inference_mode()
+    def _copy_blocks(self, batch: Batch) -> None:
+        """The copies of a batch, in all layers."""
+        (pairs,) = self._copies.upload([np.array(batch.copies, np.int32)])
+        copy_blocks(pairs, self._cache)
+
+    def _prepare(self, shape: Shape) -> Callable[[], None]:
+        """A step of nothing but padding, its inputs in place."""
+        arrays = self._builder.build(Batch((), 0), shape, 0, 0)
+        tensors, staged = self._stage(arrays)
+        return lambda: self._step(shape, tensors, staged)
+
+    def _stage(self, arrays: StepArrays) -> tuple[list[Tensor], Tensor]:
+        """The arrays as tensors, and the words among which the tables are."""
+        base = self._staging.copy(arrays.memory)
+        self._staging.sent()
+        return self._staging.views(base, arrays), base.view(torch.int32)
+
+    @torch.inference_mode()
+    def _step(self, shape: Shape, tensors: list[Tensor], staged: Tensor) -> None:
+        """All kernels of a step."""
+        logits = self._forward(shape, tensors, staged)
+        if shape.num_samples:
+            inputs = SamplingInputs(*tensors[-3:-1])
+            draw(logits, inputs, self._counts, self._results)
+
+    def _forward(self, shape: Shape, tensors: list[Tensor], staged: Tensor) -> Tensor:
+        """The kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""
+        header, token_ids, sources, sample_rows, positions, slots = tensors[:6]
+        starts, sample_starts, lengths = tensors[6:9]
+        tables = self._tables[: shape.num_rows * self._num_tables]
+        begin_step(header, staged, token_ids, sources, self._results.token_ids, tables)
+        inputs = self._inputs(shape, positions, slots, tables, starts, lengths)
+        if shape.num_decodes < shape.num_tokens:  # else all tokens are sampled, in order
+            inputs[-1] = inputs[-1].of_last_layer(sample_rows, sample_starts)
+        caches = [self._caches[place] for place in self._places]
+        return self._model(token_ids, inputs, caches)
+
+    def _inputs(
+        self,
+        shape: Shape,
+        positions: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        query_starts: Tensor,
+        lengths: Tensor,
+    ) -> list[AttentionInputs]:
+        """Of each layer. A plan without a window says what is shared in its table; others are of
+        lengths alone, and serve all tables of the window.
+        """
+        slots = slots.view(self._num_tables, shape.num_tokens)
+        tables = tables.view(shape.num_rows, self._num_tables, tables.shape[1])
+        if self._streaming is not None:
+            streaming = self._streaming.inputs(
+                self._caches[0],
+                self._num_heads,
+                positions,
+                slots[0],
+                tables[:, 0],
+                query_starts,
+                lengths,
+                shape.num_decodes,
+                shape.max_queries,
+            )
+            return [streaming] * len(self._layers)
+        made: dict[tuple[int, int], AttentionInputs] = {}
+        of_window: dict[int, AttentionInputs] = {}
+        for table, window in self._kinds:
+            own = slots[table], tables[:, table]
+            if window in of_window:
+                other = of_window[window]
+                made[table, window] = replace(other, slots=own[0], block_tables=own[1])
+                continue
+            made[table, window] = AttentionInputs.of(
+                self._caches[0],
+                self._num_heads,
+                positions,
+                *own,
+                query_starts,
+                lengths,
+                shape.num_decodes,
+                shape.max_queries,
+                window,
+            )
+            if window:
+                of_window[window] = made[table, window]
+        return [made[kind] for kind in self._layers]

@@ -1,0 +1,398 @@
+"""What an `EngineConfig` comes to on this machine: one frozen `Plan`, before weights are read."""
+
+import logging
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import inf
+from pathlib import Path
+
+import torch
+
+from slipstream.config import (
+    BLOCK_SIZES,
+    LOAD_FORMATS,
+    MIN_STUCK_AFTER_S,
+    QUANTIZATIONS,
+    EngineConfig,
+)
+from slipstream.core.groups import Groups, group
+from slipstream.core.window import Window
+from slipstream.errors import ConfigError
+from slipstream.kernels.cache.kv_format import name_of, row_size
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.runtime import jit
+from slipstream.models.hf import ModelConfig, ignored_keys, read_config, weights_dtype
+from slipstream.runner.cache_dtype import cache_dtype
+
+_log = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_MIN_THREADED_HIDDEN_SIZE = 768
+_NORMS_PLUS_ONE = {"Gemma3ForCausalLM"}  # no e4m3 kernel has such norms
+ENDLESS = 2**31 - 1  # tokens: sequences of an `attention_window` may have so many
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The resolved facts; `config` stays what the operator wrote."""
+
+    config: EngineConfig
+    checkpoint: Path
+    model_name: str
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    max_model_len: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_threads: int | None  # of torch on the CPU; None: its own choice
+    has_tokenizer: bool
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the cache, over the layers of a group."""
+        d = self.model.dims
+        num_rows = self.block_size * 2 * self.groups.size * d.num_kv_heads
+        return num_rows * row_size(self.cache_dtype, d.head_size) * self.cache_dtype.itemsize
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be under way: on a CPU they run one after another."""
+        return 2 if self.device.type == "cuda" else 1
+
+    @property
+    def window(self) -> Window:
+        """What of a sequence must stay in the cache."""
+        num_ahead = self.max_in_flight * self.max_num_batched_tokens
+        if self.config.attention_window is not None:
+            num_sinks = self.config.sink_tokens
+            return Window(self.config.attention_window, num_sinks, num_ahead, has_gaps=True)
+        windows, groups = self.model.windows, self.groups
+        size = max(windows) if groups.num_tables > 1 or min(windows) else 0
+        return Window(size, 0, num_ahead, False, groups.num_tables, groups.num_full)
+
+    @property
+    def groups(self) -> Groups:
+        """The layers that share tables."""
+        return group(self.model.windows, self.max_model_len)
+
+    @property
+    def table_blocks(self) -> int:
+        """Blocks that each table of a sequence has room for."""
+        if self.window.has_gaps:
+            return self.window.most_blocks(self.block_size) or 0
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that a sequence holds at most."""
+        return self.window.blocks_for(self.table_blocks, self.block_size)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens in all layers."""
+        return num_tokens // self.block_size * self.window.num_tables
+
+    def tokens_of(self, num_blocks: int) -> int:
+        """Tokens that so many blocks hold in all layers."""
+        return num_blocks // self.window.num_tables * self.block_size
+
+    def banner(self, num_blocks: int, num_slots: int = 0) -> str:
+        """One line for the log at start: the cache that came of it, and blocks in host memory."""
+        fit = num_blocks / self.held_blocks
+        length = f"{self.max_model_len:,} tokens"
+        if self.window.has_gaps:
+            length = f"any length, the last {self.window.size:,} tokens of them"
+            if self.window.num_sinks:
+                length += f" with the first {self.window.num_sinks}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
+        cache = "" if self.cache_dtype == self.dtype else f"{name_of(self.cache_dtype)}, "
+        host = f", {self.tokens_of(num_slots):,} tokens more in host memory" if num_slots else ""
+        return (
+            f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
+            f"KV cache of {cache}{self.tokens_of(num_blocks):,} tokens "
+            f"({num_blocks * self.block_bytes / 1e9:.2f} GB, {num_blocks:,} blocks of "
+            f"{self.block_size}){host}, room for {fit:.1f} sequences of {length}, "
+            f"at most {self.max_num_seqs} at once; at most {self.config.max_waiting:,} requests "
+            f"with {self.config.max_waiting_tokens:,} tokens wait"
+        )
+
+
+def _device_name(plan: Plan) -> str:
+    if plan.device.type == "cuda":
+        return torch.cuda.get_device_name(plan.device)
+    num_threads = plan.num_threads or torch.get_num_threads()
+    return f"CPU, {num_threads} thread{'s' if num_threads > 1 else ''}"
+
+
+def _at_least(config: EngineConfig, field: str, low: int) -> int:
+    value = getattr(config, field)
+    assert isinstance(value, int)
+    if value < low:
+        raise ConfigError(f"{field} = {value} is below {low}")
+    return value
+
+
+def _device(config: EngineConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "auto":
+        return torch.device("cuda", 0) if has_cuda else torch.device("cpu")
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigError(f"device = {config.device!r} is not one of auto, cpu, cuda")
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("device = 'cuda', but torch sees no GPU")
+    return torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
+
+
+def _check_gpu(device: torch.device) -> None:
+    """What the kernels need of the GPU and of packages, said before weights are loaded."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < jit.MIN_CAPABILITY:
+        raise ConfigError(
+            f"device = 'cuda': {torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability}, the kernels need {jit.MIN_CAPABILITY}; device = 'cpu' works"
+        )
+    if any(find_spec(name) is None for name in ("cupy", "cuda")):
+        raise ConfigError(
+            "device = 'cuda', but CuPy or cuda-bindings is not installed: "
+            "pip install 'slipstream[engine,cuda13]' (or cuda12); device = 'cpu' works without"
+        )
+
+
+def _check_heads(model: ModelConfig) -> None:
+    """What the kernels need of the model."""
+    if model.dims.head_size not in jit.HEAD_SIZES:
+        raise ConfigError(
+            f"device = 'cuda' with heads of {model.dims.head_size} (config.json's head_dim): only "
+            f"{', '.join(map(str, jit.HEAD_SIZES))} have kernels; device = 'cpu' takes any"
+        )
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """As asked; auto: the checkpoint's own on a GPU, float32 on a CPU."""
+    if config.dtype != "auto":
+        if config.dtype not in _DTYPES:
+            raise ConfigError(f"dtype = {config.dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+        return _DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    if model.dtype is None and config.load_format == "random":
+        return torch.bfloat16
+    return _DTYPES[model.dtype or weights_dtype(Path(config.checkpoint))]
+
+
+def _check_fp8(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """What the e4m3 kernels need of a GPU and a model; the CPU takes any size."""
+    if model.architecture in _NORMS_PLUS_ONE:
+        raise ConfigError(f"quantization = 'fp8' is not implemented for {model.architecture}")
+    if device.type == "cpu":
+        return
+    asked, d = "quantization = 'fp8' on a GPU", model.dims
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and torch.cuda.get_device_capability(device) < fp8.MIN_CAPABILITY:
+        raise ConfigError(f"{asked}: {torch.cuda.get_device_name(device)} has no e4m3 products")
+    if dtype not in fp8.DTYPES:
+        raise ConfigError(f"{asked} needs dtype float16 or bfloat16, not {dtype}")
+    sides = {
+        "hidden_size": d.hidden_size,
+        "intermediate_size": d.intermediate_size,
+        "num_attention_heads * head_dim": d.num_heads * d.head_size,
+    }
+    for name, size in sides.items():
+        if size % fp8.MULTIPLE or size > fp8.MAX_WIDTH:
+            raise ConfigError(
+                f"{asked} needs sizes that are multiples of {fp8.MULTIPLE}, at most "
+                f"{fp8.MAX_WIDTH}: config.json has {name} = {size}"
+            )
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_positions
+    length = _at_least(config, "max_model_len", 1)
+    if length > model.max_positions:
+        raise ConfigError(
+            f"max_model_len = {length} is above the checkpoint's context of {model.max_positions}"
+        )
+    return length
+
+
+def _check_streaming(
+    config: EngineConfig, model: ModelConfig, device: torch.device, max_model_len: int
+) -> None:
+    """Raise `ConfigError` for a window and sinks that cannot be had."""
+    window, sinks = config.attention_window, config.sink_tokens
+    if window is None:
+        if sinks:
+            raise ConfigError(f"sink_tokens = {sinks} needs an attention_window")
+        return
+    _at_least(config, "attention_window", 1)
+    _at_least(config, "sink_tokens", 0)
+    asked = f"attention_window = {window}"
+    if sinks >= window:
+        raise ConfigError(f"sink_tokens = {sinks} leaves nothing of {asked}")
+    if window > max_model_len:
+        raise ConfigError(f"{asked} is above max_model_len = {max_model_len}")
+    if any(model.windows):
+        raise ConfigError(f"{asked}: {model.architecture} has windows of its own in config.json")
+    if device.type != "cpu" and config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"{asked} needs kv_cache_dtype = 'auto' on a GPU, not {config.kv_cache_dtype[:64]!r}"
+        )
+    if device.type != "cpu" and jit.is_wide(model.dims.head_size):
+        raise ConfigError(
+            f"{asked} on a GPU has no kernels for heads of {model.dims.head_size} (config.json's "
+            "head_dim); device = 'cpu' takes any"
+        )
+
+
+def _weight_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Of all matrices; embedding and head are never quantised."""
+    d = model.dims
+    outer = 2 * d.vocab_size * d.hidden_size
+    size = 1 if config.quantization == "fp8" else dtype.itemsize
+    return outer * dtype.itemsize + (d.num_parameters - outer) * size
+
+
+def available_on_host() -> int:
+    """Bytes of host memory to be had: what the kernel says, within what the container may use."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if meminfo.is_file():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        available = 1024 * int(fields["MemAvailable"].split()[0])
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available
+
+
+def _check_cache(plan: Plan) -> None:
+    """Refuse a cache that no machine can have."""
+    config = plan.config
+    if config.kv_cache_tokens is not None:
+        _at_least(config, "kv_cache_tokens", config.block_size)
+    wanted = config.kv_cache_host_bytes
+    if wanted and (not config.kv_cache_reuse or config.attention_window is not None):
+        raise ConfigError(
+            f"kv_cache_host_bytes = {wanted} is for cached blocks, which there are only with "
+            "kv_cache_reuse and without an attention_window"
+        )
+    if 0 < wanted < plan.block_bytes:
+        raise ConfigError(
+            f"kv_cache_host_bytes = {wanted} is below a block's {plan.block_bytes} bytes"
+        )
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse what cannot fit on this machine; what is left is measured after weights are read."""
+    config = plan.config
+    wanted, available = config.kv_cache_host_bytes, available_on_host()
+    if wanted > available:
+        raise ConfigError(
+            f"kv_cache_host_bytes = {wanted}: {wanted / 1e9:.2f} GB, but "
+            f"{available / 1e9:.2f} GB of host memory are available"
+        )
+    if config.kv_cache_tokens is None:
+        return
+    wanted = plan.blocks_of(config.kv_cache_tokens) * plan.block_bytes
+    is_cuda = plan.device.type == "cuda"
+    free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else available
+    free = max(0, free - _weight_bytes(config, plan.model, plan.dtype))
+    if wanted > free:
+        raise ConfigError(
+            f"kv_cache_tokens = {config.kv_cache_tokens} takes {wanted / 1e9:.2f} GB, but "
+            f"{free / 1e9:.2f} GB are free beside the weights"
+        )
+
+
+def _num_threads(model: ModelConfig) -> int | None:
+    text = os.environ.get("SLIPSTREAM_CPU_THREADS")
+    if text is None:
+        # Below this, threads wait for each other longer than they compute, and the more so the
+        # busier the machine: on 2 cores one thread is 1.4 times as fast, 10 times beside others.
+        return 1 if model.dims.hidden_size < _MIN_THREADED_HIDDEN_SIZE else None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"SLIPSTREAM_CPU_THREADS = {text!r} is not a whole number >= 1")
+    return int(text)
+
+
+def _check_fields(config: EngineConfig) -> None:
+    """Refuse values that no checkpoint and no machine makes possible."""
+    for field in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_waiting",
+        "max_waiting_tokens",
+        "long_prompt_tokens",
+    ):
+        _at_least(config, field, 1)
+    _at_least(config, "kv_cache_host_bytes", 0)
+    _at_least(config, "stuck_after_s", MIN_STUCK_AFTER_S)
+    if not 0 <= config.gpu_hour_price < inf:
+        raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")
+    if config.request_log and not Path(config.request_log).is_absolute():
+        raise ConfigError(f"request_log = {config.request_log!r} is not an absolute path")
+    if config.block_size not in BLOCK_SIZES:
+        raise ConfigError(
+            f"block_size = {config.block_size} is not a power of two between 8 and 256"
+        )
+    for field, choices in (("load_format", LOAD_FORMATS), ("quantization", QUANTIZATIONS)):
+        if (value := getattr(config, field)) not in choices:
+            raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
+
+
+def settle(config: EngineConfig, device: torch.device) -> Plan:
+    """Check the configuration against the checkpoint, for a device that need not be there.
+
+    Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key, value).
+    """
+    _check_fields(config)
+    checkpoint = Path(config.checkpoint)
+    model = read_config(checkpoint)
+    if device.type == "cuda":
+        _check_heads(model)
+    dtype = _dtype(config, model, device)
+    if config.quantization == "fp8":
+        _check_fp8(model, device, dtype)
+    max_model_len = _max_model_len(config, model)
+    _check_streaming(config, model, device, max_model_len)
+    plan = Plan(
+        config=config,
+        checkpoint=checkpoint,
+        model_name=config.model or checkpoint.resolve().name,
+        model=model,
+        device=device,
+        dtype=dtype,
+        cache_dtype=cache_dtype(config, model, device, dtype),
+        max_model_len=max_model_len if config.attention_window is None else ENDLESS,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_threads=_num_threads(model),
+        has_tokenizer=(checkpoint / "tokenizer.json").is_file(),
+    )
+    _check_cache(plan)
+    return plan
+
+
+def settle_here(config: EngineConfig) -> Plan:
+    """`settle` for the device that this machine gives; raises `ConfigError` if it cannot serve."""
+    device = _device(config)
+    if device.type == "cuda":
+        _check_gpu(device)
+    return settle(config, device)
+
+
+def resolve(config: EngineConfig) -> Plan:
+    """`settle_here`, and what this machine's memory allows: what the engine starts with.
+
+    Keys of config.json that are ignored are logged.
+    """
+    plan = settle_here(config)
+    _check_memory(plan)
+    if line := ignored_keys(plan.model):
+        _log.warning(line)
+    return plan

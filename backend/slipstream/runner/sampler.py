@@ -1,0 +1,67 @@
+"""From the logits of a step to one token a row, on the device; the host reads the results later."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.sampling.sample import count_tokens, sample
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """How each of `n` rows is drawn (`SamplingArrays`), on the logits' device."""
+
+    rows: Tensor  # [n, 16] i32: `ROW` records
+    edits: Tensor  # [e, 2] i32: `EDIT` records
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryInputs:
+    """Sequences whose tokens are counted anew (`HistoryArrays`), on the device of the counts."""
+
+    tokens: Tensor  # [t] i32
+    slots: Tensor  # [h] i32
+    starts: Tensor  # [h + 1] i32
+    num_prompts: Tensor  # [h] i32
+
+
+class Results:
+    """Where the draws of a step go, on the device and, the same again, where the host reads.
+
+    A row says which of the `size` places is its own: steps that take turns between two halves may
+    overlap. The host reads after an event recorded behind the draw; on a CPU there is one copy.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        dtypes = (torch.int64, torch.float32, torch.bool)
+        on_device = [torch.zeros(size, dtype=dtype, device=device) for dtype in dtypes]
+        self.token_ids, self.log_probs, self.is_finite = on_device
+        self.mirrors: tuple[Tensor, ...] = ()
+        if device.type == "cuda":  # pinned memory has one address for both sides
+            self.mirrors = tuple(torch.zeros(size, dtype=d, pin_memory=True) for d in dtypes)
+        self._host = [tensor.numpy() for tensor in self.mirrors or on_device]
+
+    def read(self, first: int, count: int) -> tuple[list[int], list[float], list[bool]]:
+        """Token ids, log probs and is-finite of `count` results from `first` on."""
+        token_ids, log_probs, is_finite = (a[first : first + count].tolist() for a in self._host)
+        return token_ids, log_probs, is_finite
+
+
+def make_counts(num_slots: int, vocab_size: int, device: torch.device) -> Tensor:
+    """The state of penalties, `[num_slots, vocab_size]` i16; a slot means nothing until counted."""
+    return torch.zeros((num_slots, vocab_size), dtype=torch.int16, device=device)
+
+
+def count(counts: Tensor, inputs: HistoryInputs) -> None:
+    """Make slots of `counts` anew: of sequences with penalties, before their first draw there."""
+    count_tokens(counts, inputs.tokens, inputs.slots, inputs.starts, inputs.num_prompts)
+
+
+def draw(logits: Tensor, inputs: SamplingInputs, counts: Tensor, results: Results) -> None:
+    """Draw a token of each row of `logits [n, vocab]`, in the model's dtype, into `results`.
+
+    Launches depend on shapes and addresses alone: a CUDA graph may hold them.
+    """
+    out = (results.token_ids, results.log_probs, results.is_finite)
+    sample(logits, inputs.rows, inputs.edits, counts, *out, results.mirrors)

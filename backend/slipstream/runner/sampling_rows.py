@@ -1,0 +1,112 @@
+"""What the sampling kernels read of a step, as numpy arrays: two for a draw, four for histories."""
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from slipstream_contract.sampling import SamplingParams
+
+from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW, ROW_WORDS
+
+Words = NDArray[np.int32]
+
+assert ROW.fields is not None
+_WORD = {name: offset // 4 for name, (_, offset, *_) in ROW.fields.items()}
+NUMBER, RESULT = _WORD["number"], _WORD["result"]  # words of a row
+_FIRST_EDIT, _END_EDIT = _WORD["first_edit"], _WORD["end_edit"]
+_RECORD = Struct("<fi5fiq4iq")  # `ROW`
+assert _RECORD.size == ROW.itemsize
+
+
+class SamplingArrays(NamedTuple):
+    """`n` rows of logits and all their edits, in the order of `SamplingInputs`."""
+
+    rows: Words  # [n, 16]
+    edits: Words  # [e, 2]
+
+
+class HistoryArrays(NamedTuple):
+    """The arguments of `count_tokens` after `counts`, in order: `h` histories, `t` tokens."""
+
+    tokens: Words  # [t]
+    slots: Words  # [h]
+    starts: Words  # [h + 1]
+    num_prompts: Words  # [h]
+
+
+def pack_row(sampling: SamplingParams, seed: int, slot: int) -> bytes:
+    """What never changes of a sequence's `ROW` record while it keeps its slot: worth keeping."""
+    return _RECORD.pack(
+        sampling.temperature,
+        min(sampling.top_k, 2**31 - 1),
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        slot,
+        (seed + 2**63) % 2**64 - 2**63,  # the 64 bits as a signed number
+        *(0,) * 5,
+    )
+
+
+def sampling_arrays(
+    packed: Sequence[bytes],
+    numbers: Sequence[int],
+    edits: Sequence[bytes],
+    num_rows: int = 0,
+    first_result: int = 0,
+) -> SamplingArrays:
+    """Rows in the order of their logits, then padding up to `num_rows`: see `fill_rows`."""
+    num_edits = sum(map(len, edits)) // (4 * EDIT_WORDS)
+    arrays = SamplingArrays(
+        np.zeros((max(len(packed), num_rows), ROW_WORDS), np.int32),
+        np.zeros((num_edits, EDIT_WORDS), np.int32),
+    )
+    fill_rows(*arrays, slice(len(packed)), packed, numbers, edits, first_result)
+    return arrays
+
+
+def fill_rows(
+    rows: Words,
+    all_edits: Words,
+    places: slice | NDArray[np.int64],
+    packed: Sequence[bytes],
+    numbers: Sequence[int],
+    edits: Sequence[bytes],
+    first_result: int,
+) -> None:
+    """Write `SamplingArrays` that are zeroed; rows that have no place are padding.
+
+    Args:
+        rows, all_edits: the arrays.
+        places: which of the rows.
+        packed: `pack_row` of each.
+        numbers: how many output tokens are before the one to draw.
+        edits: `Edits.pack` of each, empty for most.
+        first_result: where in the results the tokens go, one after the other.
+    """
+    count = len(packed)
+    rows[:, RESULT] = -1
+    rows[places] = np.frombuffer(b"".join(packed), np.int32).reshape(count, ROW_WORDS)
+    rows[places, NUMBER] = numbers
+    rows[places, RESULT] = np.arange(first_result, first_result + count)
+    if any(edits):
+        lengths = np.fromiter(map(len, edits), np.int64, count) // (4 * EDIT_WORDS)
+        ends = lengths.cumsum()
+        rows[places, _FIRST_EDIT], rows[places, _END_EDIT] = ends - lengths, ends
+        all_edits[: ends[-1]] = np.frombuffer(b"".join(edits), np.int32).reshape(-1, EDIT_WORDS)
+
+
+def history_arrays(histories: Sequence[tuple[int, Sequence[int], int]]) -> HistoryArrays:
+    """Of (slot, prompt and output, length of the prompt) each."""
+    lengths = [len(token_ids) for _, token_ids, _ in histories]
+    parts = [np.asarray(token_ids, np.int32) for _, token_ids, _ in histories]
+    return HistoryArrays(
+        np.concatenate([*parts, np.zeros(0, np.int32)]),
+        np.array([slot for slot, _, _ in histories], np.int32),
+        np.append(0, np.cumsum(lengths)).astype(np.int32),
+        np.array([num_prompt for _, _, num_prompt in histories], np.int32),
+    )

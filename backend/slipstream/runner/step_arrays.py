@@ -1,0 +1,410 @@
+"""A batch as numpy arrays in one piece of memory: what a step copies to the device.
+
+What a sequence keeps while it runs (`Slots`) is written down once, and then what changed of it; so
+a step of decodes costs a few microseconds of numpy and next to nothing a row. A step of one prompt
+is what a request waits for on an idle device, where each numpy function is slow the first time: it
+takes few of them.
+"""
+
+from collections.abc import Iterable
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.core.batch import Batch, Row
+from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW_WORDS
+from slipstream.runner.sampling_rows import (
+    NUMBER,
+    RESULT,
+    HistoryArrays,
+    fill_rows,
+    history_arrays,
+    pack_row,
+)
+
+Array = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+_ALIGNMENT = 16  # bytes
+_I32, _I64 = np.dtype(np.int32), np.dtype(np.int64)
+
+
+def aligned(size: int) -> int:
+    """Where the next array begins, after one of so many bytes."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def side_by_side(parts: Iterable[tuple[np.dtype[Any], tuple[int, ...]]]) -> tuple[Bytes, list[Any]]:
+    """Zeros: a memory, and in it arrays of these dtypes and shapes, one `aligned` after another."""
+    parts = list(parts)
+    ends = [*accumulate([aligned(dtype.itemsize * prod(shape)) for dtype, shape in parts])]
+    memory, begins = np.zeros(ends[-1], np.uint8), [0, *ends[:-1]]
+    return memory, [
+        np.ndarray(shape, dtype, memory, begin)
+        for (dtype, shape), begin in zip(parts, begins, strict=True)
+    ]
+
+
+class Shape(NamedTuple):
+    """The sizes of a step's tensors: `num_decodes` of the rows come first and have one token."""
+
+    num_tokens: int
+    num_rows: int
+    num_decodes: int
+    num_samples: int
+    max_queries: int  # of the rows after the decodes; 0 without such rows
+
+
+class StepArrays(NamedTuple):
+    """A step of a `Shape`: `n` tokens of `s` rows, `r` of which are sampled.
+
+    What is there only to fill a shape reads no cache, writes none, and draws nothing. All arrays
+    lie in one memory, in this order, each `aligned`.
+    """
+
+    header: Int32s  # [3]: see `kernels.stage.begin_step`
+    token_ids: Int64s  # [n]
+    sources: Int32s  # [n]; >= 0: the token is this one of the results
+    sample_rows: Int64s  # [r], of the n tokens: the decodes, then the last ones of chunks
+    positions: Int64s  # [n]
+    slots: Int64s  # [t * n], of each of t tables where in the cache K and V go; -1: nowhere
+    query_starts: Int32s  # [s - decodes + 1]
+    sample_starts: Int32s  # [s - decodes + 1]: query_starts if sample_rows were all tokens
+    lengths: Int32s  # [s]; 0: no row
+    rows: Int32s  # [r, 16], of `SamplingInputs`
+    edits: Int32s  # [e, 2], of `SamplingInputs`; one at least: an empty tensor has no address
+    tables: Int32s  # [rows of the batch * t, longest table], a row's t tables together
+
+    @property
+    def memory(self) -> Bytes:
+        """All of them."""
+        memory = self.header.base
+        assert memory is not None
+        return memory
+
+    @property
+    def samples(self) -> Int64s:
+        """Which of `sample_rows` are drawn."""
+        return (self.rows[:, RESULT] >= 0).nonzero()[0]
+
+    @classmethod
+    def of(
+        cls, shape: Shape, num_tables: int, num_edits: int, tables: tuple[int, int]
+    ) -> "StepArrays":
+        """All of it is there to fill the shape; `tables` is the shape of those."""
+        n, r = shape.num_tokens, shape.num_samples
+        memory, made = side_by_side(
+            [
+                (_I32, (3,)),
+                (_I64, (n,)),
+                (_I32, (n,)),
+                (_I64, (r,)),
+                (_I64, (n,)),
+                (_I64, (num_tables * n,)),
+                (_I32, (shape.num_rows - shape.num_decodes + 1,)),
+                (_I32, (shape.num_rows - shape.num_decodes + 1,)),
+                (_I32, (shape.num_rows,)),
+                (_I32, (r, ROW_WORDS)),
+                (_I32, (max(1, num_edits), EDIT_WORDS)),
+                (_I32, tables),
+            ]
+        )
+        arrays = cls(*made)
+        arrays.header[:] = (
+            (len(memory) - aligned(arrays.tables.nbytes)) // 4,
+            tables[1],
+            tables[0],
+        )
+        arrays.sources.fill(-1)
+        arrays.slots.fill(-1)
+        return arrays
+
+
+class Layout(NamedTuple):
+    """How a step presents its rows; not by default where tokens may not depend on neighbours."""
+
+    multiple: int = 1  # tokens and samples are filled up to a multiple of it
+    has_decodes: bool = True  # False: a decode is a chunk of one token
+    has_chunks: bool = True  # False: a chunk is as many rows of one token
+
+    def up(self, count: int) -> int:
+        """To the multiple."""
+        return -(-count // self.multiple) * self.multiple
+
+    def shape_of(self, batch: Batch) -> Shape:
+        """The least shape of a batch."""
+        rows = batch.rows
+        num_decodes = batch.num_decodes if self.has_decodes else 0
+        if num_decodes == len(rows):
+            count = self.up(num_decodes)
+            return Shape(count, num_decodes, num_decodes, count, 0)
+        counts = [len(row.token_ids) for row in rows]
+        num_tokens = sum(counts)
+        num_samples = self.up(sum([row.samples for row in rows]))
+        if not self.has_chunks:
+            return Shape(self.up(num_tokens), num_tokens, num_decodes, num_samples, 1)
+        longest = max(counts[num_decodes:])
+        return Shape(self.up(num_tokens), len(rows), num_decodes, num_samples, longest)
+
+
+class Slots:
+    """Block tables and sampling parameters of the sequences that run, by their slots.
+
+    Of a slot's `num_tables` tables, number t is row `slot * num_tables + t` of `tables`.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, num_tables: int = 1) -> None:
+        self.num_tables = num_tables
+        self.tables = np.zeros((num_slots * num_tables, max_blocks), np.int32)
+        self._num_blocks = np.zeros(num_slots * num_tables, np.int64)
+        self._packed = [b""] * num_slots  # `pack_row` of each
+
+    def update(self, rows: tuple[Row, ...]) -> Int64s:
+        """Take in what is new of these rows' sequences; their slots."""
+        slots = np.array([row.slot for row in rows], np.int64)
+        for row in rows:
+            if row.is_new:
+                self._begin(row)
+        if not all(row.is_new for row in rows):
+            sizes = [len(table) for row in rows for table in row.tables]
+            self.grow(rows, self.of(slots), np.array(sizes, np.int64))
+        return slots
+
+    def _begin(self, row: Row) -> None:
+        """Its slot is new to its sequence, or all that it has there is."""
+        for place, blocks in enumerate(row.tables, row.slot * self.num_tables):
+            self.tables[place, : len(blocks)] = blocks
+            self._num_blocks[place] = len(blocks)
+        self._packed[row.slot] = pack_row(row.sampling, row.seed, row.slot)
+
+    def of(self, slots: Int64s) -> Int64s:
+        """Which of `tables` are theirs."""
+        if self.num_tables == 1:
+            return slots
+        return (slots[:, None] * self.num_tables + np.arange(self.num_tables)).ravel()
+
+    def grow(self, rows: tuple[Row, ...], tables: Int64s, num_blocks: Int64s) -> Int64s:
+        """Take in the blocks of the rows' tables that have had fewer than `num_blocks`; which."""
+        grown = (self._num_blocks[tables] < num_blocks).nonzero()[0]
+        for i, place in zip(grown.tolist(), tables[grown].tolist(), strict=True):
+            number, table = divmod(i, self.num_tables)
+            blocks, begin = rows[number].tables[table], int(self._num_blocks[place])
+            end = self._num_blocks[place] = len(blocks)
+            self.tables[place, begin:end] = blocks[begin:]
+        return grown
+
+    def packed(self, rows: list[Row]) -> list[bytes]:
+        """How each is drawn, but for what changes with every step."""
+        packed = self._packed
+        return [packed[row.slot] for row in rows]
+
+
+def histories(rows: tuple[Row, ...]) -> HistoryArrays | None:
+    """Of the rows whose tokens are to be counted anew."""
+    found = [(r.slot, r.history, r.num_prompt) for r in rows if r.history is not None]
+    return history_arrays(found) if found else None
+
+
+def _gap(batch: Batch, shape: Shape) -> tuple[int, int]:
+    """What fills a shape between decodes and chunks: at which row, and how many, of a token each.
+
+    None where the decodes are chunks, or the shape has nothing but decodes.
+    """
+    if shape.num_rows == shape.num_decodes:
+        return len(batch.rows), 0
+    begin = min(batch.num_decodes, shape.num_decodes)
+    return begin, shape.num_decodes - begin
+
+
+class _Built(NamedTuple):
+    """A step of decodes alone, and where its rows have what."""
+
+    shape: Shape
+    tables: Int64s  # of `Slots`
+    every: Int64s  # numbers from 0, one for each of these
+    owners: Int64s | slice  # the row of each
+    places: Int64s | slice  # of each in the step's `slots`
+    arrays: StepArrays
+
+    @classmethod
+    def of(cls, shape: Shape, tables: Int64s, num_tables: int, arrays: StepArrays) -> "_Built":
+        """Whose rows have these tables."""
+        every = np.arange(len(tables))
+        if num_tables == 1:
+            return cls(shape, tables, every, slice(None), slice(len(tables)), arrays)
+        owners, number = np.divmod(every, num_tables)
+        return cls(shape, tables, every, owners, number * shape.num_tokens + owners, arrays)
+
+
+class StepBuilder:
+    """Makes the arrays of steps.
+
+    Args:
+        slots: what is known of the sequences.
+        block_size: tokens of a block.
+        layout: of the shapes.
+        has_gaps: whether tables may lack what their sequences have forgotten.
+    """
+
+    def __init__(
+        self, slots: Slots, block_size: int, layout: Layout | None = None, has_gaps: bool = False
+    ) -> None:
+        self._slots = slots
+        self._block_size = block_size
+        self._has_gaps = has_gaps
+        self.layout = layout or Layout()
+        self._every_table = np.arange(slots.num_tables)[:, None]
+        self._last: _Built | None = None
+
+    def build(self, batch: Batch, shape: Shape, first_result: int, first_source: int) -> StepArrays:
+        """The batch in a shape that is at least as large as its own.
+
+        Args:
+            batch: the step; without rows, all of it is there to fill the shape.
+            shape: of the arrays.
+            first_result: where in the results this step's samples begin.
+            first_source: where those of the step before began.
+        """
+        last, self._last = self._last, None
+        if last is not None and self._is_next(last, batch, shape):
+            self._last = self._next(last, batch.rows, first_result, first_source)
+            return self._last.arrays
+        row_slots, arrays = self._build(batch, shape, first_result, first_source)
+        if batch.num_decodes == len(batch.rows) and not any(row.edits for row in batch.rows):
+            tables = self._slots.of(row_slots)
+            self._last = _Built.of(shape, tables, self._slots.num_tables, arrays)
+        return arrays
+
+    def _is_next(self, last: _Built, batch: Batch, shape: Shape) -> bool:
+        """Is a step the last one, but for numbers that grow?"""
+        is_next = batch.continues and not self._has_gaps
+        return is_next and last.shape == shape and not any(row.edits for row in batch.rows)
+
+    def _next(
+        self, last: _Built, rows: tuple[Row, ...], first_result: int, first_source: int
+    ) -> _Built:
+        """Every sequence one token further, which is the sample that it was in the last step."""
+        count, size, arrays = len(rows), self._block_size, last.arrays
+        arrays.positions[:count] += 1
+        arrays.lengths[:count] += 1
+        last_blocks, within = np.divmod(arrays.positions[last.owners][: len(last.tables)], size)
+        grown: Int64s | slice = self._slots.grow(rows, last.tables, last_blocks + 1)
+        width = int(last_blocks.max()) + 1
+        if width != arrays.tables.shape[1]:
+            arrays, grown = self._widened(last, width), slice(None)
+        arrays.tables[grown] = self._slots.tables[last.tables[grown], :width]
+        blocks = arrays.tables[last.every, last_blocks].astype(np.int64)
+        arrays.slots[last.places] = blocks * size + within
+        arrays.sources[:count] = np.arange(first_source, first_source + count)
+        arrays.rows[:count, NUMBER] += 1
+        arrays.rows[:count, RESULT] = np.arange(first_result, first_result + count)
+        return last._replace(arrays=arrays)
+
+    def _widened(self, last: _Built, width: int) -> StepArrays:
+        """Its arrays, with room for longer tables."""
+        old = last.arrays
+        arrays = StepArrays.of(last.shape, self._slots.num_tables, 0, (len(old.tables), width))
+        begin, end = aligned(old.header.nbytes), 4 * int(old.header[0])  # but header and tables
+        arrays.memory[begin:end] = old.memory[begin:end]
+        return arrays
+
+    def _build(
+        self, batch: Batch, shape: Shape, first_result: int, first_source: int
+    ) -> tuple[Int64s, StepArrays]:
+        """The slots of the rows, and `build`."""
+        rows, count = batch.rows, batch.num_decodes
+        slots, (begin, gap) = self._slots.update(rows), _gap(batch, shape)
+        sizes = [1] * count + [len(row.token_ids) for row in rows[count:]]
+        lengths = [row.start + n - row.gap for row, n in zip(rows, sizes, strict=True)]
+        width = -(-max(lengths, default=0) // self._block_size)
+        sampling = [row for row in rows if row.samples]
+        edits = [row.edits for row in sampling]
+        listed = slots if self.layout.has_chunks else slots.repeat(sizes)
+        if gap:
+            parts = (listed[:begin], np.zeros(gap, np.int64), listed[begin:])
+            listed = np.concatenate(parts)
+        listed = self._slots.of(listed)
+        num_edits = sum(map(len, edits)) // (4 * EDIT_WORDS)
+        arrays = StepArrays.of(shape, self._slots.num_tables, num_edits, (len(listed), width))
+        arrays.tables[:] = self._slots.tables[listed, :width]
+        packed, numbers = self._slots.packed(sampling), [row.num_outputs for row in sampling]
+        if count:
+            self._put_decodes(arrays, rows[:count], slots[:count], first_source)
+        if count < len(rows):
+            self._put_chunks(arrays, rows[count:], slots[count:], sizes[count:], count + gap)
+        ends = [*accumulate(sizes)]
+        last_tokens = [gap + ends[i] - 1 for i in range(count, len(rows)) if rows[i].samples]
+        tokens = [*range(count), *last_tokens]
+        samples: slice | Int64s = slice(len(tokens))
+        if gap:
+            samples = np.r_[:count, count + gap : len(tokens) + gap]
+        arrays.sample_rows[samples] = tokens
+        fill_rows(arrays.rows, arrays.edits, samples, packed, numbers, edits, first_result)
+        if self.layout.has_chunks:
+            arrays.lengths[:count] = lengths[:count]
+            arrays.lengths[count + gap : len(rows) + gap] = lengths[count:]
+        else:
+            ends = [*range(1, sum(sizes) + 1)]
+        starts = [0, *(end - begin for end in ends[begin:])]
+        arrays.query_starts[: len(starts)] = starts
+        arrays.query_starts[len(starts) :] = starts[-1]
+        sampled = np.array(tokens[begin:], np.int64) - shape.num_decodes
+        arrays.sample_starts[:] = sampled.searchsorted(arrays.query_starts)
+        return slots, arrays
+
+    def _put_decodes(
+        self, arrays: StepArrays, rows: tuple[Row, ...], slots: Int64s, first_source: int
+    ) -> None:
+        """The first tokens, each of a row of its own; `slots` are those of the rows."""
+        count = len(rows)
+        sources = np.array([row.source for row in rows], np.int32)
+        sources[sources >= 0] += first_source
+        arrays.token_ids[:count] = [row.token_ids[0] for row in rows]
+        arrays.sources[:count] = sources
+        arrays.positions[:count] = [row.start for row in rows]
+        self._put_places(arrays, slice(count), slots, rows, 1)
+
+    def _put_chunks(
+        self,
+        arrays: StepArrays,
+        rows: tuple[Row, ...],
+        slots: Int64s,
+        sizes: list[int],
+        begin: int,
+    ) -> None:
+        """The tokens from `begin` on, so many of each row."""
+        end = begin
+        for row, size in zip(rows, sizes, strict=True):
+            tokens = slice(end, end := end + size)
+            arrays.token_ids[tokens] = row.token_ids
+            arrays.positions[tokens] = np.arange(row.start, row.start + size)
+        owners = slots if len(rows) == 1 else slots.repeat(sizes)
+        self._put_places(arrays, slice(begin, end), owners, rows, sizes)
+
+    def _put_places(
+        self,
+        arrays: StepArrays,
+        tokens: slice,
+        slots: Int64s,
+        rows: tuple[Row, ...],
+        sizes: int | list[int],
+    ) -> None:
+        """Where keys and values of these tokens go, so many of each row; slots are of each token,
+        or one of all.
+        """
+        places = arrays.positions[tokens]  # in the tables
+        if self._has_gaps:
+            places = places - np.repeat([row.gap for row in rows], sizes)
+        if not self.layout.has_chunks:
+            arrays.lengths[tokens] = places + 1
+        block, within = np.divmod(places, self._block_size)
+        num_tables = self._slots.num_tables
+        found = arrays.slots.reshape(num_tables, -1)[:, tokens]
+        found[:] = self._slots.tables[slots * num_tables + self._every_table, block]
+        found *= self._block_size
+        found += within

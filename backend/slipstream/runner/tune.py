@@ -1,0 +1,144 @@
+"""Measures cuBLASLt's kernels for the products of a checkpoint and keeps the fastest of each.
+
+    python -m slipstream.runner.tune [--rows N ...] < CONFIG
+
+CONFIG is an `EngineConfig` as JSON. The GPU should have nothing else to do. Exit code 2, and one
+line on stderr, where it cannot be done.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError, StartError
+from slipstream.kernels.gemm import linear, search, tuning
+from slipstream.kernels.gemm.cublaslt import DTYPES
+from slipstream.kernels.runtime.op import KernelError
+from slipstream.runner.graphs import row_buckets
+from slipstream.runner.plan import Plan, resolve
+
+_FEWEST_ROWS = 8  # fewer have kernels of their own, or are padded
+_MOST_DECODES = 512  # of a CUDA graph
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Weights that a step multiplies with."""
+
+    name: str
+    outputs: int
+    inputs: int
+    count: int  # of such matrices in the model
+    dtype: torch.dtype
+    adds: bool  # its product, to the residual sum
+
+
+def matrices(plan: Plan) -> list[Matrix]:
+    """Those of the model, packed as its layers pack them."""
+    d, dtype = plan.model.dims, plan.dtype
+    inner = torch.float8_e4m3fn if plan.config.quantization == "fp8" else dtype
+    queries, keys = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
+    adds = inner == dtype  # e4m3's products are scaled before they are added
+    return [
+        Matrix("qkv", queries + 2 * keys, d.hidden_size, d.num_layers, inner, False),
+        Matrix("o", d.hidden_size, queries, d.num_layers, inner, adds),
+        Matrix("gate_up", 2 * d.intermediate_size, d.hidden_size, d.num_layers, inner, False),
+        Matrix("down", d.hidden_size, d.intermediate_size, d.num_layers, inner, adds),
+        Matrix("head", d.vocab_size, d.hidden_size, 1, dtype, False),
+    ]
+
+
+def usual_rows(plan: Plan) -> list[int]:
+    """Those of graphs of decodes, and of steps full of prompts: the budget, its half and so on."""
+    rows = {rows for rows in row_buckets(_MOST_DECODES) if rows >= _FEWEST_ROWS}
+    budget = plan.max_num_batched_tokens
+    while budget > _MOST_DECODES:
+        rows.add(budget)
+        budget //= 2
+    return sorted(rows)
+
+
+def tune(plan: Plan, rows: list[int]) -> None:
+    """Search for every matrix and number of rows, print as it goes, and keep what is found."""
+    begin, wanted = time.perf_counter(), matrices(plan)
+    machine = tuning.Machine.of(torch.cuda.current_device())
+    print(f"{machine.gpu}, cuBLASLt {machine.cublaslt}; times in microseconds")
+    print(f"{'':8} rows     default       tuned   gain   TB/s  TFLOP/s  kernel")
+    totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    num_measured: Counter[int] = Counter()
+    for matrix in wanted:
+        choices = []
+        for choice in _tune(matrix, rows):
+            print(_line(matrix, choice), flush=True)
+            choices.append(choice)
+            totals[choice.rows][0] += matrix.count * choice.default_microseconds
+            totals[choice.rows][1] += matrix.count * choice.microseconds
+            num_measured[choice.rows] += 1
+        tuning.save(machine, choices)
+    for num_rows, (default, tuned) in totals.items():
+        if num_measured[num_rows] < len(wanted):
+            continue  # the others run by kernels of our own
+        print(
+            f"{'step':8} {num_rows:4}  {default:10.1f}  {tuned:10.1f}  {1 - tuned / default:5.1%}"
+        )
+    print(f"{tuning.path(machine)}: written in {time.perf_counter() - begin:.1f} s")
+
+
+def _tune(matrix: Matrix, rows: list[int]) -> Iterable[tuning.Choice]:
+    sizes = (matrix.inputs, matrix.outputs)
+    operands = search.Operands(*sizes, matrix.dtype, max(rows), matrix.adds)
+    for num_rows in rows:
+        if linear.own_kernel(operands.x[:num_rows], operands.weights[0]) is not None:
+            continue
+        found = search.search(operands, num_rows)
+        yield tuning.Choice(
+            product=tuning.Product.of(operands.shape(num_rows)),
+            rows=num_rows,
+            algorithm=found.algorithm.blob.hex(),
+            kernel=search.describe(found.algorithm),
+            microseconds=round(found.seconds * 1e6, 3),
+            default_microseconds=round(found.default_seconds * 1e6, 3),
+        )
+
+
+def _line(matrix: Matrix, choice: tuning.Choice) -> str:
+    seconds = choice.microseconds * 1e-6
+    size = matrix.inputs * matrix.outputs
+    rates = f"{size * matrix.dtype.itemsize / seconds / 1e12:5.2f}"
+    rates += f"  {2 * size * choice.rows / seconds / 1e12:7.1f}"
+    gain = 1 - choice.microseconds / choice.default_microseconds
+    return (
+        f"{matrix.name:8} {choice.rows:4}  {choice.default_microseconds:10.2f}  "
+        f"{choice.microseconds:10.2f}  {gain:5.1%}  {rates}  {choice.kernel}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(prog="slipstream.runner.tune", description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        plan = resolve(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
+        if plan.device.type != "cuda":
+            raise ConfigError("there is no NVIDIA GPU to tune for")
+        if plan.dtype not in DTYPES:
+            raise ConfigError(f"products of {plan.dtype} are not tuned")
+        tune(plan, sorted(set(options.rows or usual_rows(plan))))
+    except (StartError, KernelError, msgspec.DecodeError, OSError) as error:
+        print(f"slipstream tune: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Installs, starts, watches, repairs and ends a tritonserver."""

@@ -1,0 +1,97 @@
+"""One small request to a running server: can a token be had, and what does a stream look like?
+
+Plain HTTP and the standard library, as a stranger with curl would do it.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from slipstream_contract import whole
+from slipstream_contract.probes import PROBE, Probe
+
+from slipstream_serve.triton import ServeError
+
+TEXT_MODELS = (
+    "ensemble",
+    "tensorrt_llm_bls",
+    "vllm_model",
+)  # take text; the first one there is asked
+TOKEN_MODEL = "tensorrt_llm"
+_PROBE_TEXT = "a"
+
+
+def text_model(models: Iterable[str]) -> str | None:
+    """The model that a user with a text should ask; None where the repository has none."""
+    served = set(models)
+    return next((name for name in TEXT_MODELS if name in served), None)
+
+
+def _body(model: str, prompt: str, max_tokens: int, *, stream: bool) -> dict[str, Any]:
+    if model == "vllm_model":
+        sampling = {"max_tokens": max_tokens, "temperature": 0}
+        return {"text_input": prompt, "stream": stream, "parameters": sampling}
+    body = {"text_input": prompt, "max_tokens": max_tokens, "stream": stream}
+    return body | {"exclude_input_in_output": True}
+
+
+def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
+    data = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data=data, headers=headers)
+    try:
+        return urllib.request.urlopen(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]
+        except (ValueError, KeyError, TypeError):
+            text = text or str(error)
+        raise ServeError(f"{url}: {text.strip().splitlines()[0]}") from None
+    except OSError as error:
+        raise ServeError(f"{url}: {error}") from None
+
+
+def first_token(http: str, models: Iterable[str], timeout_s: float = 120.0) -> None:
+    """Have one token generated; nothing to do where no model of ours is served.
+
+    Raises ServeError with the server's word if none can be had.
+    """
+    model = text_model(models)
+    if model is not None:
+        body = _body(model, _PROBE_TEXT, 1, stream=False)
+    elif TOKEN_MODEL in set(models):
+        model, body = TOKEN_MODEL, {"input_ids": [0], "input_lengths": 1, "request_output_len": 1}
+    else:
+        return
+    body[PROBE] = Probe.TOKEN
+    with _post(f"{http}/v2/models/{model}/generate", body, timeout_s) as reply:
+        answer = json.loads(reply.read())
+    if "error" in answer:  # a decoupled model answers errors with status 200
+        raise ServeError(f"{model}: {str(answer['error']).splitlines()[0]}")
+
+
+def stream_text(
+    http: str, model: str, prompt: str, max_tokens: int, timeout_s: float = 60.0
+) -> Iterator[str]:
+    """The pieces of text of one completion, as the server sends them (server-sent events).
+
+    Raises ServeError, also where the answer ends too early.
+    """
+    body = _body(model, prompt, max_tokens, stream=True) | whole.mark_of(model)
+    is_whole = False
+    with _post(f"{http}/v2/models/{model}/generate_stream", body, timeout_s) as reply:
+        for line in reply:
+            if not line.startswith(b"data:"):
+                continue
+            event = json.loads(line[len(b"data:") :])
+            if "error" in event:
+                raise ServeError(f"{model}: {str(event['error']).splitlines()[0]}")
+            is_whole = is_whole or whole.is_last(event)
+            yield event.get("text_output", "")
+    if not is_whole:
+        raise ServeError(f"{model}: {whole.CUT}")

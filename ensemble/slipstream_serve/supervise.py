@@ -1,0 +1,358 @@
+"""Notices when the server or a model's process has died, stands still or hangs, and repairs it.
+
+A model's process that is gone leaves the server calling itself ready, and nobody starts another.
+To unload the model and load it again takes a fraction of a second and harms no other model. But
+Triton 24.10 never ends the streams that such a process had in its hands; only the end of the server
+does. So where there were any, the server is started again once nobody else has been served for
+`QUIET_S`, and after `OTHERS_S` at the latest; the engine lives on meanwhile. Nor does it let go of
+a model whose process ended at work in a response of an ensemble, or was asked when it was dead:
+what is left of it goes with the server too, but only while nobody is served. Every repair is one
+line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from slipstream_runtime import inflight
+from slipstream_runtime.processes import is_running, is_stopped
+from slipstream_runtime.repairs import Repairs
+from slipstream_runtime.stillness import STILL_S, STOPPED_S, Stillness
+from slipstream_runtime.vitals import forget_dead
+
+from slipstream_serve.exits import Exits
+from slipstream_serve.front_end import HUNG_S, FrontEnd
+from slipstream_serve.pulse import Pulse
+from slipstream_serve.spare import Spare
+from slipstream_serve.triton import (
+    ENDING_S,
+    ServeError,
+    TritonServer,
+    kill,
+)
+
+INTERVAL_S = 0.2
+MAX_GAP_S = 2.0  # a longer one between two looks: this process itself stood still
+SERVER_SILENCE_S = 3.5  # without an answer: the server hangs
+DOUBT_S = 2.0  # likewise: it may hang, and then its models look as if they did
+MODEL_SILENCE_S = 30.0  # of a model that runs all the while, so that it may only be busy
+OTHERS_S = 10.0  # how long others may go on while streams hang that only a restart ends
+QUIET_S = 2.0  # what a model has answered may still be on its way through an ensemble
+LOAD_S = 60.0
+STEADY_S = 60.0  # without a fault, and the next one is repaired without a pause again
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+_INSTANCE_SUFFIX = re.compile(r"_\d+_\d+$")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What was found. `model` is None where it is the server's own."""
+
+    model: str | None
+    what: str
+    pid: int = 0  # of the model's process; negative where it was gone before it was seen
+    is_gentle: bool = False  # the server is well: it may say goodbye to its clients
+
+
+@dataclass
+class _Pauses:
+    """Repairs of one thing: each that follows soon after another waits twice as long."""
+
+    num_soon: int = 0
+    repaired_s: float = field(default=-STEADY_S)
+
+    def due_s(self) -> float:
+        if not self.num_soon:
+            return 0.0
+        return self.repaired_s + min(FIRST_PAUSE_S * 2.0 ** (self.num_soon - 1), MAX_PAUSE_S)
+
+    def note(self, fault_s: float) -> None:
+        is_soon = fault_s - self.repaired_s < STEADY_S
+        self.num_soon = self.num_soon + 1 if is_soon else 1
+        self.repaired_s = time.monotonic()
+
+
+class Repairer:
+    """Watches one server that is ready. `say` takes a line for the user."""
+
+    def __init__(
+        self, server: TritonServer, wait_ready: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
+        """`wait_ready` returns once tokens can be had; raises ServeError if that cannot be."""
+        self.num_repairs = 0
+        self._repairs = Repairs(server.runtime.repairs)
+        self._spare = Spare(server.runtime.spare)
+        self._server = server
+        self._wait_ready = wait_ready
+        self._say = say
+        self._pauses: dict[str | None, _Pauses] = {}
+        self._stopped_s: dict[int, float] = {}  # pid -> since when
+        self._restart_s = 0.0  # when streams that hang are ended; 0: there are none
+        self._num_lost = 0
+        self._busy_s = 0.0  # when somebody was last seen to be served
+        self._models: dict[int, str] = {}  # pid -> model
+        self._still: dict[int, Stillness] = {}  # pid -> whether it hangs
+        self._exits = Exits()
+        self._server_pulse = Pulse(server.endpoints, None)
+        self._front_end = FrontEnd(server.endpoints)
+        self._pulses: dict[str, Pulse] = {}
+        self._num_processes: Counter[str] = Counter()  # of each model
+        self._leaving: dict[int, str] = {}  # pid -> model, of those unloaded that still have work
+        self._replaced_s = 0.0  # when the last of them were unloaded
+        self._see_processes()  # the first questions are on their way: nobody's to take back
+        self._num_processes = Counter(self._models.values())
+        self._pulses = {
+            model: Pulse(server.endpoints, model, self._pids(model))
+            for model in self._num_processes
+        }
+
+    def run(self) -> NoReturn:
+        """Until a signal's exception ends it. A server that it starts dies with this thread."""
+        try:
+            self._watch()
+        finally:
+            for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
+                pulse.close()
+            self._exits.close()
+
+    def _watch(self) -> NoReturn:
+        looked_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            if now_s - looked_s > MAX_GAP_S:
+                self._forget_times()
+            looked_s = now_s
+            fault = self._find(now_s)
+            if fault is not None:
+                self._repair(fault, now_s)
+                looked_s = time.monotonic()
+            self._exits.wait(INTERVAL_S)
+
+    # --- finding -------------------------------------------------------------------------------
+
+    def _find(self, now_s: float) -> Fault | None:
+        """The first fault whose pause is over."""
+        if self._is_due(None, now_s):
+            fault = self._find_in_server(now_s)
+            if fault is not None:
+                return fault
+        if self._server.exit_code is not None:
+            return None
+        self._see_off()
+        for pid, model in self._models.items():
+            if self._is_due(model, now_s):
+                what = self._wrong_with(pid, model, now_s)
+                if what:
+                    who = f" (pid {pid})" if pid > 0 else ""
+                    return Fault(model, f"the process of model {model}{who} {what}", pid)
+        return None
+
+    def _find_in_server(self, now_s: float) -> Fault | None:
+        server = self._server
+        if server.exit_code is not None:
+            return Fault(None, server.reason())
+        if self._is_stuck(server.pid, now_s):
+            return Fault(None, f"tritonserver (pid {server.pid}) was stopped")
+        if self._server_pulse.silence_s() > SERVER_SILENCE_S:
+            return Fault(None, f"tritonserver did not answer for {SERVER_SILENCE_S:g} s")
+        if self._front_end.is_hung(server.pid):
+            return Fault(None, f"gRPC streams of tritonserver stood still for {HUNG_S:g} s")
+        return self._find_left_over(now_s)
+
+    def _find_left_over(self, now_s: float) -> Fault | None:
+        """What a process that has been replaced has left behind, if it is time to end it."""
+        if not (self._restart_s or self._leaving):
+            return None
+        if self._num_in_flight():
+            self._busy_s = now_s
+        is_quiet = now_s > self._busy_s + QUIET_S
+        if self._restart_s and (is_quiet or now_s > self._restart_s):
+            return Fault(None, f"{self._num_lost} requests of an ended process hang", 0, True)
+        if self._leaving and is_quiet and now_s > self._replaced_s + OTHERS_S:
+            models = ", ".join(sorted(set(self._leaving.values())))
+            return Fault(None, f"a process of {models} that was replaced does not end", 0, True)
+        return None
+
+    def _wrong_with(self, pid: int, model: str, now_s: float) -> str:
+        if not is_running(pid):
+            return "ended"
+        if self._is_stuck(pid, now_s):
+            return "was stopped"
+        pulse = self._pulses.get(model)
+        if pulse is not None and pulse.silence_s() > MODEL_SILENCE_S:
+            return f"did not answer for {MODEL_SILENCE_S:g} s"
+        still = self._still[pid]
+        if self._server_pulse.silence_s() > DOUBT_S:
+            still.reset()
+        elif still.look(self._unanswered_s(model)):
+            return f"{still.what} for {STILL_S:g} s"
+        return ""
+
+    def _unanswered_s(self, model: str) -> float:
+        """How long a question has been waiting for a process, or for another that is idle too."""
+        others = (self._still[pid] for pid in self._pids(model))
+        if model not in self._pulses or any(still.is_at_work for still in others):
+            return 0.0
+        return self._pulses[model].unanswered_s()
+
+    def _is_stuck(self, pid: int, now_s: float) -> bool:
+        if not is_stopped(pid):
+            self._stopped_s.pop(pid, None)
+            return False
+        return now_s - self._stopped_s.setdefault(pid, now_s) > STOPPED_S
+
+    def _is_due(self, key: str | None, now_s: float) -> bool:
+        pauses = self._pauses.get(key)
+        return pauses is None or now_s >= pauses.due_s()
+
+    def _num_in_flight(self) -> int:
+        processes = (self._models | self._leaving).items()
+        files = (self._server.runtime.in_flight(model, pid) for pid, model in processes)
+        return sum(inflight.count(file) for file in files)
+
+    # --- repairing -----------------------------------------------------------------------------
+
+    def _repair(self, fault: Fault, found_s: float) -> None:
+        pauses = self._pauses.setdefault(fault.model, _Pauses())
+        self._spare.release()
+        try:
+            done = self._restart(fault) if fault.model is None else self._mend(fault)
+            self.num_repairs += 1
+            self._repairs.note("server" if fault.model is None else "model")
+            seconds = time.monotonic() - found_s
+            line = f"repair {self.num_repairs}, {seconds:.1f} s: {fault.what}; {done}"
+        except (ServeError, OSError) as error:
+            self._server.kill()  # whatever is left of it: the next round starts it anew
+            line = f"could not repair: {fault.what}; {error}; trying again"
+            pauses = self._pauses.setdefault(None, _Pauses())
+        self._spare.hold()
+        pauses.note(found_s)
+        self._look_again()
+        self._tell(line)  # who reads it may count on the new processes being watched
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it, or there is no room for it
+            self._say(f"{time.strftime('%H:%M:%S')} {line}")
+
+    def _mend(self, fault: Fault) -> str:
+        """Put a new process in the place of a model's; what was done."""
+        assert fault.model is not None
+        self._models.pop(fault.pid, None)
+        if fault.pid > 0:
+            kill([fault.pid])  # it may have stood still only
+        lost = self._take_lost(fault.model)
+        others = dict.fromkeys(self._pids(fault.model), fault.model)
+        try:
+            loaded = self._reload(fault.model)
+        except ServeError as error:
+            return f"{error}; {self._restart(fault)}"
+        self._leaving |= others
+        self._replaced_s = self._busy_s = time.monotonic()
+        if not lost:
+            return f"loaded {loaded} again"
+        self._end_soon(lost)
+        return f"loaded {loaded} again, {lost} requests hang until the server is started again"
+
+    def _end_soon(self, num_lost: int) -> None:
+        """Start the server again when others have been served: these requests hang until then."""
+        self._busy_s = time.monotonic()
+        self._restart_s = self._busy_s + OTHERS_S
+        self._num_lost += num_lost
+
+    def _see_off(self) -> None:
+        """What a dead process's siblings had in their hands they finish, and then they end."""
+        for pid, model in list(self._leaving.items()):
+            if not is_running(pid):
+                del self._leaving[pid]
+                lost = self._take_lost(model)
+                if lost:
+                    self._end_soon(lost)
+
+    def _take_lost(self, model: str) -> int:
+        """How many requests its processes that are gone had in their hands; told once.
+
+        Leaves none of their files.
+        """
+        lost = 0
+        for file in self._server.runtime.directory.glob(f"in-flight-{model}-*"):
+            pid = file.name.rpartition("-")[2]
+            if pid.isdigit() and not is_running(int(pid)):
+                lost += inflight.count(file)
+                file.unlink(missing_ok=True)
+        # Whoever takes its place needs the room on a full disk.
+        forget_dead(self._server.runtime.vitals(model, 0))
+        return lost
+
+    def _reload(self, model: str) -> str:
+        """What was loaded. Processes that are well end when they have answered what they have."""
+        self._server.control("unload", model, LOAD_S)
+        loaded = [model, *self._ensembles_on(model)]
+        for name in loaded:
+            self._server.control("load", name, LOAD_S)
+        return ", ".join(loaded)
+
+    def _ensembles_on(self, model: str) -> list[str]:
+        step = re.compile(rf'\bmodel_name\s*:\s*"{re.escape(model)}"')
+        files = sorted(self._server.repository.glob("*/config.pbtxt"))
+        texts = {file.parent.name: file.read_text(errors="replace") for file in files}
+        return [
+            name
+            for name, text in texts.items()
+            if "ensemble_scheduling" in text and step.search(text)
+        ]
+
+    def _restart(self, fault: Fault) -> str:
+        """End the server and start it again; what was done. Raises ServeError."""
+        server = self._server
+        if fault.is_gentle:
+            with contextlib.suppress(OSError):
+                server.runtime.stopping.touch()
+                time.sleep(ENDING_S)
+        server.kill()
+        server.runtime.stopping.unlink(missing_ok=True)
+        self._restart_s, self._num_lost = 0.0, 0
+        self._leaving.clear()
+        for pattern in ("in-flight-*", "vitals-*"):
+            for file in server.runtime.directory.glob(pattern):
+                file.unlink(missing_ok=True)
+        server.start()
+        self._wait_ready()
+        return "started tritonserver again"
+
+    def _look_again(self) -> None:
+        """After a repair: which processes there are now, and no silence from before."""
+        self._see_processes()
+        self._stopped_s.clear()
+        for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
+            pulse.renew()
+
+    def _see_processes(self) -> None:
+        stubs = self._server.stubs()
+        models = {pid: _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs.items()}
+        self._models = {pid: model for pid, model in models.items() if pid not in self._leaving}
+        found = Counter(self._models.values())
+        missing = (self._num_processes - found).elements()  # they died since the last look
+        self._models |= {-index: model for index, model in enumerate(missing, 1)}
+        runtime = self._server.runtime
+        self._still = {
+            pid: Stillness(pid, runtime.vitals(model, pid)) for pid, model in self._models.items()
+        }
+        self._exits.watch([self._server.pid, *self._models])
+        for model, pulse in self._pulses.items():
+            pulse.pids = self._pids(model)
+
+    def _pids(self, model: str) -> list[int]:
+        return [pid for pid, other in self._models.items() if other == model]
+
+    def _forget_times(self) -> None:
+        self._stopped_s.clear()
+        for still in self._still.values():
+            still.reset()
+        for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
+            pulse.reset()

@@ -1,0 +1,405 @@
+"""One tritonserver process and everything it starts: begin, ready, end without a trace.
+
+Every process of a server carries its runtime directory in the environment, which is how stubs and
+the engine are found again however they were started; its shared memory carries a prefix of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
+from slipstream_runtime.processes import in_group, is_running
+
+from slipstream_serve.control import control
+from slipstream_serve.server import server_directory, server_environment, stub_directory
+from slipstream_serve.spawn import spawn
+from slipstream_serve.workarounds.triton_24_10 import http_notes
+
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_NEEDED = 32 << 20  # bytes: ten stubs begin with one MiB each and grow with tensors
+MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
+ENDING_S = 0.4  # in which bridges end all streams
+EXIT_TIMEOUT_S = 4  # for requests in flight, which it looks at once a second, and for unloading
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# The log quotes a message like JSON; the reason ends before the traceback, which begins with \\n.
+_LOAD_FAILURE = re.compile(
+    r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
+    r'(?P<reason>(?:(?!\\n)[^\n])*?)(?:\\n|"?\n|"?$)'
+)
+CONTROL_HEADER = "slipstream-control"
+# Through shared memory a client could read and write that of the models, by its name; tracing while
+# a queue is full ends a 24.10. Whoever may use these sends the header with this server's own key.
+CLOSED_APIS = "model-repository,shared-memory,trace,logging"
+_RUNTIME_PREFIX = "slipstream-serve-"
+_STUB = "triton_python_backend_stub"
+_INSTANCE = re.compile(r"_\d+_\d+$")
+_AWKWARD = re.compile(r"[^\w./+,:@%=-]")
+
+
+class ServeError(Exception):
+    """The server cannot start or has ended; one line that says what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where the server listens."""
+
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    host: str = "127.0.0.1"
+
+    @classmethod
+    def free(cls) -> Endpoints:
+        """Ports of this machine that nobody has at this moment."""
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+            for probe in sockets:  # all are held until the last is known
+                probe.bind(("127.0.0.1", 0))
+            return cls(*(probe.getsockname()[1] for probe in sockets))
+
+    @property
+    def connectable(self) -> tuple[str, int]:
+        """Host and HTTP port, for clients on this machine."""
+        return self._reachable, self.http_port
+
+    @property
+    def http(self) -> str:
+        """The HTTP address, for clients on this machine."""
+        return f"http://{self._reachable}:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        """The gRPC address, for clients on this machine."""
+        return f"{self._reachable}:{self.grpc_port}"
+
+    @property
+    def metrics(self) -> str:
+        """The Prometheus address, for clients on this machine."""
+        return f"http://{self._reachable}:{self.metrics_port}/metrics"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
+    def _reachable(self) -> str:
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+    def check_free(self) -> None:
+        """Raise ServeError naming the first port that somebody else has."""
+        ports = {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
+        if len(set(ports.values())) < len(ports):
+            raise ServeError("the HTTP, gRPC and metrics ports must differ")
+        for name, port in ports.items():
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self.host, port))
+                except (OSError, OverflowError) as error:
+                    raise ServeError(
+                        f"port {port} on {self.host} cannot be used ({error}): "
+                        f"choose another with --{name}-port"
+                    ) from None
+
+
+def check_repository(repository: Path) -> list[str]:
+    """The names of the models in it. Raises ServeError where Triton would serve nothing or half."""
+    if not repository.is_dir():
+        raise ServeError(f"{repository}: no such directory; make one with `slipstream compose`")
+    models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
+    if not models:
+        raise ServeError(f"{repository}: holds no model (no */config.pbtxt)")
+    for name in models:
+        if not any(path.name.isdigit() for path in (repository / name).iterdir()):
+            raise ServeError(f"{repository / name}: has no version directory (1/)")
+    return models
+
+
+def check_shared_memory() -> None:
+    """Raise ServeError where /dev/shm is too small for the stubs (Docker's default is near it)."""
+    state = os.statvfs(SHARED_MEMORY)
+    free = state.f_bavail * state.f_frsize
+    if free < SHARED_MEMORY_NEEDED:
+        raise ServeError(
+            f"/dev/shm has {free >> 20} MiB free, {SHARED_MEMORY_NEEDED >> 20} are needed: "
+            "enlarge it (docker run --shm-size=1g)"
+        )
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[set[signal.Signals]]:
+    """What asks a server to end waits until the block is left; yields the mask from before.
+
+    Between a fork and its exec a process has no mark of its own yet, and nobody would find it.
+    """
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield {signal.Signals(number) for number in usual}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+
+
+def kill(pids: list[int]) -> None:
+    """End processes at once; returns when they are gone, after 2 s at the latest."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 2
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+class TritonServer:
+    """A tritonserver on one model repository.
+
+    A supervised one lets its supervisor, and nobody else, load and unload models, and its engine
+    lives as long as this process: it is there already when the server is started again.
+    """
+
+    def __init__(
+        self, repository: Path, endpoints: Endpoints, log: Path, is_supervised: bool = False
+    ) -> None:
+        self.repository = repository.resolve()
+        self.endpoints = endpoints
+        self.log = log
+        self.note_room: int | None = None  # of `http_notes.widen`; None: it may not
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0  # where this start's lines begin
+        self._is_supervised = is_supervised
+        self._control_key = secrets.token_hex(16)
+        self._prefix = f"slipstream_{os.getpid()}_{secrets.token_hex(4)}_"
+        prefix = f"{_RUNTIME_PREFIX}{os.getpid()}-"
+        self.runtime = Runtime(Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_directory())))
+
+    def start(self) -> None:
+        """Start the process; it is not ready yet. Raises ServeError where it cannot be run.
+
+        After `kill()` it may be started again, with the same runtime directory.
+        """
+        server, stub = server_directory(), stub_directory()
+        binary = server / "bin" / "tritonserver"
+        if not binary.is_file():
+            raise ServeError(
+                f"no tritonserver in {server}: make install (or set SLIPSTREAM_SERVER)"
+            )
+        environment = server_environment(server, stub)
+        environment[VARIABLE] = str(self.runtime.directory)
+        environment.setdefault("SLIPSTREAM_PYTHON", sys.executable)
+        if self._is_supervised:
+            environment[OWNER_VARIABLE] = str(os.getpid())
+        # The stub's sys.path begins with the server's directory.
+        working = self.runtime.directory / "cwd"
+        working.mkdir(exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb" if self._process is None else "ab") as log, signals_held() as usual:
+            self._log_begin = log.tell() if log.seekable() else 0  # /dev/stderr of a container
+            command = [str(binary), *self._arguments(server)]
+            self._process = spawn(command, environment, working, log, usual)
+
+    def _arguments(self, server: Path) -> list[str]:
+        ends = self.endpoints
+        return [
+            f"--model-repository={self._plain(self.repository, 'repository')}",
+            f"--backend-directory={self._plain(server / 'backends', 'backends')}",
+            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+            "--disable-auto-complete-config",
+            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--http-address={ends.host}",
+            f"--http-port={ends.http_port}",
+            f"--grpc-address={ends.host}",
+            f"--grpc-port={ends.grpc_port}",
+            f"--metrics-address={ends.host}",
+            f"--metrics-port={ends.metrics_port}",
+            *self._control_arguments(),
+        ]
+
+    def _control_arguments(self) -> Iterator[str]:
+        if self._is_supervised:
+            yield from ("--model-control-mode=explicit", "--load-model=*")
+        for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
+            yield f"{option}={CLOSED_APIS}:{CONTROL_HEADER}={self._control_key}"
+
+    def control(self, verb: str, model: str, timeout_s: float) -> None:
+        """`load` or `unload` a model of a supervised server. Raises ServeError where it fails."""
+        said = control(
+            self.endpoints.grpc, CONTROL_HEADER, self._control_key, verb, model, timeout_s
+        )
+        if said is not None:
+            raise ServeError(f"{verb} of model {model}: {said}")
+
+    def _plain(self, path: Path, name: str) -> Path:
+        """`path`, or a link to it: the Python backend hands its paths to a shell unquoted."""
+        if not _AWKWARD.search(str(path)):
+            return path
+        link = self.runtime.directory / name
+        if not link.is_symlink():
+            link.symlink_to(path)
+        return link
+
+    @property
+    def pid(self) -> int:
+        """The tritonserver's process id."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll() if self._process else None
+
+    def is_ready(self) -> bool:
+        """What the server says of itself: `/v2/health/ready`."""
+        try:
+            url = f"{self.endpoints.http}/v2/health/ready"
+            with urllib.request.urlopen(url, timeout=2) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def wait_ready(self, timeout_s: float, interval_s: float = 0.05) -> None:
+        """Return once it is ready. Raises ServeError with the reason if it ends or is too late."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready():
+            if self.exit_code is not None:
+                raise ServeError(self.reason())
+            if time.monotonic() > deadline:
+                raise ServeError(f"not ready after {timeout_s:.0f} s: see {self.log}")
+            time.sleep(interval_s)
+        with contextlib.suppress(OSError):
+            self.note_room = http_notes.widen(self.pid)
+
+    def reason(self) -> str:
+        """Why it ended, in one line: the engine's own word, else the server's log."""
+        with contextlib.suppress(OSError):
+            said = self.runtime.error.read_text(errors="replace").strip()
+            if said:
+                return said.splitlines()[0]
+        data = self.log.read_bytes() if self.log.is_file() else b""
+        text = data[self._log_begin :].decode(errors="replace")
+        found = _LOAD_FAILURE.search(text)
+        if found:
+            return f"{found['model']}: {found['reason']}"
+        code = self.exit_code or 0
+        if code < 0:
+            return f"tritonserver was ended by {signal.Signals(-code).name} (log: {self.log})"
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        said = errors[-1].removeprefix("error: ") if errors else "no reason in its log"
+        return f"tritonserver ended with code {code}: {said} (log: {self.log})"
+
+    def processes(self) -> Iterator[int]:
+        """Every living process that belongs to this server, the server itself included."""
+        mark = f"{VARIABLE}={self.runtime.directory}".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        yield int(entry.name)
+
+    def stubs(self) -> dict[int, str]:
+        """The models' own processes: pid -> instance of a model, as Triton names it (`m_0_0`)."""
+        found = {}
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+                if Path(words[0]).name == _STUB:
+                    found[pid] = next((word for word in words if _INSTANCE.search(word)), "?")
+        return found
+
+    def stop(self, patience_s: float = 6.0) -> None:
+        """End it and all it started, remove its shared memory and runtime directory.
+
+        Takes at most `patience_s` + 2 seconds: politely first, then by force. May be called twice.
+        """
+        if self._process and self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                self.runtime.stopping.touch()
+            # A server that is told to end refuses the next step of an ensemble and, before Triton
+            # 26.03, then waits for it in vain: the bridges end the streams before that.
+            time.sleep(ENDING_S)
+            self._process.terminate()
+            try:
+                self._process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._end_rest(signal.SIGTERM, 1.5)
+        self._end_rest(signal.SIGKILL, 0.5)
+        self._remove_shared_memory()
+        shutil.rmtree(self.runtime.directory, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def running(self, timeout_s: float = 300.0) -> Iterator[TritonServer]:
+        """Start it; the block begins when it is ready, and ends it. Raises ServeError."""
+        try:
+            self.start()
+            self.wait_ready(timeout_s)
+            yield self
+        finally:
+            self.stop()
+
+    def kill(self) -> None:
+        """End the server and its models' processes at once; the engine and the directory stay."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            kill(in_group(self._process.pid))
+        self._remove_shared_memory()
+
+    def _remove_shared_memory(self) -> None:
+        for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
+            region.unlink(missing_ok=True)
+
+    def _end_rest(self, number: signal.Signals, patience_s: float) -> None:
+        for pid in self._rest():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + patience_s
+        while self._rest() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _rest(self) -> set[int]:
+        """Of the server that has ended: engine and supervisor, and models, also one just begun."""
+        return {*self.processes(), *(in_group(self._process.pid) if self._process else ())}
+
+
+def clean_leftovers() -> None:
+    """Remove shared memory and runtime directories whose watcher was killed before it could.
+
+    Before this process has any: what bears its number is of one before it, as happens in a
+    container that is started again.
+    """
+    regions = [
+        (region, region.name.split("_")[1]) for region in SHARED_MEMORY.glob("slipstream_*_*")
+    ]
+    folders = _temporary_directory().glob(f"{_RUNTIME_PREFIX}*-*")
+    for path, owner in [*regions, *((folder, folder.name.split("-")[2]) for folder in folders)]:
+        if owner.isdigit() and (int(owner) == os.getpid() or not is_running(int(owner))):
+            with contextlib.suppress(OSError):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+
+def _temporary_directory() -> Path:
+    """For runtime directories: the usual one, unless its path does not suit."""
+    base = tempfile.gettempdir()
+    return Path("/tmp" if _AWKWARD.search(base) or len(base) > MAX_TEMPORARY_PATH else base)

@@ -1,0 +1,72 @@
+"""`slipstream tune`: measure which matrix kernels are the fastest on this GPU, and remember it.
+
+The measuring runs in the engine's Python; an engine finds the result by itself when it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+from slipstream.config import EngineConfig
+from slipstream_compose.compose import ENGINE_MODEL, ComposeError
+
+from slipstream_serve.server import repository_root
+
+
+class _Settings(msgspec.Struct):
+    """What is read of `1/model.json`."""
+
+    engine: EngineConfig
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare `slipstream tune`."""
+    parser = subparsers.add_parser("tune", help="measure which matrix kernels are the fastest here")
+    default = repository_root() / "model_repository"
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model-repository", type=Path, metavar="DIR", default=default)
+    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a Hugging Face directory")
+    parser.add_argument(
+        "--rows",
+        type=_rows,
+        nargs="+",
+        metavar="N",
+        help="numbers of tokens in a step (default: those of decode steps, and full ones)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; the exit code. Raises ComposeError where no engine is configured."""
+    if args.checkpoint:
+        config = EngineConfig(checkpoint=os.path.abspath(args.checkpoint))
+    else:
+        config = _configured(args.model_repository)
+    python = os.environ.get("SLIPSTREAM_PYTHON", sys.executable)
+    command = [python, "-P", "-m", "slipstream.runner.tune"]
+    if args.rows:
+        command += ["--rows", *map(str, args.rows)]
+    return subprocess.run(command, input=msgspec.json.encode(config), check=False).returncode
+
+
+def _rows(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    return int(text)
+
+
+def _configured(repository: Path) -> EngineConfig:
+    """The configuration of a repository's engine, with an absolute checkpoint."""
+    path = repository / ENGINE_MODEL / "1" / "model.json"
+    try:
+        engine = msgspec.json.decode(path.read_bytes(), type=_Settings).engine
+    except FileNotFoundError:
+        raise ComposeError(f"{path}: no such file; make one with `slipstream compose`") from None
+    except msgspec.DecodeError as error:
+        raise ComposeError(f"{path}: {error}") from None
+    checkpoint = (path.parent / engine.checkpoint).resolve()
+    return msgspec.structs.replace(engine, checkpoint=str(checkpoint))

@@ -1,0 +1,1 @@
+"""What tritonserver needs and a later version will not."""

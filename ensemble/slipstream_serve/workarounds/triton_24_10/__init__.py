@@ -1,0 +1,1 @@
+"""Workarounds for tritonserver 2.51 (24.10)."""

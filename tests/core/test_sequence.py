@@ -1,0 +1,25 @@
+"""A sequence's tokens, by their places."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.core.sequence import Request, Sequence
+from slipstream_contract.ids import pack
+from slipstream_contract.sampling import SamplingParams
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
+
+
+@given(ids.filter(bool), ids, st.data())
+def test_prompt_and_outputs_are_one_row_of_tokens(
+    prompt: list[int], outputs: list[int], data: st.DataObject
+) -> None:
+    request = Request(b"bridge", 0, SamplingParams(max_tokens=9), 1)
+    sequence = Sequence(0, request, 0, pack(prompt), 0, 100, None)
+    for token_id in outputs:
+        assert sequence.append(token_id, 0.0, 1) is None
+    both = prompt + outputs
+    assert (sequence.num_known, sequence.num_outputs) == (len(both), len(outputs))
+    end = data.draw(st.integers(0, len(both)))
+    begin = data.draw(st.integers(0, end))
+    assert sequence.ids(begin, end).tolist() == both[begin:end]
+    assert sequence.ids(begin, end).typecode == "i"

@@ -1,0 +1,195 @@
+"""`slipstream tune`, all but the measuring: whose products, what is printed and what is kept."""
+
+import io
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from models.checkpoints import FAMILIES, make_model, save
+from slipstream.config import EngineConfig
+from slipstream.kernels.gemm import search, tuning
+from slipstream.kernels.gemm.cublaslt_api import Algorithm, Shape
+from slipstream.kernels.gemm.sm90 import skinny
+from slipstream.kernels.gemm.tuning import Choices, Machine, Product
+from slipstream.models.registry import build
+from slipstream.models.weights import RandomSource, Weights
+from slipstream.runner import tune
+from slipstream.runner.plan import resolve
+
+MACHINE = Machine(gpu="NVIDIA H200", num_sms=132, driver=13000, cublaslt=130100)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model(tie_word_embeddings=False), tmp_path_factory.mktemp("tune") / "tiny")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_are_those_of_the_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(make_model(family, tie_word_embeddings=False), tmp_path / family)
+    plan = resolve(EngineConfig(checkpoint=str(folder), device="cpu"))
+    made: Counter[tuple[int, ...]] = Counter()
+    packed = Weights.packed
+
+    def count(self: Weights, names: Sequence[str], rows: Sequence[int], *rest: int) -> torch.Tensor:
+        made.update([(sum(rows), *rest)] * len(rest))
+        return packed(self, names, rows, *rest)
+
+    monkeypatch.setattr(Weights, "packed", count)
+    cpu = torch.device("cpu")
+    build(plan.model, Weights(RandomSource(cpu), cpu, plan.dtype), plan.max_model_len)
+    dims = plan.model.dims
+    made -= Counter([(dims.vocab_size, dims.hidden_size)])  # the embedding multiplies nothing
+    expected: Counter[tuple[int, ...]] = Counter()
+    for matrix in tune.matrices(plan):
+        expected[matrix.outputs, matrix.inputs] += matrix.count
+    assert made == expected
+
+
+def test_fp8_leaves_the_head_alone(checkpoint: Path) -> None:
+    config = EngineConfig(checkpoint=str(checkpoint), device="cpu", quantization="fp8")
+    plan = resolve(config)
+    assert not any(matrix.adds for matrix in tune.matrices(plan))  # scales come between
+    types = {matrix.name: matrix.dtype for matrix in tune.matrices(plan)}
+    assert types.pop("head") == torch.float32
+    assert set(types.values()) == {torch.float8_e4m3fn}
+
+
+class FakeOperands:
+    def __init__(
+        self, inputs: int, outputs: int, dtype: torch.dtype, max_rows: int, adds: bool
+    ) -> None:
+        self.sizes = (inputs, outputs, dtype, dtype, (inputs, inputs, outputs), 16, adds)
+        self.max_rows = max_rows
+        self.x = torch.empty(max_rows, inputs)
+        self.weights = [torch.empty(outputs, inputs)]
+
+    def shape(self, rows: int) -> Shape:
+        assert rows <= self.max_rows
+        return Shape(rows, *self.sizes)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU on which every kernel found takes as many microseconds as there are rows."""
+
+    def found(operands: FakeOperands, rows: int) -> search.Found:
+        return search.Found(Algorithm(bytes([rows % 256] * 64), 0), rows * 1e-6, 1.25 * rows * 1e-6)
+
+    def on_a_gpu(config: EngineConfig) -> SimpleNamespace:
+        plan = resolve(msgspec.structs.replace(config, device="cpu"))
+        device = torch.device("cuda", 0)
+        return SimpleNamespace(
+            model=plan.model,
+            config=config,
+            dtype=torch.bfloat16,
+            device=device,
+            max_num_batched_tokens=4096,
+        )
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "resolve", on_a_gpu)
+    monkeypatch.setattr(search, "Operands", FakeOperands)
+    monkeypatch.setattr(search, "search", found)
+    monkeypatch.setattr(search, "describe", lambda algorithm: "64x32 swizzle 1")
+    monkeypatch.setattr(Machine, "of", staticmethod(lambda device: MACHINE))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, config: bytes, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(config)))
+    return tune.main([*arguments])
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_found_is_kept(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))
+    assert run(monkeypatch, config, "--rows", "64", "16", "64") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 5 * 2 + 2 + 1
+    qkv = " ".join(lines[2].split())
+    assert qkv.startswith("qkv 16 20.00 16.00 20.0% ")
+    assert qkv.endswith(" 64x32 swizzle 1")
+    assert lines[-3].split() == ["step", "16", str(9 * 20.0), str(9 * 16.0), "20.0%"]
+    assert lines[-1].startswith(str(tuning.path(MACHINE)))
+    choices = Choices(tuning.load(MACHINE))
+    head = Product(128, 1009, "bfloat16", "bfloat16", adds=False)
+    assert choices.find(head, 64) == bytes([64] * 64)
+    adding = [choice.product for choice in tuning.load(MACHINE) if choice.product.adds]
+    assert {product.outputs for product in adding} == {128}  # to the residual sum
+    assert len(adding) == 2 * 2
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_runs_by_our_own_kernels_is_left_out(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
+        return len(x) == 16 and len(weight) != 1009
+
+    monkeypatch.setattr(skinny, "takes", takes)
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))
+    assert run(monkeypatch, config, "--rows", "16", "32") == 0
+    assert [choice.rows for choice in tuning.load(MACHINE)].count(16) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["32"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_rows_of_graphs_and_full_steps_are_the_default(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))) == 0
+    rows = {choice.rows for choice in tuning.load(MACHINE)}
+    assert rows >= {8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512}
+    assert min(rows) == 8
+    assert {number for number in rows if number > 512} == {1024, 2048, 4096}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_was_found_before_an_interrupt_is_kept(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(operands: FakeOperands, rows: int) -> search.Found:
+        if operands.sizes[1] == 1009:
+            raise KeyboardInterrupt
+        return search.Found(Algorithm(bytes(64), 0), 1e-6, 1e-6)
+
+    monkeypatch.setattr(search, "search", interrupted)
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, config, "--rows", "8")
+    assert len(tuning.load(MACHINE)) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"device": "cpu"}, "there is no NVIDIA GPU to tune for"),
+        pytest.param({"dtype": "int8"}, "dtype = 'int8'", marks=pytest.mark.rest),
+        pytest.param({"typo": 1}, "typo", marks=pytest.mark.rest),
+    ],
+)
+def test_what_cannot_be_tuned(config: dict[str, object], said: str, checkpoint: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "slipstream.runner.tune"],
+        input=json.dumps({"checkpoint": str(checkpoint)} | config),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("slipstream tune: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1

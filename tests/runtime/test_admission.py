@@ -1,0 +1,307 @@
+"""The engine's load as others read it: whole or not at all, and only while it is news."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream_contract.errors import Code, ContractError
+from slipstream_runtime import admission
+from slipstream_runtime.admission import Gate, Load, LoadFile, Passed, path_of
+
+ROOM = Load(3, 40, 2, 4, 50, 10.5, 0.25)
+FULL = ROOM._replace(num_requests=4)
+
+
+def told(file: LoadFile, load: Load) -> Load | None:
+    file.tell(load)
+    return file.read()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was told, or passed, once counts, however slow the machine is."""
+    monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
+    monkeypatch.setattr(admission, "ON_THEIR_WAY_NS", 10**12)
+
+
+@pytest.mark.usefixtures("patient")
+def test_another_process_reads_what_was_told(tmp_path: Path) -> None:
+    path = path_of(tmp_path / "engine.sock")
+    reader = LoadFile(path)
+    assert reader.read() is None
+    reader.check(10**9)
+    code = (
+        "import sys; from pathlib import Path;"
+        "from slipstream_runtime.admission import Load, LoadFile;"
+        f"LoadFile(Path(sys.argv[1])).tell(Load{tuple(FULL)})"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert reader.read() == FULL
+    assert LoadFile(path).read() == FULL
+    with pytest.raises(ContractError, match=r"4 requests wait with 40 tokens") as caught:
+        reader.check()
+    assert (caught.value.code, caught.value.reason) == (Code.UNAVAILABLE, "max_waiting")
+
+
+def test_an_engine_that_tells_no_more_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, now_ns = LoadFile(tmp_path / "load"), [10**9]
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
+    assert told(file, FULL) == FULL
+    now_ns[0] += admission.MAX_AGE_NS
+    assert file.read() == FULL
+    now_ns[0] += 1
+    assert file.read() is None
+    file.check()
+    now_ns[0] = 10**9 - 1  # the machine was started anew
+    assert file.read() is None
+
+
+@pytest.mark.parametrize("up_ns", [1, 10**15], ids=["a machine just started", "days later"])
+def test_an_idle_engine_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, up_ns: int
+) -> None:
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: up_ns))
+    file = LoadFile(tmp_path / "load")
+    file.tell(FULL, is_idle=True)
+    assert file.last() == (FULL, False)
+    file.check()
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_is_half_written_is_not_read(tmp_path: Path) -> None:
+    file = LoadFile(tmp_path / "load")
+    file.tell(FULL)
+    whole = bytes(file._map[:])
+    for place in range(len(whole)):
+        file._map[place] ^= 1
+        assert file.read() is None
+        file._map[:] = whole
+    assert file.read() == FULL
+
+
+@pytest.mark.usefixtures("patient")
+def test_readers_beside_a_writer_see_one_or_the_other(tmp_path: Path) -> None:
+    writer, reader, is_over = LoadFile(tmp_path / "load"), LoadFile(tmp_path / "load"), []
+
+    def write() -> None:
+        for number in range(5000):
+            writer.tell(Load(*[number] * len(Load._fields)))
+        is_over.append(True)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = set()
+    while not is_over:
+        load = reader.read()
+        if load is not None:
+            assert len(set(load)) == 1
+            seen.add(load)
+    thread.join()
+    assert reader.read() == Load(*[4999] * len(Load._fields))
+
+
+def test_who_may_still_wait() -> None:
+    ROOM.check(10)
+    with pytest.raises(ContractError) as caught:
+        ROOM.check(11)
+    assert caught.value.message == (
+        "the engine is full: 3 requests wait with 40 tokens, max_waiting_tokens is 50, this prompt "
+        "has 11 (2 sequences are running); retry_after_ms: 50"
+    )
+    assert caught.value.reason == "max_waiting_tokens"
+    Load(0, 0, 9, 4, 50).check(10**6)  # alone it may wait
+    Load(1, 10**6, 9, 4, 50).check()  # of unknown length
+
+
+class Engine:
+    """As far as a gate sees one: what passed comes later, waits, and is admitted."""
+
+    def __init__(self, folder: Path, max_requests: int, max_tokens: int) -> None:
+        self.file = LoadFile(folder / "load")
+        self.gate = Gate(self.file, Passed(folder / "passed"))
+        self.on_their_way: list[int] = []  # tokens of each
+        self.waiting: list[int] = []
+        self.looked_ns = admission.time.monotonic_ns()
+        self._received: list[int] = []
+        self._bounds = max_requests, max_tokens
+        self.tell()
+
+    def tell(self) -> None:
+        waits, came = self.waiting, self._received
+        load = Load(len(waits), sum(waits), 1, *self._bounds, 9.0, 0.9, len(came), sum(came))
+        self.file.tell(load._replace(looked_ns=self.looked_ns))
+
+    def ask(self, num_tokens: int) -> str:
+        """Why it is refused, or nothing."""
+        try:
+            self.gate.enter(num_tokens)
+        except ContractError as error:
+            return error.reason
+        self.on_their_way.append(num_tokens)
+        return ""
+
+    def receive(self, count: int) -> None:
+        came, self.on_their_way = self.on_their_way[:count], self.on_their_way[count:]
+        self._received += came
+        self.waiting += came
+        self.looked_ns = admission.time.monotonic_ns()
+        self.tell()
+
+    def receive_from_others(self, count: int) -> None:
+        self.on_their_way = [1] * count + self.on_their_way
+        self.receive(count)
+        self.admit(count)
+
+    def admit(self, count: int) -> None:
+        self.waiting = self.waiting[count:]
+        self.tell()
+
+
+_TURN = st.tuples(st.sampled_from(["ask", "ask", "receive", "admit"]), st.integers(1, 9))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 75), _TURN), max_size=80),
+    st.integers(1, 6),
+    st.integers(20, 60),
+)
+def test_what_is_on_its_way_waits(
+    turns: list[tuple[int, tuple[str, int]]], max_requests: int, max_tokens: int
+) -> None:
+    """Nobody is refused too early, however long the way, or passes whom ON_THEIR_WAY_NS show.
+
+    However long it is that the engine computes and does not look what has come.
+    """
+    now_ns, last_alone_ns = [10**12], 10**12
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as directory:
+        patch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
+        engine = Engine(Path(directory), max_requests, max_tokens)
+        for pause_ms, (what, number) in turns:
+            now_ns[0] += pause_ms * 1_000_000
+            if what != "ask":
+                getattr(engine, what)(number)
+                continue
+            engine.tell()
+            if not engine.on_their_way:
+                last_alone_ns = now_ns[0]
+            is_all_seen = engine.looked_ns - last_alone_ns < admission.ON_THEIR_WAY_NS
+            there = engine.waiting + engine.on_their_way
+            is_full = len(there) >= max_requests
+            is_too_much = bool(there) and sum(there) + number > max_tokens
+            if engine.ask(number):
+                assert is_full or is_too_much
+            else:
+                assert not (is_all_seen and (is_full or is_too_much))
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_burst_counts_once(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 4, 1000)
+    for came in (0, 1, 1, 1):
+        assert not engine.ask(100)
+        engine.receive(came)
+    assert (len(engine.waiting), len(engine.on_their_way)) == (3, 1)
+    assert engine.ask(100) == "max_waiting"
+    engine.admit(1)
+    assert engine.ask(701) == "max_waiting_tokens"
+    assert not engine.ask(700)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_engine_that_starts_anew_has_received_nothing(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 1, 1000)
+    engine.receive_from_others(9)
+    assert not engine.ask(1)
+    assert engine.ask(1) == "max_waiting"
+    engine.file.tell(Load(0, 0, 0, 1, 1000))
+    assert not engine.ask(1)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_gate_lets_through_what_nobody_tells_of(tmp_path: Path) -> None:
+    gate = Gate(LoadFile(tmp_path / "load"), Passed(tmp_path / "passed"))
+    for _ in range(100):
+        gate.enter(10**6)
+
+
+@contextlib.contextmanager
+def another_process(path: Path, num_tokens: int) -> Iterator[None]:
+    """It has let through one request."""
+    code = (
+        "import sys; from pathlib import Path; from slipstream_runtime.admission import Passed;"
+        f"passed = Passed(Path(sys.argv[1])); passed.add({num_tokens}, None);"
+        "print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"\n"
+        yield
+        process.communicate()
+
+
+@pytest.mark.usefixtures("patient")
+def test_processes_of_a_stage_count_what_each_lets_through(tmp_path: Path) -> None:
+    path, load = tmp_path / "passed", Load(0, 0, 0, 4, 1000)
+    passed, file = Passed(path), LoadFile(tmp_path / "load")
+    gate = Gate(file, passed)
+    file.tell(load)
+    gate.enter(1)
+    with another_process(path, 10), another_process(path, 100):
+        assert passed.on_their_way(load) == (3, 111)
+        gate.enter(1000 - 111)
+        with pytest.raises(ContractError, match="4 requests wait"):
+            gate.check()
+
+
+def test_a_row_is_free_again_when_its_process_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "passed"
+    passed = Passed(path)
+    for number in range(1, Passed._NUM_ROWS + 2):
+        passed._entries[:] = 0
+        with another_process(path, number):
+            assert np.argwhere(passed._entries[1] == number).tolist() == [[1, 0]]
+
+
+@pytest.mark.usefixtures("patient")
+def test_without_a_row_a_process_counts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "passed"
+    monkeypatch.setattr(Passed, "_NUM_ROWS", 1)
+    with another_process(path, 5):
+        passed = Passed(path)
+        passed.add(1, None)
+        assert passed.on_their_way(ROOM) == (1, 1)
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_oldest_of_many_are_forgotten(tmp_path: Path) -> None:
+    passed = Passed(tmp_path / "passed")
+    for number in range(1000):
+        passed.add(number, ROOM)
+    kept = range(1000 - Passed._NUM_KEPT, 1000)
+    now = ROOM._replace(num_received=3, num_received_tokens=7)
+    assert passed.on_their_way(now) == (len(kept) - 3, sum(kept) - 7)
+
+
+def test_without_a_file_the_engine_alone_refuses(tmp_path: Path) -> None:
+    file = LoadFile(tmp_path / "nowhere" / "load")
+    file.tell(FULL)
+    LoadFile(tmp_path / "nowhere" / "load").check()
+
+
+def test_its_room_is_taken_when_it_is_made(tmp_path: Path) -> None:
+    LoadFile(tmp_path / "load")
+    assert (tmp_path / "load").stat().st_blocks > 0

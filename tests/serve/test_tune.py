@@ -1,0 +1,74 @@
+"""The command `slipstream tune`: whose configuration the engine's Python gets to measure."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from slipstream_client.cli import OneLineParser
+from slipstream_compose.compose import ComposeError
+from slipstream_serve import tune
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An interpreter that writes down what it is given; where it does."""
+    script, heard = tmp_path / "python", tmp_path / "heard"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import json, sys\n"
+        f"json.dump([sys.argv[1:], json.load(sys.stdin)], open({str(heard)!r}, 'w'))\n"
+        "sys.exit(3)\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("SLIPSTREAM_PYTHON", str(script))
+    return heard
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = OneLineParser()
+    tune.add_parser(parser.add_subparsers())
+    return parser.parse_args(["tune", *arguments])
+
+
+def repository(folder: Path, engine: object) -> Path:
+    path = folder / "tensorrt_llm" / "1" / "model.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"wiring": "composed", "engine": engine}))
+    return folder
+
+
+def test_of_a_repository(python: Path, tmp_path: Path) -> None:
+    root = repository(tmp_path / "models", {"checkpoint": "here", "dtype": "float16"})
+    assert tune.run(parse("--model-repository", str(root))) == 3
+    arguments, config = json.loads(python.read_text())
+    assert arguments == ["-P", "-m", "slipstream.runner.tune"]
+    assert config["checkpoint"] == str(root / "tensorrt_llm" / "1" / "here")
+    assert config["dtype"] == "float16"
+
+
+def test_of_a_checkpoint(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tune.run(parse("--checkpoint", "mine", "--rows", "8", "64"))
+    arguments, config = json.loads(python.read_text())
+    assert arguments[3:] == ["--rows", "8", "64"]
+    assert config["checkpoint"] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("engine", [None, {"checkpoint": 1}, {"checkpoint": "x", "typo": 1}])
+def test_faulty_repositories(engine: object, tmp_path: Path) -> None:
+    root = repository(tmp_path / "models", engine)
+    with pytest.raises(ComposeError, match=r"model\.json: .*engine"):
+        tune.run(parse("--model-repository", str(root)))
+    with pytest.raises(ComposeError, match="make one with `slipstream compose`"):
+        tune.run(parse("--model-repository", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "line", ["--rows 0", "--rows 8 x", "--rows", "--checkpoint a --model-repository b"]
+)
+def test_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(*line.split())
+    assert capsys.readouterr().err.count("\n") == 1
