@@ -29,7 +29,7 @@ for name in test_gpu_linear.py::test_functions test_gpu_linear.py::test_sums_in_
 filters=()
 for name in $("$python" - <<'NAMES'
 import re, pathlib
-for path in pathlib.Path("backend/slipstream/kernels").glob("*.cu"):
+for path in pathlib.Path("backend/slipstream/kernels").rglob("*.cu"):
     text = re.sub(r"__launch_bounds__\([^)]*\)", "", path.read_text())
     print(*re.findall(r"__global__[^(;{]*?(\w+)\s*\(", text))
 NAMES

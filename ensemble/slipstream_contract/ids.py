@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from struct import pack as pack_struct
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     TokenIds = array[int]
 else:
@@ -14,3 +16,8 @@ else:
 def pack(token_ids: Sequence[int]) -> TokenIds:
     """An `array("i")` of them; `struct` makes it three times as fast as `array` itself."""
     return array("i", pack_struct(f"{len(token_ids)}i", *token_ids))
+
+
+def are_below(token_ids: TokenIds, size: int) -> bool:
+    """Whether each of at least one id is from 0 to `size` - 1; one pass without Python objects."""
+    return bool(np.frombuffer(token_ids, np.uint32).max() < size)  # negative ids are the largest

@@ -50,6 +50,7 @@ BACKENDS = {
 STUB_PACKAGES = (
     "backend/slipstream",
     "ensemble/slipstream_contract",
+    "ensemble/slipstream_runtime",
     "preprocessing/slipstream_preprocessing",
     "postprocessing/slipstream_postprocessing",
 )

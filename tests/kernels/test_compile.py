@@ -149,7 +149,7 @@ def test_other_architectures_with_fewer_bits(wanted: Variant, arch: str) -> None
 
 
 def test_every_cu_file_is_covered() -> None:
-    sources = {path.name for path in jit.FOLDER.glob("*.cu")}
+    sources = {str(path.relative_to(jit.FOLDER)) for path in jit.FOLDER.rglob("*.cu")}
     assert sources == {wanted.source for wanted in VARIANTS} == set(ENTRIES)
 
 

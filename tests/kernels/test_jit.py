@@ -43,22 +43,24 @@ def test_cubins_lie_in_the_cache_folder(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the kernels' sources, from which `jit` reads."""
-    for path in (*jit.FOLDER.glob("*.cu"), *jit.FOLDER.glob("*.cuh")):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for path in jit.FOLDER.rglob("*.cu*"):
+        if path.suffix in (".cu", ".cuh"):
+            copy = tmp_path / path.relative_to(jit.FOLDER)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
     monkeypatch.setattr(jit, "FOLDER", tmp_path)
     return tmp_path
 
 
 def keys(folder: Path) -> dict[str, str]:
     """The cache key of every .cu file, without macros."""
-    return {
-        path.name: jit.cache_key(jit.variant(path.name), "sm_90") for path in folder.glob("*.cu")
-    }
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*.cu")]
+    return {name: jit.cache_key(jit.variant(name), "sm_90") for name in names}
 
 
 def includers(folder: Path) -> dict[str, set[str]]:
     """For every file, the .cu files that cannot do without it: the closure of `#include`."""
-    files = {path.name: path.read_text() for path in folder.glob("*.cu*")}
+    files = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.cu*")}
     reached = {name: {name} for name in files}
     for _ in files:  # as many rounds as the longest chain could have links
         for name, text in files.items():
@@ -92,7 +94,7 @@ def test_a_conditional_include_counts(sources: Path) -> None:
 def test_the_compiler_sees_no_header_that_the_key_leaves_out(sources: Path) -> None:
     kernel = sources / "elementwise/activation.cu"
     kernel.write_text('#define OTHER "runtime/mma.cuh"\n#include OTHER\n' + kernel.read_text())
-    with pytest.raises(KernelError, match=r'cannot open source file "mma\.cuh"'):
+    with pytest.raises(KernelError, match=r'cannot open source file "runtime/mma\.cuh"'):
         jit.compile_variant(SMALL, "sm_90")
 
 

@@ -6,9 +6,8 @@ cost a whole step.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from slipstream_contract.errors import ContractError, clip
-from slipstream_contract.ids import TokenIds
+from slipstream_contract.ids import TokenIds, are_below
 from slipstream_contract.probes import check_probe
 from slipstream_contract.retention import check_retention, check_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
@@ -55,8 +54,7 @@ class Bounds:
                 f"the prompt is {length} tokens long: with one to generate it needs {needed} "
                 f"blocks, the KV cache has {total} ({self.num_tokens} tokens)"
             )
-        # Last: it looks at every one. As unsigned numbers those below 0 are the largest.
-        if np.frombuffer(token_ids, np.uint32).max() >= self.vocab_size:
+        if not are_below(token_ids, self.vocab_size):  # last: it reads every id
             self._check_ids("input_ids", token_ids)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:

@@ -1,7 +1,7 @@
 """Endless sequences: attention over the first tokens and a window of the last.
 
-See `kernels/attention/sinks.py`. Positions grow without bound, so angles are made for a step's tokens alone,
-in fp64: differences of large ones are as exact as those of small ones.
+See `kernels/attention/sinks.py`. Positions grow without bound, so angles are made for a step's
+tokens alone, in fp64: differences of large ones are as exact as those of small ones.
 """
 
 from dataclasses import dataclass, replace

@@ -30,7 +30,7 @@ DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat
 HEAD_SIZES = (64, 80, 96, 128, 256)
 MIN_CAPABILITY = (8, 0)  # cp.async, bf16 mma
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]  # names of sources and headers are relative to it
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _log = logging.getLogger(__name__)
 
