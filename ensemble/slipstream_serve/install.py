@@ -23,9 +23,9 @@ from typing import NoReturn
 if __name__ == "__main__":  # run as a file, before this package can be imported
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from slipstream_compose import gpu_packages
-from slipstream_compose.gpu_packages import GpuPackagesError, Version
-from slipstream_compose.progress import Packages, Printer, follow, num_packages, say, size_of
+from slipstream_serve import gpu_packages
+from slipstream_serve.gpu_packages import GpuPackagesError, Version
+from slipstream_serve.progress import Packages, Printer, follow, num_packages, say, size_of
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"

@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from slipstream_compose import gpu_packages
-from slipstream_compose.gpu_packages import GpuPackagesError, cuda_extra, described, torch_major
-from slipstream_compose.progress import Packages, Printer, follow, size_of
-from slipstream_serve import install
+from slipstream_serve import gpu_packages, install
+from slipstream_serve.gpu_packages import GpuPackagesError, cuda_extra, described, torch_major
 from slipstream_serve.install import Wanted, wanted
+from slipstream_serve.progress import Packages, Printer, follow, size_of
 
 SMI = "| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: 12.8     |"
 PROC = "NVRM version: NVIDIA UNIX {}x86_64 Kernel Module  {}  Wed Feb 1\nGCC version: 12.2.0\n"
