@@ -28,11 +28,12 @@ serve: install   ## a real tritonserver on model_repository/ (HTTP_PORT GRPC_POR
 	@exec $(BIN)/slipstream serve --demo --model-repository "$(MODEL_REPOSITORY)" \
 	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
 
-check: install   ## lint, format, types, import rules: what CI and pre-commit run
+check: install   ## lint, format, types, import rules, words: what CI and pre-commit run
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python tools/check_style.py
 
 format: install  ## apply the format and the safe fixes
 	@$(BIN)/ruff check --fix .
