@@ -15,7 +15,7 @@ def test_rows_hold_every_parameter() -> None:
     sampling = SamplingParams(
         max_tokens=3,
         temperature=0.5,
-        top_k=2**40,
+        top_k=2**31 - 1,
         top_p=0.75,
         min_p=0.25,
         repetition_penalty=1.5,
@@ -30,7 +30,8 @@ def test_rows_hold_every_parameter() -> None:
     first, second, padding = arrays.rows.view(ROW)[:, 0]
     assert (first["temperature"], first["slot"], first["seed"], first["result"]) == (0, 1, 7, 8)
     assert first["first_edit"] == first["end_edit"] == 0
-    values = [second[name].item() for name in ROW.names[:-1]]
+    values = [second[name].item() for name in ROW.names]
+    assert ROW.itemsize == 64
     assert values == [0.5, 2**31 - 1, 0.75, 0.25, 1.5, -0.5, 2.0, 4, -3, 12, 9, 0, 2]
     assert padding["result"] == -1
 

@@ -12,7 +12,7 @@ from slipstream.kernels.sampling.sample import count_tokens, sample
 class SamplingInputs:
     """How each of `n` rows is drawn (`SamplingArrays`), on the logits' device."""
 
-    rows: Tensor  # [n, 16] i32: `ROW` records
+    rows: Tensor  # [n, ROW_WORDS] i32: `ROW` records
     edits: Tensor  # [e, 2] i32: `EDIT` records
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from slipstream_contract.sampling import SamplingParams
 
-from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW, ROW_WORDS
+from slipstream.kernels.sampling.sample import CHOSEN, EDIT_WORDS, ROW, ROW_WORDS
 
 Words = NDArray[np.int32]
 
@@ -16,14 +16,27 @@ assert ROW.fields is not None
 _WORD = {name: offset // 4 for name, (_, offset, *_) in ROW.fields.items()}
 NUMBER, RESULT = _WORD["number"], _WORD["result"]  # words of a row
 _FIRST_EDIT, _END_EDIT = _WORD["first_edit"], _WORD["end_edit"]
-_RECORD = Struct("<fi5fiq4iq")  # `ROW`
-assert _RECORD.size == ROW.itemsize
+_CODES = {"<i4": "i", "<f4": "f", "<i8": "q"}
+
+
+def _packer() -> Struct:
+    """What packs a `ROW` from its fields in order."""
+    assert ROW.fields is not None
+    code, end = "<", 0
+    for name in ROW.names or ():
+        kind, offset = ROW.fields[name][:2]
+        code += "x" * (offset - end) + _CODES[kind.str]
+        end = offset + kind.itemsize
+    return Struct(code + "x" * (ROW.itemsize - end))
+
+
+_RECORD = _packer()
 
 
 class SamplingArrays(NamedTuple):
     """`n` rows of logits and all their edits, in the order of `SamplingInputs`."""
 
-    rows: Words  # [n, 16]
+    rows: Words  # [n, ROW_WORDS]
     edits: Words  # [e, 2]
 
 
@@ -39,16 +52,10 @@ class HistoryArrays(NamedTuple):
 def pack_row(sampling: SamplingParams, seed: int, slot: int) -> bytes:
     """What never changes of a sequence's `ROW` record while it keeps its slot: worth keeping."""
     return _RECORD.pack(
-        sampling.temperature,
-        min(sampling.top_k, 2**31 - 1),
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
+        *(getattr(sampling, name) for name in CHOSEN.values()),
         slot,
         (seed + 2**63) % 2**64 - 2**63,  # the 64 bits as a signed number
-        *(0,) * 5,
+        *(0,) * 4,
     )
 
 

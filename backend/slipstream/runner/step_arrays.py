@@ -76,7 +76,7 @@ class StepArrays(NamedTuple):
     query_starts: Int32s  # [s - decodes + 1]
     sample_starts: Int32s  # [s - decodes + 1]: query_starts if sample_rows were all tokens
     lengths: Int32s  # [s]; 0: no row
-    rows: Int32s  # [r, 16], of `SamplingInputs`
+    rows: Int32s  # [r, ROW_WORDS], of `SamplingInputs`
     edits: Int32s  # [e, 2], of `SamplingInputs`; one at least: an empty tensor has no address
     tables: Int32s  # [rows of the batch * t, longest table], a row's t tables together
 

@@ -56,7 +56,7 @@ class Variant:
 
 @functools.cache
 def variant(
-    source: str, dtype: torch.dtype | None = None, only: str = "", **defines: int
+    source: str, dtype: torch.dtype | None = None, only: str = "", **defines: int | str
 ) -> Variant:
     """The variant of `source` with `-D ELEMENT=` the CUDA name of `dtype`, and `defines`."""
     pairs = [] if dtype is None else [("ELEMENT", type_name(dtype))]

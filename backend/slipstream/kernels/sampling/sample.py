@@ -4,40 +4,51 @@ A row's random numbers are Philox4x32-10 (Salmon et al., 2011) of (seed, output 
 so a sequence draws the same tokens whatever else is in the batch. The draw is the Gumbel-max trick:
 the argmax of `logit / temperature + gumbel` over the kept tokens samples their softmax.
 
-How a row is drawn is one record (`ROW`) of 64 bytes. The device keeps count of the tokens of every
-sequence that has penalties (`counts`, a row for each slot), because the host schedules a step
+How a row is drawn is one record (`ROW`): what requests choose, by the table of
+`slipstream_contract.sampling`, and where the row belongs. The device keeps count of the tokens of
+every sequence that has penalties (`counts`, a row for each slot), because the host schedules a step
 before it knows the token of the step before.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from slipstream_contract.sampling import FIELDS
 from torch import Tensor
 
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
-# `struct Parameters` in sample.cu.
-ROW = np.dtype(
-    [
-        ("temperature", "<f4"),  # 0 is greedy
-        ("top_k", "<i4"),  # 0 is all
-        ("top_p", "<f4"),
-        ("min_p", "<f4"),
-        ("repetition", "<f4"),  # no effect: 1
-        ("presence", "<f4"),  # no effect: 0
-        ("frequency", "<f4"),  # no effect: 0
-        ("slot", "<i4"),  # row of `counts`; any, without penalties
-        ("seed", "<i8"),
-        ("number", "<i4"),  # of the token in its output
-        ("result", "<i4"),  # where the token goes; -1: nothing is drawn, the row is padding
-        ("first_edit", "<i4"),
-        ("end_edit", "<i4"),
-        ("unused", "<i8"),
-    ]
+_OWN = (  # of the row, behind what the request chose
+    ("slot", "<i4"),  # row of `counts`; any, without penalties
+    ("seed", "<i8"),
+    ("number", "<i4"),  # of the token in its output
+    ("result", "<i4"),  # where the token goes; -1: nothing is drawn, the row is padding
+    ("first_edit", "<i4"),
+    ("end_edit", "<i4"),
 )
+_NUMPY, _CUDA = {int: "<i4", float: "<f4"}, {int: "int", float: "float"}
+CHOSEN = {entry.field.device: name for name, entry in FIELDS.items() if entry.field.device}
+"""Field of a record -> field of `SamplingParams`. Those of no effect are the defaults there, but
+temperature 0 is greedy."""
+
+
+def _record() -> np.dtype[np.void]:
+    """`struct Parameters` of sample_row.cuh, laid out as C does, a multiple of 16 bytes."""
+    chosen = [(field, _NUMPY[FIELDS[name].kind]) for field, name in CHOSEN.items()]
+    plain = np.dtype([*chosen, *_OWN], align=True)
+    assert plain.fields is not None
+    kinds, offsets = zip(*(plain.fields[name][:2] for name in plain.names or ()), strict=True)
+    size = -(-plain.itemsize // 16) * 16
+    layout: Any = {"names": plain.names, "formats": kinds, "offsets": offsets, "itemsize": size}
+    record: np.dtype[np.void] = np.dtype(layout)
+    return record
+
+
+ROW = _record()
 EDIT = np.dtype([("token_id", "<i4"), ("addend", "<f4")])
 ROW_WORDS, EDIT_WORDS = ROW.itemsize // 4, EDIT.itemsize // 4
 MAX_COUNT = 0x7FFF  # of a token in an output; a bit more tells that the prompt has it
@@ -106,7 +117,7 @@ def _keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
 
 
 class _Rows:
-    """The fields of `rows [n, 16]` as tensors `[n]`."""
+    """The fields of `rows [n, ROW_WORDS]` as tensors `[n]`."""
 
     def __init__(self, rows: Tensor) -> None:
         def column(name: str) -> Tensor:
@@ -153,7 +164,7 @@ def _edited(logits: Tensor, rows: _Rows, edits: Tensor, counts: Tensor) -> Tenso
 
 
 @op(
-    "logits[n,v]:T, rows[n,16]:i32, edits[e,2]:i32, counts[s,v]:i16, "
+    f"logits[n,v]:T, rows[n,{ROW_WORDS}]:i32, edits[e,2]:i32, counts[s,v]:i16, "
     "token_ids[r]:i64, log_probs[r]:f32, is_finite[r]:bool"
 )
 def sample(
@@ -233,8 +244,10 @@ def count_tokens(
         counts[slot] = state
 
 
+@functools.cache
 def _variant(dtype: torch.dtype) -> jit.Variant:
-    return jit.variant("sampling/sample.cu", dtype)
+    members = (f"{_CUDA[FIELDS[name].kind]} {field};" for field, name in CHOSEN.items())
+    return jit.variant("sampling/sample.cu", dtype, CHOSEN=" ".join(members))
 
 
 def variants() -> Iterator[jit.Variant]:

@@ -8,16 +8,12 @@ constexpr int MARKS = 2048;                    // bytes that tell which tokens o
 constexpr u32 MAX_COUNT = 0x7fff;
 
 struct alignas(16) Parameters {  // ROW in sample.py
-  float temperature;
-  int top_k;
-  float top_p, min_p;
-  float repetition, presence, frequency;
+  CHOSEN                         // by the table of sampling parameters: float temperature; int top_k; ...
   int slot;
   u64 seed;
   u32 number;
   int result;
   int first_edit, end_edit;
-  i64 unused;
 };
 struct alignas(8) Edit {
   int token_id;
