@@ -19,6 +19,7 @@ import msgspec
 
 from slipstream_contract.decoder import UnsupportedTokenizerError, read_chain
 from slipstream_contract.stream_state import StreamState
+from slipstream_contract.tokenizer_config import AddedToken, TokenizerConfig, number
 
 
 class TokenBytes:
@@ -66,17 +67,14 @@ class TokenBytes:
             spec = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
         except msgspec.DecodeError as error:
             raise UnsupportedTokenizerError(f"{path}: {error}") from None
-        vocab = spec.model.vocab
-        if isinstance(vocab, dict):
-            pieces = {token_id: piece for piece, token_id in vocab.items()}
-        else:
-            pieces = {token_id: piece for token_id, (piece, _) in enumerate(vocab)}
-        tokens = added_tokens(spec.added_tokens, read_tokenizer_config(directory), pieces)
-        pieces.update((token.id, token.content) for token in tokens)
+        ids, present = spec.model.ids(), {token.id: token for token in spec.added_tokens}
+        added = number(ids, present, TokenizerConfig.load(directory).additions(present))
+        pieces = {token_id: piece for piece, token_id in ids.items()}
+        pieces |= {token_id: token.content for token_id, token in added.items()}
         if min(pieces, default=0) < 0:
             raise UnsupportedTokenizerError(f"{path}: token id {min(pieces)} is negative")
         try:
-            return cls(pieces, (token.id for token in tokens if token.special), spec.decoder)
+            return cls(pieces, (i for i, token in added.items() if token.special), spec.decoder)
         except UnsupportedTokenizerError as error:
             raise UnsupportedTokenizerError(f"{path}: {error}") from None
 
@@ -161,93 +159,26 @@ def state_after(
     return StreamState(state.slot, state.number + 1, is_first, tail=tail)
 
 
-# --- special and added tokens ---------------------------------------------------------------------
+# --- tokenizer.json -------------------------------------------------------------------------------
 
 
-class AddedToken(msgspec.Struct, frozen=True):
-    """A token that is found in a text before the tokenizer's model sees it."""
-
+class _NumberedToken(AddedToken, frozen=True, kw_only=True):
     id: int
-    content: str
-    special: bool = False
 
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]  # Unigram has the list
+
+    def ids(self) -> dict[str, int]:
+        """Piece -> token id."""
+        if isinstance(self.vocab, dict):
+            return self.vocab
+        return {piece: token_id for token_id, (piece, _) in enumerate(self.vocab)}
 
 
 class _TokenizerFile(msgspec.Struct):
     """What is read of `tokenizer.json`; merges, the large rest, are skipped."""
 
     model: _Model
-    added_tokens: list[AddedToken] = []
+    added_tokens: list[_NumberedToken] = []
     decoder: Any = None
-
-
-SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-
-
-def read_tokenizer_config(directory: Path) -> dict[str, Any]:
-    """`tokenizer_config.json`, completed from the files that older checkpoints have beside it.
-
-    `special_tokens_map.json` and `added_tokens.json` count, as in transformers, only where the
-    configuration has no `added_tokens_decoder`. A file that is missing is empty.
-    """
-    config = _read_object(directory / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:
-        config |= _read_object(directory / "special_tokens_map.json")
-        named = _named_tokens(config)
-        config["added_tokens_decoder"] = {
-            str(token_id): {"content": content, "special": content in named}
-            for content, token_id in _read_object(directory / "added_tokens.json").items()
-        }
-    return config
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        return {}
-    except msgspec.DecodeError as error:
-        raise UnsupportedTokenizerError(f"{path}: {error}") from None
-
-
-def special_token(config: Mapping[str, Any], name: str) -> str | None:
-    """Text of the `bos`, `eos`, `pad`... token of a tokenizer configuration."""
-    value = config.get(f"{name}_token")
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _named_tokens(config: Mapping[str, Any]) -> set[str | None]:
-    """Texts of all tokens that the configuration gives a role."""
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    if isinstance(extra, dict):
-        extra = list(extra.values())
-    texts = {token if isinstance(token, str) else token.get("content") for token in extra}
-    return texts | {special_token(config, name) for name in SPECIAL_ROLES}
-
-
-def added_tokens(
-    tokens: Iterable[AddedToken], config: Mapping[str, Any], pieces: Mapping[int, str]
-) -> list[AddedToken]:
-    """All added tokens: `tokenizer.json`'s, and those that only its configuration names.
-
-    A token is special if either file says so, or if the configuration uses it as bos, eos, pad...
-    """
-    named = _named_tokens(config)
-    found = {token.id: token for token in tokens}
-    for key, value in (config.get("added_tokens_decoder") or {}).items():
-        token = AddedToken(int(key), value["content"], bool(value.get("special", False)))
-        known = found.get(token.id, token)
-        found[token.id] = AddedToken(token.id, known.content, known.special or token.special)
-    contents = {token.content for token in found.values()}
-    for token_id, piece in pieces.items():
-        if piece in named and piece not in contents:
-            found[token_id] = AddedToken(token_id, piece, True)
-    return [
-        AddedToken(token.id, token.content, token.special or token.content in named)
-        for token in sorted(found.values(), key=lambda token: token.id)
-    ]

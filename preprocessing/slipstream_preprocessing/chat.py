@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slipstream_contract.errors import Code, ContractError, clip
-from slipstream_contract.vocab import SPECIAL_ROLES, read_tokenizer_config, special_token
+from slipstream_contract.tokenizer_config import TokenizerConfig
 
 Message = Mapping[str, Any]
 
@@ -40,10 +40,9 @@ class ChatTemplate:
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
         """Read `chat_template.jinja`, else `tokenizer_config.json`; there may be none."""
-        config = read_tokenizer_config(directory)
-        tokens = {f"{name}_token": special_token(config, name) for name in SPECIAL_ROLES}
-        variables = {name: token for name, token in tokens.items() if token is not None}
-        return cls(_sources(directory, config), variables)
+        config = TokenizerConfig.load(directory)
+        variables = {role: token.content for role, token in config.roles.items()}
+        return cls(_sources(directory, config.chat_template), variables)
 
     def render(
         self,
@@ -88,7 +87,7 @@ def _normalised(message: Message) -> dict[str, Any]:
     return {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
-def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _sources(directory: Path, configured: Any) -> dict[str, str]:
     """Template name -> source. Files go before the configuration, as in transformers."""
     single = directory / "chat_template.jinja"
     others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
@@ -97,7 +96,7 @@ def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if single.is_file():
             found["default"] = single.read_text(encoding="utf-8")
         return found
-    value = config.get("chat_template") or {}
+    value = configured or {}
     if isinstance(value, list):
         return {entry["name"]: entry["template"] for entry in value}
     return {"default": value} if isinstance(value, str) else dict(value)

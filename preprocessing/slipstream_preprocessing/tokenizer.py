@@ -8,14 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import tokenizers
 from slipstream_contract.decoder import UnsupportedTokenizerError
-from slipstream_contract.vocab import (
-    SPECIAL_ROLES,
-    TokenBytes,
-    read_tokenizer_config,
-    special_token,
-)
-from tokenizers import AddedToken, Tokenizer
+from slipstream_contract.tokenizer_config import AddedToken, TokenizerConfig
+from slipstream_contract.vocab import TokenBytes
+from tokenizers import Tokenizer
+
+_FIELDS = AddedToken.__struct_fields__
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -33,57 +33,56 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         raise UnsupportedTokenizerError(f"{path}: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    _add_configured_tokens(tokenizer, read_tokenizer_config(directory), path)
+    config = TokenizerConfig.load(directory)
+    tokenizer.encode_special_tokens = config.splits_special
+    _add_configured_tokens(tokenizer, config, path)
     return tokenizer
 
 
-def _add_configured_tokens(tokenizer: Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Tokens that only the configuration knows; their ids follow those of `tokenizer.json`."""
-    known = tokenizer.get_added_tokens_decoder()
-    for key, value in sorted((config.get("added_tokens_decoder") or {}).items(), key=_by_id):
-        if int(key) in known:
-            continue
-        flags = {name: value.get(name, False) for name in ("single_word", "lstrip", "rstrip")}
-        is_special = bool(value.get("special", False))
-        normalized = value.get("normalized", not is_special)
-        token = AddedToken(value["content"], normalized=normalized, special=is_special, **flags)
-        add = tokenizer.add_special_tokens if is_special else tokenizer.add_tokens
-        add([token])
-        if tokenizer.token_to_id(value["content"]) != int(key):
+def _add_configured_tokens(tokenizer: Tokenizer, config: TokenizerConfig, path: Path) -> None:
+    """Add tokens that only the configuration has."""
+    present = {
+        token_id: AddedToken(**{name: getattr(token, name) for name in _FIELDS})
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+    }
+    added = (msgspec.structs.asdict(token) for token in config.additions(present))
+    tokenizer.add_tokens([tokenizers.AddedToken(**fields) for fields in added])
+    for token_id, token in config.numbered.items():
+        found = tokenizer.token_to_id(token.content)
+        if token_id not in present and found != token_id:
             raise UnsupportedTokenizerError(
-                f"{path.parent}: tokenizer_config.json wants {value['content']!r} as token {key}, "
-                f"it is {tokenizer.token_to_id(value['content'])} after those of tokenizer.json"
+                f"{path.parent}: tokenizer_config.json wants {token.content!r} as token "
+                f"{token_id}, it is {found} after those of tokenizer.json"
             )
-    contents = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for name in SPECIAL_ROLES:
-        content = special_token(config, name)
-        if content and content not in contents and tokenizer.token_to_id(content) is not None:
-            tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-
-
-def _by_id(item: tuple[str, Any]) -> int:
-    return int(item[0])
 
 
 def read_end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids that end a text: the tokenizer's EOS first, then those of the model's own configuration.
 
-    `generation_config.json` goes before `config.json`; either may hold one id or a list.
+    `generation_config.json` goes before `config.json`; either may hold one id or a list. An id
+    outside the model's vocabulary, which the model never makes, is left out.
     """
-    eos = special_token(read_tokenizer_config(directory), "eos")
+    eos = TokenizerConfig.load(directory).text("eos_token")
     ids = [] if eos is None else [tokenizer.token_to_id(eos)]
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        value = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
+    config = _read_object(directory / "config.json")
+    for source in (_read_object(directory / "generation_config.json"), config):
+        value = source.get("eos_token_id")
         if value is not None:
             ids += value if isinstance(value, list) else [value]
             break
-    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
+    size = (config.get("text_config") or config).get("vocab_size")
+    known = (int(i) for i in ids if i is not None and (size is None or int(i) < size))
+    return tuple(dict.fromkeys(known))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file does not exist."""
+    return dict(json.loads(path.read_bytes())) if path.is_file() else {}
 
 
 def read_pad_id(directory: Path, tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> int:
     """The tokenizer's pad token, else its first end id, else 0."""
-    pad = special_token(read_tokenizer_config(directory), "pad")
+    pad = TokenizerConfig.load(directory).text("pad_token")
     token_id = None if pad is None else tokenizer.token_to_id(pad)
     if token_id is None:
         return end_ids[0] if end_ids else 0

@@ -132,6 +132,18 @@ def test_checkpoints_without_a_template_or_with_a_broken_one(tmp_path: Path) -> 
         ChatTemplate({"default": "{% if %}"}, {})
 
 
+def test_a_template_sees_the_roles_that_a_model_has_of_its_own(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ image_token }}{{ eot_token }}{{ messages[0].content }}"
+    tokens = {"image_token": "<|image|>", "extra_special_tokens": {"eot_token": "<|eot|>"}}
+    save(byte_level_bpe(), tmp_path, chat_template=template, **tokens)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    encoder = Encoder.load(tmp_path)
+    messages = [{"role": "user", "content": "fox<|eot|>"}]
+    ids = encoder.encode(encoder.chat(messages), add_special_tokens=False)
+    assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert {tokenizer.convert_tokens_to_ids(text) for text in ("<|image|>", "<|eot|>")} < set(ids)
+
+
 def test_a_chat_is_encoded_as_in_transformers(tmp_path: Path) -> None:
     save(llama_bpe(), tmp_path, chat_template=BLOCKS)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)

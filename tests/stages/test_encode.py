@@ -205,7 +205,8 @@ def single_bytes(kind: str) -> tuple[Tokenizer, TokenBytes]:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    return tokenizer, TokenBytes.load(save(tokenizer, Path(mkdtemp())))
+    directory = save(tokenizer, Path(mkdtemp()), bos_token=None, eos_token=None)
+    return tokenizer, TokenBytes.load(directory)
 
 
 def test_no_bound_where_characters_may_vanish() -> None:

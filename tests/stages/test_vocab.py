@@ -181,8 +181,9 @@ def test_special_tokens_that_only_the_configuration_names(tmp_path: Path) -> Non
     extra = {str(size): {"content": "<|eot|>", "special": True}}
     save(tokenizer, tmp_path, eos_token={"content": "fox"}, added_tokens_decoder=extra)
     vocab = TokenBytes.load(tmp_path)
-    assert vocab.size == size + 1
+    assert vocab.size == size + 2
     assert vocab.raw(size) == b"<|eot|>"
+    assert vocab.raw(size + 1) == b"fox"
     assert vocab.visible(size, is_first=False) == b""
     end = tokenizer.token_to_id("<s>")
     assert vocab.visible(end, False, skip_special=True) == b""
