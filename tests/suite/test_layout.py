@@ -41,3 +41,14 @@ def test_every_package_of_ours_has_a_folder_in_the_layers() -> None:
 def areas() -> set[str]:
     """The folders at the top that hold packages."""
     return {folder.parent.name for folder in FOLDERS.values()} | {"gateway"}
+
+
+def test_pip_installs_what_packages_hold_beside_python() -> None:
+    patterns = TOOL["setuptools"]["package-data"]
+    for name, folder in FOLDERS.items():
+        for path in folder.rglob("*"):
+            if path.is_dir() or path.suffix in (".py", ".pyc"):
+                continue
+            package = ".".join([name, *path.parent.relative_to(folder).parts])
+            allowed = [*patterns.get("*", []), *patterns.get(package, [])]
+            assert any(path.match(pattern) for pattern in allowed), path
