@@ -47,7 +47,7 @@ class AddedToken(msgspec.Struct, frozen=True):
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True):
-    """One checkpoint's configuration of its tokenizer.
+    """Configuration of one checkpoint's tokenizer.
 
     Attributes:
         roles: name of the role -> its token, in the order in which they are added.
