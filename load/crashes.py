@@ -1,7 +1,7 @@
 """tritonserver can end by itself, or hang, under cancels.
 
 Two races in its gRPC front end: one crashes a 24.10 and is mended in 25.05; of the other all its
-streams stand still (slipstream_serve.front_end).
+streams stand still (slipstream_serve.front_end, slipstream_serve.hangs).
 """
 
 import itertools
@@ -11,11 +11,10 @@ import signal
 import threading
 from typing import Self
 
-from slipstream_serve.front_end import FrontEnd
+from slipstream_serve.hangs import ServerWatch
 from slipstream_serve.triton import TritonServer
 
 SAYS_S = 5.0  # a server that crashes writes its stack first
-HUNG = "all gRPC streams stood still"
 _CRASH = re.compile(r"Signal \((6|7|11)\) received")
 _LOOK_S = 0.2
 _LOOKS_A_READ = 5  # of the log
@@ -29,15 +28,15 @@ class Watch:
 
     def __init__(self, server: TritonServer) -> None:
         self._server = server
-        self._is_hung = False
+        self._hang = ""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="crashes", daemon=True)
 
     @property
     def crash(self) -> str:
         """How it crashed or hung by itself; nothing where it did not."""
-        if self._is_hung:
-            return HUNG
+        if self._hang:
+            return self._hang
         found = _CRASH.search(self._server.log.read_text(errors="replace"))
         return found.group() if found else ""
 
@@ -50,14 +49,14 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        front_end = FrontEnd(self._server.endpoints)
+        watch = ServerWatch(self._server.endpoints)
         for look in itertools.count():
             if self._is_over.wait(_LOOK_S) or self._server.exit_code is not None:
                 break
-            self._is_hung = front_end.is_hung(self._server.pid)
-            if self._is_hung or (look % _LOOKS_A_READ == 0 and self.crash):
-                is_over = self._is_over.wait(0.0 if self._is_hung else SAYS_S)
+            self._hang = watch.hang(self._server.pid)
+            if self._hang or (look % _LOOKS_A_READ == 0 and self.crash):
+                is_over = self._is_over.wait(0.0 if self._hang else SAYS_S)
                 if not is_over and self._server.exit_code is None:
                     os.kill(self._server.pid, signal.SIGKILL)
                 break
-        front_end.close()
+        watch.close()

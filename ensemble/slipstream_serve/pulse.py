@@ -102,12 +102,21 @@ class Pulse(Asker):
     was asked, also where it has answered with an error.
     """
 
-    def __init__(self, endpoints: Endpoints, model: str | None, pids: Sequence[int] = ()) -> None:
-        """Of a model; None: of the server. A model that is not known is not asked, nor silent."""
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        model: str | None,
+        pids: Sequence[int] = (),
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Of a model; None: of the server. A model that is not known is not asked, nor silent.
+
+        `patience_s` is the longest wait for one answer; then the connection is closed.
+        """
         super().__init__(str(model), MODEL_PERIOD_S if model else SERVER_PERIOD_S)
         self.pids = pids
         host, port = endpoints.connectable
-        self._connection = http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
+        self._connection = http.client.HTTPConnection(host, port, timeout=patience_s)
         self._path, self._body = "/v2/health/live", b""
         if model in QUESTIONS:
             verb, body = QUESTIONS[model]

@@ -145,6 +145,7 @@ def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
             raise ServeError(f"no token could be had in time: see {server.log}")
         engine.show()
         time.sleep(_START_INTERVAL_S)
+    server.widen_notes()
     engine.show()
     first_token(server.endpoints.http, models)
     return engine.banner

@@ -27,7 +27,7 @@ from slipstream_runtime.stillness import STILL_S, STOPPED_S, Stillness
 from slipstream_runtime.vitals import forget_dead
 
 from slipstream_serve.exits import Exits
-from slipstream_serve.front_end import HUNG_S, FrontEnd
+from slipstream_serve.hangs import ServerWatch
 from slipstream_serve.pulse import Pulse
 from slipstream_serve.spare import Spare
 from slipstream_serve.triton import (
@@ -39,8 +39,6 @@ from slipstream_serve.triton import (
 
 INTERVAL_S = 0.2
 MAX_GAP_S = 2.0  # a longer one between two looks: this process itself stood still
-SERVER_SILENCE_S = 3.5  # without an answer: the server hangs
-DOUBT_S = 2.0  # likewise: it may hang, and then its models look as if they did
 MODEL_SILENCE_S = 30.0  # of a model that runs all the while, so that it may only be busy
 OTHERS_S = 10.0  # how long others may go on while streams hang that only a restart ends
 QUIET_S = 2.0  # what a model has answered may still be on its way through an ensemble
@@ -99,8 +97,7 @@ class Repairer:
         self._models: dict[int, str] = {}  # pid -> model
         self._still: dict[int, Stillness] = {}  # pid -> whether it hangs
         self._exits = Exits()
-        self._server_pulse = Pulse(server.endpoints, None)
-        self._front_end = FrontEnd(server.endpoints)
+        self._server_watch = ServerWatch(server.endpoints)
         self._pulses: dict[str, Pulse] = {}
         self._num_processes: Counter[str] = Counter()  # of each model
         self._leaving: dict[int, str] = {}  # pid -> model, of those unloaded that still have work
@@ -117,8 +114,8 @@ class Repairer:
         try:
             self._watch()
         finally:
-            for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
-                pulse.close()
+            for probe in self._probes():
+                probe.close()
             self._exits.close()
 
     def _watch(self) -> NoReturn:
@@ -159,10 +156,9 @@ class Repairer:
             return Fault(None, server.reason())
         if self._is_stuck(server.pid, now_s):
             return Fault(None, f"tritonserver (pid {server.pid}) was stopped")
-        if self._server_pulse.silence_s() > SERVER_SILENCE_S:
-            return Fault(None, f"tritonserver did not answer for {SERVER_SILENCE_S:g} s")
-        if self._front_end.is_hung(server.pid):
-            return Fault(None, f"gRPC streams of tritonserver stood still for {HUNG_S:g} s")
+        hang = self._server_watch.hang(server.pid)
+        if hang:
+            return Fault(None, hang)
         return self._find_left_over(now_s)
 
     def _find_left_over(self, now_s: float) -> Fault | None:
@@ -184,12 +180,13 @@ class Repairer:
             return "ended"
         if self._is_stuck(pid, now_s):
             return "was stopped"
-        pulse = self._pulses.get(model)
-        if pulse is not None and pulse.silence_s() > MODEL_SILENCE_S:
-            return f"did not answer for {MODEL_SILENCE_S:g} s"
-        still = self._still[pid]
-        if self._server_pulse.silence_s() > DOUBT_S:
+        pulse, still = self._pulses.get(model), self._still[pid]
+        if self._server_watch.is_in_doubt:
             still.reset()
+            if pulse is not None:
+                pulse.reset()
+        elif pulse is not None and pulse.silence_s() > MODEL_SILENCE_S:
+            return f"did not answer for {MODEL_SILENCE_S:g} s"
         elif still.look(self._unanswered_s(model)):
             return f"{still.what} for {STILL_S:g} s"
         return ""
@@ -329,8 +326,8 @@ class Repairer:
         """After a repair: which processes there are now, and no silence from before."""
         self._see_processes()
         self._stopped_s.clear()
-        for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
-            pulse.renew()
+        for probe in self._probes():
+            probe.renew()
 
     def _see_processes(self) -> None:
         stubs = self._server.stubs()
@@ -354,5 +351,8 @@ class Repairer:
         self._stopped_s.clear()
         for still in self._still.values():
             still.reset()
-        for pulse in (self._server_pulse, self._front_end, *self._pulses.values()):
-            pulse.reset()
+        for probe in self._probes():
+            probe.reset()
+
+    def _probes(self) -> list[ServerWatch | Pulse]:
+        return [self._server_watch, *self._pulses.values()]

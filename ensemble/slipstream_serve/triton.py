@@ -283,6 +283,13 @@ class TritonServer:
             if time.monotonic() > deadline:
                 raise ServeError(f"not ready after {timeout_s:.0f} s: see {self.log}")
             time.sleep(interval_s)
+        self.widen_notes()
+
+    def widen_notes(self) -> None:
+        """Make room for responses that wait for a busy HTTP thread, where that is allowed.
+
+        The server must be ready: its sockets are made last.
+        """
         with contextlib.suppress(OSError):
             self.note_room = http_notes.widen(self.pid)
 

@@ -1,20 +1,17 @@
-"""gRPC streams of a server that stand still: who notices, and when busy is not still."""
+"""gRPC streams of a server that stand still are noticed, and the server is started again."""
 
 import itertools
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from faults.supervised import Supervision, supervised, wait_line
 from server.support import PROMPT, Client
 from slipstream_client import RequestTimeoutError, SlipstreamClient
-from slipstream_serve import front_end
-from slipstream_serve.front_end import BUSY_HUNG_S, HUNG_S, FrontEnd
+from slipstream_serve.front_end import FrontEnd
 from slipstream_serve.server import server_directory
 from slipstream_serve.triton import Endpoints
 
@@ -67,31 +64,12 @@ def test_streams_that_stand_still_are_noticed(supervision: Supervision, record_p
         assert client.complete(PROMPT, model="ensemble", timeout_s=60, max_tokens=2)
 
 
-@pytest.mark.parametrize(("share", "hung_s"), [(0.05, HUNG_S), (0.9, BUSY_HUNG_S)])
-def test_a_busy_server_has_longer(
-    monkeypatch: pytest.MonkeyPatch, share: float, hung_s: float
-) -> None:
-    """`share`: of a core, that the server takes meanwhile."""
-    now_s = 100.0
+def test_a_server_that_never_answered_is_not_silent() -> None:
     asker = FrontEnd(Endpoints.free())
-    asker.close()
-    asker._thread.join(30)
+    asker._heard_s -= 100.0
+    assert asker.silence_s() == 0.0
     asker._has_answered = True
-    heard_s = now_s
-    monkeypatch.setattr(front_end, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(asker, "silence_s", lambda: now_s - heard_s)
-    monkeypatch.setattr(front_end, "activity", lambda pid, of_all: (int(now_s * share * 1e9), True))
-    for _ in range(2):  # what was before an answer does not count
-        while not asker.is_hung(1):
-            now_s += 0.2
-        assert hung_s < now_s - heard_s < hung_s + 0.3
-        heard_s = now_s
-
-
-def test_who_never_answered_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    asker = FrontEnd(Endpoints.free())
-    monkeypatch.setattr(asker, "silence_s", lambda: 2 * BUSY_HUNG_S)
-    assert not asker.is_hung(os.getpid())
+    assert asker.silence_s() > 99.0
     asker.close()
 
 
@@ -101,6 +79,7 @@ def test_a_question_that_waits_is_called_back(verb: str) -> None:
     asker = FrontEnd(Endpoints.free())
     getattr(asker, verb)()
     if verb == "renew":
+        asker._has_answered = True
         assert asker.silence_s() < 1.0
         asker.close()
     asker._thread.join(30)

@@ -1,0 +1,136 @@
+"""Tells a server that hangs from one that is busy, before anything is killed.
+
+A server is asked over HTTP and over gRPC. While one question is overdue, its threads are watched:
+a thread that computes, or waits for a processor or a disk, makes progress; a server whose threads
+all rest while it owes an answer never gives it. tritonserver parses the body of a request in the
+thread that answers over HTTP, so a long body alone delays that answer by seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream_serve.front_end import FrontEnd
+from slipstream_serve.pulse import Pulse
+from slipstream_serve.triton import Endpoints
+
+LATE_S = 1.2  # an answer is overdue: a question is asked every second
+DOUBT_S = 2.0  # over HTTP; from then on the server's models look as if they were silent
+HUNG_S = 3.5  # without an answer, while no thread of the server works
+STREAMS_HUNG_S = 20.0  # without an answer over a gRPC stream, while a thread works
+HTTP_HUNG_S = 60.0  # likewise over HTTP: the thread may parse a long body
+REST_S = 2.0  # in which no thread has worked
+_HTTP_PATIENCE_S = HTTP_HUNG_S + 30.0  # one asked anew would be answered by another thread
+_MIN_LOOK_S = 0.1
+_WORKS, _WAITS = 0.8, 0.1  # of the time between two looks
+
+
+class ServerSigns(NamedTuple):
+    """What is seen of a server from outside, in seconds."""
+
+    http_silence_s: float  # since its last answer over HTTP
+    streams_silence_s: float  # since its last answer over a gRPC stream
+    resting_s: float  # for which no thread of it has worked
+
+
+def verdict(signs: ServerSigns) -> str:
+    """What is wrong with the server; empty if it answers, or may still do so."""
+    is_resting = signs.resting_s > REST_S
+    streams_hung_s = HUNG_S if is_resting else STREAMS_HUNG_S
+    http_hung_s = HUNG_S if is_resting else HTTP_HUNG_S
+    if signs.http_silence_s > http_hung_s:
+        return f"tritonserver did not answer for {http_hung_s:g} s"
+    if signs.streams_silence_s > streams_hung_s:
+        return f"gRPC streams of tritonserver stood still for {streams_hung_s:g} s"
+    return ""
+
+
+class _Thread(NamedTuple):
+    used_ns: int  # ran, or waited for a processor; a wait counts when it is over
+    is_waiting: bool  # runs, or waits for a processor or a disk, at this moment
+
+
+class ThreadWatch:
+    """Sees how long all threads of one process have rested. Look several times a second."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: a process is taken to have worked until now."""
+        self._threads: dict[str, _Thread] = {}
+        self._looked_s = self._worked_s = time.monotonic()
+
+    def resting_s(self, pid: int) -> float:
+        """Seconds since a thread was last seen to work for most of the time between two looks."""
+        now_s = time.monotonic()
+        elapsed_ns = (now_s - self._looked_s) * 1e9
+        if not self._threads or elapsed_ns > _MIN_LOOK_S * 1e9:
+            before, self._threads, self._looked_s = self._threads, _threads(pid), now_s
+            if any(
+                _has_worked(before[name], thread, elapsed_ns)
+                for name, thread in self._threads.items()
+                if name in before
+            ):
+                self._worked_s = now_s
+        return now_s - self._worked_s
+
+
+def _has_worked(before: _Thread, now: _Thread, elapsed_ns: float) -> bool:
+    used_ns = now.used_ns - before.used_ns
+    has_waited = before.is_waiting and now.is_waiting and used_ns < _WAITS * elapsed_ns
+    return used_ns > _WORKS * elapsed_ns or has_waited
+
+
+def _threads(pid: int) -> dict[str, _Thread]:
+    found = {}
+    with contextlib.suppress(OSError):
+        for folder in (Path("/proc") / str(pid) / "task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                ran_ns, waited_ns = (folder / "schedstat").read_text().split()[:2]
+                state = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+                found[folder.name] = _Thread(int(ran_ns) + int(waited_ns), state in "RD")
+    return found
+
+
+class ServerWatch:
+    """Asks one server over HTTP and gRPC and judges it. Look several times a second."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        """It asks from now on."""
+        self._http = Pulse(endpoints, None, patience_s=_HTTP_PATIENCE_S)
+        self._streams = FrontEnd(endpoints)
+        self._threads = ThreadWatch()
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether HTTP is silent for so long that models asked over it seem silent, too."""
+        return self._http.silence_s() > DOUBT_S
+
+    def hang(self, pid: int) -> str:
+        """How the server, process `pid`, hangs; empty if it does not."""
+        silences = self._http.silence_s(), self._streams.silence_s()
+        if max(silences) < LATE_S:
+            self._threads.reset()
+            return ""
+        return verdict(ServerSigns(*silences, self._threads.resting_s(pid)))
+
+    def reset(self) -> None:
+        """Measure all silence from now on."""
+        self._threads.reset()
+        self._http.reset()
+        self._streams.reset()
+
+    def renew(self) -> None:
+        """Likewise, and ask anew: the server that was asked is gone."""
+        self._threads.reset()
+        self._http.renew()
+        self._streams.renew()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._http.close()
+        self._streams.close()
