@@ -33,6 +33,7 @@ from slipstream_serve.triton import (
     clean_leftovers,
     signals_held,
 )
+from slipstream_serve.workarounds.triton_24_10.harden import refuses_compression
 from slipstream_serve.workarounds.triton_24_10.http_notes import ENOUGH
 
 DEMO_PROMPT = "class Counter(dict):\n    def __init__(self, "
@@ -195,6 +196,8 @@ def _print_ready(server: TritonServer, banner: str, seconds: float) -> None:
     )
     if not ends.is_local:
         print(f"listening on {ends.host}: there is no authentication")
+    if not refuses_compression((server_directory() / "bin" / "tritonserver").read_bytes()):
+        print("this tritonserver inflates compressed requests (docs/security.md)")
     if server.note_room is None or server.note_room < ENOUGH:
         kept = server.note_room or "some hundred"
         print(

@@ -59,6 +59,8 @@ WHEEL_LIBPYTHON = {(3, 13): "libpython3-419a3a08.13.so.1.0"}
 # What perf_analyzer asks the loader for, and the library of the server's wheel that answers.
 PERF_LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
 
+HARDEN = Path(__file__).resolve().parent / "workarounds" / "triton_24_10" / "harden.py"
+
 
 class AssemblyError(Exception):
     """The server cannot be put together; the message is one line that says what to do."""
@@ -212,6 +214,11 @@ def _take_perf_analyzer(wheel: zipfile.ZipFile, server: Path) -> None:
     _extract(wheel, member, server / "bin" / "perf_analyzer", executable=True)
 
 
+def harden_command(server: Path) -> list[str]:
+    """A command that changes the server's binary where one small request could end it."""
+    return [sys.executable, str(HARDEN), str(server / "bin" / "tritonserver")]
+
+
 def link_backends(server: Path, root: Path) -> None:
     """Our stages become backends of `server`; what was there under their names is replaced."""
     for name, folder in BACKENDS.items():
@@ -237,6 +244,7 @@ def assemble_server(server: Path, root: Path) -> None:
         main, load = pool.map(_download, (SERVER_WHEEL, CLIENT_WHEEL), folders)
         with main, load:
             _take_server(main, server)
+            _run(harden_command(server), "hardening tritonserver")
             _take_perf_analyzer(load, server)
     link_backends(server, root)
     _link_libraries(server)
@@ -259,9 +267,10 @@ def assemble_stub(stub: Path, root: Path) -> None:
 
 
 def _stamp(root: Path) -> str:
-    """What the tree depends on: this file, the interpreter and where everything lies."""
+    """What the tree depends on: these files, the interpreter and where everything lies."""
     parts = (
         Path(__file__).read_text(),
+        HARDEN.read_text(),
         sys.version,
         sys.base_prefix,
         str(root),
@@ -332,6 +341,8 @@ def main() -> int:
     try:
         if arguments.existing_server:
             link_backends(arguments.existing_server, root)
+            # Of a server that is not ours: what cannot be done it says itself.
+            subprocess.run(harden_command(arguments.existing_server), check=False)
             if arguments.stub:
                 assemble_stub(arguments.stub, root)
             return 0

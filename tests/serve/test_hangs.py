@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from slipstream_compose import hangs
+from slipstream_serve import hangs
 from slipstream_serve.hangs import ServerSigns, ThreadWatch, verdict
 
 FINE, LATE = 0.9, 2.0

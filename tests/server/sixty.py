@@ -6,6 +6,7 @@ parse, is in sixty_ask.py; the model's own answers begin with INVALID_ARGUMENT.
 
 import gzip
 import json
+import zlib
 
 import numpy as np
 from server.sixty_cases import (
@@ -26,6 +27,7 @@ from server.sixty_cases import (
 
 I32 = np.int32
 BIG = "x = 1\n"
+GZIP, DEFLATE = gzip.compress(bytes(10**7)), zlib.compress(bytes(10**7))
 LONG = r"INVALID_ARGUMENT: text_input has \d+ bytes, at least \d+ tokens; the context has 2048"
 TOO_LONG = "the prompt is {} tokens long: .*does not fit the context of 2048 tokens"
 TOO_MUCH = "the prompt is {} tokens long: .*needs {} blocks, the KV cache has 48 .1536 tokens"
@@ -78,6 +80,13 @@ SIXTY: dict[int, Item] = {
         (
             Http("{m}", b"[" * 250_000 + b"]" * 250_000, 500, "non-object"),
             Http("{m}", b'{"a":' * 250_000, 500, "failed to parse"),
+            Http("ensemble", b"[" * 10_000_000, 500, "nested too deeply"),
+            Http("ensemble", b'{"a":' + b"[" * 30_000_000, 500, "nested too deeply"),
+            Raw(
+                post("Content-Length: 10000000\r\n", b"[" * 10_000_000, "preprocessing/infer"),
+                500,
+                "nested too deeply",
+            ),
             Http(
                 "{v}",
                 {"text_input": "a", "sampling_parameters": "[" * 250_000},
@@ -126,21 +135,35 @@ SIXTY: dict[int, Item] = {
         (
             Raw(post("Content-Type: text/html\r\nContent-Length: 2\r\n", b"{}"), 400, "text_input"),
             Raw(
-                post(
-                    f"Content-Encoding: gzip\r\nContent-Length: {len(gzip.compress(bytes(10**7)))}"
-                    "\r\n",
-                    gzip.compress(bytes(10**7)),
-                ),
+                post(f"Content-Encoding: gzip\r\nContent-Length: {len(GZIP)}\r\n", GZIP),
                 400,
                 "content-encoding, only 'identity'",
+            ),
+            *(
+                Raw(
+                    post(
+                        f"Content-Encoding: {coding}\r\nContent-Length: {len(body)}\r\n",
+                        body,
+                        f"{path}/infer",
+                    ),
+                    500,
+                    "Content-Encoding must be identity: no body is decompressed",
+                )
+                for path in ("preprocessing", "postprocessing", "preprocessing/versions/1")
+                for coding, body in (("gzip", GZIP), ("deflate", DEFLATE))
             ),
             Raw(
                 post("Content-Encoding: br\r\nContent-Length: 2\r\n", b"{}"),
                 400,
                 "content-encoding, only 'identity'",
             ),
+            *(
+                Call(method, bytes(10**7), "INTERNAL", f"messages are refused.* is {coding}", asks)
+                for method in ("ModelInfer", "ModelStreamInfer", "ServerLive")
+                for coding in ("gzip", "deflate")
+                for asks in [(("grpc-internal-encoding-request", coding),)]
+            ),
         ),
-        alone=OF_HTTP,
     ),
     12: Item(
         "invalid UTF-8",

@@ -115,9 +115,9 @@ def vllm(**sampling: Any) -> dict[str, Any]:
     return {"text_input": "def f(", "sampling_parameters": json.dumps(sampling)}
 
 
-def post(headers: str, body: bytes = b"") -> bytes:
-    """A request to the ensemble."""
-    start = f"POST /v2/models/ensemble/generate HTTP/1.1\r\nHost: x\r\n{headers}\r\n"
+def post(headers: str, body: bytes = b"", path: str = "ensemble/generate") -> bytes:
+    """A request to the ensemble, or to another path of a model."""
+    start = f"POST /v2/models/{path} HTTP/1.1\r\nHost: x\r\n{headers}\r\n"
     return start.encode() + body
 
 
