@@ -1,9 +1,9 @@
 """Tells a server that hangs from one that is busy, before anything is killed.
 
-A server is asked over HTTP and over gRPC. While one question is overdue, its threads are watched:
-a thread that computes, or waits for a processor or a disk, makes progress; a server whose threads
-all rest while it owes an answer never gives it. tritonserver parses the body of a request in the
-thread that answers over HTTP, so a long body alone delays that answer by seconds.
+Probes go to the server over HTTP and over gRPC. While an answer is overdue, `ThreadWatch` looks at
+the server's threads: a thread that computes, or waits for a processor or a disk, makes progress; a
+server whose threads all rest while it owes an answer never gives it. tritonserver parses the body
+of a request in the thread that answers over HTTP: a long body alone delays the answer by seconds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from slipstream_serve.front_end import FrontEnd
 from slipstream_serve.pulse import Pulse
 from slipstream_serve.triton import Endpoints
 
-LATE_S = 1.2  # an answer is overdue: a question is asked every second
+LATE_S = 1.2  # an answer is overdue: a probe goes out every second
 DOUBT_S = 2.0  # over HTTP; from then on the server's models look as if they were silent
 HUNG_S = 3.5  # without an answer, while no thread of the server works
 STREAMS_HUNG_S = 20.0  # without an answer over a gRPC stream, while a thread works
 HTTP_HUNG_S = 60.0  # likewise over HTTP: the thread may parse a long body
 REST_S = 2.0  # in which no thread has worked
-_HTTP_PATIENCE_S = HTTP_HUNG_S + 30.0  # one asked anew would be answered by another thread
+_HTTP_PATIENCE_S = HTTP_HUNG_S + 30.0  # another thread would answer a new connection
 _MIN_LOOK_S = 0.1
 _WORKS, _WAITS = 0.8, 0.1  # of the time between two looks
 
@@ -97,10 +97,10 @@ def _threads(pid: int) -> dict[str, _Thread]:
 
 
 class ServerWatch:
-    """Asks one server over HTTP and gRPC and judges it. Look several times a second."""
+    """Probes one server over HTTP and gRPC, and judges it. Look several times a second."""
 
     def __init__(self, endpoints: Endpoints) -> None:
-        """It asks from now on."""
+        """Begin to send probes."""
         self._http = Pulse(endpoints, None, patience_s=_HTTP_PATIENCE_S)
         self._streams = FrontEnd(endpoints)
         self._threads = ThreadWatch()
@@ -125,12 +125,12 @@ class ServerWatch:
         self._streams.reset()
 
     def renew(self) -> None:
-        """Likewise, and ask anew: the server that was asked is gone."""
+        """Reset, and send new probes: another server has taken the place."""
         self._threads.reset()
         self._http.renew()
         self._streams.renew()
 
     def close(self) -> None:
-        """Ask no more."""
+        """End the probes."""
         self._http.close()
         self._streams.close()

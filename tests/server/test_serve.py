@@ -34,6 +34,7 @@ from slipstream_serve.triton import (
     ServeError,
     check_shared_memory,
 )
+from slipstream_serve.workarounds.triton_24_10 import http_notes
 from tritonclient.utils import InferenceServerException
 
 pytestmark = [
@@ -129,6 +130,24 @@ def test_a_signal_while_starting_ends_it_too(tmp_path: Path, scratch: Path, dela
 def echo(serve: Serve) -> bytes:
     with urllib.request.urlopen(serve.url("/v2/models/echo/generate"), b'{"IN": "to"}') as reply:
         return reply.read()
+
+
+def test_responses_have_room_from_the_first_start_on(tmp_path: Path, scratch: Path) -> None:
+    """Not only after a repair: what waits for a busy HTTP thread is lost without it."""
+    serve = Serve(write_model(tmp_path), scratch)
+    serve.wait_ready()
+    rooms = []
+    try:
+        for end in http_notes._pairs(serve.pid("--http-port=")):
+            with end:
+                rooms.append(end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+    except OSError as error:
+        pytest.skip(f"no process may reach into another here: {error}")
+    finally:
+        serve.end(signal.SIGTERM)
+    usual = int(Path("/proc/sys/net/core/wmem_default").read_text())
+    allowed = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    assert min(rooms) >= 2 * allowed > usual
 
 
 def test_what_dies_is_started_again(tmp_path: Path, scratch: Path) -> None:

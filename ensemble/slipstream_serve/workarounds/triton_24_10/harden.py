@@ -14,7 +14,7 @@ from pathlib import Path
 # ELF of 64 bits, little-endian: where a file says where its sections are, and what one is.
 _SECTIONS_AT, _NUM_SECTIONS_AT, _SECTION_BYTES = 40, 60, 64
 _DYNAMIC_SYMBOLS, _SYMBOL_BYTES = 11, 24
-# What tritonserver says in these cases, and in its place what is so, as long.
+# Messages of tritonserver, and the true ones that replace them, of the same length.
 _REFUSALS = {
     b"encountered inconsistent stream state during decompression": (
         b"Content-Encoding must be identity: no body is decompressed"
@@ -26,8 +26,8 @@ _REFUSALS = {
 _TERMINATED = b"Terminate parsing due to Handler error."
 _TOO_DEEP = b"The JSON is nested too deeply to parse."
 MAX_STACK = 64 << 20  # bytes of a thread's stack, from which on no JSON value is begun
-# Of the one server that `make install` puts together (Triton 2.51): rapidjson's `ParseValue`, which
-# calls itself for each bracket, begins behind its first instruction (endbr64) with three pushes.
+# The one server that `make install` puts together (Triton 2.51): rapidjson's `ParseValue`, which
+# calls itself for each bracket, has three pushes behind its first instruction (endbr64).
 _BUILD = bytes.fromhex("a916d4ee7823ea3c17b3789d705e3b4455dacfc5")
 _PARSE_VALUE, _PUSHES = 0x1CF044, bytes.fromhex("415741564155")
 _UNUSED = 0xAA8C40  # zeros behind the code, in its last page
@@ -69,7 +69,8 @@ def bound_nesting(data: bytes) -> bytes:
 
     A bracket takes 80 bytes of a thread's stack: 14 MB of brackets end a 24.10 whose threads have
     1 GiB, and what a thread has once used it keeps. With `MAX_STACK` it is an error at some 800,000
-    brackets. Raises HardenError for any other binary. Triton's source of April 2026 needs it not.
+    brackets. Raises HardenError for any other binary. Triton's source parses without recursion
+    since April 2026.
     """
     if _BUILD not in data:
         raise HardenError("its build is not known")

@@ -1,0 +1,214 @@
+"""Bodies that keep tritonserver busy, beside streams of others: none of these ends early.
+
+And a server whose threads stand still is started again: busy is told from dead.
+"""
+
+import gzip
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from faults.asking import Ask, asks, pieces
+from faults.bounds import assert_promised
+from faults.supervised import Supervision, supervised, wait_line
+from server.sixty_ask import call
+from server.support import PROMPT, Client
+from slipstream_serve.server import server_directory
+
+pytestmark = pytest.mark.triton
+
+NUM_LOADS = 4  # processes that compute beside the server, on two cores
+INFLATED = 400 << 20  # bytes
+PATIENCE_S = 120.0
+CHUNKS = 2_000_000  # of a byte each: they keep the thread for some seconds
+
+
+@pytest.fixture(scope="module")
+def supervision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervision]:
+    if not (server_directory() / "bin" / "tritonserver").is_file():
+        pytest.skip("no tritonserver: make install")
+    with supervised(tmp_path_factory.mktemp("bodies")) as supervision:
+        yield supervision
+
+
+@pytest.fixture(scope="module")
+def client(supervision: Supervision) -> Client:
+    return Client(supervision._server)
+
+
+@pytest.fixture
+def loaded() -> Iterator[None]:
+    """The machine has something else to do on every core."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(NUM_LOADS)]
+    yield
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+class Stream(threading.Thread):
+    """Reads an answer until it is told to leave."""
+
+    def __init__(self, client: Client, ask: Ask) -> None:
+        super().__init__(daemon=True)
+        self.num_pieces = 0
+        self.error = ""
+        self._is_over = threading.Event()
+        self._pieces = pieces(client, replace(ask, end_id=-1), PATIENCE_S)
+
+    def run(self) -> None:
+        try:
+            for _ in self._pieces:
+                self.num_pieces += 1
+                if self._is_over.is_set():
+                    break
+            else:
+                self.error = "it has ended"
+            self._pieces.close()
+        except Exception as error:
+            self.error = repr(error)
+
+    def leave(self) -> None:
+        self._is_over.set()
+        self.join(PATIENCE_S)
+        assert not self.is_alive()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    begin = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - begin < PATIENCE_S
+        time.sleep(0.05)
+
+
+def post(client: Client, path: str, body: bytes, **headers: str) -> tuple[int, str]:
+    address = client.http.removeprefix("http://")
+    with closing(http.client.HTTPConnection(address, timeout=PATIENCE_S)) as connection:
+        connection.request("POST", f"/v2/models/{path}", body, headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+
+
+def inflating(client: Client) -> None:
+    body = gzip.compress(b" " * INFLATED, 1)
+    for path in ("preprocessing/infer", "postprocessing/versions/1/infer"):
+        for _ in range(3):
+            status, said = post(client, path, body, **{"Content-Encoding": "gzip"})
+            assert (status, "Content-Encoding must be identity" in said) == (500, True), said
+
+
+def inflating_over_grpc(client: Client) -> None:
+    asked = (("grpc-internal-encoding-request", "gzip"),)
+    code, said, _ = call(client, "ModelInfer", bytes(INFLATED), asked)
+    assert (code, "Compressed messages are refused" in said) == ("INTERNAL", True), said
+
+
+def brackets(client: Client) -> None:
+    for path in ("preprocessing/infer", "ensemble/generate", "vllm_model/generate_stream"):
+        for body in (b"[" * 10_000_000, b'{"a":' * 4_000_000, b"[" * 60_000_000):
+            status, said = post(client, path, body)
+            assert (status, "nested too deeply" in said) == (500, True), said
+
+
+def long_ids(client: Client) -> None:
+    body = {"input_ids": [999] * 5_000_000, "input_lengths": 5_000_000, "request_output_len": 1}
+    status, said = post(client, "tensorrt_llm/generate", json.dumps(body).encode())
+    assert (status, "INVALID_ARGUMENT" in said) == (400, True), said
+
+
+def tiny_chunks(client: Client) -> None:
+    """They are read, slowly: some seconds, in which this thread answers nobody."""
+    host, port = client.server.endpoints.connectable
+    with socket.create_connection((host, port), PATIENCE_S) as connection:
+        head = b"POST /v2/models/ensemble/generate HTTP/1.1\r\nHost: x\r\n"
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"1\r\n \r\n" * CHUNKS + b"0\r\n\r\n")
+        assert b"The document is empty" in connection.recv(4096)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(
+    "send",
+    [inflating, inflating_over_grpc, brackets, long_ids, tiny_chunks],
+    ids=lambda f: f.__name__,
+)
+def test_no_stream_of_others_ends(
+    supervision: Supervision, client: Client, send: Callable[[Client], None]
+) -> None:
+    """A stream of each model and protocol runs before the bodies and goes on after them."""
+    streams = [Stream(client, ask) for ask in asks(8, 1900)]
+    pid = client.server.pid
+    with supervision.on() as lines:
+        for stream in streams:
+            stream.start()
+        wait_until(lambda: all(stream.num_pieces for stream in streams))
+        send(client)
+        seen = [stream.num_pieces for stream in streams]
+        wait_until(lambda: all(s.num_pieces > n for s, n in zip(streams, seen, strict=True)))
+        assert [stream.error for stream in streams] == [""] * len(streams)
+        for stream in streams:
+            stream.leave()
+        assert not lines
+    assert client.server.pid == pid
+    client.wait_idle(PATIENCE_S)
+
+
+# --- and a server that is dead --------------------------------------------------------------------
+
+# It waits for the threads, as a debugger must: who is killed is not gone before that.
+_HOLD = """
+import ctypes, os, sys
+ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+seize, interrupt, of_all = 0x4206, 0x4207, 0x40000000
+for thread in os.listdir(f"/proc/{sys.argv[1]}/task"):
+    for request in (seize, interrupt):
+        if ptrace(request, int(thread), None, None):
+            sys.exit(os.strerror(ctypes.get_errno()))
+print("held", flush=True)
+while True:
+    try:
+        os.waitpid(-1, of_all)
+    except ChildProcessError:
+        break
+"""
+
+
+@pytest.mark.slow
+def test_a_server_whose_threads_all_wait_is_started_again(
+    supervision: Supervision, client: Client, record_property
+) -> None:
+    """As in a deadlock: the process is alive and not stopped (no SIGSTOP), and never answers."""
+    holders = []
+
+    def measure() -> dict[str, float]:
+        lines.clear()
+        command = [sys.executable, "-c", _HOLD, str(client.server.pid)]
+        holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+        holders.append(holder)
+        assert holder.stdout is not None
+        if holder.stdout.readline() != b"held\n":
+            pytest.skip("no process may hold the threads of another here")
+        begin = time.monotonic()
+        wait_line(lines, "tritonserver did not answer for 3.5 s; started tritonserver again")
+        return {"repaired": time.monotonic() - begin}
+
+    try:
+        with supervision.on() as lines:
+            assert_promised({"repaired": 15.0}, measure, record_property)
+            assert client.generate("ensemble", text_input=PROMPT, max_tokens=2)
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+    assert os.path.exists(f"/proc/{client.server.pid}")
