@@ -16,7 +16,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.cache.kv_format import row_size
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.decoder import Decoder
-from slipstream.models.registry import build
+from slipstream.models.decoder import build
 from slipstream.models.weights import FileSource, Weights
 from slipstream.runner.plan import resolve
 from tokenizers import Tokenizer
@@ -43,7 +43,7 @@ class Model:
         self.device, dims = plan.device, plan.model.dims
         self.num_heads = dims.num_heads
         self.max_tokens = plan.max_model_len // 2
-        source = FileSource(checkpoint, plan.device)
+        source = FileSource(checkpoint, plan.device, plan.model.tensors)
         weights = Weights(source, plan.device, plan.dtype, quantization)
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
         self.windows = plan.model.windows

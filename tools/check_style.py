@@ -129,7 +129,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def families(root: Path) -> re.Pattern[str]:
     """Return a pattern of the names of model families that models/ has architectures of."""
-    text = "".join(path.read_text() for path in sorted((root / MODELS).glob("*.py")))
+    text = "".join(path.read_text() for path in sorted((root / MODELS).rglob("*.py")))
     found = re.findall(r"\b([A-Z][A-Za-z]+)\d*\w*?For(?:CausalLM|ConditionalGeneration)", text)
     names = {re.sub(r"\d.*", "", name) for name in found}
     return re.compile("|".join(sorted(names)) or "(?!)", re.IGNORECASE)

@@ -101,7 +101,7 @@ def is_false(node: ast.AST) -> bool:
 OWN_TABLES = {
     "slipstream_client/cli.py": {"module", "COMMANDS[args.command][0]"},
     "slipstream_client/__init__.py": {"_MODULES[name]"},
-    "slipstream/models/registry.py": {"f'slipstream.models.{_FAMILIES[config.architecture]}'"},
+    "slipstream/models/registry.py": {"f'{families.__name__}.{module.name}'"},
 }
 
 

@@ -12,19 +12,15 @@ from slipstream.config import EngineConfig
 from slipstream.core.batch import Batch, Row
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
+from slipstream.models.registry import family_of, supported
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
 from slipstream.wire import FinishReason, Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
-FAMILIES = {
-    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-}
+_CLASSES = {family_of(name).name: getattr(transformers, name) for name in supported()}
+FAMILIES = {name: (model.config_class, model) for name, model in _CLASSES.items()}
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 LLAMA3 = {
     "rope_type": "llama3",

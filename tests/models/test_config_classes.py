@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 import transformers
-from slipstream.models.config_class import HARMLESS, config_class
-from slipstream.models.registry import supported
+from slipstream.models.config_class import HARMLESS, read_config_class
+from slipstream.models.registry import family_of, supported
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +28,23 @@ def test_the_file_is_what_the_tool_writes(tool: ModuleType) -> None:
     assert data["transformers"] == transformers.__version__
     assert data["shared"] == tool.shared()
     for name in supported():
+        assert family_of(name).config_class == read_config_class(name)
         assert data[name] == tool.of_architecture(name)
     assert tool.text(data) == tool.FILE.read_text()
 
 
 def test_keys_that_change_a_computation_are_there(tool: ModuleType) -> None:
     """Of each source: a field, an old name, an alias, a default in code, every model's modules."""
-    gemma = config_class("Gemma3ForCausalLM")
+    gemma = read_config_class("Gemma3ForCausalLM")
     assert gemma.reads("final_logit_softcapping")
     assert not gemma.is_neutral("final_logit_softcapping", 30.0)
     assert gemma.is_neutral("final_logit_softcapping", None)
     assert gemma.is_neutral("sliding_window_pattern", 6)
     assert gemma.defaults["rope_local_base_freq"] == 10_000.0
-    gpt2 = config_class("GPT2LMHeadModel")
+    gpt2 = read_config_class("GPT2LMHeadModel")
     assert gpt2.reads("num_hidden_layers")
     assert gpt2.reads("scale_attn_by_inverse_layer_idx")
-    llama = config_class("LlamaForCausalLM")
+    llama = read_config_class("LlamaForCausalLM")
     assert llama.reads("per_layer_config")
     assert not llama.is_neutral("is_causal", False)
     assert not llama.reads("final_logit_softcapping")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from models.test_hf import BASE
 from slipstream.errors import CheckpointError
 from slipstream.models.files import tensor_entries
-from slipstream.models.hf import ModelConfig, describe, read_config
+from slipstream.models.hf import describe, read_config
+from slipstream.models.model_config import ModelConfig
 
 T = TypeVar("T")
 KEYS = [

@@ -178,7 +178,7 @@ def test_a_published_gemma_3(tmp_path: Path) -> None:
     assert config.windows == tuple(0 if i % 6 == 5 else 512 for i in range(26))
     assert config.rope == RopeConfig("linear", 1e6, 8.0)
     assert config.local_rope == RopeConfig(theta=1e4)
-    assert config.attention_scale == 168**-0.5
+    assert config.axes.attention_scale == 168**-0.5
     assert config.ties_embeddings
     assert config.dims.head_size == 256
 

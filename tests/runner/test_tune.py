@@ -18,7 +18,7 @@ from slipstream.kernels.gemm import search, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, Shape
 from slipstream.kernels.gemm.sm90 import skinny
 from slipstream.kernels.gemm.tuning import Choices, Machine, Product
-from slipstream.models.registry import build
+from slipstream.models.decoder import build
 from slipstream.models.weights import RandomSource, Weights
 from slipstream.runner import tune
 from slipstream.runner.plan import resolve

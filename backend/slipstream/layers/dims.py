@@ -35,22 +35,3 @@ class Dims:
     num_kv_heads: int
     head_size: int
     eps: float
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all matrices (norms and biases left out), the embedding counted twice."""
-        qkvo = 2 * (self.num_heads + self.num_kv_heads) * self.head_size * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (qkvo + mlp) + 2 * self.vocab_size * self.hidden_size
-
-    @property
-    def attention_doubles_at(self) -> int:
-        """Tokens before one with which its attention is as many operations as its matrices."""
-        qkvo = 2 * (self.num_heads + self.num_kv_heads) * self.head_size * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return (qkvo + mlp) // (2 * self.num_heads * self.head_size)
-
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size

@@ -10,10 +10,11 @@ def check_tensors(directory: Path) -> None:
     """
     import torch
 
+    from slipstream.models.decoder import build
     from slipstream.models.hf import read_config
-    from slipstream.models.registry import build
     from slipstream.models.weights import ShapeSource, Weights
 
     # Built where tensors have shapes and no numbers, by the code that loads it for good.
-    weights = Weights(ShapeSource(directory), torch.device("meta"), torch.float32)
-    build(read_config(directory), weights, max_model_len=1)
+    config = read_config(directory)
+    source = ShapeSource(directory, config.tensors)
+    build(config, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)

@@ -55,7 +55,7 @@ def _data() -> dict[str, Any]:
     return classes
 
 
-def config_class(architecture: str) -> ConfigClass:
+def read_config_class(architecture: str) -> ConfigClass:
     """The class of an architecture that transformers has."""
     own, shared = _data()[architecture], _data()["shared"]
     theta = own["default_theta"]

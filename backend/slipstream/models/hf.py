@@ -5,17 +5,19 @@ architecture reads it. Of those, a key that is not implemented must ask for noth
 is ignored, as transformers does, and named in `ModelConfig.ignored`. No torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.errors import CheckpointError
-from slipstream.layers.dims import Dims, RopeConfig
+from slipstream.layers.dims import Dims
+from slipstream.models.axes import Axes
 from slipstream.models.cache_scheme import says_fp8
-from slipstream.models.config_class import HARMLESS, ConfigClass, config_class
+from slipstream.models.config_class import HARMLESS, ConfigClass
+from slipstream.models.family import Family
 from slipstream.models.files import read_json, tensor_entries
+from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
-from slipstream.models.registry import supported
-from slipstream.models.ropes import read_rope, read_ropes
+from slipstream.models.registry import family_of, supported
 from slipstream.models.windows import read_windows
 
 # Read of every architecture. Windows too: transformers' cache has them where a model has none.
@@ -28,54 +30,9 @@ _READ = words(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Where the configuration of an architecture differs from others'."""
-
-    keys: frozenset[str] = frozenset()  # read beside those of all families
-    activation: str = "hidden_act"  # the key,
-    activations: tuple[str, ...] = ("silu", "swish")  # and what it may say
-    has_windows: bool = True
-    has_local_rope: bool = False
-
-
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(
-        words("attention_bias mlp_bias use_sliding_window max_window_layers"), has_windows=False
-    ),
-    "Qwen2ForCausalLM": _Family(words("use_sliding_window max_window_layers")),
-    "Qwen3ForCausalLM": _Family(words("attention_bias use_sliding_window max_window_layers")),
-    "MistralForCausalLM": _Family(),
-    "Gemma3ForCausalLM": _Family(
-        words("attention_bias query_pre_attn_scalar rope_local_base_freq sliding_window_pattern"),
-        "hidden_activation",
-        ("gelu_pytorch_tanh",),
-        has_local_rope=True,
-    ),
-}
 _MOST_LAYERS = 10_000  # what is read of each layer stays small
 _MOST_NAMES = 32  # of ignored keys in a line
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """What a family needs to build the decoder; all of it honoured."""
-
-    architecture: str
-    dims: Dims
-    rope: RopeConfig
-    local_rope: RopeConfig  # of layers with a window
-    windows: tuple[int, ...]  # of layers: how many tokens a query sees, itself included; 0: all
-    attention_scale: float | None  # of the products of queries and keys, if not head_size ** -0.5
-    max_positions: int
-    attention_bias: bool
-    mlp_bias: bool
-    ties_embeddings: bool
-    dtype: str | None  # the checkpoint's own, if config.json says
-    eos_ids: tuple[int, ...]
-    fp8_cache: bool  # whether the checkpoint says that its cache is to be e4m3
-    ignored: tuple[str, ...]  # keys of config.json that change nothing, here or in transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +57,12 @@ def _architecture(config: Reader) -> str:
     return str(names[0])
 
 
-def _keep_read(config: Reader, family: _Family, cls: ConfigClass) -> None:
+def _keep_read(config: Reader, family: Family) -> None:
     """Leave in `config` the keys that are read, with their defaults.
 
     Raises `CheckpointError` for a key that asks for what is not implemented.
     """
-    known = _READ | family.keys | {family.activation}
+    known, cls = _READ | family.keys, family.config_class
     for key, value in config.data.items():
         if key in known or key in HARMLESS:
             continue
@@ -150,6 +107,15 @@ def _dims(config: Reader) -> Dims:
     )
 
 
+def _axes(config: Reader, family: Family) -> Axes:
+    """The family's own, with the activation that the file says."""
+    key, known = family.activation_key, family.activations
+    name = config.get(key)
+    if not isinstance(name, str) or name not in known:
+        raise config.refusal(key, f"is not implemented; {' or '.join(known)} is")
+    return replace(family.axes(config), activation=known[name])
+
+
 def _eos_ids(config: Reader, directory: Path, vocab_size: int) -> tuple[int, ...]:
     """Ids that end a text: generation_config.json's, else config.json's.
 
@@ -187,36 +153,27 @@ def read_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{directory}: no config.json: not a Hugging Face checkpoint")
     config = Reader(read_json(directory / "config.json"), str(directory / "config.json"))
     architecture = _architecture(config)
-    family, cls = _FAMILIES[architecture], config_class(architecture)
-    _check_model_type(config, cls)
-    _keep_read(config, family, cls)
-    if config.get(family.activation) not in family.activations:
-        raise config.refusal(family.activation, f"is not implemented; {family.activations[0]} is")
+    family = family_of(architecture)
+    _check_model_type(config, family.config_class)
+    _keep_read(config, family)
     dims = _dims(config)
     windows = read_windows(config, dims.num_layers)
     if any(windows) and not family.has_windows:
         key = "sliding_window" if config.has("sliding_window") else "layer_types"
         raise config.refusal(key, f"is in use, which {architecture} does not know")
     max_positions = config.whole("max_position_embeddings")
-    if family.has_local_rope:
-        rope, local_rope = read_ropes(config, max_positions)
-    else:
-        rope = local_rope = read_rope(config, max_positions)
+    rope, local_rope = family.read_ropes(config, max_positions)
     if rope.kind == "yarn":  # a checkpoint may state the context before stretching
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
-    scale = None
-    if config.has("query_pre_attn_scalar"):
-        scale = config.positive("query_pre_attn_scalar") ** -0.5
     return ModelConfig(
         architecture=architecture,
         dims=dims,
+        axes=_axes(config, family),
+        tensors=family.tensors,
         rope=rope,
         local_rope=local_rope,
         windows=windows,
-        attention_scale=scale,
         max_positions=max_positions,
-        attention_bias=config.flag("attention_bias", default=False),
-        mlp_bias=config.flag("mlp_bias", default=False),
         ties_embeddings=config.flag("tie_word_embeddings", default=False),
         dtype=_dtype(config),
         eos_ids=_eos_ids(config, directory, dims.vocab_size),

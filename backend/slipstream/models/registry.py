@@ -1,31 +1,27 @@
-"""Which architectures are served, and the file that builds each. Imports torch only to build."""
+"""Which architectures are served: those of the files in `families/`. No torch."""
 
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pkgutil import iter_modules
 
-if TYPE_CHECKING:
-    from slipstream.layers.decoder import Decoder
-    from slipstream.models.hf import ModelConfig
-    from slipstream.models.weights import Weights
+from slipstream.models import families
+from slipstream.models.family import Family, registered
 
-# `architectures` of config.json -> module of this package with a `build`.
-_FAMILIES = {
-    "Gemma3ForCausalLM": "gemma3",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+
+@cache
+def _import_families() -> None:
+    """Each file registers its family."""
+    for module in iter_modules(families.__path__):
+        import_module(f"{families.__name__}.{module.name}")
 
 
 def supported() -> tuple[str, ...]:
     """Names that `config.json` may give as its architecture."""
-    return tuple(_FAMILIES)
+    _import_families()
+    return tuple(sorted(registered()))
 
 
-def build(config: "ModelConfig", weights: "Weights", max_model_len: int) -> "Decoder":
-    """The decoder, weights in; `CheckpointError` if a tensor is missing, wrong or left over."""
-    family = import_module(f"slipstream.models.{_FAMILIES[config.architecture]}")
-    decoder: Decoder = family.build(config, weights, max_model_len)
-    weights.finish()
-    return decoder
+def family_of(architecture: str) -> Family:
+    """The family of a supported architecture."""
+    _import_families()
+    return registered()[architecture]

@@ -23,14 +23,15 @@ _OTHER_KEYS = words("short_factor long_factor alpha mrope_section").union(*_ROPE
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 
 
-def read_rope(config: Reader, max_positions: int) -> RopeConfig:
-    """Of all layers: in `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
+def read_rope(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
+    """One for all layers, twice: `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     new, old = config.child("rope_parameters"), config.child("rope_scaling")
     if new.data and old.data and new.data != old.data:
         raise config.refusal("rope_scaling", "contradicts rope_parameters")
     rope = new if new.data else old
     _check_theta(config, "rope_theta", rope)
-    return _rope(config, rope, config.positive("rope_theta"), max_positions)
+    one = _rope(config, rope, config.positive("rope_theta"), max_positions)
+    return one, one
 
 
 def read_ropes(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConfig]:

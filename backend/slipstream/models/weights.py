@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slipstream.errors import CheckpointError
+from slipstream.models.axes import TensorNames
 from slipstream.models.files import TensorEntry, tensor_entries
 from slipstream.models.reading import Region, TensorReader
 
@@ -27,8 +28,6 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# Buffers that old checkpoints saved and that are computed from config.json.
-_HARMLESS_LEFTOVERS = (".rotary_emb.inv_freq",)
 _MOST = 64  # powers of two: a scale is no further from 1, so that quotients are exact
 
 
@@ -49,19 +48,21 @@ class Source(Protocol):
 
 
 class _Checkpoint:
-    """What the files of a directory hold, and what of it was asked for."""
+    """What the files of a directory hold, and what of it was read, by the decoder's names."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tensors: TensorNames) -> None:
         self._directory = directory
+        self._tensors = tensors
         self._entries = tensor_entries(directory)
         self._unread = set(self._entries)
 
     def has(self, name: str) -> bool:
         """Whether a file holds the tensor."""
-        return name in self._entries
+        return self._tensors.stored(name) in self._entries
 
     def _take(self, name: str, shape: Sequence[int]) -> TensorEntry:
         """Where the tensor lies; `CheckpointError` if nowhere, or not as it is needed."""
+        name = self._tensors.stored(name)
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self._directory}: tensor {name} is missing")
@@ -77,10 +78,11 @@ class _Checkpoint:
 
     def number(self, name: str) -> float:
         """The scale that a tensor of one number is."""
-        entry = self._entries.get(name)
+        stored = self._tensors.stored(name)
+        entry = self._entries.get(stored)
         if entry is not None and math.prod(entry.shape) != 1:
             raise CheckpointError(
-                f"{entry.file}: tensor {name} is {list(entry.shape)}: a scale is one number"
+                f"{entry.file}: tensor {stored} is {list(entry.shape)}: a scale is one number"
             )
         entry = self._take(name, entry.shape if entry else ())
         with entry.file.open("rb") as file:
@@ -89,14 +91,14 @@ class _Checkpoint:
         scale = torch.frombuffer(number, dtype=_DTYPES[entry.dtype]).float().item()
         if not 2.0**-_MOST <= scale <= 2.0**_MOST:
             raise CheckpointError(
-                f"{entry.file}: tensor {name} = {scale:g} is not a scale: a number of "
+                f"{entry.file}: tensor {stored} = {scale:g} is not a scale: a number of "
                 f"2 ** -{_MOST} to 2 ** {_MOST}"
             )
         return scale
 
     def finish(self) -> None:
         """Refuse tensors nobody asked for."""
-        left = sorted(name for name in self._unread if not name.endswith(_HARMLESS_LEFTOVERS))
+        left = sorted(name for name in self._unread if not name.endswith(self._tensors.unread))
         if left:
             file = self._entries[left[0]].file
             raise CheckpointError(
@@ -116,8 +118,8 @@ class ShapeSource(_Checkpoint):
 class FileSource(_Checkpoint):
     """The tensors of a checkpoint directory, on their way to `device`."""
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, device: torch.device, tensors: TensorNames) -> None:
+        super().__init__(directory, tensors)
         self._reader = TensorReader(device)
         self._extremes: list[Tensor] = []  # least and largest number of each tensor
         self._read: list[tuple[str, Path]] = []  # and whose they are
@@ -136,7 +138,7 @@ class FileSource(_Checkpoint):
         """Copy the tensors into `outs`, converting their dtypes."""
         entries = [self._take(name, out.shape) for name, out in zip(names, outs, strict=True)]
         regions = [
-            Region(name, entry.file, entry.begin, _DTYPES[entry.dtype])
+            Region(self._tensors.stored(name), entry.file, entry.begin, _DTYPES[entry.dtype])
             for name, entry in zip(names, entries, strict=True)
         ]
         self._reader.read(regions, outs)
@@ -194,6 +196,30 @@ class RandomSource:
     def finish(self) -> None:
         """Nothing can be left over."""
         _log.info("drew random weights")
+
+
+class SizeSource:
+    """Counts the elements of matrices; there are no numbers and no files."""
+
+    def __init__(self) -> None:
+        self.elements: dict[str, int] = {}
+
+    def has(self, name: str) -> bool:
+        """Nothing optional is counted."""
+        return False
+
+    def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
+        """Note the sizes of `outs`, which may lie on torch's device `meta`."""
+        for name, out in zip(names, outs, strict=True):
+            if out.ndim > 1:
+                self.elements[name] = out.numel()
+
+    def number(self, name: str) -> float:
+        """No scale is counted."""
+        raise CheckpointError(f"{name} has no number")
+
+    def finish(self) -> None:
+        """Nothing can be left over."""
 
 
 class Weights:

@@ -12,7 +12,7 @@ from slipstream.layers.attention import Attention
 from slipstream.layers.cache_scales import are_among
 from slipstream.layers.decoder import Decoder
 from slipstream.models.files import tensor_entries
-from slipstream.models.hf import ModelConfig
+from slipstream.models.model_config import ModelConfig
 
 _log = logging.getLogger(__name__)
 

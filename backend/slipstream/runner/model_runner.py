@@ -18,8 +18,8 @@ from slipstream.kvcache.host import Mover
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.sliced import ROWS
 from slipstream.layers.streaming import stream
-from slipstream.models.registry import build
-from slipstream.models.weights import FileSource, RandomSource, Weights
+from slipstream.models.decoder import build
+from slipstream.models.weights import FileSource, RandomSource, Source, Weights
 from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.graphs import Buckets, Graphs
 from slipstream.runner.memory import left_on_gpu, num_blocks
@@ -42,9 +42,10 @@ _EDIT_BYTES = 1 << 20  # of a step with a graph
 
 
 def _load(plan: Plan) -> Weights:
-    is_random = plan.config.load_format == "random"
-    source = RandomSource(plan.device) if is_random else FileSource(plan.checkpoint, plan.device)
     config = plan.config
+    source: Source = RandomSource(plan.device)
+    if config.load_format != "random":
+        source = FileSource(plan.checkpoint, plan.device, plan.model.tensors)
     return Weights(source, plan.device, plan.dtype, config.quantization, config.deterministic)
 
 
@@ -98,7 +99,7 @@ class ModelRunner:
         self.max_model_len = plan.max_model_len
         self.max_in_flight = plan.max_in_flight
         self.window = window = plan.window
-        self.attention_doubles_at = plan.model.dims.attention_doubles_at
+        self.attention_doubles_at = plan.attention_doubles_at
         self._num_heads = plan.model.dims.num_heads
         places = plan.groups.places
         # Of each layer its table and window, and its place in the cache.

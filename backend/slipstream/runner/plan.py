@@ -22,13 +22,14 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.cache.kv_format import name_of, row_size
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.runtime import jit
-from slipstream.models.hf import ModelConfig, ignored_keys, read_config, weights_dtype
+from slipstream.models.decoder import Sizes, sizes
+from slipstream.models.hf import ignored_keys, read_config, weights_dtype
+from slipstream.models.model_config import ModelConfig
 from slipstream.runner.cache_dtype import cache_dtype
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _MIN_THREADED_HIDDEN_SIZE = 768
-_NORMS_PLUS_ONE = {"Gemma3ForCausalLM"}  # no e4m3 kernel has such norms
 ENDLESS = 2**31 - 1  # tokens: sequences of an `attention_window` may have so many
 
 
@@ -40,6 +41,7 @@ class Plan:
     checkpoint: Path
     model_name: str
     model: ModelConfig
+    sizes: Sizes
     device: torch.device
     dtype: torch.dtype
     cache_dtype: torch.dtype
@@ -56,6 +58,12 @@ class Plan:
         d = self.model.dims
         num_rows = self.block_size * 2 * self.groups.size * d.num_kv_heads
         return num_rows * row_size(self.cache_dtype, d.head_size) * self.cache_dtype.itemsize
+
+    @property
+    def attention_doubles_at(self) -> int:
+        """Tokens before one with which its attention is as many operations as its matrices."""
+        d = self.model.dims
+        return self.sizes.blocks // (d.num_layers * 2 * d.num_heads * d.head_size)
 
     @property
     def max_in_flight(self) -> int:
@@ -185,8 +193,11 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
 
 def _check_fp8(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     """What the e4m3 kernels need of a GPU and a model; the CPU takes any size."""
-    if model.architecture in _NORMS_PLUS_ONE:
-        raise ConfigError(f"quantization = 'fp8' is not implemented for {model.architecture}")
+    if not model.axes.has_fp8:
+        raise ConfigError(
+            f"quantization = 'fp8' is not implemented for {model.architecture}: its norms or its "
+            "activation have no e4m3 kernels"
+        )
     if device.type == "cpu":
         return
     asked, d = "quantization = 'fp8' on a GPU", model.dims
@@ -248,12 +259,11 @@ def _check_streaming(
         )
 
 
-def _weight_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+def _weight_bytes(plan: Plan) -> int:
     """Of all matrices; embedding and head are never quantised."""
-    d = model.dims
-    outer = 2 * d.vocab_size * d.hidden_size
-    size = 1 if config.quantization == "fp8" else dtype.itemsize
-    return outer * dtype.itemsize + (d.num_parameters - outer) * size
+    item = plan.dtype.itemsize
+    size = 1 if plan.config.quantization == "fp8" else item
+    return plan.sizes.outside * item + plan.sizes.blocks * size
 
 
 def available_on_host() -> int:
@@ -300,7 +310,7 @@ def _check_memory(plan: Plan) -> None:
     wanted = plan.blocks_of(config.kv_cache_tokens) * plan.block_bytes
     is_cuda = plan.device.type == "cuda"
     free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else available
-    free = max(0, free - _weight_bytes(config, plan.model, plan.dtype))
+    free = max(0, free - _weight_bytes(plan))
     if wanted > free:
         raise ConfigError(
             f"kv_cache_tokens = {config.kv_cache_tokens} takes {wanted / 1e9:.2f} GB, but "
@@ -364,6 +374,7 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
         checkpoint=checkpoint,
         model_name=config.model or checkpoint.resolve().name,
         model=model,
+        sizes=sizes(model),
         device=device,
         dtype=dtype,
         cache_dtype=cache_dtype(config, model, device, dtype),

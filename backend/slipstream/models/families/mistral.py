@@ -1,0 +1,11 @@
+"""Mistral (Jiang et al., 2023): Llama in which a query sees a window of the newest tokens."""
+
+from slipstream.models.axes import Axes
+from slipstream.models.family import family
+from slipstream.models.reader import Reader
+
+
+@family("MistralForCausalLM")
+def mistral(config: Reader) -> Axes:
+    """No key of a file changes them."""
+    return Axes()

@@ -1,0 +1,11 @@
+"""Qwen2 and 2.5 (Yang et al., 2024): Llama with biases on q, k and v alone."""
+
+from slipstream.models.axes import Axes
+from slipstream.models.family import family
+from slipstream.models.reader import Reader
+
+
+@family("Qwen2ForCausalLM", keys="use_sliding_window max_window_layers")
+def qwen2(config: Reader) -> Axes:
+    """No key of a file changes them."""
+    return Axes(qkv_bias=True)

@@ -1,0 +1,120 @@
+"""A family is one file: a made-up one is served, and sizes come from the model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models.checkpoints import (
+    FAMILIES,
+    Driver,
+    Generation,
+    edit_config,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from safetensors.torch import load_file, save_file
+from slipstream.errors import CheckpointError
+from slipstream.models import family as families
+from slipstream.models.axes import Axes, TensorNames
+from slipstream.models.check import check_tensors
+from slipstream.models.config_class import ConfigClass, read_config_class
+from slipstream.models.decoder import sizes
+from slipstream.models.family import family
+from slipstream.models.hf import read_config
+from slipstream.models.reader import Reader
+
+NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.layers": "transformer.h",
+    "model.norm": "transformer.ln_f",
+    "self_attn": "attn",
+    "self_attn.o_proj": "attn.dense",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "input_layernorm",  # as another tensor is called elsewhere
+}
+STORED = {
+    "model.layers.1.self_attn.o_proj.weight": "transformer.h.1.attn.dense.weight",
+    "model.layers.0.self_attn.q_proj.weight": "transformer.h.0.attn.q_proj.weight",
+    "model.layers.0.post_attention_layernorm.weight": "transformer.h.0.input_layernorm.weight",
+    "model.layers.0.input_layernorm.weight": "transformer.h.0.ln_1.weight",
+    "model.layers.10.mlp.down_proj.weight": "transformer.h.10.mlp.down_proj.weight",
+    "model.norm.weight": "transformer.ln_f.weight",
+    "model.normal.weight": "model.normal.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+
+
+@pytest.mark.parametrize(("name", "stored"), STORED.items())
+def test_names_are_replaced_by_whole_parts_and_once(name: str, stored: str) -> None:
+    assert TensorNames(NAMES).stored(name) == stored
+    assert TensorNames().stored(name) == name
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen 2 with other names, and a key for its biases; transformers does not have it."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families.registered()))
+    own = read_config_class("Qwen2ForCausalLM").defaults
+    config_class = ConfigClass(("made_up",), {**own, "qkv_bias": True, "twist": 0.0})
+
+    @family(
+        "MadeUpForCausalLM",
+        keys="qkv_bias use_sliding_window max_window_layers",
+        tensors=TensorNames(NAMES, unread=(".attn.bias",)),
+        config_class=config_class,
+    )
+    def made_up(config: Reader) -> Axes:
+        return Axes(qkv_bias=config.flag("qkv_bias", default=True))
+
+
+def renamed(directory: Path) -> Path:
+    """A checkpoint of the made-up family."""
+    save(make_model("qwen2", hidden_size=64), directory)
+    path = directory / "model.safetensors"
+    tensors = {TensorNames(NAMES).stored(k): v for k, v in load_file(path).items()}
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8)  # a mask, as GPT-2's files have
+    save_file(tensors, path, metadata={"format": "pt"})
+    edit_config(directory, architectures=["MadeUpForCausalLM"], model_type="made_up")
+    return directory
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_made_up_family_of_one_file(tmp_path: Path) -> None:
+    """Its keys, axes, names and leftovers are all honoured; logits are those of its twin."""
+    directory = renamed(tmp_path / "new")
+    check_tensors(directory)
+    generation = Generation(random_prompts([20])[0], 1)
+    driver = Driver(make_runner(directory), keep_logits=True)
+    driver.finish([generation])
+    with torch.no_grad():
+        expected = make_model("qwen2", hidden_size=64)(torch.tensor([generation.prompt])).logits
+    assert (generation.logits[0] - expected[0, -1]).abs().max() <= 1e-4
+    edit_config(directory, twist=0.5)
+    with pytest.raises(CheckpointError, match=r"twist = 0\.5 is not implemented"):
+        read_config(directory)
+    edit_config(directory, twist=0.0, qkv_bias=False)
+    with pytest.raises(CheckpointError, match=r"attn\.k_proj\.bias .* has no place"):
+        check_tensors(directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("transformer.h.1.attn.dense.weight")
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"transformer\.h\.1\.attn\.dense\.weight is missing"):
+        check_tensors(directory)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_sizes_are_those_of_the_model(name: str, is_tied: bool, tmp_path: Path) -> None:
+    model = make_model(name, tie_word_embeddings=is_tied, num_hidden_layers=3)
+    directory = tmp_path
+    model.config.architectures = [type(model).__name__]
+    (directory / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+    counted = sizes(read_config(directory))
+    matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
+    inside = sum(size for name, size in matrices.items() if ".layers." in name)
+    assert counted.blocks == inside
+    assert counted.outside == sum(matrices.values()) - inside
