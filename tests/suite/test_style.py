@@ -53,7 +53,7 @@ def plant(root: Path, path: str, source: str) -> None:
     ],
 )
 def test_what_is_planted_is_found(style, tmp_path, path, source, rule, line) -> None:
-    plant(tmp_path, "backend/slipstream/models/families.py", FAMILY_FILE)
+    plant(tmp_path, "backend/slipstream/models/families/llama.py", FAMILY_FILE)
     plant(tmp_path, path, source)
     found = [(one.rule.name, one.path, one.line) for one in style.findings(tmp_path)]
     assert found == [(rule, path, line)]
@@ -65,13 +65,13 @@ def test_what_is_planted_is_found(style, tmp_path, path, source, rule, line) -> 
         (ENGINE, '"""Return the block whose users who wait are few; Often one, of a request."""\n'),
         (ENGINE, "message = 'who is told of products'\n"),
         (ENGINE, "def start(): ...\n\n\ndef widest(): ...\n"),
-        ("backend/slipstream/models/llama.py", "# Llama and Qwen3\n"),
+        ("backend/slipstream/models/families/qwen.py", "# Llama and Qwen3\n"),
         (KERNEL, "int who = products;\n"),
         ("tests/engine/test_a.py", '"""Of a test."""\nfrom fixtures.crashes import b\n'),
     ],
 )
 def test_what_is_right_is_not_found(style, tmp_path, path, source) -> None:
-    plant(tmp_path, "backend/slipstream/models/families.py", FAMILY_FILE)
+    plant(tmp_path, "backend/slipstream/models/families/llama.py", FAMILY_FILE)
     plant(tmp_path, path, source)
     assert style.findings(tmp_path) == []
 
