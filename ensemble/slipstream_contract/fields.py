@@ -66,7 +66,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Field(msgspec.Struct, frozen=True):
-    """One line of the table. The kind of value, and its default, are the annotation's own."""
+    """A line of the table. The kind of value, and its default, are the annotation's own."""
 
     help: str
     bounds: Bounds | None = None  # of the engine; None: it is no number

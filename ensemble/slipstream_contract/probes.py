@@ -17,7 +17,7 @@ MAX_PROMPT_TOKENS = 32
 
 
 class Probe(StrEnum):
-    """Who answers a probe."""
+    """The part of a server that answers a probe."""
 
     NONE = "none"  # the request is a client's
     PROCESS = "process"

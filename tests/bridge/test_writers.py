@@ -15,8 +15,9 @@ from slipstream.bridge.pieces import merge
 from slipstream.bridge.text import Text
 from slipstream.bridge.vllm import VllmWriter
 from slipstream_contract.ids import pack
+from slipstream_contract.request import GenerateRequest, ResponseOptions
 from slipstream_contract.sampling import SamplingParams
-from slipstream_contract.schemas.trtllm import LlmRequest, text_request
+from slipstream_contract.schemas.trtllm import text_request
 from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.stream_state import StreamState
 from slipstream_postprocessing.detokenize import detokenize
@@ -55,6 +56,11 @@ def cut(ids: list[int], places: list[int], drop_bytes: int = 0, index: int = 0):
     return [*told, last]
 
 
+def token_request(ids: list[int], **options: bool) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=9)
+    return GenerateRequest(prompt=pack(ids), sampling=sampling, options=ResponseOptions(**options))
+
+
 def text_inputs(**more: object) -> dict[str, np.ndarray]:
     inputs = {"text_input": np.array([b"a"], dtype=object), "max_tokens": np.array([9], np.int32)}
     return inputs | {name: np.array([value]) for name, value in more.items()}
@@ -73,9 +79,7 @@ def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places, other_place
     ids = TEXT.encode(text) if text else []
     ids = [i for i in ids if i not in TEXT.vocab.special]
     tokens = cut(ids, places)
-    request = LlmRequest(
-        pack([1, 2]), SamplingParams(max_tokens=9), streaming=True, return_num_output_tokens=True
-    )
+    request = token_request([1, 2], is_streaming=True, num_output_tokens=True)
     composed = ComposedWriter(request, VOCAB, IDS, None, None)
     asked = text_request(text_inputs(stream=True, return_num_output_tokens=True), {})
     fused = FusedWriter(asked, [1], TEXT.begin(), None, None)
@@ -136,7 +140,7 @@ def test_pieces_that_are_merged_are_the_whole(ids, places):
 
 
 def test_the_prompt_comes_first_where_it_is_echoed():
-    request = LlmRequest(pack([7, 8]), SamplingParams(max_tokens=9))
+    request = token_request([7, 8], echo=True)
     outputs = ComposedWriter(request, VOCAB, IDS, 3, 1).write(cut([9, 10], []), True, None)
     assert outputs["output_ids"].tolist() == [[[7, 8, 9, 10]]]
     assert outputs["sequence_length"].tolist() == [[4]]
@@ -149,7 +153,7 @@ def test_the_prompt_comes_first_where_it_is_echoed():
 
 def test_a_cut_word_loses_its_bytes_in_both_wirings():
     ids = TEXT.encode("abc defg")
-    request = LlmRequest(pack([1]), SamplingParams(max_tokens=9), streaming=True)
+    request = token_request([1], is_streaming=True)
     tokens = cut(ids, [], drop_bytes=1)
     outputs = ComposedWriter(request, VOCAB, STATE, None, None).write(tokens, True, None)
     assert outputs.keys() == STATE  # nobody reads the ids twice

@@ -72,7 +72,7 @@ class Server:
             row = {name: array[0] for name, array in arrays.items()}
             ids, _ = self._text.encode_request(text_request(row, {}))
         else:
-            ids, _ = self._text.encode_vllm(vllm_request(arrays, {}))
+            ids, _ = self._text.encode_request(vllm_request(arrays, {}))
         self.prompts.append(ids)
         return Answer([Chunk(text=ANSWER)])
 

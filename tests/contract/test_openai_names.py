@@ -15,7 +15,7 @@ from slipstream_contract.tensors import MODELS
 
 def of_text(parameters: dict[str, object], max_tokens: int = 2000) -> Any:
     inputs = inputs_of(MODELS["tensorrt_llm_bls"], text_input="a", max_tokens=max_tokens)
-    return text_request(inputs, parameters).base
+    return text_request(inputs, parameters).sampling
 
 
 def of_tokens(parameters: dict[str, object], max_tokens: int = 2000) -> Any:
@@ -26,13 +26,13 @@ def of_tokens(parameters: dict[str, object], max_tokens: int = 2000) -> Any:
 
 def of_vllm(parameters: dict[str, object], max_tokens: int = 2000) -> Any:
     given = {"max_tokens": max_tokens} | parameters
-    return vllm_request(inputs_of(MODELS["vllm_model"], text_input="a"), given).base
+    return vllm_request(inputs_of(MODELS["vllm_model"], text_input="a"), given).sampling
 
 
 def of_vllm_json(parameters: dict[str, object], max_tokens: int = 2000) -> Any:
     text = json.dumps({"max_tokens": max_tokens} | parameters)
     inputs = inputs_of(MODELS["vllm_model"], text_input="a", sampling_parameters=text)
-    return vllm_request(inputs, {}).base
+    return vllm_request(inputs, {}).sampling
 
 
 EVERY = pytest.mark.parametrize("ask", [of_text, of_tokens, of_vllm, of_vllm_json])
@@ -51,7 +51,7 @@ def test_of_two_bounds_on_the_output_the_smaller_holds(ask: Any) -> None:
 
 def test_vllm_needs_no_other_bound() -> None:
     inputs = inputs_of(MODELS["vllm_model"], text_input="a")
-    assert vllm_request(inputs, {"max_completion_tokens": 33}).base.max_tokens == 33
+    assert vllm_request(inputs, {"max_completion_tokens": 33}).sampling.max_tokens == 33
 
 
 @EVERY
@@ -72,7 +72,7 @@ def test_names_without_effect(ask: Any, name: str) -> None:
 
 def test_names_without_effect_stand_beside_the_sampling_parameters() -> None:
     inputs = inputs_of(MODELS["vllm_model"], text_input="a", sampling_parameters='{"top_k": 3}')
-    assert vllm_request(inputs, {"user": "u-1"}).base.top_k == 3
+    assert vllm_request(inputs, {"user": "u-1"}).sampling.top_k == 3
     with pytest.raises(ContractError, match="'max_completion_tokens' beside sampling_parameters"):
         vllm_request(inputs, {"max_completion_tokens": 3})
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream_contract import limits
 from slipstream_contract.errors import Code, ContractError
-from slipstream_contract.schemas.trtllm import LlmRequest, TextRequest, llm_request, text_request
+from slipstream_contract.request import GenerateRequest
+from slipstream_contract.schemas.trtllm import llm_request, text_request
 from slipstream_contract.tensors import MODELS, TO_LLM
 from slipstream_contract.words import pack_word_list
 
@@ -25,19 +26,19 @@ class Vocabulary:
         return bytes([token_id]) if token_id < 256 else b"<end>" if token_id == 300 else b""
 
 
-def ask_text(parameters=(), **values) -> TextRequest:
+def ask_text(parameters=(), **values) -> GenerateRequest:
     asked = {"text_input": "def f(", "max_tokens": 8} | values
     return text_request(inputs_of(TEXT, **asked), dict(parameters))
 
 
-def ask_llm(parameters=(), vocab=None, end_ids=(), **values) -> LlmRequest:
+def ask_llm(parameters=(), vocab=None, end_ids=(), **values) -> GenerateRequest:
     asked = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 8} | values
     return llm_request(inputs_of(LLM, **asked), dict(parameters), vocab, end_ids=end_ids)
 
 
 def ask_both(**values):
     """The sampling parameters of a request to either model, which must agree."""
-    text = ask_text(**values).sampling(())
+    text = ask_text(**values).encoded(())
     llm = ask_llm(**{TO_LLM_NAMES.get(name, name): value for name, value in values.items()})
     assert llm.sampling == text
     return text
@@ -49,9 +50,9 @@ def ask_both(**values):
 def test_a_bare_request_is_greedy_and_echoes():
     request = ask_text()
     assert request.text == "def f("
-    assert not request.streaming
-    assert not request.exclude_input_in_output
-    sampling = request.sampling([7, 9])
+    assert not request.options.is_streaming
+    assert request.options.echo
+    sampling = request.encoded([7, 9])
     assert sampling.max_tokens == 8
     assert sampling.temperature == 0
     assert sampling.end_ids == (7, 9)
@@ -83,7 +84,7 @@ def test_what_top_k_top_p_and_temperature_mean(asked, expected):
 
 
 def test_min_p_is_a_parameter_and_asks_for_sampling():
-    for request in (ask_text({"min_p": 0.25}).base, ask_llm({"min_p": "0.25"}).sampling):
+    for request in (ask_text({"min_p": 0.25}).sampling, ask_llm({"min_p": "0.25"}).sampling):
         assert (request.temperature, request.min_p) == (1.0, 0.25)
     with pytest.raises(ContractError, match=r"min_p is 1\.5, not a finite number from 0 to 1"):
         ask_text({"min_p": 1.5})
@@ -137,7 +138,7 @@ def test_parameters_stand_for_inputs_under_either_name():
     expected = ask_llm(runtime_top_k=4, streaming=True).sampling
     assert ask_llm({"top_k": 4, "stream": True}).sampling == expected
     assert ask_llm({"runtime_top_k": "4", "streaming": "true"}).sampling == expected
-    assert ask_text({"top_k": 4, "stream": True}).streaming
+    assert ask_text({"top_k": 4, "stream": True}).options.is_streaming
 
 
 def test_whether_special_tokens_are_added_is_said_by_the_request_or_the_model():
@@ -305,8 +306,8 @@ def test_every_text_arrives_nul_characters_included(text):
 
 def test_empty_words_are_left_out():
     request = ask_text(stop_words=["", "\n", ""], bad_words=[""], text_input="a\0b")
-    assert request.base.stop_words == (b"\n",)
-    assert request.bad_words == ()
+    assert request.sampling.stop_words == (b"\n",)
+    assert request.words.bad == ()
     assert request.text == "a\0b"
 
 
@@ -317,7 +318,7 @@ def test_words_become_sampling_parameters():
         embedding_bias_weights=[2.0, -0.5],
         stop_words=["é"],
     )
-    sampling = request.sampling([7], [[5], [6, 7]], [[10, 10], [10, 11]])
+    sampling = request.encoded([7], [[5], [6, 7]], [[10, 10], [10, 11]])
     assert sampling.bad_words == ((5,), (6, 7))
     assert sampling.bias == ((10, 1.5), (11, -0.5))
     assert sampling.stop_words == ("é".encode(),)
@@ -329,10 +330,10 @@ def test_bias_that_is_not_used():
 
 
 def test_end_ids():
-    assert ask_text(end_id=-1).sampling([7, 9]).end_ids == ()
-    assert ask_text(end_id=9).sampling([7, 9]).end_ids == (7, 9)
-    assert ask_text(end_id=5).sampling([7, 9]).end_ids == (5,)
-    assert ask_text({"ignore_eos": True}).sampling([7, 9]).end_ids == ()
+    assert ask_text(end_id=-1).encoded([7, 9]).end_ids == ()
+    assert ask_text(end_id=9).encoded([7, 9]).end_ids == (7, 9)
+    assert ask_text(end_id=5).encoded([7, 9]).end_ids == (5,)
+    assert ask_text({"ignore_eos": True}).encoded([7, 9]).end_ids == ()
     # The token model ends nothing by itself: preprocessing says where a text ends.
     assert ask_llm(end_ids=[7, 9]).sampling.end_ids == ()
     assert ask_llm(end_ids=[7, 9], end_id=7).sampling.end_ids == (7, 9)
@@ -361,7 +362,7 @@ def test_prompts_that_are_none(values, message):
         ask_llm(**values)
 
 
-def llm_with(vocab=None, **arrays) -> LlmRequest:
+def llm_with(vocab=None, **arrays) -> GenerateRequest:
     base = inputs_of(LLM, input_ids=[1], input_lengths=1, request_output_len=1)
     return llm_request(base | arrays, {}, vocab)
 
@@ -402,8 +403,8 @@ def test_bad_words_and_bias():
 
 
 def test_stop_needs_nothing_else():
-    assert ask_llm(stop=True, request_output_len=0, input_ids=[]).stop
-    assert not ask_llm(stop=False).stop
+    assert ask_llm(stop=True, request_output_len=0, input_ids=[]).is_stop
+    assert not ask_llm(stop=False).is_stop
 
 
 def test_elements_of_a_batch_of_scalars():
@@ -431,15 +432,15 @@ slow = settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(near_requests(TEXT, "text_input", "max_tokens"))
 def test_any_text_request_is_one_or_an_error(asked):
     outcome = served_or_refused(text_request, *asked)
-    if isinstance(outcome, TextRequest):
+    if isinstance(outcome, GenerateRequest):
         assert outcome.text
-        assert outcome.base.max_tokens >= 1
-        assert math.isfinite(outcome.base.temperature)
+        assert outcome.sampling.max_tokens >= 1
+        assert math.isfinite(outcome.sampling.temperature)
 
 
 @slow
 @given(near_requests(LLM, "input_ids", "input_lengths", "request_output_len"))
 def test_any_token_request_is_one_or_an_error(asked):
     outcome = served_or_refused(llm_request, *asked, vocab=Vocabulary())
-    if isinstance(outcome, LlmRequest):
-        assert outcome.stop or min(outcome.token_ids) >= 0
+    if isinstance(outcome, GenerateRequest):
+        assert outcome.is_stop or min(outcome.token_ids) >= 0

@@ -9,19 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream_contract.errors import ContractError
 from slipstream_contract.limits import MAX_RANGES
+from slipstream_contract.request import GenerateRequest
 from slipstream_contract.retention import (
     Retention,
     TokenRange,
     check_retention,
     split_salt,
 )
-from slipstream_contract.schemas.trtllm import LlmRequest, llm_request
+from slipstream_contract.schemas.trtllm import llm_request
 from slipstream_contract.tensors import MODELS
 
 RANGE, DECODE = "retention_token_range_", "retention_decode_"
 
 
-def ask_llm(parameters=None, **arrays) -> LlmRequest:
+def ask_llm(parameters=None, **arrays) -> GenerateRequest:
     needed = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 5}
     inputs = inputs_of(MODELS["tensorrt_llm"], **needed) | arrays
     return llm_request(inputs, parameters or {})

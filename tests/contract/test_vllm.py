@@ -9,13 +9,14 @@ from contract.asking import inputs_of, near_requests, scalars, served_or_refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream_contract.errors import ContractError
-from slipstream_contract.schemas.vllm import VllmRequest, vllm_request
+from slipstream_contract.request import GenerateRequest
+from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.tensors import MODELS
 
 VLLM = MODELS["vllm_model"]
 
 
-def ask(sampling=None, parameters=(), **inputs) -> VllmRequest:
+def ask(sampling=None, parameters=(), **inputs) -> GenerateRequest:
     asked = {"text_input": "hi"} | inputs
     if sampling is not None:
         text = sampling if isinstance(sampling, str) else json.dumps(sampling)
@@ -25,7 +26,7 @@ def ask(sampling=None, parameters=(), **inputs) -> VllmRequest:
 
 @pytest.mark.parametrize("sampling", [None, "", "{}", {}, {"temperature": None, "stop": None}])
 def test_defaults(sampling):
-    base = ask(sampling).base
+    base = ask(sampling).sampling
     assert base.max_tokens == 16
     assert (base.temperature, base.top_k, base.top_p, base.min_p) == (1.0, 0, 1.0, 0.0)
     assert base.seed is None
@@ -55,7 +56,7 @@ def test_everything_that_is_served():
         "logprobs": 0,
     }
     request = ask(asked)
-    base = request.base
+    base = request.sampling
     for name in asked.keys() & set(type(base).__struct_fields__) - {"bad_words", "stop_token_ids"}:
         assert getattr(base, name) == asked[name]
     assert base.stop_words == (b"a", "é".encode())
@@ -63,21 +64,21 @@ def test_everything_that_is_served():
     assert base.include_stop
     assert base.bias == ((3, -100.0), (4, 1.5))
     assert base.log_probs
-    assert request.bad_words == ("x",)
-    assert not request.skip_special_tokens
-    assert request.sampling([8], [[1, 2]]).bad_words == ((1, 2),)
-    assert request.sampling([8]).end_ids == (8,)
-    assert ask({"ignore_eos": True}).sampling([8]).end_ids == ()
+    assert request.words.bad == ("x", " x")
+    assert request.options.skip_special_tokens is False
+    assert request.encoded([8], [[1, 2]]).bad_words == ((1, 2),)
+    assert request.encoded([8]).end_ids == (8,)
+    assert ask({"ignore_eos": True}).encoded([8]).end_ids == ()
 
 
 def test_request_parameters_are_cast():
     given = {"temperature": "0.5", "max_tokens": "7", "ignore_eos": "false", "stop": "end", "id": 1}
     request = ask(parameters=given)
-    assert request.base.temperature == 0.5
-    assert request.base.max_tokens == 7
-    assert request.base.stop_words == (b"end",)
-    assert not request.ignore_eos
-    assert ask(parameters={"ignore_eos": "True"}).ignore_eos
+    assert request.sampling.temperature == 0.5
+    assert request.sampling.max_tokens == 7
+    assert request.sampling.stop_words == (b"end",)
+    assert request.words.end_id is None
+    assert ask(parameters={"ignore_eos": "True"}).words.end_id == -1
     assert ask(parameters={"use_beam_search": "false", "best_of": "1"}) == ask()
 
 
@@ -94,19 +95,19 @@ def test_whether_special_tokens_are_added_is_said_by_an_input_or_a_parameter():
 
 
 def test_echo_and_streams():
-    assert not ask().exclude_input_in_output
-    assert ask(exclude_input_in_output=True).exclude_input_in_output
+    assert ask().options.echo
+    assert not ask(exclude_input_in_output=True).options.echo
     stream = ask(stream=True)
-    assert stream.streaming
-    assert stream.exclude_input_in_output
+    assert stream.options.is_streaming
+    assert not stream.options.echo
     with pytest.raises(ContractError, match="exclude_input_in_output is false"):
         ask(stream=True, exclude_input_in_output=False)
 
 
 def test_what_is_returned_makes_the_engine_compute_it():
-    assert ask(return_cumulative_logprob=True).base.log_probs
-    assert ask(return_logprobs=True).base.log_probs
-    assert not ask(return_finish_reason=True, return_num_output_tokens=True).base.log_probs
+    assert ask(return_cumulative_logprob=True).sampling.log_probs
+    assert ask(return_logprobs=True).sampling.log_probs
+    assert not ask(return_finish_reason=True, return_num_output_tokens=True).sampling.log_probs
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_refusals(sampling, message):
 def test_parameters_beside_the_tensor_are_refused():
     with pytest.raises(ContractError, match="'top_k' beside sampling_parameters"):
         ask({"temperature": 1}, {"top_k": 5})
-    assert ask({"temperature": 0.5}, {"id": "7"}).base.temperature == 0.5
+    assert ask({"temperature": 0.5}, {"id": "7"}).sampling.temperature == 0.5
 
 
 def test_numbers_that_no_float_holds():
@@ -179,9 +180,9 @@ def test_all_of_the_vocabulary():
 
 
 def test_seeds():
-    assert ask({"seed": -1}).base.seed is None
-    assert ask({"seed": -2}).base.seed == 2**64 - 2
-    assert ask({"seed": 0}).base.seed == 0
+    assert ask({"seed": -1}).sampling.seed is None
+    assert ask({"seed": -2}).sampling.seed == 2**64 - 2
+    assert ask({"seed": 0}).sampling.seed == 0
 
 
 def test_later_inputs():
@@ -207,9 +208,9 @@ values = st.recursive(
 @given(st.dictionaries(NAMES, values, max_size=3))
 def test_any_sampling_parameters_are_some_or_an_error(sampling):
     outcome = served_or_refused(ask, sampling)
-    if isinstance(outcome, VllmRequest):
-        assert math.isfinite(outcome.base.temperature)
-        assert outcome.base.max_tokens >= 1
+    if isinstance(outcome, GenerateRequest):
+        assert math.isfinite(outcome.sampling.temperature)
+        assert outcome.sampling.max_tokens >= 1
 
 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
@@ -226,4 +227,4 @@ def test_any_bytes_as_sampling_parameters(data):
 
 def test_elements_are_read_from_one_dimension():
     array = np.array([True])
-    assert vllm_request({"text_input": strings("a"), "stream": array}, {}).streaming
+    assert vllm_request({"text_input": strings("a"), "stream": array}, {}).options.is_streaming

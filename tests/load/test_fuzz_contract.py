@@ -93,23 +93,23 @@ class Server:
         for row in range(size):
             inputs = {name: array[row] for name, array in given.items()}
             request = llm_request(inputs, parameters, self.vocab, False, self.encoder.end_ids)
-            if not request.stop:
+            if not request.is_stop:
                 submit(request.token_ids.tolist(), request.sampling)
 
     def _tensorrt_llm_bls(self, given: Any, parameters: Any, size: int) -> None:
         for row in range(size):
             inputs = {name: array[row] for name, array in given.items()}
             request = text_request(inputs, parameters)
-            bad = self.encoder.bad_words(request.bad_words)
+            bad = self.encoder.bad_words(request.words.bad)
             add = request.add_special_tokens
-            biased = self.encoder.bias_words(request.bias_words, add_special_tokens=add)
-            sampling = request.sampling(self.encoder.end_ids, bad, biased)
+            biased = self.encoder.bias_words(request.words.biased, add_special_tokens=add)
+            sampling = request.encoded(self.encoder.end_ids, bad, biased)
             submit(self.encoder.encode(request.text, add), sampling)
 
     def _vllm_model(self, given: Any, parameters: Any, size: int) -> None:
         request = vllm_request(given, parameters)
-        forms = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
-        sampling = request.sampling(self.encoder.end_ids, self.encoder.bad_words(forms))
+        bad = self.encoder.bad_words(request.words.bad)
+        sampling = request.encoded(self.encoder.end_ids, bad)
         submit(self.encoder.encode(request.text, request.add_special_tokens), sampling)
 
     def _preprocessing(self, given: Any, parameters: Any, size: int) -> None:

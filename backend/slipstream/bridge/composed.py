@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 from slipstream_contract.errors import ContractError
-from slipstream_contract.schemas.trtllm import LlmRequest, llm_request
+from slipstream_contract.request import GenerateRequest
+from slipstream_contract.schemas.trtllm import llm_request
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes, state_after
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question, batch_size, row
-from slipstream.bridge.pieces import Extras, Wanted, merge
+from slipstream.bridge.pieces import Extras, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 
 _STATE, _OUTPUT_IDS, _LENGTH = "STREAM_STATE", "output_ids", "sequence_length"
@@ -69,7 +70,7 @@ class Composed:
             )
             for index in range(size)
         ]
-        if any(request.stop for request in requests):
+        if any(request.is_stop for request in requests):
             if is_ensemble:
                 raise ContractError(
                     "stop is no input of the ensemble: send it to tensorrt_llm, under the same id"
@@ -90,13 +91,13 @@ class Composed:
         """Nothing is held."""
 
     def _streams(
-        self, request: LlmRequest, batch_index: int | None, requested: Set[str]
+        self, request: GenerateRequest, batch_index: int | None, requested: Set[str]
     ) -> list[Stream]:
         streams = []
         for index in range(request.sampling.n):
             sequence_index = index if request.sampling.n > 1 else None
             writer = ComposedWriter(request, self._vocab, requested, batch_index, sequence_index)
-            streams.append(Stream(writer, request.streaming))
+            streams.append(Stream(writer, request.options.is_streaming))
         return streams
 
 
@@ -105,29 +106,19 @@ class ComposedWriter:
 
     def __init__(
         self,
-        request: LlmRequest,
+        request: GenerateRequest,
         vocab: Vocabulary,
         requested: Set[str],
         batch_index: int | None,
         sequence_index: int | None,
     ) -> None:
-        is_echo = not request.streaming and not request.exclude_input_in_output
-        self._prompt = request.token_ids.tolist() if is_echo else []
+        self._prompt = request.token_ids.tolist() if request.options.echo else []
         self._vocab = vocab
         # The ensemble's postprocessing finds the ids in the state.
         self._has_ids = not requested.isdisjoint(_IDS)
         self._state = StreamState(number=1)
-        self._extras = Extras(
-            Wanted(
-                len(request.token_ids),
-                request.return_log_probs,
-                request.return_perf_metrics,
-                request.return_num_input_tokens,
-                request.return_num_output_tokens,
-                batch_index,
-                sequence_index,
-            )
-        )
+        num_tokens = len(request.token_ids)
+        self._extras = Extras(request.options, num_tokens, batch_index, sequence_index)
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
         """The new tokens; the prompt before them if it is to be echoed."""

@@ -2,11 +2,12 @@
 
 import numpy as np
 from slipstream_contract.ids import pack
-from slipstream_contract.schemas.trtllm import TextRequest, text_request
+from slipstream_contract.request import GenerateRequest
+from slipstream_contract.schemas.trtllm import text_request
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question, batch_size, row
-from slipstream.bridge.pieces import Extras, Wanted, merge
+from slipstream.bridge.pieces import Extras, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 from slipstream.bridge.text import Detokenizer, Text, is_short, make_encoders
 
@@ -32,10 +33,7 @@ class Fused:
             )
             for index in range(batch_size(question.inputs))
         ]
-        texts = (
-            text for each in requests for text in (each.text, *each.bad_words, *each.bias_words)
-        )
-        if is_short(texts):
+        if is_short(text for each in requests for text in each.texts()):
             self._begin(question, requests)
             return
         self._encoders.submit(
@@ -46,7 +44,7 @@ class Fused:
         """End the threads."""
         self._encoders.shutdown(cancel_futures=False)
 
-    def _begin(self, question: Question, requests: list[TextRequest]) -> None:
+    def _begin(self, question: Question, requests: list[GenerateRequest]) -> None:
         call = Call(question.reply, question.request_id)
         submits = []
         for index, request in enumerate(requests):
@@ -61,7 +59,7 @@ class Fused:
                         batch_index,
                         sequence_index if sampling.n > 1 else None,
                     ),
-                    request.streaming,
+                    request.options.is_streaming,
                 )
                 for sequence_index in range(sampling.n)
             ]
@@ -74,26 +72,15 @@ class FusedWriter:
 
     def __init__(
         self,
-        request: TextRequest,
+        request: GenerateRequest,
         token_ids: list[int],
         detokenizer: Detokenizer,
         batch_index: int | None,
         sequence_index: int | None,
     ) -> None:
-        is_echo = not request.streaming and not request.exclude_input_in_output
-        self._prompt = token_ids if is_echo else []
+        self._prompt = token_ids if request.options.echo else []
         self._detokenizer = detokenizer
-        self._extras = Extras(
-            Wanted(
-                len(token_ids),
-                request.return_log_probs,
-                request.return_perf_metrics,
-                request.return_num_input_tokens,
-                request.return_num_output_tokens,
-                batch_index,
-                sequence_index,
-            )
-        )
+        self._extras = Extras(request.options, len(token_ids), batch_index, sequence_index)
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
         """The new text; the prompt before it if it is to be echoed."""

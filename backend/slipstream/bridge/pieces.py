@@ -5,11 +5,11 @@ a request of batch B is answered by B streams.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
+from slipstream_contract.request import ResponseOptions
 
 from slipstream import wire
 from slipstream.bridge.streams import Outputs
@@ -40,28 +40,21 @@ def merge(tokens: Sequence[wire.Tokens]) -> Piece:
     return Piece(token_ids, log_probs, drop_bytes, finished)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a request asks for, and where its sequence belongs.
-
-    `batch_index` is None for a batch of one, `sequence_index` for one sequence a prompt.
-    """
-
-    num_input_tokens: int
-    return_log_probs: bool = False
-    return_perf_metrics: bool = False
-    return_num_input_tokens: bool = False
-    return_num_output_tokens: bool = False
-    batch_index: int | None = None
-    sequence_index: int | None = None
-
-
 class Extras:
     """The optional outputs of one sequence, response by response."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self._wanted = wanted
-        self._is_wanted = wanted != Wanted(wanted.num_input_tokens)
+    def __init__(
+        self,
+        options: ResponseOptions,
+        num_input_tokens: int,
+        batch_index: int | None = None,
+        sequence_index: int | None = None,
+    ) -> None:
+        """`batch_index` is None for a batch of one, `sequence_index` for one sequence a prompt."""
+        self._options = options
+        self._num_input_tokens = num_input_tokens
+        indices = {"batch_index": batch_index, "sequence_index": sequence_index}
+        self._indices = {name: index for name, index in indices.items() if index is not None}
         self._cum_log_prob = 0.0
 
     def make(self, piece: Piece) -> Outputs:
@@ -69,23 +62,17 @@ class Extras:
 
         `cum_log_probs` sums up all tokens so far; times and block counts come with the last.
         """
-        outputs: dict[str, np.ndarray] = {}
-        if not self._is_wanted:
-            return outputs
-        wanted = self._wanted
-        if wanted.batch_index is not None:
-            outputs["batch_index"] = _scalar(wanted.batch_index, np.int32)
-        if wanted.sequence_index is not None:
-            outputs["sequence_index"] = _scalar(wanted.sequence_index, np.int32)
-        if wanted.return_log_probs:
+        options = self._options
+        outputs = {name: _scalar(index, np.int32) for name, index in self._indices.items()}
+        if options.log_probs:
             self._cum_log_prob += sum(piece.log_probs)
             outputs["cum_log_probs"] = _scalar(self._cum_log_prob, np.float32)
             outputs["output_log_probs"] = np.array([[piece.log_probs]], np.float32)
-        if wanted.return_num_input_tokens:
-            outputs["num_input_tokens"] = _scalar(wanted.num_input_tokens, np.int32)
-        if wanted.return_num_output_tokens:
+        if options.num_input_tokens:
+            outputs["num_input_tokens"] = _scalar(self._num_input_tokens, np.int32)
+        if options.num_output_tokens:
             outputs["num_output_tokens"] = _scalar(len(piece.token_ids), np.int32)
-        if wanted.return_perf_metrics and piece.finished is not None:
+        if options.perf_metrics and piece.finished is not None:
             outputs |= _perf(piece.finished.perf)
         return outputs
 

@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from slipstream_contract.request import GenerateRequest
 from slipstream_contract.sampling import SamplingParams
-from slipstream_contract.schemas.trtllm import TextRequest
-from slipstream_contract.schemas.vllm import VllmRequest
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes
 from slipstream_postprocessing.detokenize import detokenize_next
@@ -68,21 +67,15 @@ class Text:
         """Token ids of a prompt. Raises ContractError."""
         return self._encoder.encode(text)
 
-    def encode_request(self, request: TextRequest) -> tuple[list[int], SamplingParams]:
+    def encode_request(self, request: GenerateRequest) -> tuple[list[int], SamplingParams]:
         """Prompt and sampling of a request, its words encoded. Raises ContractError."""
-        encoder = self._encoder
-        sampling = request.sampling(
+        encoder, add_special_tokens = self._encoder, request.add_special_tokens
+        sampling = request.encoded(
             encoder.end_ids,
-            encoder.bad_words(request.bad_words),
-            encoder.bias_words(request.bias_words, add_special_tokens=request.add_special_tokens),
+            encoder.bad_words(request.words.bad),
+            encoder.bias_words(request.words.biased, add_special_tokens=add_special_tokens),
         )
-        return encoder.encode(request.text, request.add_special_tokens), sampling
-
-    def encode_vllm(self, request: VllmRequest) -> tuple[list[int], SamplingParams]:
-        """As `encode_request`. Bad words are banned as they are and after a space."""
-        bad_words = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
-        sampling = request.sampling(self._encoder.end_ids, self._encoder.bad_words(bad_words))
-        return self._encoder.encode(request.text, request.add_special_tokens), sampling
+        return encoder.encode(request.text, add_special_tokens), sampling
 
     def begin(self, skip_special: bool | None = None) -> "Detokenizer":
         """For the tokens of one sequence; None: special tokens as the model is configured."""

@@ -6,7 +6,8 @@ One response holds all sequences of a prompt: text, reason and counts are arrays
 import msgspec
 import numpy as np
 from slipstream_contract.ids import pack
-from slipstream_contract.schemas.vllm import VllmRequest, vllm_request
+from slipstream_contract.request import GenerateRequest
+from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.whole import RUNNING
 
 from slipstream import wire
@@ -36,7 +37,7 @@ class Vllm:
         self._text.check_sizes(question.inputs.get("text_input"))
         self._bridge.check_room()
         request = vllm_request(question.inputs, question.parameters)
-        if is_short((request.text, *request.bad_words)):
+        if is_short(request.texts()):
             self._begin(question, request)
             return
         self._encoders.submit(
@@ -47,11 +48,11 @@ class Vllm:
         """End the threads."""
         self._encoders.shutdown(cancel_futures=False)
 
-    def _begin(self, question: Question, request: VllmRequest) -> None:
-        token_ids, sampling = self._text.encode_vllm(request)
+    def _begin(self, question: Question, request: GenerateRequest) -> None:
+        token_ids, sampling = self._text.encode_request(request)
         call = Call(question.reply, question.request_id)
         writer = VllmWriter(request, len(token_ids), sampling.n, self._text)
-        stream = Stream(writer, request.streaming, sampling.n)
+        stream = Stream(writer, request.options.is_streaming, sampling.n)
         streams = [stream] * sampling.n
         submit = self._bridge.submit(call, pack(token_ids), sampling, streams, question)
         self._bridge.begin(call, [submit])
@@ -60,7 +61,7 @@ class Vllm:
 class _Sequence:
     """One of the n."""
 
-    def __init__(self, text: Text, skip_special: bool, is_greedy: bool) -> None:
+    def __init__(self, text: Text, skip_special: bool | None, is_greedy: bool) -> None:
         self.cum_log_prob = 0.0
         self.reason = RUNNING
         self._rank = 1 if is_greedy else None  # of the sampled token, known where it is the first
@@ -94,19 +95,18 @@ class _Sequence:
 class VllmWriter:
     """Responses of all sequences of one prompt."""
 
-    def __init__(self, request: VllmRequest, num_input_tokens: int, n: int, text: Text) -> None:
-        self._request = request
+    def __init__(self, request: GenerateRequest, num_input_tokens: int, n: int, text: Text) -> None:
+        self._options = request.options
         self._num_input_tokens = num_input_tokens
-        is_greedy = request.base.temperature == 0
+        is_greedy = request.sampling.temperature == 0
         self._sequences = [
-            _Sequence(text, request.skip_special_tokens, is_greedy) for _ in range(n)
+            _Sequence(text, request.options.skip_special_tokens, is_greedy) for _ in range(n)
         ]
-        is_echo = not request.streaming and not request.exclude_input_in_output
-        self._prompt = request.text if is_echo else ""
+        self._prompt = request.text if request.options.echo else ""
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
         """What is new of every sequence; the prompt before it if it is to be echoed."""
-        request, sequences = self._request, self._sequences
+        options, sequences = self._options, self._sequences
         pieces = [
             merge([each for each in tokens if each.index == index])
             for index in range(len(sequences))
@@ -114,17 +114,17 @@ class VllmWriter:
         pairs = list(zip(sequences, pieces, strict=True))
         texts = [self._prompt + sequence.decode(piece) for sequence, piece in pairs]
         outputs = {"text_output": _strings(texts)}
-        if request.return_finish_reason:
+        if options.finish_reason:
             outputs["finish_reason"] = _strings([sequence.reason for sequence in sequences])
-        if request.return_cumulative_logprob:
+        if options.cumulative_log_prob:
             sums = [sequence.cum_log_prob for sequence in sequences]
             outputs["cumulative_logprob"] = np.array(sums, np.float32)
-        if request.return_logprobs:
+        if options.log_probs:
             logs = [sequence.log_probs(piece) for sequence, piece in pairs]
             outputs["logprobs"] = np.array(logs, dtype=object)
-        if request.return_num_input_tokens:
+        if options.num_input_tokens:
             outputs["num_input_tokens"] = np.array([self._num_input_tokens], np.uint32)
-        if request.return_num_output_tokens:
+        if options.num_output_tokens:
             counts = [len(piece.token_ids) for piece in pieces]
             outputs["num_output_tokens"] = np.array(counts, np.uint32)
         return outputs

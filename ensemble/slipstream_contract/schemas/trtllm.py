@@ -25,7 +25,15 @@ from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import Inputs, is_triton_parameter, token_ids
-from slipstream_contract.retention import Retention, read_retention
+from slipstream_contract.request import (
+    GenerateRequest,
+    ResponseOptions,
+    Words,
+    checked_bias,
+    checked_words,
+    choose_end_ids,
+)
+from slipstream_contract.retention import read_retention
 from slipstream_contract.sampling import FIELDS, FILTERS, SamplingParams, greedy, normalised
 from slipstream_contract.tensors import ALIASES, MODELS, TO_LLM
 from slipstream_contract.words import unpack_word_list
@@ -56,81 +64,9 @@ class Vocabulary(Protocol):
         """What a token stands for, empty if the vocabulary does not have it."""
 
 
-class LlmRequest(msgspec.Struct, frozen=True):
-    """One element of the batch of a `tensorrt_llm` request."""
-
-    token_ids: TokenIds
-    sampling: SamplingParams
-    retention: Retention | None = None
-    stop: bool = False  # cancel the request of the same id; nothing else of this one counts
-    streaming: bool = False
-    exclude_input_in_output: bool = False
-    return_log_probs: bool = False
-    return_perf_metrics: bool = False
-    return_num_input_tokens: bool = False
-    return_num_output_tokens: bool = False
-
-
-class TextRequest(msgspec.Struct, frozen=True):
-    """One element of the batch of a text request. Words are not token ids yet: see `sampling`."""
-
-    text: str
-    base: SamplingParams  # all but end ids, bad words and bias; stop words are in it, as bytes
-    bad_words: tuple[str, ...] = ()
-    bias_words: tuple[str, ...] = ()
-    bias_weights: tuple[float, ...] = ()
-    end_id: int | None = None  # None: the tokenizer's; -1: none
-    pad_id: int | None = None
-    ignore_eos: bool = False
-    add_special_tokens: bool | None = None  # None: as the model is configured
-    streaming: bool = False
-    exclude_input_in_output: bool = False
-    return_log_probs: bool = False
-    return_perf_metrics: bool = False
-    return_num_input_tokens: bool = False
-    return_num_output_tokens: bool = False
-
-    def sampling(
-        self,
-        end_ids: Sequence[int],
-        bad_words: Sequence[Sequence[int]] = (),
-        bias_words: Sequence[Sequence[int]] = (),
-    ) -> SamplingParams:
-        """What goes to the engine.
-
-        Args:
-            end_ids: the checkpoint's.
-            bad_words, bias_words: token ids of the words of the same names, in their order.
-
-        Raises ContractError if the words have more tokens than are served.
-        """
-        assert len(bad_words) <= len(self.bad_words), "one entry a word, at most"
-        bias: dict[int, float] = {}
-        for ids, weight in zip(bias_words, self.bias_weights, strict=True):
-            for token_id in set(ids):
-                bias[token_id] = bias.get(token_id, 0.0) + weight
-        return msgspec.structs.replace(
-            self.base,
-            end_ids=() if self.ignore_eos else choose_end_ids(self.end_id, end_ids),
-            bad_words=_bad_words("bad_words", bad_words),
-            bias=_bias("embedding_bias_words", bias),
-        )
-
-
-def choose_end_ids(given: int | None, own: Sequence[int]) -> tuple[int, ...]:
-    """Which ids end a sequence.
-
-    Some checkpoints have several, a client can name one: if it is one of them, all of them count.
-    None given: the checkpoint's; -1: none.
-    """
-    if given is None or given in own:
-        return tuple(own)
-    return () if given == -1 else (given,)
-
-
 def text_request(
     inputs: Arrays, parameters: Mapping[str, object], exclude_input_in_output: bool = False
-) -> TextRequest:
+) -> GenerateRequest:
     """A request of `ensemble` or `tensorrt_llm_bls`. Raises ContractError.
 
     `exclude_input_in_output` counts where the request does not say.
@@ -142,23 +78,20 @@ def text_request(
     text = read.text("text_input")
     if not text:
         raise ContractError("text_input is empty")
-    stop_words = _texts(read, "stop_words", limits.MAX_STOP_BYTES)
+    sampling = _sampling(read, {}, most_tokens)
+    stop_words = tuple(w.encode() for w in _texts(read, "stop_words", limits.MAX_STOP_BYTES))
     bias_words, bias_weights = _weighted(read)
-    base = _sampling(read, {}, most_tokens)
-    end_id, pad_id = _id(read, "end_id"), _id(read, "pad_id")
-    return TextRequest(
-        text=text,
-        base=msgspec.structs.replace(base, stop_words=tuple(w.encode() for w in stop_words)),
-        bad_words=_texts(read, "bad_words", limits.MAX_LIST_BYTES),
-        bias_words=bias_words,
-        bias_weights=bias_weights,
-        end_id=end_id,
-        pad_id=pad_id,
-        ignore_eos=read.flag("ignore_eos"),
+    return GenerateRequest(
+        prompt=text,
+        sampling=msgspec.structs.replace(sampling, stop_words=stop_words),
+        options=_options(read, {}, exclude_input_in_output),
+        words=Words(
+            bad=_texts(read, "bad_words", limits.MAX_LIST_BYTES),
+            biased=bias_words,
+            weights=bias_weights,
+            end_id=_end_id(read),
+        ),
         add_special_tokens=read.flag_or_none("add_special_tokens"),
-        streaming=read.flag("stream"),
-        exclude_input_in_output=read.flag("exclude_input_in_output", exclude_input_in_output),
-        **_returns(read),
     )
 
 
@@ -169,7 +102,7 @@ def llm_request(
     exclude_input_in_output: bool = False,
     end_ids: Sequence[int] = (),
     max_model_len: int | None = None,
-) -> LlmRequest:
+) -> GenerateRequest:
     """A request of `tensorrt_llm`. Raises ContractError.
 
     Args:
@@ -185,29 +118,26 @@ def llm_request(
     read = Inputs(model, inputs, scalars, _LLM_ALIASES, _LLM_LABELS, _OWN, _READ_ELSEWHERE)
     _check_type(read)
     if read.flag("stop"):
-        return LlmRequest(TokenIds("i"), SamplingParams(max_tokens=1), stop=True)
+        nothing = SamplingParams(max_tokens=1)
+        return GenerateRequest(prompt=TokenIds("i"), sampling=nothing, is_stop=True)
     prompt = _prompt(read, max_model_len)
     sampling = _sampling(read, _LLM_NAMES, most_tokens)
     stop_words, stop_token_ids = _stop_words(_word_ids(read, "stop_words_list"), vocab)
-    ignore_eos = read.flag("ignore_eos")
-    end_id, _ = _id(read, "end_id"), _id(read, "pad_id")
-    if end_id is None:
-        end_id = -1
+    end_id = _end_id(read)
+    bad_words = checked_words(read.label("bad_words_list"), _word_ids(read, "bad_words_list"))
     sampling = msgspec.structs.replace(
         sampling,
-        end_ids=() if ignore_eos else choose_end_ids(end_id, end_ids),
+        end_ids=choose_end_ids(-1 if end_id is None else end_id, end_ids),
         stop_words=stop_words,
         stop_token_ids=stop_token_ids,
-        bad_words=_bad_words(read.label("bad_words_list"), _word_ids(read, "bad_words_list")),
+        bad_words=bad_words,
         bias=_dense_bias(read),
     )
-    return LlmRequest(
-        prompt,
-        sampling,
-        read_retention(read),
-        streaming=read.flag("streaming"),
-        exclude_input_in_output=read.flag("exclude_input_in_output", exclude_input_in_output),
-        **_returns(read),
+    return GenerateRequest(
+        prompt=prompt,
+        sampling=sampling,
+        options=_options(read, _LLM_NAMES, exclude_input_in_output),
+        retention=read_retention(read),
     )
 
 
@@ -241,23 +171,22 @@ def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -
     return SamplingParams(**values)
 
 
-def _returns(read: Inputs) -> dict[str, bool]:
-    return {
-        name: read.flag(name)
-        for name in (
-            "return_log_probs",
-            "return_perf_metrics",
-            "return_num_input_tokens",
-            "return_num_output_tokens",
-        )
+def _options(
+    read: Inputs, names: Mapping[str, str], exclude_input_in_output: bool
+) -> ResponseOptions:
+    options = ResponseOptions(**read_fields(ResponseOptions, "trtllm", read, names))
+    is_excluded = read.flag("exclude_input_in_output", exclude_input_in_output)
+    return msgspec.structs.replace(options, echo=not (options.is_streaming or is_excluded))
+
+
+def _end_id(read: Inputs) -> int | None:
+    """The id that the request names; -1: none, None: it does not say. A pad id has no effect."""
+    ids = {
+        name: limits.check_whole(name, read.whole(name), -1, limits.INT32_MAX)
+        for name in ("end_id", "pad_id")
+        if read.has(name)
     }
-
-
-def _id(read: Inputs, name: str) -> int | None:
-    """An end or pad id; -1 is none."""
-    if not read.has(name):
-        return None
-    return limits.check_whole(name, read.whole(name), -1, limits.INT32_MAX)
+    return -1 if read.flag("ignore_eos") else ids.get("end_id")
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -343,30 +272,13 @@ def _stop_words(
     return tuple(texts), tuple(ids)
 
 
-def _bad_words(field: str, words: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    limits.check_words(field, words)
-    return tuple(tuple(word) for word in words if len(word))
-
-
 def _dense_bias(read: Inputs) -> tuple[tuple[int, float], ...]:
     array = read.array("embedding_bias")
     if array is None:
         return ()
     ids = np.flatnonzero(array)  # NaN is not zero
-    return _bias(
+    return checked_bias(
         read.label("embedding_bias"),
         {int(i): float(array[i]) for i in ids[: limits.MAX_BIASED_TOKENS + 1]},
         len(ids),
     )
-
-
-def _bias(
-    field: str, bias: Mapping[int, float], size: int | None = None
-) -> tuple[tuple[int, float], ...]:
-    size = len(bias) if size is None else size
-    limits.check_count(field, size, limits.MAX_BIASED_TOKENS, "biased tokens")
-    for token_id, weight in bias.items():
-        limits.check_number(
-            f"{field} of token {token_id}", weight, -limits.MAX_BIAS, limits.MAX_BIAS
-        )
-    return tuple((token_id, weight) for token_id, weight in sorted(bias.items()) if weight)

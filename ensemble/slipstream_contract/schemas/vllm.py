@@ -8,7 +8,7 @@ has and we do not is accepted at the value that has no effect.
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from slipstream_contract.inputs import (
     to_number,
     to_whole,
 )
+from slipstream_contract.request import GenerateRequest, ResponseOptions, Words
 from slipstream_contract.sampling import FIELDS, SamplingParams, greedy, normalised
 from slipstream_contract.tensors import MODELS
 
@@ -60,74 +61,32 @@ _SERVED = frozenset(
 )
 
 
-class VllmRequest(msgspec.Struct, frozen=True):
-    """A request of `vllm_model`. Bad words are not token ids yet: see `sampling`."""
-
-    text: str
-    base: SamplingParams  # all but end ids and bad words; stop words are in it, as bytes
-    add_special_tokens: bool | None = None  # None: as the model is configured
-    bad_words: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    streaming: bool = False
-    exclude_input_in_output: bool = False
-    return_finish_reason: bool = False
-    return_cumulative_logprob: bool = False
-    return_logprobs: bool = False
-    return_num_input_tokens: bool = False
-    return_num_output_tokens: bool = False
-
-    def sampling(
-        self, end_ids: Sequence[int], bad_words: Sequence[Sequence[int]] = ()
-    ) -> SamplingParams:
-        """What goes to the engine.
-
-        Args:
-            end_ids: the checkpoint's.
-            bad_words: token ids of what is banned; a word may be here in several spellings.
-
-        Raises ContractError if the words have more tokens than are served.
-        """
-        limits.check_words("bad_words", bad_words, limits.MAX_BAN_FORMS)
-        return msgspec.structs.replace(
-            self.base,
-            end_ids=() if self.ignore_eos else tuple(end_ids),
-            bad_words=tuple(tuple(word) for word in bad_words if len(word)),
-        )
-
-
 def vllm_request(
     inputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, object]
-) -> VllmRequest:
-    """A request of `vllm_model`. Raises ContractError."""
+) -> GenerateRequest:
+    """A request of `vllm_model`. Raises ContractError.
+
+    Bad words are banned as they are and after a space, as tokenizers write them in a text.
+    """
     read = Inputs(MODELS["vllm_model"], inputs, {}, {}, {})
     values, most_tokens = _parameters(read, parameters)
     text = read.text("text_input")
     if not text:
         raise ContractError("text_input is empty")
-    base = _sampling(values, most_tokens)
-    streaming = read.flag("stream")
-    exclude = read.flag("exclude_input_in_output", streaming)
-    if streaming and not exclude:
-        raise ContractError("exclude_input_in_output is false, which streams do not allow")
-    returns_log_probs = read.flag("return_logprobs")
-    returns_sum = read.flag("return_cumulative_logprob")
-    return VllmRequest(
-        text=text,
-        base=msgspec.structs.replace(
-            base, log_probs=base.log_probs or returns_log_probs or returns_sum
+    sampling = _sampling(values, most_tokens)
+    options = _options(read, values)
+    if options.log_probs or options.cumulative_log_prob:
+        sampling = msgspec.structs.replace(sampling, log_probs=True)
+    bad_words = values.words("bad_words", limits.MAX_LIST_BYTES)
+    return GenerateRequest(
+        prompt=text,
+        sampling=sampling,
+        options=options,
+        words=Words(
+            bad=tuple(form for word in bad_words for form in (word, f" {word.lstrip()}")),
+            end_id=-1 if values.flag("ignore_eos") else None,
         ),
         add_special_tokens=_add_special_tokens(read, values),
-        bad_words=values.words("bad_words", limits.MAX_LIST_BYTES),
-        ignore_eos=values.flag("ignore_eos"),
-        skip_special_tokens=values.flag("skip_special_tokens", True),
-        streaming=streaming,
-        exclude_input_in_output=exclude,
-        return_finish_reason=read.flag("return_finish_reason"),
-        return_cumulative_logprob=returns_sum,
-        return_logprobs=returns_log_probs,
-        return_num_input_tokens=read.flag("return_num_input_tokens"),
-        return_num_output_tokens=read.flag("return_num_output_tokens"),
     )
 
 
@@ -219,6 +178,17 @@ def _parameters(read: Inputs, parameters: Mapping[str, object]) -> tuple[_Values
     if given.get("max_tokens") is None and most is not None:  # no default bounds what was asked
         return _Values(given | {"max_tokens": most}), None
     return _Values(given), most
+
+
+def _options(read: Inputs, values: _Values) -> ResponseOptions:
+    options = ResponseOptions(**read_fields(ResponseOptions, "vllm", read))
+    is_excluded = read.flag("exclude_input_in_output", options.is_streaming)
+    if options.is_streaming and not is_excluded:
+        raise ContractError("exclude_input_in_output is false, which streams do not allow")
+    skip_special_tokens = values.flag("skip_special_tokens", True)
+    return msgspec.structs.replace(
+        options, echo=not is_excluded, skip_special_tokens=skip_special_tokens
+    )
 
 
 def _add_special_tokens(read: Inputs, values: _Values) -> bool | None:
