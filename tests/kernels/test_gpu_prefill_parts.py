@@ -5,7 +5,12 @@ import torch
 from kernels.attention_cases import Case, attend, make_case
 from kernels.checking import Judge, poison, same_bits, short
 from kernels.prefill_plan import MOST_PARTS, Mix, plan
-from slipstream.kernels.attention.prefill import launch_wgmma, parts_size, prefill_attention
+from slipstream.kernels.attention.prefill import (
+    PrefillCall,
+    launch_wgmma,
+    parts_size,
+    prefill_attention,
+)
 from slipstream.kernels.runtime import jit
 
 pytestmark = [
@@ -76,7 +81,8 @@ def test_places(dtype: torch.dtype) -> None:
             parts = memory[margin:-margin]
             out = torch.zeros_like(case.q)
             where = (case.cache, case.block_tables, case.query_starts, case.lengths)
-            launch_wgmma(case.q, *where, out, case.scale, max(case.chunks), parts)
+            call = PrefillCall(case.q, *where, case.scale, max(case.chunks))
+            launch_wgmma(call, out, parts)
             name = f"{mix} heads {heads} d {d}"
             judge.true(f"{name}: as always", same_bits(out, run(case)))
             margins = torch.cat((memory[:margin], memory[-margin:]))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from slipstream.kernels.attention import decode, decode_shapes, prefill
+from slipstream.kernels.attention import decode, decode_shapes, prefill, rules
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.pages import TileShape
 from slipstream.kernels.runtime import jit
@@ -50,6 +50,6 @@ def test_tiles_fit(shape_of: object, head_size: int) -> None:
         assert shape.shared_memory(dtype, head_size, shape.stages) <= HOPPER
 
 
-@pytest.mark.parametrize("head_size", prefill._WGMMA_HEAD_SIZES)
+@pytest.mark.parametrize("head_size", rules.WGMMA_HEAD_SIZES)
 def test_tiles_of_a_warpgroup_fit(head_size: int) -> None:
     assert prefill.wgmma_memory(head_size) <= HOPPER

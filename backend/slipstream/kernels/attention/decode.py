@@ -9,12 +9,14 @@ asks for.
 import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.attention import decode_prefixes, decode_shapes
+from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.decode_prefixes import Work, find_prefixes
 from slipstream.kernels.attention.decode_shapes import (
     COLUMNS,
@@ -28,6 +30,7 @@ from slipstream.kernels.attention.decode_shapes import (
 )
 from slipstream.kernels.attention.newest import Newest, rotate_and_cache
 from slipstream.kernels.attention.newest import check as check_newest
+from slipstream.kernels.attention.rules import Case, no_sharing, no_sinks
 from slipstream.kernels.attention.sinks import Sinks, check_angles, sink_attention
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.pages import (
@@ -50,15 +53,35 @@ _MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
 _MOST_TOKENS = 2**31 - 1
 
 
+class PlanCall(NamedTuple):
+    """What `plan_decode` takes."""
+
+    lengths: Tensor  # [s] i32
+    cache: Tensor  # of any of the layers that the plan is for
+    num_q_heads: int
+    window: int = 0
+    block_tables: Tensor | None = None  # of the calls: what they share is then read once
+    num_sinks: int | None = None  # of the window's tokens, first in the sequence; None: no stream
+
+
+class DecodeCall(NamedTuple):
+    """What `decode_attention` takes."""
+
+    q: Tensor  # [s, hq, d]
+    cache: Tensor  # [block, kv head, K or V, token in block, row]
+    block_tables: Tensor  # [s, blocks] i32
+    lengths: Tensor  # [s] i32
+    plan: Tensor  # of `plan_decode`; of no elements: by split
+    scale: float  # of the products of queries and keys
+    out: Tensor | None = None  # like q; None: a new one
+    newest: Newest | None = None  # to be rotated and cached
+    window: int = 0  # tokens that a query sees; 0: all
+    sinks: Sinks | None = None
+
+
 @op("lengths[s]:i32, cache[_,h,2,_,_]:any")
-def plan_decode(
-    lengths: Tensor,
-    cache: Tensor,
-    num_q_heads: int,
-    window: int = 0,
-    block_tables: Tensor | None = None,
-    num_sinks: int | None = None,
-) -> Tensor:
+@takes(PlanCall)
+def plan_decode(call: PlanCall) -> Tensor:
     """How the tiles of sequences of these lengths are shared out, for all layers of a step that
     have this window.
 
@@ -67,22 +90,12 @@ def plan_decode(
     and no window, tokens that lie in the same blocks of several sequences are read once for them.
     `num_sinks` of the window's tokens are the first of a sequence that streams; None: none streams.
     """
-    return torch.empty(0, dtype=torch.int32, device=lengths.device)
+    return torch.empty(0, dtype=torch.int32, device=call.lengths.device)
 
 
 @op("q[s,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
-def decode_attention(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    lengths: Tensor,
-    plan: Tensor,
-    scale: float,
-    out: Tensor | None = None,
-    newest: Newest | None = None,
-    window: int = 0,
-    sinks: Sinks | None = None,
-) -> Tensor:
+@takes(DecodeCall)
+def decode_attention(call: DecodeCall) -> Tensor:
     """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.
 
     With a `window`, over the last so many of them. Length 0 gives zeros. `scale` is positive. The
@@ -97,6 +110,7 @@ def decode_attention(
     With `sinks` (and a plan of as many, a window, a cache of 16 bits) sequences stream, as
     `sink_attention` has it: `window` is all that a query sees, lengths are those of tables.
     """
+    q, cache, block_tables, lengths, _, scale, out, newest, window, sinks = call
     kv_format.check("decode_attention", cache, q)
     _check_scale(scale)
     if newest is not None:
@@ -150,26 +164,15 @@ def _plan_size(num_sequences: int, num_ctas: int, num_warps: int, shares: bool =
     return arrivals + num_ctas * (8 + start * num_warps) + sequence * (num_sequences + 2)
 
 
-def _can_share(cache: Tensor, num_sequences: int, window: int) -> bool:
-    is_plain = cache.dtype in (torch.float16, torch.bfloat16) and not window
-    is_plain &= not jit.is_wide(cache.shape[4])  # two tiles of 64 tokens would not fit the rings
-    return is_plain and 1 < num_sequences <= decode_prefixes.MAX_ROWS
-
-
 def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: Shape) -> Work:
     """Of sequences that share."""
     return Work.of(cache, num_q_heads, 16 * shape.warps, num_ctas)
 
 
 @plan_decode.cuda
-def _plan_decode(
-    lengths: Tensor,
-    cache: Tensor,
-    num_q_heads: int,
-    window: int = 0,
-    block_tables: Tensor | None = None,
-    num_sinks: int | None = None,
-) -> Tensor:
+@takes(PlanCall)
+def _plan_decode(call: PlanCall) -> Tensor:
+    lengths, cache, num_q_heads, window, block_tables, num_sinks = call
     num_sequences, num_kv_heads = len(lengths), cache.shape[1]
     head_size = kv_format.head_size_of(cache)
     if not is_planned(cache.dtype, head_size) or num_sequences == 0:
@@ -181,7 +184,9 @@ def _plan_decode(
     )
     num_ctas, shape = _device(lengths.get_device(), cache.dtype, head_size)
     streams = num_sinks is not None
-    shares = block_tables is not None and _can_share(cache, num_sequences, window)
+    case = Case(cache.dtype, cache.dtype, head_size, window > 0, streams)
+    may_share = 1 < num_sequences <= decode_prefixes.MAX_ROWS and no_sharing(case) is None
+    shares = block_tables is not None and may_share
     size = own_size = _plan_size(num_sequences, num_ctas, shape.warps, shares)
     if shares:
         work = _work(cache, num_q_heads, num_ctas, shape)
@@ -213,18 +218,9 @@ def _plan_decode(
 
 
 @decode_attention.cuda
-def _decode_attention(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    lengths: Tensor,
-    plan: Tensor,
-    scale: float,
-    out: Tensor | None = None,
-    newest: Newest | None = None,
-    window: int = 0,
-    sinks: Sinks | None = None,
-) -> Tensor:
+@takes(DecodeCall)
+def _decode_attention(call: DecodeCall) -> Tensor:
+    q, cache, block_tables, lengths, plan, scale, out, newest, _, sinks = call
     check("decode_attention", q, cache, block_tables, lengths, plan)
     _check_scale(scale)
     jit.block_shift(cache.shape[3])
@@ -242,11 +238,11 @@ def _decode_attention(
         cache.dtype,
     )
     if plan.shape[0] > 0 and q.dtype != torch.float32:
-        _launch_by_plan(q, cache, block_tables, lengths, plan, scale, out, newest, window, sinks)
+        _launch_by_plan(call, out)
     elif q.shape[0] > 0:
         jit.require(newest is None, "decode_attention: without a plan, q must be rotated")
         jit.require(sinks is None, "decode_attention: without a plan, sinks are sink_attention's")
-        _launch_by_split(q, cache, block_tables, lengths, scale, out, window)
+        _launch_by_split(call, out)
     return out
 
 
@@ -257,8 +253,10 @@ def _streaming(
     if sinks is None:
         return 0, 0
     check_angles("decode_attention", sinks.angles, q.shape[2])
-    is_window = 0 <= sinks.num_sinks < window and q.dtype == cache.dtype
-    jit.require(is_window, f"decode_attention: {sinks.num_sinks} sinks, {window}, {cache.dtype}")
+    is_window = 0 <= sinks.num_sinks < window
+    jit.require(is_window, f"decode_attention: {sinks.num_sinks} sinks in a window of {window}")
+    reason = no_sinks(Case(q.dtype, cache.dtype, q.shape[2], streams=True))
+    jit.require(reason is None, "decode_attention: {}", reason)
     return sinks.num_sinks, sinks.angles
 
 
@@ -272,18 +270,8 @@ def _state_words(q: Tensor, cache: Tensor, plan_size: int, work: Work) -> int:
     return work.max_states(num_sequences) * num_q_heads * state_words(head_size)
 
 
-def _launch_by_plan(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    lengths: Tensor,
-    plan: Tensor,
-    scale: float,
-    out: Tensor,
-    newest: Newest | None,
-    window: int,
-    sinks: Sinks | None,
-) -> None:
+def _launch_by_plan(call: DecodeCall, out: Tensor) -> None:
+    q, cache, block_tables, lengths, plan, scale, _, newest, window, sinks = call
     if newest is not None:
         check_newest("decode_attention", q, cache, newest)
     num_sinks, angles = _streaming(q, cache, sinks, window)
@@ -343,15 +331,8 @@ def _split_shape(dtype: torch.dtype, head_size: int) -> TileShape:
     return TileShape(2, 32, 3) if is_wide else TileShape(4, 64, 3)
 
 
-def _launch_by_split(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    lengths: Tensor,
-    scale: float,
-    out: Tensor,
-    window: int,
-) -> None:
+def _launch_by_split(call: DecodeCall, out: Tensor) -> None:
+    q, cache, block_tables, lengths, window = *call[:4], call.window
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
     capacity = min(block_tables.shape[1] * block_size, window or _MOST_TOKENS)
@@ -377,7 +358,7 @@ def _launch_by_split(
         lengths,
         out,
         partial,
-        scale * math.log2(math.e),
+        call.scale * math.log2(math.e),
         num_kv_heads,
         group_size,
         jit.block_shift(block_size),

@@ -6,8 +6,16 @@ from typing import NamedTuple
 
 import torch
 
+from slipstream.kernels.attention.rules import (
+    Case,
+    no_decode_plan,
+    no_rotation,
+    no_sharing,
+    no_sinks,
+)
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import KernelError
 
 COLUMNS = 8  # decode_part.cuh: query heads that a worker takes at once
 _TILE, _INT4_TILE = 32, 64
@@ -74,7 +82,8 @@ def attention_variant(
 ) -> jit.Variant:
     """The instantiation of decode.cu; `cached` is the cache's dtype."""
     jit.head_size_of(dtype, head_size)
-    jit.require(not (streams and jit.is_wide(head_size)), f"no sinks of heads of {head_size}")
+    if streams and (reason := no_sinks(Case(dtype, cached or dtype, head_size))):
+        raise KernelError(reason)
     return jit.variant(
         "attention/decode.cu",
         dtype,
@@ -90,8 +99,7 @@ def attention_variant(
 
 def is_planned(cached: torch.dtype, head_size: int) -> bool:
     """Whether attention over such a cache is by plan; else it is by split, a plan or not."""
-    is_whole = cached != torch.uint8 or head_size % kv_format.GROUP == 0  # vectors of one group
-    return cached != torch.float32 and is_whole
+    return no_decode_plan(Case(cached, cached, head_size)) is None
 
 
 def _mode(window: int, shares: bool, streams: bool) -> dict[str, int]:
@@ -113,14 +121,14 @@ def variants() -> Iterator[jit.Variant]:
     yield plan_variant(_TILE, 0, shares=True)
     yield plan_variant(_TILE, 1, streams=True)
     dtypes, formats = (torch.float16, torch.bfloat16), kv_format.FORMATS.values()
+    modes = ((0, False, False), (1, False, False), (0, True, False), (1, False, True))
     for dtype, head_size in itertools.product(dtypes, jit.HEAD_SIZES):
-        for shape, rotates in itertools.product(shapes(dtype, head_size), (False, True)):
-            yield attention_variant(dtype, head_size, shape, rotates, 0)
-            yield attention_variant(dtype, head_size, shape, rotates, 1)
-            if not jit.is_wide(head_size):
-                yield attention_variant(dtype, head_size, shape, rotates, 0, shares=True)
-                yield attention_variant(dtype, head_size, shape, rotates, 1, streams=True)
-        for cached, window in itertools.product(formats, (0, 1)):
-            if is_planned(cached, head_size):
-                for shape in shapes(cached, head_size):
-                    yield attention_variant(dtype, head_size, shape, False, window, False, cached)
+        for cached, (window, shares, streams) in itertools.product((dtype, *formats), modes):
+            case = Case(dtype, cached, head_size, bool(window))
+            is_taken = not (shares and no_sharing(case)) and not (streams and no_sinks(case))
+            if no_decode_plan(case) or not is_taken:
+                continue
+            rotations = (False,) if no_rotation(case) else (False, True)
+            for shape, rotates in itertools.product(shapes(cached, head_size), rotations):
+                mode = (rotates, window, shares, cached, streams)
+                yield attention_variant(dtype, head_size, shape, *mode)

@@ -4,11 +4,14 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels.attention.calls import takes
+from slipstream.kernels.attention.rules import WGMMA_HEAD_SIZES, Case, no_parts, no_wgmma
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.pages import (
     TileShape,
@@ -21,26 +24,38 @@ from slipstream.kernels.cache.pages import (
 from slipstream.kernels.runtime import jit, tensor_map
 from slipstream.kernels.runtime.op import op
 
-_WGMMA_HEAD_SIZES = (64, 128, 256)
 _WGMMA_ROWS, _WGMMA_STAGES = 128, 2  # as in prefill_wgmma.cu
 _MOST_PARTS, _WARP_ROWS = 384, 16  # as in prefill_items.cuh, prefill_parts.cuh
+
+
+class PrefillCall(NamedTuple):
+    """What `prefill_attention` takes."""
+
+    q: Tensor  # [n, hq, d]
+    cache: Tensor  # [block, kv head, K or V, token in block, row]
+    block_tables: Tensor  # [s, blocks] i32
+    query_starts: Tensor  # [s + 1] i32: rows of q of each chunk
+    lengths: Tensor  # [s] i32: cached tokens, those of the chunk included
+    scale: float  # of the products of queries and keys
+    max_queries: int  # of the longest chunk
+    out: Tensor | None = None  # rows like those of q; None: new ones
+    window: int = 0  # tokens that a query sees; 0: all
+    splits: bool = False  # may several multiprocessors share a chunk
+
+
+class SinkRows(NamedTuple):
+    """What `launch_tiles` takes beside for sequences that stream, as `sink_attention` has it."""
+
+    num_sinks: int
+    angles: Tensor  # [n, d] f32
+    positions: Tensor  # [n] i64
 
 
 @op(
     "q[n,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, query_starts[s1]:i32, lengths[s]:i32"
 )
-def prefill_attention(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    max_queries: int,
-    out: Tensor | None = None,
-    window: int = 0,
-    splits: bool = False,
-) -> Tensor:
+@takes(PrefillCall)
+def prefill_attention(call: PrefillCall) -> Tensor:
     """Causal attention of chunks: rows `query_starts[s] : query_starts[s+1]` of `q` are the last
     positions of the `lengths[s]` tokens cached for sequence s; `[n, hq, d]`.
 
@@ -51,6 +66,7 @@ def prefill_attention(
     are few and small, several multiprocessors share what one attends to. Equal calls still have
     equal bits.
     """
+    q, cache, block_tables, query_starts, lengths, scale, _, out, window, _ = call
     kv_format.check("prefill_attention", cache, q)
     if out is None:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -107,8 +123,8 @@ def variants() -> Iterator[jit.Variant]:
     """Every legal instantiation."""
     yield from tiles_variants("attention/prefill.cu", tiles_shape)
     for dtype in (torch.float16, torch.bfloat16):
-        for head_size, splits in itertools.product(_WGMMA_HEAD_SIZES, (False, True)):
-            if not (splits and jit.is_wide(head_size)):
+        for head_size, splits in itertools.product(WGMMA_HEAD_SIZES, (False, True)):
+            if not (splits and no_parts(Case(dtype, dtype, head_size))):
                 yield _wgmma_variant(dtype, head_size, splits)
 
 
@@ -139,18 +155,9 @@ def parts_size(head_size: int) -> int:
 
 
 @prefill_attention.cuda
-def _prefill_attention(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    max_queries: int,
-    out: Tensor | None = None,
-    window: int = 0,
-    splits: bool = False,
-) -> Tensor:
+@takes(PrefillCall)
+def _prefill_attention(call: PrefillCall) -> Tensor:
+    q, cache, block_tables, query_starts, lengths, scale, max_queries, out, window, splits = call
     check("prefill_attention", q, cache, block_tables, query_starts, lengths)
     num_starts, num_rows = query_starts.shape[0], lengths.shape[0]
     jit.require(
@@ -169,16 +176,14 @@ def _prefill_attention(
     )
     if out.numel() == 0 or num_rows == 0 or max_queries == 0:
         return out
-    has_wgmma = q.dtype != torch.float32 and q.shape[2] in _WGMMA_HEAD_SIZES and scale > 0
-    arguments = (q, cache, block_tables, query_starts, lengths, out, scale, max_queries)
-    has_wgmma &= window == 0 and not kv_format.is_quantized(cache)
-    if has_wgmma and jit.is_hopper(q.device):
-        splits &= not jit.is_wide(q.shape[2]) and _may_split(q, cache, max_queries)
+    case = Case(q.dtype, cache.dtype, q.shape[2], window > 0)
+    if no_wgmma(case) is None and scale > 0 and jit.is_hopper(q.device):
+        splits = splits and no_parts(case) is None and _may_split(q, cache, max_queries)
         size = parts_size(q.shape[2]) if splits else 0
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
-        launch_wgmma(*arguments, parts)
+        launch_wgmma(call, out, parts)
     else:
-        launch_tiles(*arguments, window)
+        launch_tiles(call, out)
     return out
 
 
@@ -195,18 +200,9 @@ def _may_split(q: Tensor, cache: Tensor, max_queries: int) -> bool:
     return 2 * items <= jit.num_multiprocessors(q.get_device())
 
 
-def launch_wgmma(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    out: Tensor,
-    scale: float,
-    max_queries: int,
-    parts: Tensor,
-) -> None:
-    """`prefill_attention` on Hopper; items are cut into parts if there is room for `parts`."""
+def launch_wgmma(call: PrefillCall, out: Tensor, parts: Tensor) -> None:
+    """Launch `prefill_attention` on Hopper; items are cut if there is room for `parts`."""
+    q, cache, block_tables, query_starts, lengths, scale, max_queries = call[:7]
     num_q_heads, head_size = q.shape[1:]
     num_chunks = lengths.shape[0]
     num_blocks, num_kv_heads, _, block_size, _ = cache.shape
@@ -245,19 +241,9 @@ def launch_wgmma(
     )
 
 
-def launch_tiles(
-    q: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    out: Tensor,
-    scale: float,
-    max_queries: int,
-    window: int,
-    sinks: tuple[int, Tensor, Tensor] | None = None,
-) -> None:
-    """`prefill_attention` on any GPU; with `sinks` (number, angles, positions) `sink_attention`."""
+def launch_tiles(call: PrefillCall, out: Tensor, sinks: SinkRows | None = None) -> None:
+    """Launch `prefill_attention` on any GPU, or with `sinks` `sink_attention`."""
+    q, cache, block_tables, query_starts, lengths, scale, max_queries, _, window, _ = call
     num_q_heads, head_size = q.shape[1:]
     num_kv_heads, shape = cache.shape[1], tiles_shape(q.dtype, head_size)
     stages = shape.stages_of(q, cache)

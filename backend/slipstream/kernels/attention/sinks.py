@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.prefill import launch_tiles, tiles_shape
+from slipstream.kernels.attention.calls import takes
+from slipstream.kernels.attention.prefill import PrefillCall, SinkRows, launch_tiles, tiles_shape
 from slipstream.kernels.cache.pages import (
     check,
     first_seen,
@@ -32,24 +33,29 @@ class Sinks(NamedTuple):
     num_sinks: int  # of each sequence, in its window
 
 
+class SinkCall(NamedTuple):
+    """What `sink_attention` takes."""
+
+    q: Tensor  # [n, hq, d], rotated by `positions`
+    angles: Tensor  # [n, d] f32: how much further for sinks; half cosines, half sines
+    positions: Tensor  # [n] i64, in the sequence
+    cache: Tensor  # [block, kv head, K or V, token in block, row]
+    block_tables: Tensor  # [s, blocks] i32
+    query_starts: Tensor  # [s + 1] i32: rows of q of each chunk
+    lengths: Tensor  # [s] i32, of the tables
+    scale: float  # of the products of queries and keys
+    max_queries: int  # of the longest chunk
+    window: int  # tokens that a query sees, sinks included
+    num_sinks: int
+    out: Tensor | None = None  # like q; None: a new one
+
+
 @op(
     "q[n,hq,d]:T, angles[n,d]:f32, positions[n]:i64, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, "
     "query_starts[s1]:i32, lengths[s]:i32"
 )
-def sink_attention(
-    q: Tensor,
-    angles: Tensor,
-    positions: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    max_queries: int,
-    window: int,
-    num_sinks: int,
-    out: Tensor | None = None,
-) -> Tensor:
+@takes(SinkCall)
+def sink_attention(call: SinkCall) -> Tensor:
     """Attention of rows `query_starts[s] : query_starts[s+1]` of q, the last of the `lengths[s]`
     tokens in the table of sequence s; `[n, hq, d]`.
 
@@ -60,7 +66,9 @@ def sink_attention(
     `out` if given; rows of no chunk are undefined. A row's bits depend on its position and on what
     it sees alone.
     """
-    out = torch.empty_like(q) if out is None else out
+    q, angles, _, cache, block_tables, query_starts, lengths, scale = call[:8]
+    window, num_sinks = call.window, call.num_sinks
+    out = torch.empty_like(q) if call.out is None else call.out
     out.zero_()
     turned = rotate(q, *angles.unsqueeze(1).chunk(2, dim=-1)).to(q.dtype)
     bounds, num_kv_heads = query_starts.tolist(), cache.shape[1]
@@ -102,20 +110,10 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @sink_attention.cuda
-def _sink_attention(
-    q: Tensor,
-    angles: Tensor,
-    positions: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    scale: float,
-    max_queries: int,
-    window: int,
-    num_sinks: int,
-    out: Tensor | None = None,
-) -> Tensor:
+@takes(SinkCall)
+def _sink_attention(call: SinkCall) -> Tensor:
+    q, angles, positions, cache, block_tables, query_starts, lengths = call[:7]
+    scale, max_queries, window, num_sinks, out = call[7:]
     check("sink_attention", q, cache, block_tables, query_starts, lengths, positions)
     check_angles("sink_attention", angles, q.shape[2])
     is_window = 0 <= num_sinks < window
@@ -126,6 +124,7 @@ def _sink_attention(
     jit.require(is_like_q and out.is_contiguous(), "sink_attention: out must be like q")
     if out.numel() == 0 or len(lengths) == 0:
         return out
-    rows = (q, cache, block_tables, query_starts, lengths, out)
-    launch_tiles(*rows, scale, max_queries, window, (num_sinks, angles, positions))
+    where = (q, cache, block_tables, query_starts, lengths)
+    chunks = PrefillCall(*where, scale, max_queries, window=window)
+    launch_tiles(chunks, out, SinkRows(num_sinks, angles, positions))
     return out
