@@ -30,7 +30,7 @@ from slipstream.config import EngineConfig
 from slipstream.core.batch import Batch, Sampled
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
-from slipstream.layers.streaming import StreamingAttention
+from slipstream.layers.streaming import Streaming
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
 from slipstream.wire import Submit
@@ -42,7 +42,7 @@ from torch import Tensor
 CHUNK = 256
 
 
-class Distant(StreamingAttention):
+class Distant(Streaming):
     """Without the paper's positions."""
 
     def places(self, positions: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     )
     judge = Judge(resolve(config))
     if name == "distant":
-        for block in judge._model.blocks:
-            block.attention.__class__ = Distant
+        assert judge._streaming is not None
+        judge._streaming.__class__ = Distant
     length = args.tokens // 10
     judge.tokens = list(
         itertools.islice(itertools.cycle(text(args.checkpoint, length)), 10 * length)

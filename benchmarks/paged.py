@@ -1,14 +1,19 @@
 """Paged caches for the timing cases of attention."""
 
 import torch
-from slipstream.kernels.cache.kv_format import FORMATS, row_size
+from slipstream.kernels.cache.kv_format import FORMATS
+from slipstream.kernels.cache.kv_spec import KVSpec
 from timing import BLOCK, DTYPE, HEAD_SIZE, KV_HEADS, rows
+
+
+def kv_spec(name: str, kv_heads: int, head_size: int) -> KVSpec:
+    """Of one layer in this format."""
+    return KVSpec(FORMATS.get(name, DTYPE), kv_heads, head_size, BLOCK, num_layers=1)
 
 
 def token_bytes(name: str = "auto", kv_heads: int = KV_HEADS, head_size: int = HEAD_SIZE) -> int:
     """Of K and V of a token in this format, scales included."""
-    dtype = FORMATS.get(name, DTYPE)
-    return 2 * kv_heads * row_size(dtype, head_size) * dtype.itemsize
+    return kv_spec(name, kv_heads, head_size).token_bytes
 
 
 def paged(
@@ -23,10 +28,9 @@ def paged(
     tables = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
     for s, ids in enumerate(order.split(counts)):
         tables[s, : len(ids)] = ids
-    shape = (sum(counts), kv_heads, 2, BLOCK)
+    shape = kv_spec(name, kv_heads, head_size).layer_shape(sum(counts))
     if name == "auto":
-        cache = rows(*shape, head_size)
+        cache = rows(*shape)
     else:  # no code of a scale is NaN's, and none is large
-        size = (*shape, row_size(FORMATS[name], head_size))
-        cache = torch.randint(0, 120, size, dtype=torch.uint8, device="cuda").view(FORMATS[name])
+        cache = torch.randint(0, 120, shape, dtype=torch.uint8, device="cuda").view(FORMATS[name])
     return cache, tables.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 from slipstream.config import EngineConfig
-from slipstream.kernels.cache.kv_format import row_size
-from slipstream.layers.attention import AttentionInputs
+from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.decoder import Decoder
 from slipstream.models.decoder import build
 from slipstream.models.weights import FileSource, Weights
@@ -38,18 +37,18 @@ class Model:
             device=device,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            block_size=BLOCK,
         )
         plan = resolve(config)
         self.device, dims = plan.device, plan.model.dims
-        self.num_heads = dims.num_heads
+        self.attention = plan.attention
         self.max_tokens = plan.max_model_len // 2
         source = FileSource(checkpoint, plan.device, plan.model.tensors)
         weights = Weights(source, plan.device, plan.dtype, quantization)
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
         self.windows = plan.model.windows
         self.num_blocks = -(-self.max_tokens // BLOCK)
-        row = row_size(plan.cache_dtype, dims.head_size)
-        shape = (self.num_blocks, dims.num_kv_heads, 2, BLOCK, row)
+        shape = plan.kv.layer_shape(self.num_blocks)
         self.caches = [
             torch.zeros(shape, dtype=plan.cache_dtype, device=plan.device)
             for _ in range(dims.num_layers)
@@ -61,17 +60,17 @@ class Model:
         count = len(tokens)
         every = torch.arange(count, device=self.device)
         numbers = {"dtype": torch.int32, "device": self.device}
-        where = (
-            every,
-            every,
-            torch.arange(self.num_blocks, **numbers)[None],
-            torch.tensor([0, count], **numbers),
-            torch.tensor([count], **numbers),
-            0,
-            count,
+        rows = StepRows(
+            positions=every,
+            slots=every,
+            block_tables=torch.arange(self.num_blocks, **numbers)[None],
+            query_starts=torch.tensor([0, count], **numbers),
+            lengths=torch.tensor([count], **numbers),
+            num_decodes=0,
+            max_queries=count,
         )
         inputs = {
-            window: AttentionInputs.of(self.caches[0], self.num_heads, *where, window)
+            window: AttentionInputs.of(self.attention, self.caches[0], rows, window)
             for window in set(self.windows)
         }
         of_layers = [inputs[window] for window in self.windows]

@@ -6,9 +6,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.backend import AttentionBackend, Chunks, Rows
 from slipstream.kernels.attention.newest import Newest
-from slipstream.kernels.attention.prefill import prefill_attention
 from slipstream.kernels.cache.kv_format import Static
 from slipstream.kernels.elementwise import rope
 from slipstream.kernels.elementwise.fp8 import Scales
@@ -20,17 +19,8 @@ from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
 
-class Rows(NamedTuple):
-    """What attention reads of some of a step's rows."""
-
-    block_tables: Tensor  # [s, blocks] i32
-    lengths: Tensor  # [s] i32
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionInputs:
-    """Where a step's tokens lie, for all layers of a window: decode rows (one token each) first,
-    then chunks. Made once a step.
+class StepRows(NamedTuple):
+    """A step's tokens and rows, decodes (one token each) first, then chunks.
 
     `s` rows, of which `num_decodes` are decodes; `n` tokens.
     """
@@ -42,49 +32,44 @@ class AttentionInputs:
     lengths: Tensor  # [s] i32, cached tokens after this step's write
     num_decodes: int
     max_queries: int  # longest chunk, 0 without chunks
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What attention reads of a step besides its tokens; made once a step for all layers that have
+    the same window and table.
+    """
+
+    backend: AttentionBackend
+    rows: StepRows
     plan: Tensor  # of the decodes
     window: int  # tokens that a query sees, its own included; 0: all
-    asked: Tensor | None  # [r] i64: the tokens whose output is asked for; None: of all
+    asked: Tensor | None = None  # [r] i64: the tokens whose output is asked for; None: of all
     decodes: Rows = field(init=False)  # cut once, for all layers
-    chunks: Rows = field(init=False)
+    chunked: Rows = field(init=False)
+    chunks: Chunks = field(init=False)
 
     def __post_init__(self) -> None:
-        n, tables, lengths = self.num_decodes, self.block_tables, self.lengths
+        n, tables, lengths = self.rows.num_decodes, self.rows.block_tables, self.rows.lengths
         object.__setattr__(self, "decodes", Rows(tables[:n], lengths[:n]))
-        object.__setattr__(self, "chunks", Rows(tables[n:], lengths[n:]))
+        object.__setattr__(self, "chunked", Rows(tables[n:], lengths[n:]))
+        object.__setattr__(self, "chunks", Chunks(self.rows.query_starts, self.rows.max_queries))
 
     @classmethod
     def of(
-        cls,
-        cache: Tensor,
-        num_q_heads: int,
-        positions: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        lengths: Tensor,
-        num_decodes: int,
-        max_queries: int,
-        window: int,
+        cls, backend: AttentionBackend, cache: Tensor, rows: StepRows, window: int
     ) -> "AttentionInputs":
-        """The inputs and the plan made of them; `cache` is that of any of the layers.
+        """Make the inputs and their plan; `cache` is that of any of the layers.
 
         Everything that a step's attention reads must have been written, or be in the stream.
         """
-        tables = block_tables[:num_decodes]
-        plan = plan_decode(lengths[:num_decodes], cache, num_q_heads, window, tables)
-        return cls(
-            positions,
-            slots,
-            block_tables,
-            query_starts,
-            lengths,
-            num_decodes,
-            max_queries,
-            plan,
-            window,
-            None,
-        )
+        inputs = cls(backend, rows, rows.lengths, window)  # no plan yet: it is of `decodes`
+        object.__setattr__(inputs, "plan", backend.plan(cache, inputs.decodes, window))
+        return inputs
+
+    def with_table(self, slots: Tensor, block_tables: Tensor) -> Self:
+        """The same step for layers of another table, whose plan is of lengths alone."""
+        return replace(self, rows=self.rows._replace(slots=slots, block_tables=block_tables))
 
     def of_last_layer(self, sample_rows: Tensor, sample_starts: Tensor) -> Self:
         """As the last layer has them, where only `sample_rows [r] i64` of the output are asked for.
@@ -92,8 +77,9 @@ class AttentionInputs:
         These are all decodes and then, for some of the chunks, their last token; `sample_starts`
         is what `query_starts` is of them.
         """
-        most = min(1, self.max_queries)
-        return replace(self, asked=sample_rows, query_starts=sample_starts, max_queries=most)
+        most = min(1, self.rows.max_queries)
+        rows = self.rows._replace(query_starts=sample_starts, max_queries=most)
+        return replace(self, asked=sample_rows, rows=rows)
 
     def keep_asked(self, q: Tensor, residual: Residual) -> Tensor:
         """Of the queries `[n, heads, d]`, and of `residual`, those whose output is asked for."""
@@ -101,6 +87,29 @@ class AttentionInputs:
             return q
         residual.keep(self.asked)
         return q[self.asked]
+
+    @property
+    def num_single(self) -> int:
+        """Rows that attend as decodes; all after them attend as chunks."""
+        return self.rows.num_decodes
+
+    def angles(self, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, and each token's row of them; `cos_sin` is of every position."""
+        return cos_sin, self.rows.positions
+
+    def attend(self, q: Tensor, newest: Newest | None, cache: Tensor, scale: float) -> Tensor:
+        """Attention of `q [n, heads, d]`, decodes and chunks by an operation each; `[n, heads, d]`.
+
+        `newest` of the decodes is rotated and cached on the way, if given.
+        """
+        n, window = self.rows.num_decodes, self.window
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if n > 0:
+            where = (cache, self.decodes, self.plan, scale, out[:n])
+            self.backend.decode(q[:n], *where, newest, window)
+        if self.chunks.max_queries > 0:
+            self.backend.prefill(q[n:], cache, self.chunked, self.chunks, scale, out[n:], window)
+        return out
 
 
 class Attention:
@@ -144,9 +153,7 @@ class Attention:
         self.k_norm = None if k_norm is None else k_norm.weight
         self.eps = dims.eps
         self.static = static_scales(w)
-        self._is_invariant = w.deterministic
-        # Of decodes, where nothing but rotation comes between projection and attention.
-        self._rotates_decodes = not (qk_norms or w.deterministic)
+        self._has_head_norms = qk_norms is not None
 
     def __call__(
         self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor
@@ -157,30 +164,29 @@ class Attention:
         whose output is asked for.
         """
         (q, k, v), scales = self.project(norm, residual)
-        n, angles = inputs.num_decodes, (self.cos_sin, inputs.positions)
-        newest = self.rotate(q, k, v, scales, n, *angles, inputs.slots, cache)
+        newest = self._rotate(q, k, v, scales, inputs, cache)
         q = inputs.keep_asked(q, residual)
-        out = self._attend(q, newest, inputs, cache)
+        out = inputs.attend(q, newest, cache, self.scale_of(cache))
         self.out.add_to(residual, self.unscaled(out, cache).flatten(1))
 
-    def rotate(
+    def _rotate(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scales: Scales | None,
-        num_decodes: int,
-        cos_sin: Tensor,
-        places: Tensor,
-        slots: Tensor,
+        inputs: AttentionInputs,
         cache: Tensor,
     ) -> Newest | None:
-        """Rotate queries and write K and V, by rows `places` of `cos_sin`; what of the decodes is
-        left to their attention.
+        """Rotate queries and write K and V; return what the decodes' attention has yet to do.
+
+        It does so itself where nothing but rotation comes between projection and attention.
         """
+        (cos_sin, places), slots = inputs.angles(self.cos_sin), inputs.rows.slots
         newest, first = None, 0
-        if self._rotates_decodes and scales is None and q.dtype == cache.dtype != torch.float32:
-            newest, first = Newest(k[:num_decodes], v[:num_decodes], cos_sin), num_decodes
+        if inputs.backend.rotates_decodes and not self._has_head_norms and scales is None:
+            first = inputs.num_single
+            newest = Newest(k[:first], v[:first], cos_sin)
         if first < q.shape[0]:
             if first > 0:
                 q, k, v, places, slots = (x[first:] for x in (q, k, v, places, slots))
@@ -213,29 +219,3 @@ class Attention:
                 for n, x in zip(self._early_norms, (q, k), strict=True)
             )
         return [q, k, v], scales
-
-    def _attend(
-        self, q: Tensor, newest: Newest | None, inputs: AttentionInputs, cache: Tensor
-    ) -> Tensor:
-        """Decodes and chunks by a kernel each; `[n, heads, d]`."""
-        n, scale = inputs.num_decodes, self.scale_of(cache)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if n > 0:
-            plan = inputs.plan[:0] if self._is_invariant else inputs.plan
-            where = (cache, *inputs.decodes, plan, scale, out[:n])
-            decode_attention(q[:n], *where, newest, inputs.window)
-        if inputs.max_queries > 0:
-            tables, lengths = inputs.chunks
-            prefill_attention(
-                q[n:],
-                cache,
-                tables,
-                inputs.query_starts,
-                lengths,
-                scale,
-                inputs.max_queries,
-                out[n:],
-                inputs.window,
-                splits=not self._is_invariant,
-            )
-        return out

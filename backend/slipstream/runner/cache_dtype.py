@@ -1,4 +1,4 @@
-"""The dtype of the KV cache, as `kv_cache_dtype` asks for it."""
+"""What a configuration asks of attention, and the dtype of the KV cache that comes of it."""
 
 import logging
 from pathlib import Path
@@ -7,6 +7,8 @@ import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.kernels.attention.backend import backend_for
+from slipstream.kernels.attention.spec import AttentionSpec
 from slipstream.kernels.cache import kv_format
 from slipstream.layers.attention import Attention
 from slipstream.layers.cache_scales import are_among
@@ -22,28 +24,51 @@ def cache_dtype(
 ) -> torch.dtype:
     """Of a layer's cache (kernels/cache/kv_format.py).
 
-    auto: fp8 where the checkpoint says so, has scales for it, and nothing else that is asked for
-    needs a cache of 16 bits; else `dtype`, that of the activations. Raises `ConfigError` for a
-    format that this model or block size cannot have.
+    auto: fp8 where the checkpoint says so, has scales for it, and attention supports it beside all
+    else that is asked for; else `dtype`, that of the activations. Raises `ConfigError` for a name
+    that is no format's.
     """
-    name, head_size = config.kv_cache_dtype, model.dims.head_size
-    smallest = kv_format.MIN_BLOCK_SIZE
-    if name == "auto":
-        streams = config.attention_window is not None and device.type != "cpu"
-        can_be_fp8 = config.block_size >= smallest and not streams
-        is_fp8 = model.fp8_cache and can_be_fp8 and _has_scales(config)
-        return torch.float8_e4m3fn if is_fp8 else dtype
-    asked = f"kv_cache_dtype = {name[:64]!r}"
-    if name not in kv_format.FORMATS:
-        raise ConfigError(f"{asked} is not one of auto, {', '.join(kv_format.FORMATS)}")
-    if config.block_size < smallest:
-        raise ConfigError(f"{asked} needs block_size >= {smallest}, not {config.block_size}")
-    if not kv_format.is_legal(kv_format.FORMATS[name], head_size):
-        raise ConfigError(
-            f"{asked} needs heads that are equal groups of at most {kv_format.GROUP} numbers, "
-            f"and even: config.json has head_dim = {head_size}"
-        )
-    return kv_format.FORMATS[name]
+    name = config.kv_cache_dtype
+    if name != "auto":
+        if name not in kv_format.FORMATS:
+            formats = ", ".join(kv_format.FORMATS)
+            raise ConfigError(f"kv_cache_dtype = {name[:64]!r} is not one of auto, {formats}")
+        return kv_format.FORMATS[name]
+    fp8 = torch.float8_e4m3fn
+    if model.fp8_cache and _has_scales(config):
+        spec = attention_spec(config, model, device, dtype, fp8)
+        if not isinstance(backend_for(spec), str):
+            return fp8
+    return dtype
+
+
+def attention_spec(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    cached: torch.dtype,
+    layers_per_block: int = 1,
+) -> AttentionSpec:
+    """Return what this configuration of the model asks of attention, with such a cache."""
+    d = model.dims
+    return AttentionSpec(
+        device=device.type,
+        dtype=dtype,
+        cache_dtype=cached,
+        num_heads=d.num_heads,
+        num_kv_heads=d.num_kv_heads,
+        head_size=d.head_size,
+        block_size=config.block_size,
+        windows=tuple(sorted(set(model.windows))),
+        stream_window=config.attention_window or 0,
+        num_sinks=config.sink_tokens,
+        deterministic=config.deterministic,
+        reuses_blocks=config.kv_cache_reuse,
+        host_bytes=config.kv_cache_host_bytes,
+        layers_per_block=layers_per_block,
+        model=model.architecture,
+    )
 
 
 def _has_scales(config: EngineConfig) -> bool:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,13 +10,12 @@ from torch import Tensor
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.laps import Laps
 from slipstream.kernels.cache.copy_blocks import copy_blocks
-from slipstream.kernels.cache.kv_format import row_size
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.staging.stage import begin_step
 from slipstream.kvcache.host import Mover
-from slipstream.layers.attention import AttentionInputs
+from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.sliced import ROWS
-from slipstream.layers.streaming import stream
+from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build
 from slipstream.models.weights import FileSource, RandomSource, Source, Weights
 from slipstream.runner.cache_dtype import log_scales
@@ -50,10 +48,11 @@ def _load(plan: Plan) -> Weights:
 
 
 def _layout(plan: Plan) -> Layout:
-    """Of all steps. torch's attention on the CPU, too, sums in an order that hangs on the chunk."""
+    """Of all steps."""
     if not plan.config.deterministic:
         return Layout()
-    return Layout(multiple=ROWS, has_decodes=False, has_chunks=plan.device.type == "cuda")
+    has_chunks = plan.attention.keeps_bits_in_chunks
+    return Layout(multiple=ROWS, has_decodes=False, has_chunks=has_chunks)
 
 
 class _OnHost:
@@ -100,7 +99,7 @@ class ModelRunner:
         self.max_in_flight = plan.max_in_flight
         self.window = window = plan.window
         self.attention_doubles_at = plan.attention_doubles_at
-        self._num_heads = plan.model.dims.num_heads
+        self._attention = plan.attention
         places = plan.groups.places
         # Of each layer its table and window, and its place in the cache.
         self._layers = [(each[0], w) for each, w in zip(places, plan.model.windows, strict=True)]
@@ -111,7 +110,7 @@ class ModelRunner:
         log_scales(plan.cache_dtype, self._model)
         self._streaming = None
         if window.has_gaps:
-            self._streaming = stream(self._model, plan.model.rope, window.size, window.num_sinks)
+            self._streaming = Streaming(plan.model.rope, plan.attention, plan.device)
         laps.lap("weights")
         buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, _layout(plan))
         self._make_buffers(plan, buckets)
@@ -152,12 +151,8 @@ class ModelRunner:
         return left
 
     def _make_caches(self, plan: Plan, num_blocks: int) -> None:
-        """One a layer of a group, in one piece of memory; zeroed: padding may be multiplied by 0
-        and must be finite for that."""
-        d = plan.model.dims
-        row = row_size(plan.cache_dtype, d.head_size)
-        shape = (plan.groups.size, num_blocks, d.num_kv_heads, 2, plan.block_size, row)
-        self._cache = torch.zeros(shape, dtype=plan.cache_dtype, device=plan.device)
+        """One a layer of a group, in one piece of memory."""
+        self._cache = plan.kv.allocate(num_blocks, plan.device)
         self._caches = list(self._cache)
 
     def _make_transfers(self, plan: Plan) -> None:
@@ -316,38 +311,20 @@ class ModelRunner:
         """
         slots = slots.view(self._num_tables, shape.num_tokens)
         tables = tables.view(shape.num_rows, self._num_tables, tables.shape[1])
+        counts = (shape.num_decodes, shape.max_queries)
+        cache = self._caches[0]
         if self._streaming is not None:
-            streaming = self._streaming.inputs(
-                self._caches[0],
-                self._num_heads,
-                positions,
-                slots[0],
-                tables[:, 0],
-                query_starts,
-                lengths,
-                shape.num_decodes,
-                shape.max_queries,
-            )
-            return [streaming] * len(self._layers)
+            rows = StepRows(positions, slots[0], tables[:, 0], query_starts, lengths, *counts)
+            return [self._streaming.inputs(cache, rows)] * len(self._layers)
         made: dict[tuple[int, int], AttentionInputs] = {}
         of_window: dict[int, AttentionInputs] = {}
         for table, window in self._kinds:
             own = slots[table], tables[:, table]
             if window in of_window:
-                other = of_window[window]
-                made[table, window] = replace(other, slots=own[0], block_tables=own[1])
+                made[table, window] = of_window[window].with_table(*own)
                 continue
-            made[table, window] = AttentionInputs.of(
-                self._caches[0],
-                self._num_heads,
-                positions,
-                *own,
-                query_starts,
-                lengths,
-                shape.num_decodes,
-                shape.max_queries,
-                window,
-            )
+            rows = StepRows(positions, *own, query_starts, lengths, *counts)
+            made[table, window] = AttentionInputs.of(self._attention, cache, rows, window)
             if window:
                 of_window[window] = made[table, window]
         return [made[kind] for kind in self._layers]

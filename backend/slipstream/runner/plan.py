@@ -19,13 +19,14 @@ from slipstream.config import (
 from slipstream.core.groups import Groups, group
 from slipstream.core.window import Window
 from slipstream.errors import ConfigError
-from slipstream.kernels.cache.kv_format import name_of, row_size
+from slipstream.kernels.attention.backend import AttentionBackend, backend_for
+from slipstream.kernels.cache.kv_spec import KVSpec
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.runtime import jit
 from slipstream.models.decoder import Sizes, sizes
 from slipstream.models.hf import ignored_keys, read_config, weights_dtype
 from slipstream.models.model_config import ModelConfig
-from slipstream.runner.cache_dtype import cache_dtype
+from slipstream.runner.cache_dtype import attention_spec, cache_dtype
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -44,20 +45,29 @@ class Plan:
     sizes: Sizes
     device: torch.device
     dtype: torch.dtype
-    cache_dtype: torch.dtype
+    attention: AttentionBackend
     max_model_len: int
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    groups: Groups  # the layers that share tables
     num_threads: int | None  # of torch on the CPU; None: its own choice
     has_tokenizer: bool
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the KV cache; names its format (kernels/cache/kv_format.py)."""
+        return self.attention.spec.cache_dtype
+
+    @property
+    def kv(self) -> KVSpec:
+        """The layout of the KV cache."""
+        return self.attention.kv_spec
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block of the cache, over the layers of a group."""
-        d = self.model.dims
-        num_rows = self.block_size * 2 * self.groups.size * d.num_kv_heads
-        return num_rows * row_size(self.cache_dtype, d.head_size) * self.cache_dtype.itemsize
+        return self.kv.block_bytes
 
     @property
     def attention_doubles_at(self) -> int:
@@ -80,11 +90,6 @@ class Plan:
         windows, groups = self.model.windows, self.groups
         size = max(windows) if groups.num_tables > 1 or min(windows) else 0
         return Window(size, 0, num_ahead, False, groups.num_tables, groups.num_full)
-
-    @property
-    def groups(self) -> Groups:
-        """The layers that share tables."""
-        return group(self.model.windows, self.max_model_len)
 
     @property
     def table_blocks(self) -> int:
@@ -116,7 +121,7 @@ class Plan:
                 length += f" with the first {self.window.num_sinks}"
         dtype = str(self.dtype).removeprefix("torch.")
         dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
-        cache = "" if self.cache_dtype == self.dtype else f"{name_of(self.cache_dtype)}, "
+        cache = "" if self.cache_dtype == self.dtype else f"{self.kv.format_name}, "
         host = f", {self.tokens_of(num_slots):,} tokens more in host memory" if num_slots else ""
         return (
             f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
@@ -155,7 +160,7 @@ def _device(config: EngineConfig) -> torch.device:
 
 
 def _check_gpu(device: torch.device) -> None:
-    """What the kernels need of the GPU and of packages, said before weights are loaded."""
+    """Raise `ConfigError` if the GPU or the packages are not what the kernels need."""
     capability = torch.cuda.get_device_capability(device)
     if capability < jit.MIN_CAPABILITY:
         raise ConfigError(
@@ -166,15 +171,6 @@ def _check_gpu(device: torch.device) -> None:
         raise ConfigError(
             "device = 'cuda', but CuPy or cuda-bindings is not installed: "
             "pip install 'slipstream[engine,cuda13]' (or cuda12); device = 'cpu' works without"
-        )
-
-
-def _check_heads(model: ModelConfig) -> None:
-    """What the kernels need of the model."""
-    if model.dims.head_size not in jit.HEAD_SIZES:
-        raise ConfigError(
-            f"device = 'cuda' with heads of {model.dims.head_size} (config.json's head_dim): only "
-            f"{', '.join(map(str, jit.HEAD_SIZES))} have kernels; device = 'cpu' takes any"
         )
 
 
@@ -230,10 +226,8 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
-def _check_streaming(
-    config: EngineConfig, model: ModelConfig, device: torch.device, max_model_len: int
-) -> None:
-    """Raise `ConfigError` for a window and sinks that cannot be had."""
+def _check_streaming(config: EngineConfig, max_model_len: int) -> None:
+    """Raise `ConfigError` for a window and sinks that are out of range."""
     window, sinks = config.attention_window, config.sink_tokens
     if window is None:
         if sinks:
@@ -246,17 +240,22 @@ def _check_streaming(
         raise ConfigError(f"sink_tokens = {sinks} leaves nothing of {asked}")
     if window > max_model_len:
         raise ConfigError(f"{asked} is above max_model_len = {max_model_len}")
-    if any(model.windows):
-        raise ConfigError(f"{asked}: {model.architecture} has windows of its own in config.json")
-    if device.type != "cpu" and config.kv_cache_dtype != "auto":
-        raise ConfigError(
-            f"{asked} needs kv_cache_dtype = 'auto' on a GPU, not {config.kv_cache_dtype[:64]!r}"
-        )
-    if device.type != "cpu" and jit.is_wide(model.dims.head_size):
-        raise ConfigError(
-            f"{asked} on a GPU has no kernels for heads of {model.dims.head_size} (config.json's "
-            "head_dim); device = 'cpu' takes any"
-        )
+
+
+def _attention(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers_per_block: int,
+) -> AttentionBackend:
+    """Return the backend for all that is asked for; `ConfigError` with its reason if none is."""
+    cached = cache_dtype(config, model, device, dtype)
+    spec = attention_spec(config, model, device, dtype, cached, layers_per_block)
+    backend = backend_for(spec)
+    if isinstance(backend, str):
+        raise ConfigError(backend)
+    return backend(spec)
 
 
 def _weight_bytes(plan: Plan) -> int:
@@ -285,11 +284,6 @@ def _check_cache(plan: Plan) -> None:
     if config.kv_cache_tokens is not None:
         _at_least(config, "kv_cache_tokens", config.block_size)
     wanted = config.kv_cache_host_bytes
-    if wanted and (not config.kv_cache_reuse or config.attention_window is not None):
-        raise ConfigError(
-            f"kv_cache_host_bytes = {wanted} is for cached blocks, which there are only with "
-            "kv_cache_reuse and without an attention_window"
-        )
     if 0 < wanted < plan.block_bytes:
         raise ConfigError(
             f"kv_cache_host_bytes = {wanted} is below a block's {plan.block_bytes} bytes"
@@ -362,13 +356,13 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
     _check_fields(config)
     checkpoint = Path(config.checkpoint)
     model = read_config(checkpoint)
-    if device.type == "cuda":
-        _check_heads(model)
     dtype = _dtype(config, model, device)
     if config.quantization == "fp8":
         _check_fp8(model, device, dtype)
     max_model_len = _max_model_len(config, model)
-    _check_streaming(config, model, device, max_model_len)
+    _check_streaming(config, max_model_len)
+    max_tokens = max_model_len if config.attention_window is None else ENDLESS
+    groups = group(model.windows, max_tokens)
     plan = Plan(
         config=config,
         checkpoint=checkpoint,
@@ -377,11 +371,12 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
         sizes=sizes(model),
         device=device,
         dtype=dtype,
-        cache_dtype=cache_dtype(config, model, device, dtype),
-        max_model_len=max_model_len if config.attention_window is None else ENDLESS,
+        attention=_attention(config, model, device, dtype, groups.size),
+        max_model_len=max_tokens,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        groups=groups,
         num_threads=_num_threads(model),
         has_tokenizer=(checkpoint / "tokenizer.json").is_file(),
     )

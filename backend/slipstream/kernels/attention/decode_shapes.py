@@ -1,5 +1,6 @@
 """What decode.cu is compiled for: shapes of its CTAs, and its variants."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -70,6 +71,7 @@ def shapes(cached: torch.dtype, head_size: int) -> tuple[Shape, ...]:
     return _WIDE_SHAPES if is_wide else _SHAPES
 
 
+@functools.cache
 def attention_variant(
     dtype: torch.dtype,
     head_size: int,
@@ -107,6 +109,7 @@ def _mode(window: int, shares: bool, streams: bool) -> dict[str, int]:
     return {"WINDOWED": int(window > 0)} | additions
 
 
+@functools.cache
 def plan_variant(
     tile: int, window: int, shares: bool = False, streams: bool = False
 ) -> jit.Variant:

@@ -100,6 +100,7 @@ def wgmma_memory(head_size: int) -> int:
     return rows * head_size * 2 + 256  # barriers, items
 
 
+@functools.cache
 def _wgmma_variant(dtype: torch.dtype, head_size: int, splits: bool) -> jit.Variant:
     return jit.variant(
         "attention/sm90/prefill_wgmma.cu",
@@ -154,6 +155,15 @@ def parts_size(head_size: int) -> int:
     return _MOST_PARTS * _ITEM_WARPS * 32 * (head_size // 2 + 4)
 
 
+@functools.cache
+def _has(
+    dtype: torch.dtype, cached: torch.dtype, head_size: int, has_window: bool
+) -> tuple[bool, bool]:
+    """Whether prefill_wgmma.cu takes such a call, and whether it can cut its chunks into parts."""
+    case = Case(dtype, cached, head_size, has_window)
+    return no_wgmma(case) is None, no_parts(case) is None
+
+
 @prefill_attention.cuda
 @takes(PrefillCall)
 def _prefill_attention(call: PrefillCall) -> Tensor:
@@ -176,9 +186,9 @@ def _prefill_attention(call: PrefillCall) -> Tensor:
     )
     if out.numel() == 0 or num_rows == 0 or max_queries == 0:
         return out
-    case = Case(q.dtype, cache.dtype, q.shape[2], window > 0)
-    if no_wgmma(case) is None and scale > 0 and jit.is_hopper(q.device):
-        splits = splits and no_parts(case) is None and _may_split(q, cache, max_queries)
+    has_wgmma, has_parts = _has(q.dtype, cache.dtype, q.shape[2], window > 0)
+    if has_wgmma and scale > 0 and jit.is_hopper(q.device):
+        splits = splits and has_parts and _may_split(q, cache, max_queries)
         size = parts_size(q.shape[2]) if splits else 0
         parts = torch.empty(size, dtype=torch.float32, device=q.device)
         launch_wgmma(call, out, parts)

@@ -6,6 +6,7 @@
 not read: those past a sequence's length, and those in front of the window.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -94,6 +95,7 @@ def _staged(cached: torch.dtype | None, head_size: int) -> int:
     return kv_format.row_size(cached, head_size) - kv_format.num_scales(cached, head_size)
 
 
+@functools.cache
 def tiles_variant(
     source: str,
     dtype: torch.dtype,

@@ -1,0 +1,258 @@
+"""One backend for each way to attend: what it supports, what it plans, and its two operations.
+
+A backend is made once, from the spec of a model; a step calls `plan` for each window of its layers,
+and each layer calls `decode` and `prefill`. A form of attention that is to come (ALiBi, soft caps,
+latent K and V) is another subclass here, or a rule less in `supports` with its kernels.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention import rules
+from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.attention.prefill import SinkRows, prefill_attention
+from slipstream.kernels.attention.sinks import Sinks, sink_attention
+from slipstream.kernels.attention.spec import CAUSAL, AttentionSpec
+from slipstream.kernels.cache import kv_format
+from slipstream.kernels.cache.kv_spec import KVSpec
+
+
+class Rows(NamedTuple):
+    """Sequences of a step, as attention reads their caches."""
+
+    block_tables: Tensor  # [s, blocks] i32
+    lengths: Tensor  # [s] i32, this step's tokens included
+
+
+class Chunks(NamedTuple):
+    """Where the queries of several tokens a sequence lie."""
+
+    query_starts: Tensor  # [s + 1] i32, of the rows of q
+    max_queries: int  # of the longest
+
+
+class Choice(NamedTuple):
+    """Which kernels attend in layers of a window; what is slower says why."""
+
+    decode: str
+    prefill: str
+    own_prefix: str | None  # why what sequences share is read by each; None: once for all
+    own_rotation: str | None  # why rotation is a kernel of its own; None: part of decode
+    whole_chunks: str | None  # why no chunk is cut for several multiprocessors; None: some are
+
+
+class AttentionBackend(ABC):
+    """Attention over the paged cache, on one kind of device.
+
+    Args:
+        spec: what it has to do; one that `supports` takes.
+    """
+
+    name: ClassVar[str]
+    device: ClassVar[str]  # cuda | cpu
+    keeps_bits_in_chunks: ClassVar[bool]  # a token's bits do not depend on the chunk it comes in
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        assert self.supports(spec) is None, self.supports(spec)
+        self.spec = spec
+        self._has_plan = not spec.deterministic
+        # Decodes may be rotated by their attention where nothing comes between it and projection.
+        self.rotates_decodes = not spec.deterministic and rules.no_rotation(spec.case()) is None
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Return why this backend does not do what `spec` asks (field, value, limit), or None."""
+        return _no_device(cls.device, spec) or _no_layout(spec) or _no_cache(spec)
+
+    @classmethod
+    @abstractmethod
+    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> Choice:
+        """Return the kernels of layers with this window."""
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """The layout of the cache, and its bytes."""
+        s = self.spec
+        return KVSpec(s.cache_dtype, s.num_kv_heads, s.head_size, s.block_size, s.layers_per_block)
+
+    def plan(self, cache: Tensor, rows: Rows, window: int) -> Tensor:
+        """Plan the decodes `rows` for all layers of a step that have this window; i32, opaque.
+
+        `cache` is that of any of these layers. A plan of no elements: none is needed. Without a
+        window it is of these block tables, else of the lengths alone.
+        """
+        spec, (tables, lengths) = self.spec, rows
+        if not self._has_plan:
+            return torch.empty(0, dtype=torch.int32, device=lengths.device)
+        if spec.streams:
+            window, sinks = spec.stream_window, spec.num_sinks
+            return plan_decode(lengths, cache, spec.num_heads, window, num_sinks=sinks)
+        return plan_decode(lengths, cache, spec.num_heads, window, tables)
+
+    def decode(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        plan: Tensor,
+        scale: float,
+        out: Tensor,
+        newest: Newest | None,
+        window: int,
+        sinks: Sinks | None = None,
+    ) -> None:
+        """Attend with one query a sequence, `q [s, hq, d]`; the result goes to `out`.
+
+        `newest` is rotated and cached on the way, if given. Sequences that stream have `sinks`.
+        """
+        decode_attention(q, cache, *rows, plan, scale, out, newest, window, sinks)
+
+    def prefill(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        chunks: Chunks,
+        scale: float,
+        out: Tensor,
+        window: int,
+        sinks: SinkRows | None = None,
+    ) -> None:
+        """Attend with chunks of queries, `q [n, hq, d]`; the result goes to `out`."""
+        tables, lengths = rows
+        starts, most = chunks
+        where = (cache, tables, starts, lengths, scale, most)
+        if sinks is None:
+            prefill_attention(q, *where, out, window, self._has_plan)
+        else:
+            num_sinks, angles, positions = sinks
+            sink_attention(q, angles, positions, *where, window, num_sinks, out)
+
+
+class PagedCuda(AttentionBackend):
+    """The CUDA kernels of this package."""
+
+    name = "paged CUDA"
+    device = "cuda"
+    keeps_bits_in_chunks = True
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Return why there are no kernels for `spec`, or None."""
+        return super().supports(spec) or _no_heads(spec) or _no_stream(spec)
+
+    @classmethod
+    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> Choice:
+        """Return the kernels of layers with this window, as the launchers choose them."""
+        case = spec.case(window)
+        alone = "deterministic mode" if spec.deterministic else None
+        not_planned = alone or rules.no_decode_plan(case)
+        not_wgmma = rules.no_wgmma(case) or (None if is_hopper else "not a Hopper GPU")
+        prefill = "prefill.cu" if not_wgmma else "prefill_wgmma.cu"
+        decode = "decode_split.cu" if not_planned else "decode.cu"
+        if alone or (spec.streams and not_planned):
+            decode = prefill  # a decode is a chunk of one token
+        return Choice(
+            decode=decode,
+            prefill=prefill,
+            own_prefix=not_planned or rules.no_sharing(case),
+            own_rotation=not_planned or rules.no_rotation(case),
+            whole_chunks=alone or rules.no_parts(case) or not_wgmma,
+        )
+
+
+class TorchCpu(AttentionBackend):
+    """The references of the operations, by torch: the oracle, and what serves without a GPU."""
+
+    name = "torch CPU"
+    device = "cpu"
+    keeps_bits_in_chunks = False  # its sums have an order that depends on the chunk
+
+    @classmethod
+    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> Choice:
+        """Return torch for everything."""
+        return Choice("torch", "torch", "one sequence at a time", None, "one chunk at a time")
+
+
+BACKENDS: tuple[type[AttentionBackend], ...] = (PagedCuda, TorchCpu)
+
+
+def backend_for(spec: AttentionSpec) -> type[AttentionBackend] | str:
+    """Return the first backend that supports `spec`, or why those of its device do not."""
+    reasons = []
+    for backend in BACKENDS:
+        if (reason := backend.supports(spec)) is None:
+            return backend
+        if backend.device == spec.device:
+            reasons.append(reason)
+    return "; ".join(reasons) or f"device = {spec.device!r} has no attention backend"
+
+
+# ---- reasons ----
+
+
+def _no_device(device: str, spec: AttentionSpec) -> str | None:
+    return None if spec.device == device else f"device = {spec.device!r} is not {device!r}"
+
+
+def _no_layout(spec: AttentionSpec) -> str | None:
+    """What no backend has, whatever the device."""
+    if spec.form != CAUSAL:
+        return f"{spec.model} needs {spec.form} attention, which no backend has"
+    if spec.num_heads % spec.num_kv_heads:
+        return (
+            f"num_attention_heads = {spec.num_heads} is no multiple of num_key_value_heads = "
+            f"{spec.num_kv_heads}"
+        )
+    if spec.streams and any(spec.windows):
+        return (
+            f"attention_window = {spec.stream_window}: {spec.model} has windows of its own in "
+            "config.json"
+        )
+    return None
+
+
+def _no_cache(spec: AttentionSpec) -> str | None:
+    """What no cache holds."""
+    asked = f"kv_cache_dtype = {kv_format.name_of(spec.cache_dtype)!r}"
+    is_quantized = spec.cache_dtype in kv_format.FORMATS.values()
+    if is_quantized and spec.block_size < kv_format.MIN_BLOCK_SIZE:
+        return f"{asked} needs block_size >= {kv_format.MIN_BLOCK_SIZE}, not {spec.block_size}"
+    if not kv_format.is_legal(spec.cache_dtype, spec.head_size):
+        return (
+            f"{asked} needs heads that are equal groups of at most {kv_format.GROUP} numbers, "
+            f"and even: config.json has head_dim = {spec.head_size}"
+        )
+    if spec.host_bytes and (spec.streams or not spec.reuses_blocks):
+        return (
+            f"kv_cache_host_bytes = {spec.host_bytes} is for cached blocks, which there are only "
+            "with kv_cache_reuse and without an attention_window"
+        )
+    return None
+
+
+def _no_heads(spec: AttentionSpec) -> str | None:
+    if reason := rules.no_kernel(spec.case()):
+        return (
+            f"device = 'cuda' with {reason} (config.json's head_dim = {spec.head_size}); "
+            "device = 'cpu' takes any"
+        )
+    return None
+
+
+def _no_stream(spec: AttentionSpec) -> str | None:
+    """What the kernels of streaming do not take; without them decodes would be chunks."""
+    asked, case = f"attention_window = {spec.stream_window}", spec.case()
+    if not spec.streams or (reason := rules.no_sinks(case)) is None:
+        return None
+    if case.is_quantized:
+        name = kv_format.name_of(spec.cache_dtype)
+        return f"{asked} needs kv_cache_dtype = 'auto' on a GPU, not {name!r}"
+    return (
+        f"{asked} on a GPU has no kernels for heads of {spec.head_size} (config.json's head_dim): "
+        f"{reason}; device = 'cpu' takes any"
+    )

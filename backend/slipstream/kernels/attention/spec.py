@@ -1,0 +1,48 @@
+"""What a model and its configuration ask of attention: known before weights are read."""
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.kernels.attention.rules import Case
+
+CAUSAL = "causal"
+# Forms that no backend has yet; docs/attention.md says so of each.
+MISSING_FORMS = ("ALiBi", "soft-capped", "cross", "latent (MLA)")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What attention has to do, on one device.
+
+    Attention is grouped-query: `num_heads` of queries read `num_kv_heads` of K and V, all of
+    `head_size` numbers. A sequence that streams keeps its first `num_sinks` tokens and the newest
+    of `stream_window` tokens in all.
+    """
+
+    device: str  # cuda | cpu
+    dtype: torch.dtype  # of queries, keys and values
+    cache_dtype: torch.dtype  # kv_format.py
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int  # tokens
+    windows: tuple[int, ...] = (0,)  # of the layers, each once: tokens that a query sees; 0: all
+    stream_window: int = 0  # `attention_window`; 0: no sequence streams
+    num_sinks: int = 0
+    deterministic: bool = False  # a sequence's bits do not depend on others
+    reuses_blocks: bool = True  # `kv_cache_reuse`
+    host_bytes: int = 0  # `kv_cache_host_bytes`
+    layers_per_block: int = 1  # core/groups.py
+    form: str = CAUSAL
+    model: str = "the model"  # as messages name it
+
+    @property
+    def streams(self) -> bool:
+        """Whether sequences have no end, and lose what they no longer see."""
+        return self.stream_window > 0
+
+    def case(self, window: int = 0) -> Case:
+        """Return what chooses the kernels of layers with this window."""
+        has_window = window > 0 or self.streams
+        return Case(self.dtype, self.cache_dtype, self.head_size, has_window, self.streams)
