@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits compose-check figures clean loc
+.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits attention compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -101,6 +101,9 @@ compose-check: install ## the committed model_repository/ is what compose writes
 
 limits: install  ## the table of docs/limits.md, on stdout
 	@$(BIN)/python -c "from slipstream_contract.limits_page import page; print(page())"
+
+attention: install  ## the tables of docs/attention.md, on stdout
+	@$(BIN)/python -c "from slipstream.kernels.attention.table import tables; print(tables())"
 
 fuzz: install    ## REQUESTS=100000 requests drawn over the whole contract; fails on any trace of them
 	@$(BIN)/python load/fuzz.py --requests $(REQUESTS)

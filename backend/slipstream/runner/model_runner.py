@@ -120,7 +120,7 @@ class ModelRunner:
         laps.lap("cache")
         self._make_transfers(plan)
         laps.lap("host memory")
-        if plan.device.type == "cuda" and plan.config.cuda_graphs:
+        if plan.attention.has_graphs and plan.config.cuda_graphs:
             self._graphs = Graphs(buckets)
             self._graphs.capture(self._prepare)
             laps.lap("graphs")

@@ -55,6 +55,7 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     device: ClassVar[str]  # cuda | cpu
     keeps_bits_in_chunks: ClassVar[bool]  # a token's bits do not depend on the chunk it comes in
+    has_graphs: ClassVar[bool]  # plans are made on the device, so one CUDA graph serves any lengths
 
     def __init__(self, spec: AttentionSpec) -> None:
         assert self.supports(spec) is None, self.supports(spec)
@@ -139,6 +140,7 @@ class PagedCuda(AttentionBackend):
     name = "paged CUDA"
     device = "cuda"
     keeps_bits_in_chunks = True
+    has_graphs = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -171,6 +173,7 @@ class TorchCpu(AttentionBackend):
     name = "torch CPU"
     device = "cpu"
     keeps_bits_in_chunks = False  # its sums have an order that depends on the chunk
+    has_graphs = False
 
     @classmethod
     def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> Choice:
@@ -238,7 +241,7 @@ def _no_cache(spec: AttentionSpec) -> str | None:
 def _no_heads(spec: AttentionSpec) -> str | None:
     if reason := rules.no_kernel(spec.case()):
         return (
-            f"device = 'cuda' with {reason} (config.json's head_dim = {spec.head_size}); "
+            f"device = 'cuda' with heads of {spec.head_size} (config.json's head_dim): {reason}; "
             "device = 'cpu' takes any"
         )
     return None

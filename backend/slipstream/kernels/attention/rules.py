@@ -36,7 +36,7 @@ def no_kernel(case: Case) -> str | None:
     """Why no kernel attends at all, or None."""
     if case.head_size not in jit.HEAD_SIZES:
         sizes = ", ".join(map(str, jit.HEAD_SIZES))
-        return f"heads of {case.head_size}: only {sizes} have kernels"
+        return f"only {sizes} have kernels"
     return None
 
 

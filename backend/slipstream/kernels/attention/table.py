@@ -1,0 +1,151 @@
+"""The tables of docs/attention.md, from what the backends say: `make attention-tables`.
+
+A feature is a change of a plain spec: bfloat16, heads of 128, 32 query heads over 8 of K and V.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slipstream.kernels.attention.backend import (
+    BACKENDS,
+    AttentionBackend,
+    Choice,
+    PagedCuda,
+)
+from slipstream.kernels.attention.spec import MISSING_FORMS, AttentionSpec
+from slipstream.kernels.cache.kv_format import FORMATS
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """Something that a model or a configuration asks for."""
+
+    name: str
+    origin: str  # the option or the key that asks for it
+    changes: Mapping[str, Any]  # of fields of the plain spec
+
+    def excludes(self, other: "Feature") -> bool:
+        """Whether both are values of one field."""
+        return not self.changes.keys().isdisjoint(other.changes)
+
+
+FEATURES = (
+    Feature("float32", "`dtype = float32`", {"dtype": torch.float32}),
+    Feature("float16", "`dtype = float16`", {"dtype": torch.float16}),
+    *(
+        Feature(f"{name} cache", f"`kv_cache_dtype = {name}`", {"cache_dtype": dtype})
+        for name, dtype in FORMATS.items()
+    ),
+    Feature("blocks of 8", "`block_size = 8`", {"block_size": 8}),
+    Feature("windows", "the model: `sliding_window`", {"windows": (1024,)}),
+    Feature("windows in some layers", "the model: `layer_types`", {"windows": (0, 1024)}),
+    Feature(
+        "endless sequences",
+        "`attention_window`, `sink_tokens`",
+        {"stream_window": 1024, "num_sinks": 4},
+    ),
+    Feature("deterministic", "`deterministic`", {"deterministic": True}),
+    Feature("no reuse", "`kv_cache_reuse = false`", {"reuses_blocks": False}),
+    Feature("host memory", "`kv_cache_host_bytes`", {"host_bytes": 1 << 30}),
+    *(
+        Feature(f"heads of {size}", f"the model: `head_dim = {size}`", {"head_size": size})
+        for size in (64, 80, 96, 256, 72, 112, 192)
+    ),
+    *(
+        Feature(f"{form} attention", "no family that is served", {"form": form})
+        for form in MISSING_FORMS
+    ),
+)
+
+
+def spec_of(device: str, *features: Feature) -> AttentionSpec:
+    """Return the plain spec with these features; a cache is of the activations' dtype if not told
+    otherwise.
+    """
+    changes: dict[str, Any] = {"dtype": torch.bfloat16}
+    for feature in features:
+        changes |= feature.changes
+    changes.setdefault("cache_dtype", changes["dtype"])
+    sizes = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 32}
+    return AttentionSpec(device=device, **(sizes | changes))
+
+
+def pairs() -> Iterator[tuple[Feature, Feature]]:
+    """Every two features that do not exclude each other, once."""
+    for number, first in enumerate(FEATURES):
+        for second in FEATURES[:number]:
+            if not second.excludes(first):
+                yield second, first
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def combinations(backend: type[AttentionBackend]) -> str:
+    """Return the table of what combines on a backend, and its notes, as Markdown."""
+    reasons: list[str] = []
+
+    def answer(*features: Feature) -> str:
+        reason = backend.supports(spec_of(backend.device, *features))
+        if reason is None:
+            return "+"
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"{reasons.index(reason) + 1}"
+
+    alone = {feature: answer(feature) for feature in FEATURES}
+    supported = [feature for feature in FEATURES if alone[feature] == "+"]
+    letters = [chr(ord("a") + i) for i in range(len(supported))]
+    width = len(supported) - 1  # columns: nothing stands beside the last feature
+    lines = [_line(["", "feature", "asked for by", "alone", *letters[:width]])]
+    lines.append("|---" * (width + 4) + "|")
+    for row, feature in enumerate(supported):
+        others = supported[:row]
+        cells = ["" if feature.excludes(other) else answer(other, feature) for other in others]
+        cells += [""] * (width - row)
+        lines.append(_line([letters[row], feature.name, feature.origin, "+", *cells]))
+    for feature in FEATURES:
+        if feature not in supported:
+            cells = ["", feature.name, feature.origin, alone[feature], *[""] * width]
+            lines.append(_line(cells))
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *notes])
+
+
+def _cell(reason: str | None) -> str:
+    return "yes" if reason is None else f"no: {reason}"
+
+
+def choices() -> str:
+    """Return which CUDA kernels attend, for the plain spec and every feature, as Markdown."""
+    titles = ["", "decodes", "prompts on Hopper", "on other GPUs", "shared tokens read once"]
+    titles += ["decodes rotate and cache", "a chunk on several multiprocessors"]
+    lines = [_line(titles), "|---" * len(titles) + "|"]
+    for feature in (None, *FEATURES):
+        spec = spec_of("cuda", *([feature] if feature else []))
+        if PagedCuda.supports(spec) is not None or len(spec.windows) > 1:
+            continue  # layers of several windows are each as in a row of their own
+        hopper, other = (_choice(spec, is_hopper) for is_hopper in (True, False))
+        reasons = (hopper.own_prefix, hopper.own_rotation, hopper.whole_chunks)
+        name = "bfloat16, heads of 128" if feature is None else feature.name
+        kernels = [hopper.decode, hopper.prefill, other.prefill]
+        lines.append(_line([name, *kernels, *map(_cell, reasons)]))
+    return "\n".join(lines)
+
+
+def _choice(spec: AttentionSpec, is_hopper: bool) -> Choice:
+    return PagedCuda.choose(spec, max(spec.windows), is_hopper)
+
+
+def tables() -> str:
+    """Return all tables of the page."""
+    parts = []
+    for backend in BACKENDS:
+        where = "On a GPU" if backend.device == "cuda" else "On a CPU"
+        parts += [f"## {where} ({backend.name})", combinations(backend)]
+    parts += ["## Which kernels", choices()]
+    return "\n\n".join(parts)
