@@ -68,11 +68,11 @@ class AttentionInputs:
         return inputs
 
     def with_table(self, slots: Tensor, block_tables: Tensor) -> Self:
-        """The same step for layers of another table, whose plan is of lengths alone."""
+        """Return the same step for layers of another table, whose plan is of lengths alone."""
         return replace(self, rows=self.rows._replace(slots=slots, block_tables=block_tables))
 
     def of_last_layer(self, sample_rows: Tensor, sample_starts: Tensor) -> Self:
-        """As the last layer has them, where only `sample_rows [r] i64` of the output are asked for.
+        """Return the inputs of the last layer, whose output is wanted of `sample_rows [r] i64`.
 
         These are all decodes and then, for some of the chunks, their last token; `sample_starts`
         is what `query_starts` is of them.
@@ -82,7 +82,7 @@ class AttentionInputs:
         return replace(self, asked=sample_rows, rows=rows)
 
     def keep_asked(self, q: Tensor, residual: Residual) -> Tensor:
-        """Of the queries `[n, heads, d]`, and of `residual`, those whose output is asked for."""
+        """Keep, of the queries `[n, heads, d]` and of `residual`, those whose output is wanted."""
         if self.asked is None:
             return q
         residual.keep(self.asked)
@@ -199,7 +199,7 @@ class Attention:
         return self.static if cache.dtype == torch.float8_e4m3fn else None
 
     def scale_of(self, cache: Tensor) -> float:
-        """Of the products of queries and what is cached of keys."""
+        """Return the factor of scores of queries and what is cached of keys."""
         static = self.static_of(cache)
         return self.scale if static is None else self.scale * static.k
 

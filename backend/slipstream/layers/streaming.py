@@ -33,7 +33,7 @@ class StreamingInputs(AttentionInputs):
     starts: Tensor  # [s + 1] i32: `query_starts` where decodes are chunks, too
 
     def of_last_layer(self, sample_rows: Tensor, sample_starts: Tensor) -> Self:
-        """As `AttentionInputs` has it."""
+        """Return the inputs of the last layer; see `AttentionInputs`."""
         decodes = self.starts[: self.rows.num_decodes]
         cut = AttentionInputs.of_last_layer(self, sample_rows, sample_starts)
         return replace(
@@ -49,11 +49,11 @@ class StreamingInputs(AttentionInputs):
         return self.rows.num_decodes if len(self.plan) > 0 else 0
 
     def angles(self, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """As `AttentionInputs` has them, of this step's tokens alone."""
+        """Return the cosines and sines of this step's tokens alone."""
         return self.turns, self.every
 
     def attend(self, q: Tensor, newest: Newest | None, cache: Tensor, scale: float) -> Tensor:
-        """As `AttentionInputs` has it, over sinks and window."""
+        """Attend over sinks and window; see `AttentionInputs`."""
         n, rows, num_sinks = self.num_single, self.rows, self.backend.spec.num_sinks
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n > 0:
@@ -89,7 +89,7 @@ class Streaming:
         return positions.clamp(max=self._window - 1)
 
     def inputs(self, cache: Tensor, rows: StepRows) -> StreamingInputs:
-        """As `AttentionInputs.of`."""
+        """Make the inputs of a step, its plan and its angles; see `AttentionInputs.of`."""
         positions, n = rows.positions, rows.num_decodes
         places = self.places(positions)
         decodes = torch.arange(n, dtype=torch.int32, device=positions.device)

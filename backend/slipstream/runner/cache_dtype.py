@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 def cache_dtype(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> torch.dtype:
-    """Of a layer's cache (kernels/cache/kv_format.py).
+    """Return the dtype of a layer's cache (kernels/cache/kv_format.py).
 
-    auto: fp8 where the checkpoint says so, has scales for it, and attention supports it beside all
-    else that is asked for; else `dtype`, that of the activations. Raises `ConfigError` for a name
-    that is no format's.
+    auto: fp8 where the checkpoint says so, has scales for it, and attention supports it beside the
+    rest of the configuration; else `dtype`, that of the activations. Raises `ConfigError` for a
+    name that is no format's.
     """
     name = config.kv_cache_dtype
     if name != "auto":

@@ -42,7 +42,7 @@ def row_buckets(max_num_seqs: int) -> list[int]:
 
 
 def token_buckets(max_num_batched_tokens: int) -> list[int]:
-    """Of steps of chunks alone."""
+    """Return the numbers of tokens of steps of chunks alone."""
     return _up_to(max_num_batched_tokens, _CHUNK_TOKENS)
 
 
@@ -85,12 +85,12 @@ class Buckets:
 
     @property
     def max_rows(self) -> int:
-        """Of all shapes."""
+        """The most rows of any shape."""
         return max(shape.num_rows for shape in self.shapes)
 
     @property
     def max_tokens(self) -> int:
-        """Of all shapes."""
+        """The most tokens of any shape."""
         return max(shape.num_tokens for shape in self.shapes)
 
     def find(self, shape: Shape) -> Shape | None:
@@ -139,7 +139,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Graphs:
-    """One graph for each shape of `buckets`, all made at start.
+    """Holds one graph for each shape of `buckets`, all made at start.
 
     They share one pool of memory: they run one after the other, and keep nothing. A shape for which
     memory is too short has no graph.

@@ -48,7 +48,7 @@ def _load(plan: Plan) -> Weights:
 
 
 def _layout(plan: Plan) -> Layout:
-    """Of all steps."""
+    """Return the layout of all steps."""
     if not plan.config.deterministic:
         return Layout()
     has_chunks = plan.attention.keeps_bits_in_chunks
@@ -151,7 +151,7 @@ class ModelRunner:
         return left
 
     def _make_caches(self, plan: Plan, num_blocks: int) -> None:
-        """One a layer of a group, in one piece of memory."""
+        """Allocate a cache for each layer of a group, in one piece of memory."""
         self._cache = plan.kv.allocate(num_blocks, plan.device)
         self._caches = list(self._cache)
 
@@ -208,7 +208,7 @@ class ModelRunner:
         return torch.cuda.memory_reserved(device), pinned + self._host_bytes
 
     def run(self, batch: Batch) -> Sampled:
-        """One step from beginning to end."""
+        """Run one step from beginning to end."""
         return self.launch(batch).wait()
 
     def _compute(self, batch: Batch, first: int, before: int, size: int) -> Sampled:
@@ -306,8 +306,10 @@ class ModelRunner:
         query_starts: Tensor,
         lengths: Tensor,
     ) -> list[AttentionInputs]:
-        """Of each layer. A plan without a window says what is shared in its table; others are of
-        lengths alone, and serve all tables of the window.
+        """Return the inputs of each layer.
+
+        A plan without a window says what is shared in its table; others are of lengths alone, and
+        serve all tables of the window.
         """
         slots = slots.view(self._num_tables, shape.num_tokens)
         tables = tables.view(shape.num_rows, self._num_tables, tables.shape[1])

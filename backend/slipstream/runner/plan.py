@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of the KV cache; names its format (kernels/cache/kv_format.py)."""
+        """The dtype of the KV cache, which names its format (kernels/cache/kv_format.py)."""
         return self.attention.spec.cache_dtype
 
     @property
@@ -112,7 +112,7 @@ class Plan:
         return num_blocks // self.window.num_tables * self.block_size
 
     def banner(self, num_blocks: int, num_slots: int = 0) -> str:
-        """One line for the log at start: the cache that came of it, and blocks in host memory."""
+        """Return the line of the log at start: the cache, and its blocks in host memory."""
         fit = num_blocks / self.held_blocks
         length = f"{self.max_model_len:,} tokens"
         if self.window.has_gaps:
@@ -249,7 +249,7 @@ def _attention(
     dtype: torch.dtype,
     layers_per_block: int,
 ) -> AttentionBackend:
-    """Return the backend for all that is asked for; `ConfigError` with its reason if none is."""
+    """Return the backend for the configuration; `ConfigError` with the reason if there is none."""
     cached = cache_dtype(config, model, device, dtype)
     spec = attention_spec(config, model, device, dtype, cached, layers_per_block)
     backend = backend_for(spec)
@@ -259,7 +259,7 @@ def _attention(
 
 
 def _weight_bytes(plan: Plan) -> int:
-    """Of all matrices; embedding and head are never quantised."""
+    """Return the bytes of all matrices; embedding and head are never quantised."""
     item = plan.dtype.itemsize
     size = 1 if plan.config.quantization == "fp8" else item
     return plan.sizes.outside * item + plan.sizes.blocks * size

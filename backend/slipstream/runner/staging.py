@@ -54,7 +54,7 @@ class Staging:
 
     @property
     def num_pinned_bytes(self) -> int:
-        """Of the host's buffers."""
+        """Bytes of the host's buffers."""
         return sum(len(pinned.bytes) for pinned in self._pinned)
 
     def upload(self, arrays: Sequence[Array]) -> list[Tensor]:

@@ -176,7 +176,7 @@ class Slots:
         return slots
 
     def _begin(self, row: Row) -> None:
-        """Its slot is new to its sequence, or all that it has there is."""
+        """Write all of a row: its slot is new to its sequence, or all that it has there is."""
         for place, blocks in enumerate(row.tables, row.slot * self.num_tables):
             self.tables[place, : len(blocks)] = blocks
             self._num_blocks[place] = len(blocks)
@@ -205,7 +205,7 @@ class Slots:
 
 
 def histories(rows: tuple[Row, ...]) -> HistoryArrays | None:
-    """Of the rows whose tokens are to be counted anew."""
+    """Return the arrays of the rows whose tokens are to be counted anew."""
     found = [(r.slot, r.history, r.num_prompt) for r in rows if r.history is not None]
     return history_arrays(found) if found else None
 
@@ -233,7 +233,7 @@ class _Built(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, tables: Int64s, num_tables: int, arrays: StepArrays) -> "_Built":
-        """Whose rows have these tables."""
+        """Remember a step whose rows have these tables."""
         every = np.arange(len(tables))
         if num_tables == 1:
             return cls(shape, tables, every, slice(None), slice(len(tables)), arrays)
@@ -306,7 +306,7 @@ class StepBuilder:
         return last._replace(arrays=arrays)
 
     def _widened(self, last: _Built, width: int) -> StepArrays:
-        """Its arrays, with room for longer tables."""
+        """Return its arrays, with room for longer tables."""
         old = last.arrays
         arrays = StepArrays.of(last.shape, self._slots.num_tables, 0, (len(old.tables), width))
         begin, end = aligned(old.header.nbytes), 4 * int(old.header[0])  # but header and tables

@@ -1,4 +1,4 @@
-"""One backend for each way to attend: what it supports, what it plans, and its two operations.
+"""Attention backends: what each supports, how it plans a step, and its two operations.
 
 A backend is made once, from the spec of a model; a step calls `plan` for each window of its layers,
 and each layer calls `decode` and `prefill`. A form of attention that is to come (ALiBi, soft caps,

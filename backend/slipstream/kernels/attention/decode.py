@@ -72,7 +72,7 @@ class DecodeCall(NamedTuple):
     block_tables: Tensor  # [s, blocks] i32
     lengths: Tensor  # [s] i32
     plan: Tensor  # of `plan_decode`; of no elements: by split
-    scale: float  # of the products of queries and keys
+    scale: float  # of the scores
     out: Tensor | None = None  # like q; None: a new one
     newest: Newest | None = None  # to be rotated and cached
     window: int = 0  # tokens that a query sees; 0: all
@@ -158,14 +158,14 @@ def _device(index: int, dtype: torch.dtype, head_size: int) -> tuple[int, Shape]
 
 
 def _plan_size(num_sequences: int, num_ctas: int, num_warps: int, shares: bool = False) -> int:
-    """Of `Plan` in decode_plan.cuh, as int32."""
+    """Return the size of `Plan` in decode_plan.cuh, in int32."""
     arrivals = -(-num_ctas // 4) * 4
     start, sequence = (12, 4) if shares else (8, 2)
     return arrivals + num_ctas * (8 + start * num_warps) + sequence * (num_sequences + 2)
 
 
 def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: Shape) -> Work:
-    """Of sequences that share."""
+    """Describe what is to be found of sequences that share."""
     return Work.of(cache, num_q_heads, 16 * shape.warps, num_ctas)
 
 
@@ -261,7 +261,7 @@ def _streaming(
 
 
 def _state_words(q: Tensor, cache: Tensor, plan_size: int, work: Work) -> int:
-    """Of what is left of shared tokens; checks the size of a plan that has such."""
+    """Return the words that hold sums of shared tokens; check the size of a plan that has such."""
     num_sequences, num_q_heads, head_size = q.shape
     num_ctas, shape = _device(q.get_device(), cache.dtype, head_size)
     size = _plan_size(num_sequences, num_ctas, shape.warps, shares=True)
@@ -324,7 +324,7 @@ def _launch_by_plan(call: DecodeCall, out: Tensor) -> None:
 
 
 def _split_shape(dtype: torch.dtype, head_size: int) -> TileShape:
-    """Of a CTA of decode_split.cu: a warp for 16 tokens of a tile."""
+    """Return the shape of a CTA of decode_split.cu: a warp for 16 tokens of a tile."""
     is_wide = jit.is_wide(head_size)
     if dtype == torch.float32:
         return TileShape(1, 16, 2) if is_wide else TileShape(2, 32, 2)

@@ -48,16 +48,16 @@ class Work(NamedTuple):
         return cls(block_size, num_kv_heads, group_size, item_rows, num_ctas, saved)
 
     def max_row_tiles(self, num_rows: int) -> int:
-        """Of all runs together, for one kv head."""
+        """Bound the row tiles of all runs together, for one kv head."""
         tiles = -(-num_rows * self.group_size // self.item_rows)
         return min(MAX_SEGMENTS, 2 * tiles + 16)
 
     def max_items(self, num_rows: int) -> int:
-        """Of a step."""
+        """Bound the items of a step."""
         return self.num_ctas + self.num_kv_heads * self.max_row_tiles(num_rows)
 
     def max_states(self, num_rows: int) -> int:
-        """Of a step: what items leave, each for all heads of a row."""
+        """Bound what the items of a step leave, each for all heads of a row."""
         tiles = -(-self.num_ctas // self.num_kv_heads) + self.max_row_tiles(num_rows)
         most = -(-self.item_rows // self.group_size) * tiles
         return min(most, num_rows * LEVELS * MAX_SPLITS)
@@ -70,7 +70,7 @@ def _places(num_rows: int) -> tuple[int, int]:
 
 
 def num_words(work: Work, num_rows: int) -> int:
-    """Of `find_prefixes`' result: header, two words a row, members, items."""
+    """Return the size of `find_prefixes`' result: header, two words a row, members, items."""
     return _places(num_rows)[1] + _ITEM * work.max_items(num_rows)
 
 
@@ -193,13 +193,13 @@ def _row_tiles(segment: _Segment, work: Work) -> int:
 
 
 def _own_tiles(lengths: list[int], first_own: list[int]) -> int:
-    """Of all rows, that no other row has."""
+    """Return the tiles of all rows that no other row has."""
     pairs = zip(lengths, first_own, strict=True)
     return sum(-(-length // _OWN_TILE) - first // _OWN_TILE for length, first in pairs)
 
 
 def _num_splits(segment: _Segment, tiles: int) -> int:
-    """Of a run, if an item has so many tiles."""
+    """Return the pieces of a run whose items have so many tiles."""
     return min(MAX_SPLITS, -(-segment.num_tiles // tiles))
 
 

@@ -23,12 +23,12 @@ _TILE, _INT4_TILE = 32, 64
 
 
 def part_words(head_size: int) -> int:
-    """Of `Part` in decode_part.cuh."""
+    """Return the words of a `Part` (decode_part.cuh)."""
     return COLUMNS * (head_size + 4 + 2)
 
 
 def state_words(head_size: int) -> int:
-    """Of `State` in decode_part.cuh."""
+    """Return the words of a `State` (decode_part.cuh)."""
     return head_size + 4
 
 
@@ -38,7 +38,7 @@ def tile_of(cached: torch.dtype, head_size: int) -> int:
 
 
 class Shape(NamedTuple):
-    """Of a CTA of decode.cu."""
+    """The shape of a CTA of decode.cu."""
 
     warps: int
     slots: int  # of a warp's ring, each of a tile's K or V
@@ -62,7 +62,7 @@ _WIDE_BYTE_SHAPES = (Shape(8, 2), Shape(4, 2))
 
 
 def shapes(cached: torch.dtype, head_size: int) -> tuple[Shape, ...]:
-    """Of CTAs over such a cache; the first that fits is best."""
+    """Return the shapes of CTAs over such a cache; the first that fits is best."""
     is_wide = jit.is_wide(head_size)
     if cached == torch.uint8:
         return _SHAPES

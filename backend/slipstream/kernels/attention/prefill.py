@@ -36,7 +36,7 @@ class PrefillCall(NamedTuple):
     block_tables: Tensor  # [s, blocks] i32
     query_starts: Tensor  # [s + 1] i32: rows of q of each chunk
     lengths: Tensor  # [s] i32: cached tokens, those of the chunk included
-    scale: float  # of the products of queries and keys
+    scale: float  # of the scores
     max_queries: int  # of the longest chunk
     out: Tensor | None = None  # rows like those of q; None: new ones
     window: int = 0  # tokens that a query sees; 0: all
@@ -113,7 +113,7 @@ def _wgmma_variant(dtype: torch.dtype, head_size: int, splits: bool) -> jit.Vari
 
 
 def tiles_shape(dtype: torch.dtype, head_size: int) -> TileShape:
-    """Of a CTA of prefill.cu: a warp for 16 queries."""
+    """Return the shape of a CTA of prefill.cu: a warp for 16 queries."""
     is_wide = jit.is_wide(head_size)
     if dtype == torch.float32:
         return TileShape(1, 16, 2) if is_wide else TileShape(2, 32, 2)

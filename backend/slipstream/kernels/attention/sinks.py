@@ -43,7 +43,7 @@ class SinkCall(NamedTuple):
     block_tables: Tensor  # [s, blocks] i32
     query_starts: Tensor  # [s + 1] i32: rows of q of each chunk
     lengths: Tensor  # [s] i32, of the tables
-    scale: float  # of the products of queries and keys
+    scale: float  # of the scores
     max_queries: int  # of the longest chunk
     window: int  # tokens that a query sees, sinks included
     num_sinks: int
