@@ -10,6 +10,8 @@ METRICS_PORT ?= 8002
 MODEL_REPOSITORY ?= model_repository
 PYTEST_ARGS ?=
 WORKERS ?= 2
+# Where bytecode is kept, tests are rewritten for their assertions once and not in each run.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 BESIDE = -n $(WORKERS) --dist loadgroup
 ARGS ?=
 PERF_ARGS ?=
@@ -40,24 +42,24 @@ format: install  ## apply the format and the safe fixes
 	@$(BIN)/ruff format .
 
 test: check      ## the checks and the quick tests, the real server included: 8 minutes at most
-	@$(BIN)/python -m pytest --tier quick $(BESIDE) $(PYTEST_ARGS)
+	@$(PYTEST) --tier quick $(BESIDE) $(PYTEST_ARGS)
 
 # Servers and clocks are tested one after another. 5: PYTEST_ARGS leave none of a kind.
 test-rest: install ## what make test leaves out and needs no GPU: products, soaks, faults
-	@$(BIN)/python -m pytest --tier rest -m "not triton" $(BESIDE) $(PYTEST_ARGS); status=$$?; \
-	$(BIN)/python -m pytest --tier rest -m triton $(PYTEST_ARGS); servers=$$?; \
+	@$(PYTEST) --tier rest -m "not triton" $(BESIDE) $(PYTEST_ARGS); status=$$?; \
+	$(PYTEST) --tier rest -m triton $(PYTEST_ARGS); servers=$$?; \
 	[ $$servers -ne 5 ] || servers=$$status; [ $$status -ne 5 ] || status=$$servers; \
 	exit $$((status > servers ? status : servers))
 
 test-durations: install ## make test and make test-rest one test at a time, into tests/durations.json
-	@$(BIN)/python -m pytest --tier quick --record-durations $(PYTEST_ARGS)
-	@$(BIN)/python -m pytest --tier rest --record-durations $(PYTEST_ARGS)
+	@$(PYTEST) --tier quick --record-durations $(PYTEST_ARGS)
+	@$(PYTEST) --tier rest --record-durations $(PYTEST_ARGS)
 
 test-slow: install ## the tests that take minutes each: long faults, long streams
-	@$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	@$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
 
 test-gpu: install ## the tests that need an NVIDIA GPU
-	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	@$(PYTEST) -m gpu $(PYTEST_ARGS)
 
 bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... NAME ...")
 	@$(BIN)/python benchmarks/engine.py $(ARGS)

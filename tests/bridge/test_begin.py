@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bridge.test_streams import Ids, Recorder
+from fixtures.bridge.streams import Ids, Recorder
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.streams import Call, Stream

@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from bridge.test_streams import (
+from fixtures.bridge.streams import (
     Desk,
     Recorder,
     check_overdue,

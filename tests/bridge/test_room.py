@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bridge.test_streams import Ids, Recorder, without_collector
-from bridge.test_wirings import question
-from bridge.test_writers import TEXT
+from fixtures.bridge.streams import Ids, Recorder, without_collector
+from fixtures.bridge.texts import TEXT, question
 from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.fused import Fused
 from slipstream.bridge.streams import Call, Stream

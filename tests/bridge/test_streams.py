@@ -1,134 +1,22 @@
-import contextlib
-import gc
 import math
 import random
-import threading
 import time
 import weakref
 
-import numpy as np
 import pytest
+from fixtures.bridge.streams import (
+    PERF,
+    Desk,
+    Recorder,
+    check_overdue,
+    finished,
+    overdue,
+    step,
+    wait_for,
+    without_collector,
+)
 from slipstream import wire
-from slipstream.bridge.flow import Turn
-from slipstream.bridge.pieces import merge
-from slipstream.bridge.senders import Senders
-from slipstream.bridge.streams import Call, Calls, Stream
 from slipstream_contract.errors import Code, ContractError
-
-PERF = wire.Perf(1, 2, 3, 4, 5, 6, 7)
-
-
-def finished(reason: wire.FinishReason = wire.FinishReason.LENGTH) -> wire.Finished:
-    return wire.Finished(reason, 1, 1, PERF)
-
-
-def step(*tokens: wire.Tokens) -> wire.StepOutputs:
-    return wire.StepOutputs(1, 1, list(tokens))
-
-
-class Ids:
-    """Writes the token ids, and where the response belongs."""
-
-    def write(self, tokens, is_last, credit):
-        if any(7777 in each.token_ids for each in tokens):
-            raise KeyError("planted")
-        ids = [i for each in tokens for i in merge([each]).token_ids]
-        stamp = [-1, 0] if credit is None else [credit.slot, credit.next_number]
-        return {"ids": np.array(ids, np.int32), "stamp": np.array(stamp, np.int64)}
-
-
-class Recorder:
-    """A client: keeps what came, and breaks the test if anything follows the final response."""
-
-    is_probe = False
-
-    def __init__(self, delay_s: float = 0.0) -> None:
-        self.responses: list[tuple[list[int], list[int]]] = []
-        self.error: ContractError | None = None
-        self.done = threading.Event()
-        self.num_after_end = 0
-        self.is_gone = False
-        self.is_free = threading.Event()  # without it, whatever is sent waits
-        self.is_free.set()
-        self.num_begun = 0
-        self._delay_s = delay_s
-
-    def send(self, outputs, is_final):
-        self.num_begun += 1
-        assert self.is_free.wait(60)
-        time.sleep(self._delay_s)
-        self.num_after_end += self.done.is_set()
-        if outputs:
-            self.responses.append((outputs["ids"].tolist(), outputs["stamp"].tolist()))
-        if is_final:
-            self.done.set()
-
-    def fail(self, error):
-        self.error = error
-        self.send({}, True)
-
-    def end(self):
-        self.send({}, True)
-
-    def is_cancelled(self):
-        return self.is_gone
-
-    @property
-    def ids(self) -> list[int]:
-        return [i for ids, _ in self.responses for i in ids]
-
-
-class Desk:
-    """Calls and senders with a list in place of the engine's socket."""
-
-    def __init__(self) -> None:
-        self.sent: list[wire.ToEngine] = []
-        self.senders = Senders()
-        self.calls = Calls(lambda *messages: self.sent.extend(messages), self.senders.hand_over)
-        self.senders.calls = self.calls
-
-    def open(
-        self,
-        reply,
-        n=1,
-        is_streaming=True,
-        request_id="",
-        flow=None,
-        num_requests=1,
-        is_step=False,
-    ):
-        call = Call(reply, request_id, is_step)
-        for _ in range(num_requests):
-            streams = [Stream(Ids(), is_streaming) for _ in range(n)]
-            call.add(self.calls.next_request(), streams)
-        turn = Turn()
-        for stream in call.streams if flow else ():
-            stream.credit = flow.open(stream, turn)
-        self.calls.open(call)
-        return call
-
-    def cancelled(self) -> list[tuple[int, wire.CancelCause]]:
-        """All that the engine was told: requests that it shall cancel, and why."""
-        return [(message.request, message.cause) for message in self.sent]
-
-
-def wait_for(condition, timeout_s: float = 30.0) -> float:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < timeout_s
-        time.sleep(0.002)
-    return time.monotonic() - begin
-
-
-@contextlib.contextmanager
-def without_collector():
-    """What is freed in here is freed because nobody refers to it."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.fixture
@@ -304,17 +192,6 @@ def test_a_response_that_cannot_be_made_ends_the_call_with_an_error_that_tells_n
 
 
 # --- over time ---------------------------------------------------------------------------------
-
-
-def overdue(number: int, index: int, token_ids: list[int]) -> wire.Tokens:
-    end = wire.Finished(wire.FinishReason.DEADLINE, 1, 1, PERF, error="5 ms have passed")
-    return wire.Tokens(number, index, token_ids, [], finished=end)
-
-
-def check_overdue(reply) -> None:
-    assert reply.done.wait(30)
-    assert str(reply.error) == "DEADLINE_EXCEEDED: 5 ms have passed"
-    assert reply.num_after_end == 0
 
 
 def test_over_time_every_token_leaves_before_the_error(desk):

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from bridge.test_streams import Desk, Recorder, finished, step, wait_for
+from fixtures.bridge.streams import Desk, Recorder, finished, step, wait_for
 from slipstream import wire
 from slipstream.bridge.flow import Flow
 from slipstream.bridge.watch import Watch

@@ -2,19 +2,15 @@
 
 import dataclasses
 import threading
-import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from bridge.test_writers import CHECKPOINT, TEXT, text_inputs
-from slipstream.bridge.bridge import Question
+from fixtures.bridge.texts import CHECKPOINT, TEXT, question
 from slipstream.bridge.composed import Composed, Vocabulary
 from slipstream.bridge.fused import Fused
 from slipstream.bridge.text import Text
 from slipstream.bridge.vllm import Vllm
 from slipstream_contract.errors import ContractError
-from slipstream_contract.urgency import Urgency
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -36,15 +32,6 @@ class Begun:
 
     def begin(self, call, submits, has_flow=False):
         self.texts += submits
-
-
-def question(text: str | bytes, model: type) -> Question:
-    data = text if isinstance(text, bytes) else text.encode()
-    inputs = {"text_input": np.array([data], dtype=object)}
-    if model is Fused:
-        inputs = {name: value[None] for name, value in (text_inputs() | inputs).items()}
-    reply = SimpleNamespace()
-    return Question(inputs, {}, "", reply, frozenset(), time.monotonic_ns(), Urgency(), 0)
 
 
 @pytest.mark.parametrize("model", [Fused, Vllm])

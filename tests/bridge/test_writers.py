@@ -2,17 +2,16 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+from fixtures.bridge.texts import TEXT, text_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream import wire
 from slipstream.bridge.composed import ComposedWriter, Vocabulary
 from slipstream.bridge.fused import FusedWriter
 from slipstream.bridge.pieces import merge
-from slipstream.bridge.text import Text
 from slipstream.bridge.vllm import VllmWriter
 from slipstream_contract.ids import pack
 from slipstream_contract.request import GenerateRequest, ResponseOptions
@@ -22,10 +21,7 @@ from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.stream_state import StreamState
 from slipstream_postprocessing.detokenize import detokenize
 
-ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINT = ROOT / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 PERF = wire.Perf(1, 2, 3, 4, 5, 6, 7)
-TEXT = Text(CHECKPOINT, add_special_tokens=True, skip_special=True, max_model_len=2048)
 VOCAB = Vocabulary(TEXT.vocab, TEXT.end_ids, skip_special=True)
 REASON = wire.FinishReason.LENGTH
 STATE = {"STREAM_STATE"}
@@ -59,11 +55,6 @@ def cut(ids: list[int], places: list[int], drop_bytes: int = 0, index: int = 0):
 def token_request(ids: list[int], **options: bool) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=9)
     return GenerateRequest(prompt=pack(ids), sampling=sampling, options=ResponseOptions(**options))
-
-
-def text_inputs(**more: object) -> dict[str, np.ndarray]:
-    inputs = {"text_input": np.array([b"a"], dtype=object), "max_tokens": np.array([9], np.int32)}
-    return inputs | {name: np.array([value]) for name, value in more.items()}
 
 
 texts = st.text(max_size=30) | st.lists(

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from client.triton import Triton, start
+from fixtures.client.triton import Triton, start
 
 
 @pytest.fixture

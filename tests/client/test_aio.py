@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
-from client.triton import HEALTH
+from fixtures.client.triton import HEALTH
 from slipstream_client import AsyncSlipstreamClient, Code, ContractError, RequestTimeoutError
 from slipstream_client.aio import AsyncChunkStream
 from slipstream_client.failures import error_from_rpc

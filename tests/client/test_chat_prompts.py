@@ -6,7 +6,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from client.triton import inputs_of
+from fixtures.client.triton import inputs_of
+from fixtures.stages.zoo import ZOO, save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream.bridge.text import Text
@@ -19,7 +20,6 @@ from slipstream_contract.schemas.trtllm import text_request
 from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
-from stages.zoo import ZOO, save
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 

@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import pytest
 import slipstream_client
-from client.triton import HEALTH, inputs_of
+from fixtures.client.triton import HEALTH, inputs_of
 from slipstream_client import Code, ContractError, RequestTimeoutError, SlipstreamClient
 
 

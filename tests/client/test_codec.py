@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from client.triton import inputs_of
+from fixtures.client.triton import inputs_of
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream_client.codec import ENSEMBLE, GENERATING, TENSORRT_LLM, VLLM, request_of, to_array

@@ -11,7 +11,7 @@ import sys
 import tomllib
 
 import pytest
-from client.triton import Triton
+from fixtures.client.triton import Triton
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from slipstream_serve.server import repository_root

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import edit_config, make_model
-from models.checkpoints import save as save_model
+from fixtures.models.checkpoints import edit_config, make_model
+from fixtures.models.checkpoints import save as save_model
+from fixtures.stages.zoo import byte_level_bpe
+from fixtures.stages.zoo import save as save_tokenizer
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream_compose import cli, convert
 from slipstream_compose.compose import INSTANCES_HELP, ComposeError, compose
 from slipstream_contract.tensors import MODELS
 from slipstream_contract.vocab import UnsupportedTokenizerError
-from stages.zoo import byte_level_bpe
-from stages.zoo import save as save_tokenizer
 
 
 @pytest.fixture(scope="module")

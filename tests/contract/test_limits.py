@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract.asking import inputs_of
+from fixtures.contract.asking import inputs_of
 from slipstream_contract import limits
 from slipstream_contract.errors import ContractError
 from slipstream_contract.limits import INT32_MAX

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract.asking import inputs_of
+from fixtures.contract.asking import inputs_of
 from slipstream_contract.errors import ContractError
 from slipstream_contract.openai_names import WITHOUT_EFFECT
 from slipstream_contract.schemas.trtllm import llm_request, text_request

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from contract.asking import array_of, inputs_of, near_requests, served_or_refused, strings
+from fixtures.contract.asking import array_of, inputs_of, near_requests, served_or_refused, strings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream_contract import limits

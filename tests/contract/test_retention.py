@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from contract.asking import inputs_of
+from fixtures.contract.asking import inputs_of
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream_contract.errors import ContractError

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from contract.asking import inputs_of, near_requests, scalars, served_or_refused, strings
+from fixtures.contract.asking import inputs_of, near_requests, scalars, served_or_refused, strings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream_contract.errors import ContractError

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from contract.asking import served_or_refused
+from fixtures.contract.asking import served_or_refused
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from engine.counting import VOCAB_SIZE
+from fixtures.engine.counting import VOCAB_SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.edits import EDIT, Edits, counts_tokens, needs_edits

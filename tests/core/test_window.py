@@ -1,8 +1,8 @@
 """Windows and sinks: what may be forgotten, in how few blocks, and that nobody ever misses it."""
 
 import pytest
-from engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected, seen_by
-from engine.test_machine import Machine
+from fixtures.engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected, seen_by
+from fixtures.engine.machine import Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize

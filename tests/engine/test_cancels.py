@@ -1,8 +1,8 @@
 """A cancel in every state, at every step: its blocks are free two steps later, others go on."""
 
 import pytest
-from engine.counting import Client, CountingRunner, Words
-from engine.test_engine import check, greedy
+from fixtures.engine.checks import check, greedy
+from fixtures.engine.counting import Client, CountingRunner, Words
 from slipstream.core.sequence import Sequence, Status
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits

@@ -1,8 +1,8 @@
 """Requests over time: in every state, with what was generated, and nothing left behind."""
 
 import pytest
-from engine.counting import Client, CountingRunner, Words
-from engine.test_engine import check, greedy
+from fixtures.engine.checks import check, greedy
+from fixtures.engine.counting import Client, CountingRunner, Words
 from slipstream.core.stop import Ending
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.engine import Engine

@@ -4,7 +4,8 @@ import random
 from math import inf, nan
 
 import pytest
-from engine.counting import (
+from fixtures.engine.checks import check, greedy, samplings, token_ids
+from fixtures.engine.counting import (
     MAX_LEN,
     VOCAB_SIZE,
     Client,
@@ -21,28 +22,7 @@ from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
-token_ids = st.integers(0, VOCAB_SIZE - 1)
 prompts = st.lists(token_ids, min_size=1, max_size=20)
-texts = st.binary(min_size=1, max_size=4).map(lambda b: bytes(b"abc"[x % 3] for x in b))
-
-
-@st.composite
-def samplings(draw: st.DrawFn) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=draw(st.integers(1, 30)),
-        min_tokens=draw(st.sampled_from([0, 0, 3, 40])),
-        temperature=draw(st.sampled_from([0.0, 1.0])),
-        seed=draw(st.integers(0, 2**64 - 1)),
-        n=draw(st.sampled_from([1, 1, 2, 3])),
-        end_ids=tuple(draw(st.lists(token_ids, max_size=2))),
-        stop_token_ids=tuple(draw(st.lists(token_ids, max_size=2))),
-        stop_words=tuple(draw(st.lists(texts, max_size=3))),
-        include_stop=draw(st.booleans()),
-        bad_words=tuple(
-            map(tuple, draw(st.lists(st.lists(token_ids, min_size=1, max_size=2), max_size=3)))
-        ),
-        log_probs=draw(st.booleans()),
-    )
 
 
 def make(
@@ -56,14 +36,6 @@ def make(
     runner.max_tokens = num_tokens
     limits = Limits(num_seqs, num_tokens, 1000)
     return Client(Engine(limits, runner, Words(), "counting")), runner
-
-
-def check(client: Client, number: int, prompt: list[int], sampling: SamplingParams) -> None:
-    for index in range(sampling.n):
-        stream = client.streams[number, index]
-        assert (stream.text, stream.reason) == expected(prompt, sampling, index)
-        if sampling.log_probs:
-            assert stream.log_probs == [-float(i) for i in range(len(stream.token_ids))]
 
 
 @settings(max_examples=300, deadline=None)
@@ -90,10 +62,6 @@ def test_any_schedule_gives_the_tokens_of_the_definition(
     client.drain()
     for number, (prompt, sampling) in zip(numbers, requests, strict=True):
         check(client, number, prompt, sampling)
-
-
-def greedy(max_tokens: int = 30, **options: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)  # type: ignore[arg-type]
 
 
 def test_alone_in_fifty_in_chunks_and_preempted() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from engine.counting import VOCAB_SIZE, CountingRunner, Words, expected
+from fixtures.engine.counting import VOCAB_SIZE, CountingRunner, Words, expected
 from slipstream import __version__, wire
 from slipstream.engine import loop
 from slipstream.engine.engine import Engine

@@ -1,7 +1,7 @@
 """A step in flight while the next is scheduled: what is launched, when it is told, what is void."""
 
 import pytest
-from engine.counting import Client, CountingRunner, Words, expected, next_token
+from fixtures.engine.counting import Client, CountingRunner, Words, expected, next_token
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import Window

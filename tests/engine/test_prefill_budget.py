@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
-from engine.counting import Client, Counted, CountingRunner, Words
+from fixtures.engine.counting import Client, Counted, CountingRunner, Words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.batch import Batch, Sampled

@@ -1,6 +1,6 @@
 """Too little of everything: a cache of a tenth of demand, and more requests than are admitted."""
 
-from engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner, Words, expected
+from fixtures.engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner, Words, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.engine.engine import Engine

@@ -1,7 +1,7 @@
 """A client's request id runs once in a model, whichever of its processes was asked."""
 
 import pytest
-from engine.counting import CountingRunner, Words
+from fixtures.engine.counting import CountingRunner, Words
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.engine.engine import Engine

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from engine.counting import Client, CountingRunner, Words
+from fixtures.engine.counting import Client, CountingRunner, Words
 from slipstream import figures, wire
 from slipstream.core.sequence import Request, Sequence
 from slipstream.engine.book import Histogram

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults.asking import Ask
-from faults.oracle import Oracle
-from faults.planter import write_python
-from server.support import CHECKPOINT, Client, compose, start
+from fixtures.faults.asking import Ask
+from fixtures.faults.oracle import Oracle
+from fixtures.faults.planter import write_python
+from fixtures.server.support import CHECKPOINT, Client, compose, start
 from slipstream_serve.server import server_directory
 
 

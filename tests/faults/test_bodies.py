@@ -17,11 +17,11 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from faults.asking import Ask, asks, pieces
-from faults.bounds import assert_promised
-from faults.supervised import Supervision, supervised, wait_line
-from server.sixty_ask import call
-from server.support import PROMPT, Client
+from fixtures.faults.asking import Ask, asks, pieces
+from fixtures.faults.bounds import assert_promised
+from fixtures.faults.supervised import Supervision, supervised, wait_line
+from fixtures.server.sixty_ask import call
+from fixtures.server.support import PROMPT, Client
 from slipstream_serve.server import server_directory
 
 pytestmark = pytest.mark.triton

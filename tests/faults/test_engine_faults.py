@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from faults.asking import Ask, asks
-from faults.bounds import assert_promised
-from faults.oracle import Oracle
-from faults.rude_clients import wait_until
-from server.support import RequestError
+from fixtures.faults.asking import Ask, asks
+from fixtures.faults.bounds import assert_promised
+from fixtures.faults.oracle import Oracle
+from fixtures.faults.rude_clients import wait_until
+from fixtures.server.support import RequestError
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 

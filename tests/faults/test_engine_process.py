@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from faults.planter import VICTIM, plant, write_python
-from server.support import CHECKPOINT
+from fixtures.faults.planter import VICTIM, plant, write_python
+from fixtures.server.support import CHECKPOINT
 from slipstream import wire
 from slipstream.bridge.connection import Connection
 from slipstream.config import EngineConfig

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults.supervised import Supervision, supervised, wait_line
-from server.support import PROMPT, Client
+from fixtures.faults.supervised import Supervision, supervised, wait_line
+from fixtures.server.support import PROMPT, Client
 from slipstream_client import RequestTimeoutError, SlipstreamClient
 from slipstream_serve.front_end import FrontEnd
 from slipstream_serve.server import server_directory

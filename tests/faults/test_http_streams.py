@@ -16,8 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faults.asking import Ask, ClosedError, CutError, asks, pieces
-from server.support import CHECKPOINT, Client, RequestError, compose, start
+from fixtures.faults.asking import Ask, ClosedError, CutError, asks, pieces
+from fixtures.server.support import CHECKPOINT, Client, RequestError, compose, start
 from slipstream_client.bench.messages import Record
 from slipstream_client.bench.transports import transport
 from slipstream_contract.whole import CUT
@@ -214,7 +214,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> No
 
 _OWN = """
 import os, socket
-from slipstream_compose import http_notes
+from slipstream_serve.workarounds.triton_24_10 import http_notes
 ends = [*socket.socketpair(), socket.socket(), *socket.socketpair(type=socket.SOCK_DGRAM)]
 before = [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in ends]
 room, count = http_notes.widen(os.getpid()), len(os.listdir("/proc/self/fd"))

@@ -5,8 +5,8 @@ import os
 import signal
 
 import pytest
-from faults.asking import asks
-from faults.oracle import SETTLE_S, Oracle
+from fixtures.faults.asking import asks
+from fixtures.faults.oracle import SETTLE_S, Oracle
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 

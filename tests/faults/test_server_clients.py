@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from faults.asking import asks
-from faults.oracle import Oracle
-from faults.rude_clients import SlowReaders, drop_many, wait_until
-from server.support import Client, serving
+from fixtures.faults.asking import asks
+from fixtures.faults.oracle import Oracle
+from fixtures.faults.rude_clients import SlowReaders, drop_many, wait_until
+from fixtures.server.support import Client, serving
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faults.asking import MODELS, Ask, pieces
-from server.serve_process import Serve, short_directory
-from server.support import PROMPT, Client, RequestError, start
+from fixtures.faults.asking import MODELS, Ask, pieces
+from fixtures.server.serve_process import Serve, short_directory
+from fixtures.server.support import PROMPT, Client, RequestError, start
 from slipstream_serve.triton import SHARED_MEMORY, Endpoints
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]

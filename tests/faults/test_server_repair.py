@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from faults.asking import Ask, asks, pieces
-from faults.bounds import assert_promised
-from faults.oracle import Oracle, Outcome
-from faults.supervised import Supervision, planted_server, supervised, wait_line
-from server.metrics_page import Page, wait_for
-from server.support import PROMPT, Client, RequestError
+from fixtures.faults.asking import Ask, asks, pieces
+from fixtures.faults.bounds import assert_promised
+from fixtures.faults.oracle import Oracle, Outcome
+from fixtures.faults.supervised import Supervision, planted_server, supervised, wait_line
+from fixtures.server.metrics_page import Page, wait_for
+from fixtures.server.support import PROMPT, Client, RequestError
 from slipstream_serve.pulse import MODEL_PERIOD_S
 from slipstream_serve.server import server_directory
 from slipstream_serve.supervise import OTHERS_S

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faults.asking import asks
-from faults.oracle import Oracle
-from server.serve_process import Serve, short_directory
-from server.support import Client, RequestError
+from fixtures.faults.asking import asks
+from fixtures.faults.oracle import Oracle
+from fixtures.server.serve_process import Serve, short_directory
+from fixtures.server.support import Client, RequestError
 from slipstream_serve.triton import Endpoints
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]

@@ -15,7 +15,7 @@ from slipstream.kernels.staging import stage, upload
 
 bindings = pytest.importorskip("cuda.bindings", reason="NVRTC comes with the extra nvrtc")
 
-from kernels.nvrtc import OTHER, Nvrtc, find_other  # noqa: E402
+from fixtures.kernels.nvrtc import OTHER, Nvrtc, find_other  # noqa: E402
 
 MODULES = (
     activation,

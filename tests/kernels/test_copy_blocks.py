@@ -1,9 +1,9 @@
 """Copies of blocks: the reference against plain indexing."""
 
 import torch
+from fixtures.kernels.checking import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.checking import same_bits
 from slipstream.kernels.cache.copy_blocks import copy_blocks
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
-from kernels.checking import Judge
+from fixtures.kernels.checking import Judge
 from slipstream.kernels.gemm import cublaslt, search, tuning
 from slipstream.kernels.gemm.cublaslt import matmul
 from slipstream.kernels.gemm.cublaslt_api import WORKSPACE, Algorithm, Shape

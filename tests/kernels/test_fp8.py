@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernels.checking import Judge, same_bits, short
-from kernels.fp8_cases import (
+from fixtures.kernels.checking import Judge, same_bits, short
+from fixtures.kernels.fp8_cases import (
     Rotation,
     dequantized,
     is_rounded,
@@ -16,6 +14,8 @@ from kernels.fp8_cases import (
     scaled,
     silu_mul,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm.cublaslt import matmul
 from slipstream.kernels.gemm.sm90.skinny import wide

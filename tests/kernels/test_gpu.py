@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from kernels.attention_cases import BLOCK_SIZES, HEAD_SIZES, HEADS
-from kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.attention_cases import BLOCK_SIZES, HEAD_SIZES, HEADS
+from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
 from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.elementwise.rope import rope_and_cache

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.checking import Judge, poison, same_bits, short
+from fixtures.kernels.checking import Judge, poison, same_bits, short
 from slipstream.kernels.gemm import cublaslt, search, tuning
 from slipstream.kernels.gemm.cublaslt import matmul
 from slipstream.kernels.runtime.op import KernelError

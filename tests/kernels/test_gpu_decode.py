@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kernels.attention_cases import Case, attend, configurations, make_case
-from kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.attention_cases import Case, attend, configurations, make_case
+from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.newest import HALVES, newest_of
 from slipstream.kernels.attention import decode as module
 from slipstream.kernels.attention import decode_shapes
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.decode_shapes import part_words
-from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.elementwise.rope import rope_and_cache
 from slipstream.kernels.runtime import jit
 
@@ -23,7 +23,6 @@ pytestmark = [
 LENGTHS = [1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 1100, 64, 5000, 8193]
 SHORT = [0, 1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 0, 64, 1100, 0]
 LONG = [9001, 300, 0, 5000, 1]
-HALVES = (torch.float16, torch.bfloat16)
 
 
 shapes_of = decode_shapes.shapes  # as they are, whatever a test makes of them
@@ -258,19 +257,6 @@ def test_large_batches_repeat(lengths: list[int]) -> None:
             differing += (out.view(torch.int16) != first.view(torch.int16)).any()
     judge.true(f"{int(differing)} of 150 differ", int(differing) == 0)
     judge.verdict()
-
-
-def newest_of(case: Case, kv_heads: int) -> tuple[Newest, torch.Tensor, torch.Tensor]:
-    """K, V as parts of the matrix of q, angles; where rope_and_cache would put them."""
-    n, d, dtype = len(case.q), case.q.shape[2], case.q.dtype
-    rows = torch.randn((n, 2 * kv_heads * d + 8), device="cuda").to(dtype)
-    k, v = (rows[:, i * kv_heads * d :][:, : kv_heads * d].unflatten(1, (-1, d)) for i in (0, 1))
-    angles = torch.rand((int(case.lengths.max()) + 1, d // 2), device="cuda") * 6.3
-    positions = (case.lengths.long() - 1).clamp(min=0)
-    block = case.cache.shape[3]
-    blocks = case.block_tables.long().gather(1, (positions // block)[:, None])[:, 0]
-    slots = torch.where(case.lengths > 0, blocks * block + positions % block, -1)
-    return Newest(k, v, torch.cat((angles.cos(), angles.sin()), 1)), positions, slots
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=short)

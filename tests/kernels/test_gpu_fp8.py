@@ -5,8 +5,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernels.checking import Judge, poison, same_bits, short
-from kernels.fp8_cases import Rotation, dequantized, normed, random_product, scaled, silu_mul
+from fixtures.kernels.checking import Judge, poison, same_bits, short
+from fixtures.kernels.fp8_cases import (
+    Rotation,
+    dequantized,
+    normed,
+    random_product,
+    scaled,
+    silu_mul,
+)
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.gemm.cublaslt import matmul

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from kernels.attention_cases import attend, configurations, in_format, make_case
-from kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.attention_cases import attend, configurations, in_format, make_case
+from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
 from slipstream.kernels.attention import decode as decoding
 from slipstream.kernels.attention import prefill as prefilling
 from slipstream.kernels.attention.decode import decode_attention, plan_decode

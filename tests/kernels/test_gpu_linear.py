@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernels.checking import Judge, naive_linear, poison, same_bits, short
-from kernels.fp8_cases import scaled, silu_mul
+from fixtures.kernels.checking import Judge, naive_linear, poison, same_bits, short
+from fixtures.kernels.fp8_cases import scaled, silu_mul
 from slipstream.kernels.elementwise.fp8 import Scales, add_scaled, scale
 from slipstream.kernels.gemm.linear import linear, linear_add, norm_gate_up, norm_linear
 from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_ROWS, gemv, takes

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernels.attention_cases import Case, attend, configurations, make_case
-from kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.attention_cases import Case, attend, configurations, make_case
+from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
 from slipstream.kernels.attention.prefill import prefill_attention
 
 pytestmark = [

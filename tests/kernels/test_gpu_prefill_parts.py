@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernels.attention_cases import Case, attend, make_case
-from kernels.checking import Judge, poison, same_bits, short
-from kernels.prefill_plan import MOST_PARTS, Mix, plan
+from fixtures.kernels.attention_cases import Case, attend, make_case
+from fixtures.kernels.checking import Judge, poison, same_bits, short
+from fixtures.kernels.prefill_plan import MOST_PARTS, Mix, plan
 from slipstream.kernels.attention.prefill import (
     PrefillCall,
     launch_wgmma,

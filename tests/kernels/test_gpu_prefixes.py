@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kernels.attention_cases import Case, attend, configurations
-from kernels.checking import Judge, poison, same_bits, short
-from kernels.prefix_cases import Rows, Words, shared_case
-from kernels.test_gpu_decode import HALVES, newest_of
+from fixtures.kernels.attention_cases import Case, attend, configurations
+from fixtures.kernels.checking import Judge, poison, same_bits, short
+from fixtures.kernels.newest import HALVES, newest_of
+from fixtures.kernels.prefix_cases import Rows, Words, shared_case
 from slipstream.kernels.attention import decode as module
 from slipstream.kernels.attention import decode_prefixes, decode_shapes
 from slipstream.kernels.attention.decode import decode_attention, plan_decode

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from kernels.checking import DTYPES, Judge, same_bits, short
-from kernels.sampling import Drawn, draw_rows, make_rows
+from fixtures.kernels.checking import DTYPES, Judge, same_bits, short
+from fixtures.kernels.sampling import Drawn, draw_rows, make_rows
 from slipstream.kernels.sampling.sample import EDIT, MAX_COUNT, ROW, count_tokens, philox, sample
 from slipstream.runner.sampling_rows import history_arrays
 from torch import Tensor

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kernels.attention_cases import configurations
-from kernels.checking import DTYPES, Judge, poison, same_bits, short
-from kernels.sink_cases import SinkCase, attend_sinks, make_sink_case
+from fixtures.kernels.attention_cases import configurations
+from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.sink_cases import SinkCase, attend_sinks, make_sink_case
 from slipstream.kernels.attention import decode as decoding
 from slipstream.kernels.attention import sinks
 from slipstream.kernels.attention.decode import decode_attention, plan_decode

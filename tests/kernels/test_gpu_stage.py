@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.checking import Judge, same_bits
+from fixtures.kernels.checking import Judge, same_bits
 from slipstream.kernels.staging.stage import begin_step
 
 pytestmark = [

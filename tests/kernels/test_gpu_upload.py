@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.checking import Judge, same_bits
+from fixtures.kernels.checking import Judge, same_bits
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.staging.upload import Upload
 

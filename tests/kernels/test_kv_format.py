@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from fixtures.kernels.attention_cases import attend, in_format, make_case
+from fixtures.kernels.checking import Judge
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.attention_cases import attend, in_format, make_case
-from kernels.checking import Judge
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import prefill_attention

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from fixtures.kernels.checking import DTYPES, Judge, short
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernels.checking import DTYPES, Judge, short
 from slipstream.kernels.gemm.linear import linear, linear_add, norm_gate_up, norm_linear, own_kernel
 from slipstream.kernels.gemm.sm90 import skinny, tall
 from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_SLOTS, PIECE, THREADS, gemv, takes, tiling

@@ -3,9 +3,9 @@
 from collections import defaultdict
 
 import pytest
+from fixtures.kernels.prefill_plan import MOST_PARTS, ROWS, TILE, Mix, Part, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.prefill_plan import MOST_PARTS, ROWS, TILE, Mix, Part, plan
 from slipstream.kernels.attention.prefill import parts_size
 
 CTAS = 132

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
+from fixtures.kernels.attention_cases import Case, attend
+from fixtures.kernels.prefix_cases import Item, Words, shared_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.attention_cases import Case, attend
-from kernels.prefix_cases import Item, Words, shared_case
 from slipstream.kernels.attention import decode_prefixes
 from slipstream.kernels.attention.decode_prefixes import Work, find_prefixes, num_words
 from torch import Tensor

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from fixtures.kernels.attention_cases import attend, make_case
+from fixtures.kernels.checking import DTYPES, Judge, same_bits, short
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.attention_cases import attend, make_case
-from kernels.checking import DTYPES, Judge, same_bits, short
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.prefill import prefill_attention
 from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from fixtures.kernels.sampling import Drawn, draw_rows, make_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.sampling import Drawn, draw_rows, make_rows
 from slipstream.core.edits import EDIT
 from slipstream.kernels.sampling.sample import MAX_COUNT, ROW, count_tokens, philox
 from slipstream.runner.sampling_rows import history_arrays, pack_row, sampling_arrays

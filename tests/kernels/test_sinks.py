@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernels.attention_cases import make_case
-from kernels.sink_cases import attend_sinks, make_sink_case
+from fixtures.kernels.attention_cases import make_case
+from fixtures.kernels.sink_cases import attend_sinks, make_sink_case
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.sinks import Sinks, sink_attention

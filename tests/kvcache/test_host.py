@@ -1,7 +1,7 @@
 """Slots of host memory under random sends, fetches and copies that end late, with real contents."""
 
 import pytest
-from engine.moving import LateMover
+from fixtures.engine.moving import LateMover
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

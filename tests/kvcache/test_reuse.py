@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected
+from fixtures.engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import MAX_HELD, Limits
 from slipstream.wire import FinishReason

@@ -8,9 +8,9 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from engine.counting import Client, CountingRunner, Words, expected
-from engine.moving import LateMover
-from engine.test_machine import MAX_MODEL_LEN, Machine
+from fixtures.engine.counting import Client, CountingRunner, Words, expected
+from fixtures.engine.machine import MAX_MODEL_LEN, Machine
+from fixtures.engine.moving import LateMover
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.checkpoints import Asker, make_model, random_prompts, save
+from fixtures.models.checkpoints import Asker, make_model, random_prompts, save
 from slipstream.config import EngineConfig
 from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits

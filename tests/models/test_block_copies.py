@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import DEVICES, make_model, make_runner, save
+from fixtures.models.checkpoints import DEVICES, make_model, make_runner, save
 from slipstream.core.batch import Batch
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import (
+from fixtures.models.checkpoints import (
     Asker,
     Driver,
     Generation,

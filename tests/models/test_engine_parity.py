@@ -4,30 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import make_model, make_runner, random_prompts, save
-from slipstream.engine.engine import Engine
+from fixtures.models.checkpoints import make_model, make_runner, random_prompts, save
+from fixtures.models.parity import LENGTHS, NUM_OUTPUTS, engine_greedy
 from slipstream.engine.scheduler import Limits
-from slipstream.runner.model_runner import ModelRunner
-from slipstream.wire import Submit
-from slipstream_contract.ids import pack
-from slipstream_contract.sampling import SamplingParams
-
-LENGTHS = [1, 40, 7, 100, 23, 64, 5, 33]
-NUM_OUTPUTS = 12
-
-
-def engine_greedy(runner: ModelRunner, limits: Limits, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens of all prompts, submitted at once."""
-    engine = Engine(limits, runner, None)
-    sampling = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0.0)
-    for i, prompt in enumerate(prompts):
-        engine.submit(b"bridge", Submit(i, pack(prompt), sampling, 0))
-    outputs: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work:
-        for tokens in engine.step().get(b"bridge", []):
-            outputs[tokens.request] += tokens.token_ids
-        engine.check_integrity()
-    return outputs
 
 
 def oracle_greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:

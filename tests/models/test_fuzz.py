@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from fixtures.models.configs import BASE
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models.test_hf import BASE
 from slipstream.errors import CheckpointError
 from slipstream.models.files import tensor_entries
 from slipstream.models.hf import describe, read_config

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams

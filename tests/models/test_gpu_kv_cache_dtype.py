@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import test_static_scales as static_scales
-from models.checkpoints import Asker, make_model, make_runner, random_prompts, save
-from models.test_kv_cache_dtype import row
+from fixtures.models import static_scales
+from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from fixtures.models.kv_cache import row
 from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
 from slipstream.kernels.cache.kv_format import FORMATS

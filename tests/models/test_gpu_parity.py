@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
-from models.test_engine_parity import LENGTHS, engine_greedy
-from models.test_parity import GEMMA, GRID
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from fixtures.models.parity import GEMMA, GRID, LENGTHS, engine_greedy
 from slipstream.engine.scheduler import Limits
 from transformers import AutoModelForCausalLM
 

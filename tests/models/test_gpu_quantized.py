@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
-from models.test_engine_parity import LENGTHS, engine_greedy
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from fixtures.models.parity import LENGTHS, engine_greedy
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from models.checkpoints import Answer, Asker, make_model, make_runner, random_prompts, save
-from models.test_streaming import CASES, reference
+from fixtures.models.checkpoints import Answer, Asker, make_model, make_runner, random_prompts, save
+from fixtures.models.streaming import CASES, reference
 from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner

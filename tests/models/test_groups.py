@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
 from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner

@@ -7,22 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models.checkpoints import FAMILIES, edit_config, make_model, save
+from fixtures.models.checkpoints import FAMILIES, classes, edit_config, make_model, save
+from fixtures.models.configs import BASE
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError
 from slipstream.layers.dims import RopeConfig
 from slipstream.models.hf import describe, ignored_keys, read_config
 from slipstream.runner.plan import resolve
 
-BASE = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 128,
-    "intermediate_size": 200,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 512,
-}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "sliding_window": 32}
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 2}
@@ -300,7 +292,7 @@ def test_keys_are_named_once_in_the_log(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_silent_file_is_what_transformers_takes(family: str, tmp_path: Path) -> None:
-    config_class, model_class = FAMILIES[family]
+    config_class, model_class = classes(family)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [model_class.__name__]}))
     ours, theirs = read_config(tmp_path), config_class()
     dims = ours.dims

@@ -4,9 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models.checkpoints import Driver, Generation, make_model, make_runner, random_prompts, save
 from slipstream.core.batch import Batch, Row
 from slipstream.core.edits import EDIT
 from slipstream.runner.model_runner import ModelRunner

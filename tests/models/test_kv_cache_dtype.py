@@ -4,9 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import Asker, edit_config, make_model, make_runner, random_prompts, save
+from fixtures.models.checkpoints import (
+    Asker,
+    edit_config,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from fixtures.models.kv_cache import row
 from slipstream.config import EngineConfig
-from slipstream.core.batch import Batch, Row
+from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
 from slipstream.kernels.cache.kv_format import FORMATS
@@ -60,11 +68,6 @@ def test_the_default_model(name: str) -> None:
     asker.submit(prompt, SamplingParams(max_tokens=5, temperature=0.0))
     asker.drain()
     assert len(asker.answers[0, 0].token_ids) == 5
-
-
-def row(token_ids: list[int], blocks: list[int], start: int = 0) -> Row:
-    greedy = SamplingParams(max_tokens=1, temperature=0.0)
-    return Row(0, blocks[0], token_ids, start, (blocks,), True, greedy, 0, 0)
 
 
 @by_format

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.models.checkpoints import DEVICES, make_model, make_runner, ragged_batch, save
 from fixtures.tiers import quick_of
-from models.checkpoints import DEVICES, make_model, make_runner, ragged_batch, save
 from slipstream.core.batch import Batch
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.norm import Norm

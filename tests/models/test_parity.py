@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from fixtures.tiers import quick_of
-from models.checkpoints import (
+from fixtures.models.checkpoints import (
     LLAMA3,
-    YARN,
     Driver,
     Generation,
     edit_config,
@@ -17,90 +15,10 @@ from models.checkpoints import (
     random_prompts,
     save,
 )
+from fixtures.models.parity import GEMMA, GRID
+from fixtures.tiers import quick_of
 
-GEMMA = {"num_hidden_layers": 3, "sliding_window": 16, "query_pre_attn_scalar": 80}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-GRID = {
-    "gqa": ("llama", {}),
-    "mha": ("llama", {"num_key_value_heads": 4}),
-    "mqa": ("llama", {"num_key_value_heads": 1}),
-    "wide group": ("llama", {"num_attention_heads": 14, "hidden_size": 112}),
-    "odd heads": (
-        "llama",
-        {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144},
-    ),
-    "heads of 80": ("llama", {"head_dim": 80}),
-    "heads of 96": ("llama", {"head_dim": 96, "hidden_size": 80}),
-    "heads of 128": ("llama", {"head_dim": 128, "num_attention_heads": 2}),
-    "tied": ("llama", {"tie_word_embeddings": True}),
-    "attention biases": ("llama", {"attention_bias": True}),
-    "mlp biases": ("llama", {"mlp_bias": True}),
-    "all biases, tied": (
-        "llama",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
-    "one layer, tiny vocabulary": ("llama", {"num_hidden_layers": 1, "vocab_size": 17}),
-    "large eps": ("llama", {"rms_norm_eps": 0.1}),
-    "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.1e6}}),
-    "linear": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}},
-    ),
-    "llama3": ("llama", {"rope_parameters": LLAMA3}),
-    "yarn": ("llama", {"rope_parameters": YARN}),
-    "yarn, own attention factor": (
-        "llama",
-        {"rope_parameters": YARN | {"attention_factor": 0.7, "beta_fast": 16, "beta_slow": 2}},
-    ),
-    "yarn, mscale": (
-        "llama",
-        {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}},
-    ),
-    "yarn, a ramp beyond the last dimension": (
-        "llama",
-        {"rope_parameters": YARN | {"rope_theta": 4.0}},
-    ),
-    "yarn, heads of 80": ("llama", {"rope_parameters": YARN, "head_dim": 80}),
-    "qwen2": ("qwen2", {}),
-    "qwen2 mha, tied": ("qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN}),
-    "qwen3": ("qwen3", {}),
-    "qwen3 biases, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
-    "qwen3 mqa, heads of 128": ("qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
-    "qwen2, a window from layer 1 on": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
-    ),
-    "qwen3, a window by layer types": (
-        "qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 11,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "mistral": ("mistral", {"sliding_window": 16}),
-    "mistral, a window of no whole blocks": ("mistral", {"sliding_window": 21}),
-    "mistral, a window of one": ("mistral", {"sliding_window": 1, "num_hidden_layers": 3}),
-    "mistral, no window": ("mistral", {"sliding_window": None}),
-    "gemma3": ("gemma3", GEMMA),
-    "gemma3, untied": ("gemma3", GEMMA | {"tie_word_embeddings": False}),
-    "gemma3, biases, heads of 256": ("gemma3", GEMMA | {"attention_bias": True, "head_dim": 256}),
-    "gemma3, a pattern": (
-        "gemma3",
-        {"num_hidden_layers": 5, "sliding_window": 7, "sliding_window_pattern": 2},
-    ),
-    "gemma3, stretched": (
-        "gemma3",
-        GEMMA
-        | {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
-            }
-        },
-    ),
-}
 QUICK = {  # every family, and every way of a feature once
     "wide group",
     "heads of 96",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import Asker, make_runner
+from fixtures.models.checkpoints import Asker, make_runner
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.sampling import SamplingParams
 

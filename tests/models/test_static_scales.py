@@ -2,81 +2,30 @@
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import edit_config, make_model, make_runner, random_prompts, save
-from models.test_kv_cache_dtype import row
-from models.test_weights import rewrite
+from fixtures.models.checkpoints import (
+    edit_config,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from fixtures.models.static_scales import LAYER, SCALES, add, is_near, logits_of, scales
 from slipstream.config import EngineConfig
-from slipstream.core.batch import Batch
 from slipstream.errors import CheckpointError
-from slipstream.kernels.cache.kv_format import Static
 from slipstream.models.check import check_tensors
 from slipstream.models.hf import read_config
 from slipstream.runner.cache_dtype import cache_dtype
-from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
-from transformers import DynamicCache
 
-# Of K and V of two layers: some numbers are cut off, some are among the smallest.
-SCALES = [Static(0.0137, 0.0021), Static(3.7, 0.31)]
 SCHEME = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
 SCHEME |= {"symmetric": True, "observer": "minmax", "group_size": None}
 OWN = {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["lm_head"]}
 SAYS_FP8 = OWN | {"format": "dense", "kv_cache_scheme": SCHEME}
-LAYER = "model.layers.{}.self_attn."
 FEW = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-
-
-def add(directory: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    rewrite(directory, lambda old: old.update(tensors))
-    return directory
-
-
-def scales(key: str = "k_scale", value: str = "v_scale") -> dict[str, torch.Tensor]:
-    pairs = [(LAYER.format(i), static) for i, static in enumerate(SCALES)]
-    keys = {prefix + key: torch.tensor([static.k]) for prefix, static in pairs}
-    return keys | {prefix + value: torch.tensor(static.v) for prefix, static in pairs}
-
-
-def logits_of(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
-    """After chunks, and of a decode; fp32, on the CPU."""
-    parts = []
-    for start, end in ((0, 20), (20, 49), (49, 50)):
-        batch = Batch((row(prompt[start:end], [3, 1, 2, 0], start),), int(end - start == 1))
-        parts.append(runner.logits(batch).float().cpu())
-    return torch.cat(parts)
-
-
-class Quantised(DynamicCache):
-    """K and V go through e4m3 on their way into the cache."""
-
-    def update(
-        self, k: torch.Tensor, v: torch.Tensor, layer: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        through = [
-            (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-            for x, scale in zip((k, v), torch.tensor(SCALES[layer]), strict=True)
-        ]
-        return super().update(*through, layer, *args, **kwargs)
-
-
-def exact_logits(model: torch.nn.Module, prompt: list[int], is_quantised: bool) -> torch.Tensor:
-    cache = Quantised() if is_quantised else DynamicCache()
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt]), past_key_values=cache).logits[0]
-    return logits[[19, 48, 49]]
-
-
-def is_near(got: torch.Tensor, model: torch.nn.Module, prompt: list[int], more: float = 0) -> bool:
-    """Far nearer to the emulation than to what is computed without a quantised cache."""
-    want, plain = (exact_logits(model, prompt, which) for which in (True, False))
-    error, lost = ((x - want).pow(2).mean().sqrt() / plain.std() for x in (got, plain))
-    assert lost > 0.05
-    return bool(error < 0.02 * lost + more)
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_window": 64, "sink_tokens": 3}])

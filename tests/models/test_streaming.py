@@ -5,60 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.tiers import quick_of
-from models.checkpoints import (
-    LLAMA3,
-    YARN,
+from fixtures.models.checkpoints import (
     Asker,
     make_model,
     make_runner,
     random_prompts,
     save,
 )
+from fixtures.models.streaming import CASES, reference
+from fixtures.tiers import quick_of
 from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
 from slipstream.kernels.elementwise.rope import rotate
 from slipstream.layers.dims import RopeConfig
 from slipstream.layers.rope import cos_sin_at, frequencies
 from slipstream_contract.sampling import SamplingParams
-
-
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-@torch.no_grad()
-def reference(model: Any, tokens: list[int], window: int, num_sinks: int) -> torch.Tensor:
-    """StreamingLLM (Xiao et al., 2023), a token at a time: logits `[len(tokens), vocab]`.
-
-    Keys are cached before rotation. What a token sees is rotated by its place in the cache.
-    """
-    config, layers = model.config, model.model.layers
-    caches: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in layers]
-    size = config.head_dim
-    out = []
-    for token in tokens:
-        x = model.model.embed_tokens(torch.tensor([[token]]))
-        for layer, (keys, values) in zip(layers, caches, strict=True):
-            h, own = layer.input_layernorm(x), layer.self_attn
-            q, k, v = (f(h).view(-1, size) for f in (own.q_proj, own.k_proj, own.v_proj))
-            if hasattr(own, "q_norm"):
-                q, k = own.q_norm(q), own.k_norm(k)
-            for cached, new in ((keys, k), (values, v)):
-                cached.append(new)
-                if len(cached) > window:
-                    del cached[num_sinks]
-            cos, sin = model.model.rotary_emb(x, torch.arange(len(keys))[None])
-            cos, sin = cos[0, :, None], sin[0, :, None]
-            seen = turn(torch.stack(keys), cos, sin).repeat_interleave(len(q) // len(k), 1)
-            scores = torch.einsum("hd,nhd->hn", turn(q, cos[-1], sin[-1]), seen) * size**-0.5
-            weights = scores.softmax(-1)
-            found = torch.stack(values).repeat_interleave(len(q) // len(k), 1)
-            x = x + own.o_proj(torch.einsum("hn,nhd->hd", weights, found).view(1, 1, -1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        out.append(model.lm_head(model.model.norm(x))[0, 0])
-    return torch.stack(out)
 
 
 class Listener:
@@ -83,16 +44,6 @@ class Listener:
             num_forgotten = 0 if row.gap else len(self.window.forgotten(row.start, self.block_size))
             self.most_held = max(self.most_held, len(row.tables[-1]) - num_forgotten)
         return self._runner.launch(batch)
-
-
-CASES = {
-    "sinks": ("llama", {}, 24, 4),
-    "sinks of more than a block": ("llama", {"num_key_value_heads": 4}, 40, 11),
-    "a plain window": ("llama", {}, 20, 0),
-    "llama3": ("llama", {"rope_parameters": LLAMA3}, 33, 3),
-    "yarn, norms of heads": ("qwen3", {"rope_parameters": YARN}, 24, 2),
-    "biases": ("qwen2", {}, 17, 16),
-}
 
 
 @pytest.mark.parametrize("name", quick_of(CASES, ["llama3", "biases"]))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import make_model, make_runner, save
+from fixtures.models.checkpoints import make_model, make_runner, save
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits

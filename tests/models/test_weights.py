@@ -4,22 +4,21 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from models.checkpoints import (
+from fixtures.models.checkpoints import (
     Driver,
     Generation,
     edit_config,
     make_model,
     make_runner,
     random_prompts,
+    rewrite,
     save,
 )
-from safetensors.torch import load_file, save_file
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError
 from slipstream.models.check import check_tensors
@@ -34,14 +33,6 @@ def greedy(runner: ModelRunner) -> list[list[int]]:
     generations = [Generation(prompt, 5) for prompt in random_prompts([11, 30])]
     Driver(runner).finish(generations)
     return [g.outputs for g in generations]
-
-
-def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Change the tensors of the single file."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @pytest.fixture

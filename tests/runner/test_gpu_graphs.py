@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from kernels.checking import same_bits
-from models.checkpoints import (
+from fixtures.kernels.checking import same_bits
+from fixtures.models.checkpoints import (
     Asker,
     Driver,
     Generation,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.checkpoints import make_model, random_prompts, save
+from fixtures.models.checkpoints import make_model, random_prompts, save
 from slipstream import wire
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine

@@ -5,9 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from models.checkpoints import (
+from fixtures.models.checkpoints import (
     GREEDY,
     Driver,
     Generation,
@@ -17,6 +15,8 @@ from models.checkpoints import (
     random_prompts,
     save,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from slipstream.core.batch import Batch, Row
 from slipstream.core.edits import EDIT
 from slipstream.kernels.sampling.sample import ROW

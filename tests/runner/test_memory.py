@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from fixtures.models.checkpoints import make_model, make_runner, save
 from hypothesis import given
 from hypothesis import strategies as st
-from models.checkpoints import make_model, make_runner, save
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.runner import memory

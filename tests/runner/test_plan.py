@@ -5,7 +5,7 @@ from shutil import copytree
 
 import pytest
 import torch
-from models.checkpoints import edit_config, make_model, save
+from fixtures.models.checkpoints import edit_config, make_model, save
 from slipstream.config import EngineConfig
 from slipstream.core.window import Window
 from slipstream.errors import ConfigError

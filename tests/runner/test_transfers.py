@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models.checkpoints import DEVICES
+from fixtures.models.checkpoints import DEVICES
 from slipstream.errors import ConfigError
 from slipstream.kvcache.host import Direction
 from slipstream.runner.transfers import Transfers

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from models.checkpoints import FAMILIES, make_model, save
+from fixtures.models.checkpoints import FAMILIES, make_model, save
 from slipstream.config import EngineConfig
 from slipstream.kernels.gemm import search, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, Shape

@@ -4,7 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.support import CHECKPOINT, GPU_HOUR_PRICE, KV_CACHE_TOKENS, Client, compose, serving
+from fixtures.server.support import (
+    CHECKPOINT,
+    GPU_HOUR_PRICE,
+    KV_CACHE_TOKENS,
+    Client,
+    compose,
+    serving,
+)
 from slipstream_serve.server import server_directory
 
 

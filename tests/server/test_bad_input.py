@@ -7,7 +7,7 @@ import time
 
 import pytest
 import tritonclient.grpc as grpcclient
-from server.support import CHECKPOINT, PROMPT, TEXT_MODELS, RequestError, compose
+from fixtures.server.support import CHECKPOINT, PROMPT, TEXT_MODELS, RequestError, compose
 from slipstream_serve.triton import Endpoints, ServeError, TritonServer
 
 pytestmark = pytest.mark.triton

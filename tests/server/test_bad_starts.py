@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.server.serve_process import Serve, short_directory
 from safetensors.torch import load_file, save_file
-from server.serve_process import Serve, short_directory
 from slipstream_serve.server import repository_root, server_directory
 
 pytestmark = [

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from server.support import CHECKPOINT, PROMPT, ROOT, Client, compose, start
+from fixtures.server.support import CHECKPOINT, PROMPT, ROOT, Client, compose, start
 from slipstream_client import SlipstreamClient
 from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_serve.server import server_directory

@@ -11,7 +11,7 @@ import sys
 import textwrap
 
 import pytest
-from server.support import PROMPT, TEXT_MODELS
+from fixtures.server.support import PROMPT, TEXT_MODELS
 from slipstream_client import (
     AsyncSlipstreamClient,
     Code,

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from server.support import PROMPT, ROOT, Client, RequestError, text
+from fixtures.server.support import PROMPT, ROOT, Client, RequestError, text
 from slipstream_serve.triton import Endpoints
 
 yaml = pytest.importorskip("yaml")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from fixtures.server.support import PROMPT, TEXT_MODELS, Client, RequestError, serving, text
 from fixtures.tiers import quick_of
-from server.support import PROMPT, TEXT_MODELS, Client, RequestError, serving, text
 from slipstream_serve.triton import SHARED_MEMORY
 
 pytestmark = pytest.mark.triton

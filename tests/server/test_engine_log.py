@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
+from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
 from slipstream_serve.serve import _EngineLog
 
 ENTRY = "2026-01-02 03:04:05,678 engine {level} {text}\n"

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
-from server.serve_process import Serve, environment, living, short_directory
-from server.support import PROMPT
+from fixtures.server.serve_process import Serve, environment, living, short_directory
+from fixtures.server.support import PROMPT
 from slipstream_serve.triton import SHARED_MEMORY
 from tritonclient.utils import InferenceServerException
 

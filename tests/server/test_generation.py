@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from server.support import PROMPT, TEXT_MODELS, RequestError, text
+from fixtures.server.support import PROMPT, TEXT_MODELS, RequestError, text
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.triton

@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
-from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
-from server.support import text as join
+from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
+from fixtures.server.support import text as join
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 

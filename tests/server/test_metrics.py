@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from server.metrics_page import Page, settled, wait_for
-from server.support import GPU_HOUR_PRICE, PROMPT, Client, RequestError
+from fixtures.server.metrics_page import Page, settled, wait_for
+from fixtures.server.support import GPU_HOUR_PRICE, PROMPT, Client, RequestError
 from slipstream_client import SlipstreamClient
 from slipstream_client.commands.health import check
 from slipstream_serve.probe import first_token

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.metrics_page import Page, wait_for
-from server.support import PROMPT, Client, RequestError
+from fixtures.server.metrics_page import Page, wait_for
+from fixtures.server.support import PROMPT, Client, RequestError
 from slipstream_serve.server import repository_root
 
 yaml = pytest.importorskip("yaml")

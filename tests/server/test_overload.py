@@ -18,8 +18,8 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from server.metrics_page import wait_for as wait_for_page
-from server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving, text
+from fixtures.server.metrics_page import wait_for as wait_for_page
+from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving, text
 from slipstream_client.codec import request_of
 from slipstream_serve.serve import _EngineLog
 from tritonclient.grpc import service_pb2_grpc

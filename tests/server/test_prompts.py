@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from server.support import CHECKPOINT, PROMPT, TEXT_MODELS, Client, RequestError, compose, serving
+from fixtures.server.support import (
+    CHECKPOINT,
+    PROMPT,
+    TEXT_MODELS,
+    Client,
+    RequestError,
+    compose,
+    serving,
+)
 from slipstream_client import SlipstreamClient
 from slipstream_preprocessing.encode import Encoder
 from slipstream_serve.server import server_directory

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
-from fixtures.tiers import quick_of
-from server.serve_process import (
+from fixtures.server.serve_process import (
     Serve,
     assert_one_line,
     run_to_end,
     short_directory,
 )
+from fixtures.tiers import quick_of
 from slipstream_serve import triton
 from slipstream_serve.server import server_directory
 from slipstream_serve.supervise import FIRST_PAUSE_S, STEADY_S, _Pauses

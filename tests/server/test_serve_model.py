@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.serve_process import Serve, short_directory
+from fixtures.server.serve_process import Serve, short_directory
 from slipstream_serve.server import repository_root, server_directory
 
 pytestmark = [

@@ -7,9 +7,8 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from fixtures.tiers import quick_of
-from server.sixty_ask import LATEST_S, as_tensors, ask, call, check, infer, raw, whole
-from server.sixty_cases import (
+from fixtures.server.sixty_ask import LATEST_S, as_tensors, ask, call, check, infer, raw, whole
+from fixtures.server.sixty_cases import (
     CLOSED,
     GOOD,
     MODELS,
@@ -23,8 +22,9 @@ from server.sixty_cases import (
     text,
     vllm,
 )
-from server.sixty_rest import ALL
-from server.support import Client, RequestError
+from fixtures.server.sixty_rest import ALL
+from fixtures.server.support import Client, RequestError
+from fixtures.tiers import quick_of
 from tritonclient.grpc import service_pb2 as messages
 
 pytestmark = pytest.mark.triton

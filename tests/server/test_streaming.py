@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from fixtures.server.support import PROMPT, Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server.support import PROMPT, Client
 from slipstream_contract.stream_state import StreamState
 
 pytestmark = pytest.mark.triton

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from server.support import (
+from fixtures.server.support import (
     CHECKPOINT,
     PROMPT,
     TEXT_MODELS,

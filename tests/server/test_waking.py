@@ -5,7 +5,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
-from server.support import PROMPT, TEXT_MODELS, Client, serving
+from fixtures.server.support import PROMPT, TEXT_MODELS, Client, serving
 from slipstream_serve import spawn
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]

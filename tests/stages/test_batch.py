@@ -3,13 +3,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixtures.stages.zoo import llama_bpe, save
 from slipstream_contract.errors import ContractError
 from slipstream_contract.vocab import TokenBytes
 from slipstream_contract.words import unpack_word_list
 from slipstream_postprocessing.detokenize import detokenize_batch
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
-from stages.zoo import llama_bpe, save
 
 
 @pytest.fixture(scope="module")

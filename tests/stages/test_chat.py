@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.stages.zoo import byte_level_bpe, llama_bpe, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream_contract.errors import Code, ContractError
 from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_preprocessing.encode import Encoder
-from stages.zoo import byte_level_bpe, llama_bpe, save
 from transformers import PreTrainedTokenizerFast
 
 CHAT_ML = """{%- for message in messages %}

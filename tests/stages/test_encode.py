@@ -5,6 +5,7 @@ from tempfile import mkdtemp
 
 import numpy as np
 import pytest
+from fixtures.stages.zoo import CORPUS, ZOO, byte_level_bpe, llama_bpe, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream_contract.decoder import UnsupportedTokenizerError
@@ -14,7 +15,6 @@ from slipstream_postprocessing.detokenize import detokenize
 from slipstream_preprocessing.batch import encode_batch
 from slipstream_preprocessing.encode import Encoder
 from slipstream_preprocessing.tokenizer import load_tokenizer, max_text_bytes_per_token
-from stages.zoo import CORPUS, ZOO, byte_level_bpe, llama_bpe, save
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from fixtures.stages.zoo import byte_level_bpe, save
 from slipstream_contract.errors import REASONS
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.stream_state import StreamState
@@ -24,7 +25,6 @@ from slipstream_runtime import admission
 from slipstream_runtime.admission import MAX_RETRY_MS, Load, LoadFile, path_of
 from slipstream_runtime.credit import CreditFile
 from slipstream_runtime.waking import wake_at_once
-from stages.zoo import byte_level_bpe, save
 
 
 class Tensor:

@@ -7,13 +7,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from fixtures.stages.zoo import ZOO, byte_level_bpe, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream_contract.decoder import UnsupportedTokenizerError
 from slipstream_contract.tokenizer_config import ROLES, TokenizerConfig
 from slipstream_postprocessing.detokenize import detokenize
 from slipstream_preprocessing.encode import Encoder
-from stages.zoo import ZOO, byte_level_bpe, save
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from fixtures.stages.zoo import CORPUS, llama_bpe, save
 from slipstream_compose.pbtxt import model_config
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.tensors import MODELS
@@ -17,7 +18,6 @@ from slipstream_preprocessing.encode import Encoder
 from slipstream_runtime.credit import CreditFile
 from slipstream_serve.server import server_directory
 from slipstream_serve.triton import Endpoints, TritonServer
-from stages.zoo import CORPUS, llama_bpe, save
 from tritonclient.utils import InferenceServerException
 
 pytestmark = [

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from fixtures.stages.zoo import CORPUS, ZOO, byte_level_bpe, cut, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream_contract.stream_state import StreamState
@@ -16,7 +17,6 @@ from slipstream_contract.vocab import (
     state_after,
 )
 from slipstream_postprocessing.detokenize import detokenize
-from stages.zoo import CORPUS, ZOO, byte_level_bpe, cut, save
 from tokenizers import Tokenizer
 
 TEXTS = st.one_of(
