@@ -47,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             Bounds(0, limits.INT32_MAX),
             trtllm=Asked(most="`max_tokens`", refused_by=MODEL),
             vllm=Asked(most="`max_tokens`", refused_by=MODEL),
+            is_option=True,
         ),
     ] = 0
     n: Annotated[
@@ -111,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _PENALTY,
             vllm=_VLLM_PENALTY,
             device="presence",
+            is_option=True,
         ),
     ] = 0.0
     frequency_penalty: Annotated[
@@ -120,6 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _PENALTY,
             vllm=_VLLM_PENALTY,
             device="frequency",
+            is_option=True,
         ),
     ] = 0.0
     # None: drawn per request; sequence i of n samples with (seed, i).

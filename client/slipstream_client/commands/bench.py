@@ -33,12 +33,12 @@ from slipstream_client.bench.price import price_per_hour
 from slipstream_client.bench.report import columns, page
 from slipstream_client.bench.runner import Clients, Load, Outcome, Target, default_processes
 from slipstream_client.codec import GENERATING, TENSORRT_LLM
-from slipstream_client.commands.common import add_connection
+from slipstream_client.commands.common import add_connection, add_field
 
 _PROBE_WORDS = 200
 _MAX_PROMPTS = 1000  # made for a load that ends by the clock; then they begin again
 _EXIT_FAILED = 1
-_SAMPLING = {"temperature": float, "top_k": int, "top_p": float}
+_SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -67,8 +67,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--prompts", type=Path, metavar="FILE", help="JSON lines: prompt or input_ids, max_tokens")
     add("--vocabulary", type=int, default=256, metavar="N", help="made ids are below it (256)")
     add("--keep-end", action="store_true", help="let the model end its text before its length")
-    for name, kind in _SAMPLING.items():
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="X")
+    for name in _SAMPLING:
+        add_field(parser, name)
     add("--seed", type=int, default=0, help="of times, lengths and prompts (%(default)s)")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:200 itl:30 e2e:3000")
     add("--retries", type=int, default=0, metavar="N", help="of a refused request, when it says")

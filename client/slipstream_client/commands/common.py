@@ -3,13 +3,16 @@
 import argparse
 from typing import Any, TextIO
 
+from slipstream_contract.limits import INT32_MAX
+from slipstream_contract.sampling import FIELDS
+
 from slipstream_client.client import DEFAULT_MODEL, ChunkStream, SlipstreamClient
 from slipstream_client.codec import BLS, ENSEMBLE, VLLM
 
 TEXT_MODELS = (ENSEMBLE, BLS, VLLM)
 """Take text, in the order in which a command prefers them."""
 
-SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "repetition_penalty")
+SAMPLING = tuple(name for name, entry in FIELDS.items() if entry.field.is_option)
 """Options that go to the server under the contract's own names; what is not given is not sent."""
 
 
@@ -31,12 +34,24 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     parser.add_argument(
         "--model", choices=TEXT_MODELS, default=TEXT_MODELS[0], help="(%(default)s)"
     )
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="(%(default)s)")
-    parser.add_argument("--temperature", type=float, help="0 is greedy")
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--repetition-penalty", type=float)
+    for name in SAMPLING:
+        add_field(parser, name, max_tokens if name == "max_tokens" else None)
+
+
+def add_field(parser: argparse.ArgumentParser, name: str, default: int | None = None) -> None:
+    """Add a sampling parameter as an option, with the type, help and bounds of its field."""
+    entry = FIELDS[name]
+    bounds = entry.field.bounds
+    assert bounds is not None, "an option is a number"
+    limit = f"{bounds}" if bounds.most < INT32_MAX else f"at least {bounds.least}"
+    shown = "" if default is None else " (%(default)s)"
+    parser.add_argument(
+        f"--{name.replace('_', '-')}",
+        type=entry.kind,
+        default=default,
+        metavar="N" if entry.kind is int else "X",
+        help=f"{entry.field.help}; {limit}{shown}",
+    )
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
