@@ -71,10 +71,10 @@ class Judge(ModelRunner):
     def launch(self, batch: Batch) -> Any:
         """Compute a step; what it samples does not matter."""
         shape = self._builder.layout.shape_of(batch)._replace(num_samples=batch.num_tokens)
-        tensors, staged = self._stage(self._builder.build(batch, shape, 0, 0))
-        tensors[3] = torch.arange(batch.num_tokens)  # sample_rows, and sample_starts: all tokens
-        tensors[7] = tensors[6]
-        log_probs = self._forward(shape, tensors, staged).float().log_softmax(-1)
+        inputs = self._stage(self._builder.build(batch, shape, 0, 0))
+        every = torch.arange(batch.num_tokens)
+        inputs = inputs._replace(sample_rows=every, sample_starts=inputs.query_starts)
+        log_probs = self._forward(shape, inputs).float().log_softmax(-1)
         (row,) = batch.rows
         begin, end = row.start + 1, min(row.start + 1 + len(row.token_ids), len(self.tokens))
         targets = torch.tensor(self.tokens[begin:end])[:, None]

@@ -64,12 +64,12 @@ def graph_of(runner: Any, batch: Batch) -> torch.cuda.CUDAGraph:
     shape = shape_of(runner, batch)
     arrays = runner._builder.build(batch, shape, 0, 0)
     with torch.inference_mode():
-        tensors, staged = runner._stage(arrays)
-        runner._step(shape, tensors, staged)
+        inputs = runner._stage(arrays)
+        runner._step(shape, inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            runner._step(shape, tensors, staged)
+            runner._step(shape, inputs)
     return graph
 
 

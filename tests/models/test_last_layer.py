@@ -82,7 +82,7 @@ def step(
     with pytest.MonkeyPatch.context() as patch:
         for inputs in (AttentionInputs, StreamingInputs) if computes_all else ():
             patch.setattr(inputs, "of_last_layer", lambda self, *_: self)
-        logits = runner._forward(shape, *staged)
+        logits = runner._forward(shape, staged)
     if computes_all:
         assert len(logits) == shape.num_tokens
         logits = logits[arrays.sample_rows]

@@ -130,7 +130,7 @@ def with_chunks(runner: ModelRunner, rng: random.Random) -> Iterator[Batch]:
 
 def eager(runner: ModelRunner, batch: Batch, shape: Shape) -> None:
     """The step in this shape, its results where `replay` has them."""
-    runner._step(shape, *runner._stage(runner._builder.build(batch, shape, 0, runner._half)))
+    runner._step(shape, runner._stage(runner._builder.build(batch, shape, 0, runner._half)))
 
 
 def results(runner: ModelRunner, batch: Batch) -> list[Any]:

@@ -23,7 +23,8 @@ from slipstream.kernels.sampling.sample import ROW
 from slipstream.runner.graphs import MAX_CHUNK_ROWS, Buckets, row_buckets, token_buckets
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.staging import joined
-from slipstream.runner.step_arrays import Layout, Shape, Slots, StepBuilder
+from slipstream.runner.step_arrays import Layout, Shape, Slots, StepArrays, StepBuilder
+from slipstream.runner.step_inputs import StepInputs
 
 TOKENS = token_buckets(2048)
 
@@ -154,7 +155,7 @@ def logits_and_cache(
     with torch.inference_mode():
         before = [cache.clone() for cache in runner._caches]
         arrays = runner._builder.build(batch, shape, 0, 0)
-        logits = runner._forward(shape, *runner._stage(arrays))[arrays.samples]
+        logits = runner._forward(shape, runner._stage(arrays))[arrays.samples]
         after = torch.stack(runner._caches)
         for cache, old in zip(runner._caches, before, strict=True):
             cache.copy_(old)
@@ -353,3 +354,13 @@ def test_a_step_that_continues_is_built_from_the_one_before(
             assert ours.dtype == want.dtype
             assert np.array_equal(ours, want), (step, name)
         assert np.array_equal(fast.memory, joined(fast))
+
+
+def test_inputs_have_the_names_and_the_values_of_their_arrays() -> None:
+    shape = Shape(num_tokens=7, num_rows=4, num_decodes=2, num_samples=3, max_queries=3)
+    arrays = StepArrays.of(shape, num_tables=2, num_edits=1, tables=(8, 5))
+    arrays.memory[:] = np.arange(len(arrays.memory)) % 251
+    inputs = StepInputs.of(torch.from_numpy(arrays.memory), arrays)
+    for name in StepArrays._fields:
+        assert np.array_equal(getattr(inputs, name).numpy(), getattr(arrays, name)), name
+    assert inputs.words.nbytes == arrays.memory.nbytes

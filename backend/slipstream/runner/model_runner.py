@@ -25,7 +25,6 @@ from slipstream.runner.plan import Plan, available_on_host
 from slipstream.runner.sampler import (
     HistoryInputs,
     Results,
-    SamplingInputs,
     count,
     draw,
     make_counts,
@@ -33,6 +32,7 @@ from slipstream.runner.sampler import (
 from slipstream.runner.sampling_rows import HistoryArrays
 from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import Layout, Shape, Slots, StepArrays, StepBuilder, histories
+from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.transfers import Transfers
 
 _log = logging.getLogger(__name__)
@@ -225,8 +225,7 @@ class ModelRunner:
         found = None if self._graphs is None else self._graphs.find(exact)
         shape = exact if found is None else found[0]
         arrays = self._builder.build(batch, shape, 0, 0)
-        tensors, staged = self._stage(arrays)
-        return self._forward(shape, tensors, staged)[arrays.samples].float()
+        return self._forward(shape, self._stage(arrays))[arrays.samples].float()
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class ModelRunner:
             graph.replay()
         self._staging.sent()
         if graph is None:
-            self._step(shape, self._staging.views(base, arrays), base.view(torch.int32))
+            self._step(shape, StepInputs.of(base, arrays))
 
     @torch.inference_mode()
     def _count(self, history: HistoryArrays) -> None:
@@ -267,65 +266,64 @@ class ModelRunner:
 
     def _prepare(self, shape: Shape) -> Callable[[], None]:
         """A step of nothing but padding, its inputs in place."""
-        arrays = self._builder.build(Batch((), 0), shape, 0, 0)
-        tensors, staged = self._stage(arrays)
-        return lambda: self._step(shape, tensors, staged)
+        inputs = self._stage(self._builder.build(Batch((), 0), shape, 0, 0))
+        return lambda: self._step(shape, inputs)
 
-    def _stage(self, arrays: StepArrays) -> tuple[list[Tensor], Tensor]:
-        """The arrays as tensors, and the words among which the tables are."""
+    def _stage(self, arrays: StepArrays) -> StepInputs:
+        """Copy the arrays to the device."""
         base = self._staging.copy(arrays.memory)
         self._staging.sent()
-        return self._staging.views(base, arrays), base.view(torch.int32)
+        return StepInputs.of(base, arrays)
 
     @torch.inference_mode()
-    def _step(self, shape: Shape, tensors: list[Tensor], staged: Tensor) -> None:
-        """All kernels of a step."""
-        logits = self._forward(shape, tensors, staged)
+    def _step(self, shape: Shape, inputs: StepInputs) -> None:
+        """Run all kernels of a step."""
+        logits = self._forward(shape, inputs)
         if shape.num_samples:
-            inputs = SamplingInputs(*tensors[-3:-1])
-            draw(logits, inputs, self._counts, self._results)
+            draw(logits, inputs.sampling, self._counts, self._results)
 
-    def _forward(self, shape: Shape, tensors: list[Tensor], staged: Tensor) -> Tensor:
-        """The kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""
-        header, token_ids, sources, sample_rows, positions, slots = tensors[:6]
-        starts, sample_starts, lengths = tensors[6:9]
-        tables = self._tables[: shape.num_rows * self._num_tables]
-        begin_step(header, staged, token_ids, sources, self._results.token_ids, tables)
-        inputs = self._inputs(shape, positions, slots, tables, starts, lengths)
+    def _forward(self, shape: Shape, inputs: StepInputs) -> Tensor:
+        """Run the kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""
+        x, tables = inputs, self._tables[: shape.num_rows * self._num_tables]
+        results = self._results.token_ids
+        begin_step(x.header, x.words, x.token_ids, x.sources, results, tables)
+        of_layers = self._inputs(shape, inputs, tables)
         if shape.num_decodes < shape.num_tokens:  # else all tokens are sampled, in order
-            inputs[-1] = inputs[-1].of_last_layer(sample_rows, sample_starts)
+            of_layers[-1] = of_layers[-1].of_last_layer(x.sample_rows, x.sample_starts)
         caches = [self._caches[place] for place in self._places]
-        return self._model(token_ids, inputs, caches)
+        return self._model(x.token_ids, of_layers, caches)
 
-    def _inputs(
-        self,
-        shape: Shape,
-        positions: Tensor,
-        slots: Tensor,
-        tables: Tensor,
-        query_starts: Tensor,
-        lengths: Tensor,
-    ) -> list[AttentionInputs]:
+    def _inputs(self, shape: Shape, inputs: StepInputs, tables: Tensor) -> list[AttentionInputs]:
         """Return the inputs of each layer.
 
         A plan without a window says what is shared in its table; others are of lengths alone, and
         serve all tables of the window.
         """
-        slots = slots.view(self._num_tables, shape.num_tokens)
+        slots = inputs.slots.view(self._num_tables, shape.num_tokens)
         tables = tables.view(shape.num_rows, self._num_tables, tables.shape[1])
-        counts = (shape.num_decodes, shape.max_queries)
         cache = self._caches[0]
+
+        def rows_of(table: int) -> StepRows:
+            return StepRows(
+                inputs.positions,
+                slots[table],
+                tables[:, table],
+                inputs.query_starts,
+                inputs.lengths,
+                shape.num_decodes,
+                shape.max_queries,
+            )
+
         if self._streaming is not None:
-            rows = StepRows(positions, slots[0], tables[:, 0], query_starts, lengths, *counts)
-            return [self._streaming.inputs(cache, rows)] * len(self._layers)
+            return [self._streaming.inputs(cache, rows_of(0))] * len(self._layers)
         made: dict[tuple[int, int], AttentionInputs] = {}
         of_window: dict[int, AttentionInputs] = {}
         for table, window in self._kinds:
-            own = slots[table], tables[:, table]
             if window in of_window:
+                own = slots[table], tables[:, table]
                 made[table, window] = of_window[window].with_table(*own)
                 continue
-            rows = StepRows(positions, *own, query_starts, lengths, *counts)
+            rows = rows_of(table)
             made[table, window] = AttentionInputs.of(self._attention, cache, rows, window)
             if window:
                 of_window[window] = made[table, window]
