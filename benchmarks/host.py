@@ -18,7 +18,7 @@ import numpy as np
 from slipstream import wire
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Request, Sequence
-from slipstream.core.window import Window
+from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.request_checks import Bounds
 from slipstream.engine.scheduler import Limits
@@ -30,8 +30,8 @@ from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.vocab import TokenBytes
 
 MAX_SEQS, MAX_LEN, BLOCK_SIZE = 256, 4096, 32
-ALL = Window()
-GEMMA = Window(512, 0, 4096, num_tables=7, num_full=1)  # Gemma 3 1B
+ALL = AttentionWindow()
+GEMMA = AttentionWindow(512, 0, 4096, num_tables=7, num_full=1)  # Gemma 3 1B
 
 
 class Drawn:
@@ -56,7 +56,7 @@ class Nothing:
     transfers = None
     attention_doubles_at = 0
 
-    def __init__(self, window: Window = ALL) -> None:
+    def __init__(self, window: AttentionWindow = ALL) -> None:
         self.window = window
         self.num_blocks = MAX_SEQS * MAX_LEN // BLOCK_SIZE * window.num_tables
         slots = Slots(MAX_SEQS, MAX_LEN // BLOCK_SIZE, window.num_tables)
@@ -74,7 +74,7 @@ class Nothing:
         return Drawn(sum([row.samples for row in batch.rows]))
 
 
-def step_times(num_seqs: int, window: Window = ALL, num_steps: int = 300) -> list[float]:
+def step_times(num_seqs: int, window: AttentionWindow = ALL, num_steps: int = 300) -> list[float]:
     """Seconds of each step of decodes."""
     engine = Engine(Limits(MAX_SEQS, 2048, 1000), Nothing(window), None)
     sampling = SamplingParams(max_tokens=num_steps + 100, temperature=0.0, end_ids=(1,))

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.sequence import Request, Status
+from slipstream.core.sequence import Request, SequenceStatus
 from slipstream.engine import loop
 from slipstream.engine.engine import Engine
 from slipstream.wire import Submit, Tokens
@@ -53,9 +53,9 @@ def write_python(path: Path, journal: Path, step_s: float = 0.0) -> None:
 def state_of(request: Request) -> str:
     """`waiting`, `preempted`, `prefill`, `decode`, `last` (its last token is due) or `finished`."""
     sequence = request.sequences[0]
-    if sequence.status is Status.FINISHED:
+    if sequence.status is SequenceStatus.FINISHED:
         return "finished"
-    if sequence.status is Status.WAITING:
+    if sequence.status is SequenceStatus.WAITING:
         return "preempted" if sequence.num_preemptions else "waiting"
     if sequence.num_computed < sequence.num_prompt:
         return "prefill"

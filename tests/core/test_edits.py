@@ -13,7 +13,7 @@ weights = st.floats(-2, 2, allow_nan=False)
 
 
 def naive(sampling: SamplingParams, history: list[int], num_outputs: int) -> dict[int, float]:
-    """What is added to the logit of every token, from the whole history."""
+    """Return the addend of every token's logit, computed from the whole history."""
     addends = {}
     for token_id in range(VOCAB_SIZE):
         addend = sum(weight for biased, weight in sampling.bias if biased == token_id)

@@ -1,16 +1,16 @@
-"""Layers in groups of equal size: none lost, none beside one that sees something else."""
+"""Layer groups of equal size: no layer lost, none in a group with another window."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.core.groups import MAX_TABLES, group
+from slipstream.core.groups import MAX_TABLES, group_layers
 
 layouts = st.lists(st.sampled_from([0, 512]), min_size=1, max_size=80).map(tuple)
 
 
 @given(layouts, st.integers(1, 10_000))
 def test_every_layer_has_a_place_of_its_own(windows: tuple[int, ...], max_tokens: int) -> None:
-    groups = group(windows, max_tokens)
+    groups = group_layers(windows, max_tokens)
     assert len(groups.places) == len(windows)
     assert len(set(groups.places)) == len(windows)
     assert all(0 <= place < groups.size for _, place in groups.places)
@@ -41,7 +41,7 @@ def gemma(num_layers: int, window: int) -> tuple[int, ...]:
 def test_of_families(
     windows: tuple[int, ...], max_tokens: int, num_full: int, num_local: int, size: int
 ) -> None:
-    groups = group(windows, max_tokens)
+    groups = group_layers(windows, max_tokens)
     assert (groups.num_full, groups.num_tables - groups.num_full) == (num_full, num_local)
     assert groups.size == size
 
@@ -53,5 +53,5 @@ def test_of_families(
 def test_where_all_layers_see_the_same_one_table_is_enough(
     windows: tuple[int, ...], max_tokens: int
 ) -> None:
-    groups = group(windows, max_tokens)
+    groups = group_layers(windows, max_tokens)
     assert groups == (1, 0, len(windows), tuple((0, i) for i in range(len(windows))))

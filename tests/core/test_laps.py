@@ -1,4 +1,4 @@
-"""Where the time of a start goes, in one line that adds up."""
+"""Laps of a start, in one log line that adds up."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""What the cache knows: digests, the closest block, priorities; each against a plain one."""
+"""Digests, the closest block and retention priorities, each against a plain implementation."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from slipstream.core import prefix
-from slipstream.core.prefix import Chain, PrefixIndex, split
+from slipstream.core.prefix import DigestChain, PrefixIndex, split
 from slipstream.kvcache.retention import IdleBlocks
 from slipstream_contract.ids import pack
 from slipstream_contract.retention import DEFAULT_RETENTION
@@ -34,8 +34,8 @@ def test_a_digest_is_of_all_tokens_before_it(one: list[int], other: list[int], b
     assert first.num_blocks == len(one) // SIZE
 
 
-def extend(chain: Chain, token_ids: list[int]) -> None:
-    """By the whole blocks of these that it does not have yet."""
+def extend(chain: DigestChain, token_ids: list[int]) -> None:
+    """Digest those whole blocks of `token_ids` that the chain does not have yet."""
     begin, end = chain.num_blocks * SIZE, len(token_ids) // SIZE * SIZE
     chain.extend(pack(token_ids[begin:end]).tobytes())
 
@@ -53,9 +53,9 @@ def test_digests_of_segments_that_are_known_are_those_of_their_blocks(data: st.D
     for i, tokens in enumerate(blocks):
         index.put(i, whole.digests[i], whole.digests[i + 1], tokens)
     for begin, end in data.draw(st.lists(st.tuples(places, places), max_size=3)):
-        index.remember(whole.digests, range(begin, end))
+        index.add_segments(whole.digests, range(begin, end))
     for block in data.draw(st.sets(places.filter(lambda i: i < len(blocks)), max_size=3)):
-        index.forget(block)
+        index.remove(block)
     index.check_integrity(set(range(len(blocks))) & index._contents.keys())
     other = list(prompt)
     place = data.draw(st.integers(0, len(prompt) - 1))
@@ -106,7 +106,7 @@ class Known(RuleBasedStateMachine):
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.held)))
-        self.index.forget(block)
+        self.index.remove(block)
         del self.held[block]
 
     @rule(token_ids=st.lists(st.integers(0, 2), max_size=11))

@@ -1,4 +1,4 @@
-"""Stop words on bytes, whatever the borders of the tokens, against a search of the whole text."""
+"""Stop words on bytes, wherever tokens end, against a search of the whole text."""
 
 import time
 
@@ -39,9 +39,9 @@ def test_against_a_search_of_the_whole_text(
     checker = make(table, tuple(stop_words), include_stop=include_stop, min_tokens=min_tokens)
     text = b""
     for number, token in enumerate(tokens, start=1):
-        before = checker.num_kept
-        ending = checker.check(number - 1, number)
-        assert checker.num_kept >= before, "a token was taken back"
+        before = checker.num_sendable
+        ending = checker.take_token(number - 1, number)
+        assert checker.num_sendable >= before, "a token was taken back"
         ends = [len(text) + i for i in range(1, len(token) + 1)]
         text += token
         if number > min_tokens:
@@ -52,10 +52,10 @@ def test_against_a_search_of_the_whole_text(
                     assert ending is not None
                     assert ending.stop_reason == longest.decode()
                     want = text[: end if include_stop else end - len(longest)]
-                    kept = b"".join(tokens[: checker.num_kept])
+                    kept = b"".join(tokens[: checker.num_sendable])
                     assert kept[: len(kept) - checker.drop_bytes] == want
-                    if checker.num_kept:
-                        assert checker.drop_bytes <= len(tokens[checker.num_kept - 1])
+                    if checker.num_sendable:
+                        assert checker.drop_bytes <= len(tokens[checker.num_sendable - 1])
                     return
         assert ending is None
         # Exactly what may still become a stop word is held back, in whole tokens.
@@ -63,41 +63,41 @@ def test_against_a_search_of_the_whole_text(
         if not include_stop:
             prefixes = {word[:i] for word in stop_words for i in range(1, len(word) + 1)}
             tail = max((len(p) for p in prefixes if text.endswith(p)), default=0)
-        kept = len(b"".join(tokens[: checker.num_kept]))
+        kept = len(b"".join(tokens[: checker.num_sendable]))
         assert kept <= len(text) - tail
-        if checker.num_kept < number:
-            assert kept + len(tokens[checker.num_kept]) > len(text) - tail
+        if checker.num_sendable < number:
+            assert kept + len(tokens[checker.num_sendable]) > len(text) - tail
 
 
 def test_a_word_that_begins_and_ends_inside_tokens() -> None:
     table = Table(b"Hello wor", b"ld! How", b" are")
     checker = make(table, (b"world",), include_stop=False)
-    assert checker.check(0, 1) is None
-    assert checker.num_kept == 0
-    ending = checker.check(1, 2)
+    assert checker.take_token(0, 1) is None
+    assert checker.num_sendable == 0
+    ending = checker.take_token(1, 2)
     assert ending == (FinishReason.STOP, "world", None)
-    assert (checker.num_kept, checker.drop_bytes) == (1, 3)  # "Hello "
+    assert (checker.num_sendable, checker.drop_bytes) == (1, 3)  # "Hello "
     kept = make(table, (b"world",), include_stop=True)
-    assert kept.check(0, 1) is None
-    assert kept.num_kept == 1  # it stays in any case
-    assert kept.check(1, 2) is not None
-    assert (kept.num_kept, kept.drop_bytes) == (2, 5)  # "Hello world"
+    assert kept.take_token(0, 1) is None
+    assert kept.num_sendable == 1  # it stays in any case
+    assert kept.take_token(1, 2) is not None
+    assert (kept.num_sendable, kept.drop_bytes) == (2, 5)  # "Hello world"
 
 
 def test_a_word_may_be_cut_inside_a_character() -> None:
     snow = "☃".encode()
     table = Table(b"a" + snow[:1], snow[1:2], snow[2:] + b"b")
     checker = make(table, (snow,), include_stop=False)
-    assert [checker.check(i, i + 1) is not None for i in range(3)] == [False, False, True]
-    assert (checker.num_kept, checker.drop_bytes) == (1, 1)
+    assert [checker.take_token(i, i + 1) is not None for i in range(3)] == [False, False, True]
+    assert (checker.num_sendable, checker.drop_bytes) == (1, 1)
 
 
 def test_stop_token_ids_and_end_ids() -> None:
     for include_stop in (True, False):
         checker = make(Table(b"x", b"y"), (), include_stop=include_stop, stop_token_ids=(1,))
-        assert checker.check(0, 1) is None
-        assert checker.check(1, 2) == (FinishReason.STOP, 1, None)
-        assert checker.num_kept == 1 + include_stop
+        assert checker.take_token(0, 1) is None
+        assert checker.take_token(1, 2) == (FinishReason.STOP, 1, None)
+        assert checker.num_sendable == 1 + include_stop
     checker = make(Table(b"x"), (), end_ids=(5,), min_tokens=2)
     assert [checker.is_end(5, number) for number in range(4)] == [False, False, True, True]
 

@@ -1,4 +1,4 @@
-"""Windows and sinks: what may be forgotten, in how few blocks, and that nobody ever misses it."""
+"""Windows and sinks: which blocks leave, how few stay, and that no token ever misses one."""
 
 import pytest
 from fixtures.engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected, seen_by
@@ -6,7 +6,7 @@ from fixtures.engine.machine import Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
-from slipstream.core.window import Window
+from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.errors import ContractError
@@ -16,32 +16,32 @@ GREEDY = SamplingParams(max_tokens=200, temperature=0.0)
 
 
 @st.composite
-def windows(draw: st.DrawFn, num_ahead: int) -> Window:
+def windows(draw: st.DrawFn, num_ahead: int) -> AttentionWindow:
     size = draw(st.integers(2, 12))
     has_gaps = draw(st.booleans())
     num_sinks = draw(st.integers(0, size - 2)) if has_gaps else 0
-    return Window(size, num_sinks, num_ahead, has_gaps, *draw(tables(has_gaps)))
+    return AttentionWindow(size, num_sinks, num_ahead, has_gaps, *draw(tables(has_gaps)))
 
 
 @st.composite
 def tables(draw: st.DrawFn, is_one: bool = False) -> tuple[int, int]:
-    """How many, and how many of them see everything."""
+    """Draw the number of tables, and how many of them have full attention."""
     num_tables = 1 if is_one else draw(st.sampled_from([1, 1, 2, 3, 4]))
     return num_tables, draw(st.integers(min(1, num_tables - 1), num_tables - 1))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.integers(1, 9), st.integers(0, 60))
-def test_what_is_forgotten(data: st.DataObject, block_size: int, num_tokens: int) -> None:
-    """Whole blocks that no later token sees; all but what `most_blocks` has room for."""
+def test_what_is_outside_a_window(data: st.DataObject, block_size: int, num_tokens: int) -> None:
+    """Whole blocks that no later token sees; all but what `max_local_blocks` allows for."""
     window = data.draw(windows(data.draw(st.integers(1, 20))))
-    forgotten = window.forgotten(num_tokens, block_size)
+    forgotten = window.outside(num_tokens, block_size)
     later = range(num_tokens, num_tokens + window.size + 1)
     needed = {i // block_size for position in later for i in seen_by(position, window)}
     assert needed.isdisjoint(forgotten)
     num_all = -(-(num_tokens + window.num_ahead) // block_size)
     num_held = num_all - len(forgotten)
-    assert num_held <= (window.most_blocks(block_size) or 0)
+    assert num_held <= (window.max_local_blocks(block_size) or 0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -49,10 +49,10 @@ def test_what_is_forgotten(data: st.DataObject, block_size: int, num_tokens: int
 def test_what_a_window_shows_is_found_again(
     data: st.DataObject, block_size: int, max_in_flight: int, num_spare: int
 ) -> None:
-    """Turns of few conversations, beside each other, in a pool that makes them evict."""
+    """Turns of few conversations, beside each other, in a pool so small that they evict."""
     num_tokens = data.draw(st.integers(1, 12))
     size = data.draw(st.integers(2, 8))
-    window = Window(size, 0, max_in_flight * num_tokens, False, *data.draw(tables()))
+    window = AttentionWindow(size, 0, max_in_flight * num_tokens, False, *data.draw(tables()))
     num_blocks = window.blocks_for(-(-48 // block_size), block_size, 1) + num_spare
     runner = CountingRunner(num_blocks, block_size, 48, max_in_flight, window)
     client = Client(Engine(Limits(3, num_tokens), runner, Words()))
@@ -76,8 +76,8 @@ def test_what_a_window_shows_is_found_again(
 
 
 def test_a_window_of_a_prompt_is_enough() -> None:
-    """Of 32 tokens the last 6 are kept, and they are all that the next turn needs."""
-    window = Window(6, num_ahead=4)
+    """Of 32 tokens the last 6 stay cached, and the next turn needs no others."""
+    window = AttentionWindow(6, num_ahead=4)
     runner = CountingRunner(7, 2, 48, 1, window)
     client = Client(Engine(Limits(1, 4), runner, Words()))
     prompt = list(range(32))
@@ -98,10 +98,10 @@ def test_a_window_of_a_prompt_is_enough() -> None:
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("num_sinks", [0, 3])
-def test_tables_that_close_up(num_sinks: int, max_in_flight: int) -> None:
-    """The runner is told, though a row's token is not known yet; the same blocks for ever."""
-    window = Window(8, num_sinks, max_in_flight * 5, has_gaps=True)
-    num_blocks = 2 * (window.most_blocks(2) or 0)
+def test_tables_with_gaps_get_shorter(num_sinks: int, max_in_flight: int) -> None:
+    """The runner gets the shorter table with a token still in flight; blocks are used again."""
+    window = AttentionWindow(8, num_sinks, max_in_flight * 5, has_gaps=True)
+    num_blocks = 2 * (window.max_local_blocks(2) or 0)
     runner = CountingRunner(num_blocks, 2, 1000, max_in_flight, window)
     client = Client(Engine(Limits(2, 5), runner, Words()))
     prompts = {client.submit(list(range(n)), GREEDY): list(range(n)) for n in (3, 40)}

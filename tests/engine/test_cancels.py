@@ -3,7 +3,7 @@
 import pytest
 from fixtures.engine.checks import check, greedy
 from fixtures.engine.counting import Client, CountingRunner, Words
-from slipstream.core.sequence import Sequence, Status
+from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.wire import FinishReason
@@ -15,7 +15,7 @@ NUM_BLOCKS, BLOCK_SIZE = 18, 4
 
 
 def state(sequence: Sequence) -> str:
-    if sequence.status is Status.WAITING:
+    if sequence.status is SequenceStatus.WAITING:
         return "preempted" if sequence.num_preemptions else "waiting"
     if sequence.num_in_flight and sequence.num_tokens == sequence.num_final:
         return "last token in flight"

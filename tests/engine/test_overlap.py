@@ -4,7 +4,7 @@ import pytest
 from fixtures.engine.counting import Client, CountingRunner, Words, expected, next_token
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Sequence
-from slipstream.core.window import Window
+from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.wire import FinishReason
@@ -189,7 +189,7 @@ class Timed:
     """Host and device by a clock of their own."""
 
     num_blocks, block_size, vocab_size, max_model_len, max_in_flight = 1000, 4, 61, 400, 2
-    window = Window()
+    window = AttentionWindow()
     transfers = None
     attention_doubles_at = 0
     launch_ms, device_ms = 20, 40

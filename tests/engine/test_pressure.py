@@ -89,7 +89,7 @@ def test_nobody_starves_in_the_engine(
         for sequence in admitted:
             num_before, num_older = arrived[sequence.request.number]
             is_in_time = len(order) - num_before < OLDEST_EVERY * (num_older + 1)
-            assert is_in_time or (sequence.is_due and sequence.num_held)
+            assert is_in_time or (sequence.is_due and sequence.num_deferrals)
         order.extend(sequence.request.number for sequence in admitted)
 
     for event in [(9, 1, 1, 1), *events]:
@@ -118,5 +118,5 @@ def test_who_waits_for_a_leader_at_its_turn_goes_when_that_is_done() -> None:
     firsts = [client.engine._requests[client.name, n].sequences[0] for n in numbers]
     client.drain()
     order = sorted(firsts, key=lambda sequence: sequence.first_scheduled_ns)
-    assert (firsts[0].num_held, order.index(firsts[OLDEST_EVERY - 1])) == (1, OLDEST_EVERY - 2)
+    assert (firsts[0].num_deferrals, order.index(firsts[OLDEST_EVERY - 1])) == (1, OLDEST_EVERY - 2)
     assert order.index(firsts[0]) == OLDEST_EVERY  # one fits beside the leader's last tokens

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 from slipstream.core.batch import Batch, Sampled
-from slipstream.core.window import Window
+from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.kvcache.host import Direction
@@ -26,7 +26,7 @@ from slipstream_contract.sampling import SamplingParams
 class Runner(CountingRunner):
     """With host memory; what a step should not have read is not forgiven if it is tried again."""
 
-    def __init__(self, num_slots: int, *args: int, window: Window | None = None) -> None:
+    def __init__(self, num_slots: int, *args: int, window: AttentionWindow | None = None) -> None:
         super().__init__(*args, window=window)
         self.transfers = LateMover(num_slots, self._cache, [None] * self.block_size)
         self.misread: AssertionError | None = None
@@ -71,7 +71,8 @@ class Tiers(Machine):
     ) -> None:
         num_tables = num_tables if window_size else 1
         num_full = num_tables // 2
-        window = Window(window_size, 0, max_in_flight * num_tokens, False, num_tables, num_full)
+        num_ahead = max_in_flight * num_tokens
+        window = AttentionWindow(window_size, 0, num_ahead, False, num_tables, num_full)
         super().begin(
             block_size=block_size,
             num_blocks=min(num_blocks, 10),
@@ -125,7 +126,7 @@ class Tree:
         num_tables = rng.choice([1, 2, 3]) if size else 1
         num_blocks = num_tables * -(-longest // block_size) + rng.randrange(8)
         sizes = (num_blocks, block_size, longest, rng.choice([1, 2]))
-        window = Window(size, 0, 2 * max_tokens, False, num_tables, num_tables // 2)
+        window = AttentionWindow(size, 0, 2 * max_tokens, False, num_tables, num_tables // 2)
         self.runner = Runner(num_slots, *sizes, window=window)
         self.mover = self.runner.transfers
         limits = Limits(rng.choice([1, 3, 8]), max_tokens, 1000, 1 << 20)

@@ -46,7 +46,7 @@ def answers(runner: ModelRunner, num_tokens: int = 19, **sampling: Any) -> list[
     scheduler = asker.engine._scheduler
     scheduler._preempt(next(iter(scheduler._running.values())))
     asker.drain()
-    assert watcher.most_held <= runner.window.most_blocks(runner.block_size)
+    assert watcher.most_held <= runner.window.max_local_blocks(runner.block_size)
     return [asker.answers[number, 0] for number in range(4)]
 
 

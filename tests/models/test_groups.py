@@ -87,7 +87,7 @@ def test_local_blocks_stay_constant_while_the_others_grow(
     full = [held[0] for held in watched.held]
     local = [held[1:] for held in watched.held]
     assert max(full) == -(-(400 + 249) // BLOCK)
-    assert all(max(held) <= runner.window.most_blocks(BLOCK) for held in local)
+    assert all(max(held) <= runner.window.max_local_blocks(BLOCK) for held in local)
     decodes = local[-240:]
     assert max(map(max, decodes)) <= -(-(WINDOW - 1) // BLOCK) + 1
     with pytest.raises(ContractError, match=r"it needs 113 blocks, the KV cache has 108 \(216 tok"):

@@ -41,8 +41,8 @@ class Listener:
             self.logits[row.sequence_id, row.num_outputs] = values
         self.batches.append(batch)
         for row in batch.rows:
-            num_forgotten = 0 if row.gap else len(self.window.forgotten(row.start, self.block_size))
-            self.most_held = max(self.most_held, len(row.tables[-1]) - num_forgotten)
+            num_outside = 0 if row.gap else len(self.window.outside(row.start, self.block_size))
+            self.most_held = max(self.most_held, len(row.tables[-1]) - num_outside)
         return self._runner.launch(batch)
 
 
@@ -69,7 +69,7 @@ def test_step_by_step(name: str, tmp_path: Path) -> None:
     scheduler = asker.engine._scheduler
     scheduler._preempt(next(iter(scheduler._running.values())))  # long after it began to forget
     asker.drain()
-    assert listener.most_held <= runner.window.most_blocks(8)
+    assert listener.most_held <= runner.window.max_local_blocks(8)
     for number, prompt in enumerate(prompts):
         outputs = asker.answers[number, 0].token_ids
         assert len(outputs) == num_outputs[number]
@@ -106,7 +106,7 @@ def test_a_window_of_the_model_through_the_engine(is_reused: bool, tmp_path: Pat
     runner = make_runner(
         save(model, tmp_path), max_num_batched_tokens=19, max_num_seqs=4, kv_cache_tokens=8 * 20
     )
-    most = runner.window.most_blocks(8)
+    most = runner.window.max_local_blocks(8)
     assert most == 6
     listener = Listener(runner)
     asker = Asker(listener, Limits(4, 19, kv_cache_reuse=is_reused))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fixtures.models.checkpoints import edit_config, make_model, save
 from slipstream.config import EngineConfig
-from slipstream.core.window import Window
+from slipstream.core.window import AttentionWindow
 from slipstream.errors import ConfigError
 from slipstream.runner import plan as plans
 from slipstream.runner.memory import num_blocks
@@ -74,7 +74,7 @@ def test_impossible(changes: dict[str, object], words: str, checkpoint: Path) ->
 def test_a_window_of_the_model_excludes_another(tmp_path: Path) -> None:
     save(make_model("mistral", sliding_window=8), tmp_path)
     plan = resolve(EngineConfig(checkpoint=str(tmp_path), device="cpu", max_num_batched_tokens=16))
-    assert plan.window == Window(8, num_ahead=16)
+    assert plan.window == AttentionWindow(8, num_ahead=16)
     assert plan.held_blocks == 2  # of the 8 that the context has
     with pytest.raises(ConfigError, match="MistralForCausalLM has windows of its own"):
         resolve(EngineConfig(checkpoint=str(tmp_path), device="cpu", attention_window=8))
@@ -87,13 +87,13 @@ def test_windows_in_some_layers(tmp_path: Path) -> None:
     save(make_model("gemma3", **layers), tmp_path)
     options = {"device": "cpu", "max_num_batched_tokens": 16, "kv_cache_tokens": 640}
     plan = resolve(EngineConfig(checkpoint=str(tmp_path), **options))
-    assert plan.window == Window(8, 0, 16, False, 4, 1)
+    assert plan.window == AttentionWindow(8, 0, 16, False, 4, 1)
     assert plan.block_bytes == 32 * 2 * 2 * 64 * 4
     assert plan.held_blocks == 8 + 3 * 2  # of the 4 * 8 that the context has
     assert num_blocks(plan, 10**9) == 4 * 20
     assert "KV cache of 640 tokens" in plan.banner(80)
     short = resolve(EngineConfig(checkpoint=str(tmp_path), **options, max_model_len=8))
-    assert short.window == Window(0, 0, 16)  # all of which every layer sees
+    assert short.window == AttentionWindow(0, 0, 16)  # all of which every layer sees
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
@@ -129,7 +129,7 @@ def test_endless(checkpoint: Path) -> None:
     )
     plan = resolve(config)
     assert plan.max_model_len == ENDLESS
-    assert plan.window == Window(128, 4, 2048, has_gaps=True)
+    assert plan.window == AttentionWindow(128, 4, 2048, has_gaps=True)
     assert plan.table_blocks == plan.held_blocks == 1 + -(-(124 - 1 + 31 + 2048) // 32)
     assert "of any length, the last 128 tokens of them with the first 4," in plan.banner(1000)
 

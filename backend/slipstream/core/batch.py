@@ -1,4 +1,4 @@
-"""The work of one step, frozen: what the scheduler decided and all that the runner may know."""
+"""Define the work of one step: what the scheduler decided, and all that the runner may know."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,17 @@ from slipstream_contract.sampling import SamplingParams
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's share of a step: `token_ids` at positions `start`, `start + 1`, ...
+    """The part of a step that belongs to one sequence.
 
-    Each of `tables`, one for each group of layers, covers at least the positions
-    `0 .. start + len(token_ids) - 1` by its blocks; of a window, those that are seen, and with a
-    `gap` the token at position p has the place `p - gap`, unless it is a sink.
-    If `samples`, the logits of the last token are turned into token number `num_outputs` of the
-    sequence's output.
-    A `slot` is its sequence's alone from the first row after admission on. If `is_new`, what its
-    rows before said of tables and sampling does not count.
+    The row computes `token_ids` at positions `start`, `start + 1`, ... If `samples`, it also
+    samples output number `num_outputs` of the sequence from the logits of its last token.
+
+    Each of `tables` (one a layer group) covers at least positions `0 .. start + len(token_ids) - 1`
+    with its blocks; a table of windowed layers covers those positions that are still visible. With
+    a `gap`, the token at position p is stored at place `p - gap`, unless it is an attention sink.
+
+    A sequence keeps its `slot` from its first row after admission until it is preempted or ends. If
+    `is_new`, the runner discards the tables and sampling state that it has for the slot.
     """
 
     sequence_id: int
@@ -31,14 +33,18 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     edits: bytes = b""  # records of `edits.EDIT`
     source: int = -1  # >= 0: the one token is sample number `source` of the step launched before
     is_new: bool = True
-    num_prompt: int = 0
-    history: TokenIds | None = None  # prompt and output, when what was counted of it is not kept
+    num_prompt: int = 0  # tokens of the prompt
+    # Prompt and output, if the runner has to count their tokens anew for the penalties.
+    history: TokenIds | None = None
     gap: int = 0  # tokens behind the sinks that are no longer in `tables`
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
-    """Of a block that is shared until it is done, to one of a sequence; void if that let go."""
+class BlockCopy:
+    """A copy of a shared block into a block of one sequence.
+
+    `is_void` is set when that sequence releases its blocks before the copy has run.
+    """
 
     source: int
     target: int
@@ -47,22 +53,22 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one token that sample come first: `rows[:num_decodes]`; then chunks of any length."""
+    """The rows of a step: `rows[:num_decodes]` sample after one token each; then prefill chunks."""
 
     rows: tuple[Row, ...]
     num_decodes: int
-    continues: bool = False  # the sequences of the step launched before, each one token further
-    copies: tuple[tuple[int, int], ...] = ()  # of blocks, from and to, before all else
+    continues: bool = False  # same sequences as the step launched before, one token further each
+    copies: tuple[tuple[int, int], ...] = ()  # (source, target) blocks, copied before the rows run
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole ragged batch."""
+        """Number of tokens of all rows."""
         return sum(len(row.token_ids) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One entry per row with `samples`, in row order."""
+    """The result of a step: one entry per row with `samples`, in row order."""
 
     token_ids: list[int]
     log_probs: list[float]  # of the sampled token, under the softmax of the edited logits

@@ -1,38 +1,40 @@
-"""Which layers of a model share a table of blocks.
+"""Assign a model's layers to groups that share a table of blocks.
 
-Layers that see the same tokens may. A block of the pool holds the keys and values of one group of
-layers, and all groups have places for equally many layers, so that any block serves any group:
-memory goes to what sequences need, be they long or short, and there is one pool, one index of what
-is found and one place in host memory, whatever the model. Where the layers do not divide evenly
-some places stay empty. A sequence has a table for each group.
+Layers with the same visible tokens can share a table. A block of the pool holds keys and values of
+one layer group, and every group has places for equally many layers, so any block serves any group.
+Memory therefore goes to the sequences that need it, long or short, and there is one pool, one
+prefix index and one host tier, whatever the model. If the layers do not divide evenly, some places
+stay empty. A sequence has one table for each group.
 """
 
 from typing import NamedTuple
 
-MAX_TABLES = 8  # each costs the host its share of every block's bookkeeping
+MAX_TABLES = 8  # the host's bookkeeping grows with each table
 
 
-class Groups(NamedTuple):
-    """Tables are counted from 0."""
+class LayerGroups(NamedTuple):
+    """The groups of a model's layers; tables are numbered from 0."""
 
     num_tables: int
-    num_full: int  # of them, the first: their layers see everything, where others do not
-    size: int  # layers that a group has places for
-    places: tuple[tuple[int, int], ...]  # of each layer: its table, and its place in the group
+    num_full: int  # the first of them: full attention, beside windowed layers
+    size: int  # places for layers in a group
+    places: tuple[tuple[int, int], ...]  # for each layer: its table, its place in the group
 
 
-def group(windows: tuple[int, ...], max_tokens: int) -> Groups:
-    """Into groups that take the least memory for a sequence of `max_tokens`.
+def group_layers(windows: tuple[int, ...], max_tokens: int) -> LayerGroups:
+    """Return the groups that need the least memory for a sequence of `max_tokens`.
 
     Args:
-        windows: of each layer, in tokens; 0: it sees everything. No two differ else.
-        max_tokens: of the longest sequence; all of it is seen in a window that is as wide.
+        windows: attention window of each layer in tokens, 0 for full attention; at most one size
+            besides 0.
+        max_tokens: length of the longest sequence. A layer whose window is at least this long never
+            hides a token and counts as one with full attention.
     """
     full = [i for i, window in enumerate(windows) if not window]
     local = [i for i, window in enumerate(windows) if window]
     seen = max(windows)
     if not full or not local or seen >= max_tokens:
-        return Groups(1, 0, len(windows), tuple((0, i) for i in range(len(windows))))
+        return LayerGroups(1, 0, len(windows), tuple((0, i) for i in range(len(windows))))
     assert len(set(windows)) == 2, "two windows in one model"
 
     def counts(size: int) -> tuple[int, int]:
@@ -50,4 +52,4 @@ def group(windows: tuple[int, ...], max_tokens: int) -> Groups:
         for number, layer in enumerate(layers):
             places[layer] = (first + number // size, number % size)
     in_order = tuple(places[layer] for layer in range(len(windows)))
-    return Groups(num_full + num_local, num_full, size, in_order)
+    return LayerGroups(num_full + num_local, num_full, size, in_order)

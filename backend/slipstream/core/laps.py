@@ -1,4 +1,4 @@
-"""Where the time of a start goes."""
+"""Measure how long each part of a start takes."""
 
 import logging
 import os
@@ -7,29 +7,29 @@ from pathlib import Path
 
 
 def process_age() -> float:
-    """Seconds since this process began; 0 where the system does not tell."""
+    """Return the seconds since this process started; 0 where /proc is not available."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after the system did
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 class Laps:
-    """Seconds of one thing after another, of which the first began `ago` seconds before."""
+    """Durations of consecutive parts, the first of which started `ago` seconds before."""
 
     def __init__(self, ago: float = 0.0) -> None:
-        self._begin = self._last = time.perf_counter() - ago
+        self._start = self._last = time.perf_counter() - ago
         self._laps: list[tuple[str, float]] = []
 
     def lap(self, name: str) -> None:
-        """What was done since the last lap was `name`."""
+        """Record the time since the last lap under `name`."""
         now = time.perf_counter()
         self._laps.append((name, now - self._last))
         self._last = now
 
     def log(self, log: logging.Logger, what: str) -> None:
-        """One line: the whole, then the laps."""
+        """Log one line: `what`, the total in seconds, then each lap."""
         laps = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._laps)
-        log.info("%s in %.2f s: %s", what, self._last - self._begin, laps)
+        log.info("%s in %.2f s: %s", what, self._last - self._start, laps)

@@ -1,16 +1,17 @@
-"""What the blocks hold: which one has the keys and values of these tokens, after those before them?
+"""Index the content of blocks by the tokens that they hold and the tokens before them.
 
-A whole block is found by a digest of its tokens and of all before them (BLAKE2b, 128 bits, keyed
-at random when the engine begins, seeded with the tenant's salt): who does not know the key cannot
-make two prefixes that share one. A part of a block is found among the blocks that follow the same
-prefix, by its tokens.
+A whole block is found by a digest of its tokens and of all tokens before it: BLAKE2b, 128 bits,
+with a random key made at start and seeded with the tenant's salt. Without the key nobody can
+construct two prefixes with the same digest. A partly filled block is found by its tokens, among the
+blocks that follow the same prefix.
 
-Digests run over a segment, `SEGMENT` blocks, and begin anew with the digest of all before it. So
-the last one of a segment can be had at once; where that block is known all digests of the segment
-are, and a prompt that is known is digested by the segment instead of the block.
+Digests are computed by segments of `SEGMENT` blocks; each segment starts from the digest of all
+before it. A segment's last digest can therefore be computed in one call. If a block with that
+digest is in the index, the digests of the whole segment are known, so a known prompt costs one
+digest a segment instead of one a block.
 
-No block depends on another one here. Where one is gone, those that follow it are not found, and
-are again once somebody has computed it anew.
+Blocks do not depend on each other here. After a block is removed, a search for its prefix stops
+there; the blocks that follow it are found again once the missing one has been computed anew.
 """
 
 import secrets
@@ -27,84 +28,90 @@ _ID_BYTES = 4
 
 
 def split(packed: bytes, block_size: int) -> Iterator[bytes]:
-    """Token ids of so many each, of ids of 4 bytes each."""
+    """Yield packed token ids (4 bytes each) in parts of `block_size` ids."""
     return map(itemgetter(0), iter_unpack(f"{block_size * _ID_BYTES}s", packed))
 
 
-class Chain:
-    """The digests of a sequence's whole blocks; `digests[i]` is of all before block `i`."""
+class DigestChain:
+    """The digests of a sequence's whole blocks; `digests[i]` covers everything before block `i`."""
 
     __slots__ = ("_block_size", "_hasher", "_keyed", "_segments", "digests")
 
     def __init__(
         self, block_size: int, key: bytes, salt: str, segments: Mapping[bytes, Sequence[bytes]]
     ) -> None:
-        """`segments` has the digests of segments that are known, by the last of them."""
+        """Start a chain without tokens.
+
+        `segments` maps the last digest of a known segment to all of the segment's digests.
+        """
         self._block_size = block_size
         self._keyed = blake2b(digest_size=_DIGEST_BYTES, key=key)
-        self._hasher = self._keyed  # of the segment that has begun
+        self._hasher = self._keyed  # of the current segment
         self._segments = segments
         first = blake2b(salt.encode(), digest_size=_DIGEST_BYTES, key=key, person=b"salt")
         self.digests = [first.digest()]
 
     @property
     def num_blocks(self) -> int:
-        """Those that are digested."""
+        """Number of blocks that are digested."""
         return len(self.digests) - 1
 
-    def copy(self) -> "Chain":
-        """Another one that may be extended by other tokens."""
-        other = Chain.__new__(Chain)
+    def copy(self) -> "DigestChain":
+        """Return a copy that can be extended by other tokens."""
+        other = DigestChain.__new__(DigestChain)
         other._block_size, other._keyed = self._block_size, self._keyed
         other._hasher, other._segments = self._hasher.copy(), self._segments
         other.digests = self.digests.copy()
         return other
 
     def extend(self, packed: bytes) -> None:
-        """Digest the next blocks, all whole: these tokens, of 4 bytes each."""
-        size, begin, end, is_known = self._block_size * _ID_BYTES, 0, len(packed), True
-        while begin < end:
+        """Append the digests of the next whole blocks; `packed` holds token ids of 4 bytes each."""
+        size, start, end, is_known = self._block_size * _ID_BYTES, 0, len(packed), True
+        while start < end:
             num_left = SEGMENT - self.num_blocks % SEGMENT
-            part = packed[begin : begin + num_left * size]
-            begin += len(part)
+            part = packed[start : start + num_left * size]
+            start += len(part)
             if num_left == SEGMENT:
-                # After one that is not known there is hardly another one that is.
+                # After an unknown segment another known one is unlikely.
                 if is_known and len(part) == SEGMENT * size:
-                    known = self._segments.get(self._begin(part).digest(), ())
+                    known = self._segments.get(self._start_segment(part).digest(), ())
                     self.digests += known
                     if is_known := len(known) > 0:
                         continue
-                self._hasher = self._begin()
+                self._hasher = self._start_segment()
             update, digest, append = self._hasher.update, self._hasher.digest, self.digests.append
             for block in split(part, self._block_size):
                 update(block)
                 append(digest())
 
-    def _begin(self, packed: bytes = b"") -> blake2b:
-        """The digest of a segment's first tokens."""
+    def _start_segment(self, packed: bytes = b"") -> blake2b:
+        """Return a hasher of the prefix so far and of the first tokens of the next segment."""
         hasher = self._keyed.copy()
         hasher.update(self.digests[-1])
         hasher.update(packed)
         return hasher
 
 
-# What a block holds: the digest of what is before it, its own (None if it is not whole), tokens.
+# Content of a block: digest of what is before it, its own (None: not whole), packed tokens.
 _Content = tuple[bytes, bytes | None, bytes]
 
 
 class PrefixIndex:
-    """Which block holds what. Every operation is O(1) a block, but for a search of those that
-    follow one and the same prefix, by halves."""
+    """The index from content to blocks.
+
+    Every operation is O(1) a block, except `closest`, which is O(log n) for n blocks that follow
+    the same prefix.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._key = secrets.token_bytes(32)
         self._blocks: dict[bytes, int] = {}
         self._contents: dict[int, _Content] = {}
-        self._child: dict[bytes, int] = {}  # a block that follows a prefix, and where there are
-        self._children: dict[bytes, list[int]] = {}  # several, all of them, sorted by `_order`
-        self._segments: dict[bytes, list[bytes]] = {}  # the digests of each, by its last
-        self.find = self._blocks.get  # the block of a digest, or None
+        self._child: dict[bytes, int] = {}  # prefix -> a block that follows it
+        self._children: dict[bytes, list[int]] = {}  # prefix -> all, sorted, if more than one
+        self._segments: dict[bytes, list[bytes]] = {}  # last digest of a segment -> all its digests
+        self.find = self._blocks.get  # digest -> block, or None
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -112,20 +119,20 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._contents
 
-    def chain(self, salt: str) -> Chain:
-        """Of no tokens yet; nothing is shared between two salts."""
-        return Chain(self._block_size, self._key, salt, self._segments)
+    def chain(self, salt: str) -> DigestChain:
+        """Return a chain without tokens. Chains of different salts share no digest."""
+        return DigestChain(self._block_size, self._key, salt, self._segments)
 
     def closest(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
-        """The block after a prefix that begins with the most of these tokens, and how many.
+        """Return the block after a prefix that shares the most leading tokens, and how many.
 
-        (-1, 0): none begins with the first of them.
+        Returns (-1, 0) if no block starts with the first of `tokens`.
         """
         best, most = -1, 0
         if parent not in self._child:
             return best, most
         children = self._children.get(parent, [self._child[parent]])
-        # In the order of their bytes, who shares the longest beginning stands beside it.
+        # Sorted by bytes, the block with the longest common start is a neighbour of `tokens`.
         place = bisect_left(children, (tokens, -1), key=self._order)
         for block in children[max(0, place - 1) : place + 1]:
             count = _num_common(tokens, self._contents[block][2])
@@ -137,17 +144,17 @@ class PrefixIndex:
         return self._contents[block][2], block
 
     def digest(self, block: int) -> bytes | None:
-        """Of what a block holds; None if it is not whole."""
+        """Return the digest of a block's content; None for a partly filled block."""
         return self._contents[block][1]
 
     def digests(self) -> Iterable[bytes]:
-        """Of all whole blocks."""
+        """Return the digests of all whole blocks."""
         return self._blocks.keys()
 
     def put(self, block: int, parent: bytes, digest: bytes | None, tokens: bytes) -> None:
-        """The block holds these tokens after that prefix, in place of what it held before."""
+        """Record that a block holds `tokens` after the prefix `parent`, and nothing else."""
         if block in self._contents:
-            self.forget(block)
+            self.remove(block)
         self._contents[block] = (parent, digest, tokens)
         child = self._child.setdefault(parent, block)
         if child != block:
@@ -156,14 +163,14 @@ class PrefixIndex:
             assert digest not in self._blocks, "two blocks for one prefix"
             self._blocks[digest] = block
 
-    def remember(self, digests: list[bytes], numbers: range) -> None:
-        """The segments that end with one of these blocks of a chain, as long as that is here."""
+    def add_segments(self, digests: list[bytes], numbers: range) -> None:
+        """Record the segments of a chain that end with an indexed block among `numbers`."""
         for end in range((numbers.start // SEGMENT + 1) * SEGMENT, numbers.stop + 1, SEGMENT):
             if digests[end] in self._blocks:
                 self._segments[digests[end]] = digests[end - SEGMENT + 1 : end + 1]
 
-    def forget(self, block: int) -> None:
-        """The block will hold something else."""
+    def remove(self, block: int) -> None:
+        """Remove a block whose content is about to be overwritten."""
         parent, digest, _ = self._contents[block]
         children = self._children.get(parent)
         if children is None:
@@ -179,7 +186,7 @@ class PrefixIndex:
             self._segments.pop(digest, None)
 
     def check_integrity(self, kept: Iterable[int]) -> None:
-        """All parts agree, and these are the blocks of which something is known."""
+        """Assert that all parts agree and that exactly the blocks `kept` are indexed."""
         assert set(kept) == self._contents.keys(), "what is kept is not what is known"
         whole = {held[1]: block for block, held in self._contents.items() if held[1]}
         assert whole == self._blocks
@@ -194,7 +201,7 @@ class PrefixIndex:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Token ids that both begin with."""
+    """Return the number of leading token ids that two packed lists share."""
     size = min(len(one), len(other))
     differing = int.from_bytes(one[:size]) ^ int.from_bytes(other[:size])
     return (size - (differing.bit_length() + 7) // 8) // _ID_BYTES

@@ -1,6 +1,7 @@
-"""What a step computes of a sequence, as a row of its batch; from then on that counts as scheduled.
+"""Turn what a step computes of a sequence into a row, and count those tokens as scheduled.
 
-A decode's token may be in flight still, in the step before: its row says whose sample it is.
+The input token of a decode may still be in flight, sampled by the step before: its row then names
+the sample (`Row.source`) instead of the id.
 """
 
 from slipstream_contract.ids import TokenIds
@@ -8,11 +9,11 @@ from slipstream_contract.ids import TokenIds
 from slipstream.core.batch import Row
 from slipstream.core.sequence import Sequence
 
-_IN_FLIGHT = TokenIds("i", [0])  # in place of a token that is not known yet; any valid id
+_IN_FLIGHT = TokenIds("i", [0])  # placeholder of a token in flight; any valid id
 
 
 def decode_row(sequence: Sequence, sample: int) -> Row:
-    """The row of the last token, known or not; it is sample number `sample` of the step."""
+    """Return the row of the last token, known or in flight, which makes sample number `sample`."""
     start = sequence.num_scheduled
     if not sequence.num_pending:
         return chunk_row(sequence, 1, sample)
@@ -43,7 +44,7 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
 
 
 def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
-    """The next `num_tokens` tokens, all known; the row sees the sequence's own block list."""
+    """Return the row of the next `num_tokens` tokens, all known, with the sequence's tables."""
     start = sequence.num_scheduled
     end = start + num_tokens
     samples = end == sequence.num_known

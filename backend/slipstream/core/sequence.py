@@ -1,4 +1,4 @@
-"""One generation in flight: its tokens, its blocks, how far it is computed, what already left."""
+"""Hold the state of one generation: its tokens, its blocks, its progress, and what was sent."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -9,9 +9,9 @@ from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-from slipstream.core.batch import Copy
+from slipstream.core.batch import BlockCopy
 from slipstream.core.edits import Edits, counts_tokens, needs_edits
-from slipstream.core.prefix import Chain
+from slipstream.core.prefix import DigestChain
 from slipstream.core.stop import Ending, RawBytes, StopChecker
 from slipstream.wire import CancelCause, Finished, FinishReason, Perf, Tokens
 
@@ -19,7 +19,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def mix_seed(seed: int, index: int) -> int:
-    """64 bits from (seed, index): the seed for index 0, else splitmix64 (Steele et al., 2014)."""
+    """Return 64 bits: `seed` itself for index 0, else splitmix64 of both (Steele et al., 2014)."""
     seed &= _MASK64
     if index == 0:
         return seed
@@ -29,8 +29,8 @@ def mix_seed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-class Status(Enum):
-    """Where a sequence stands. A preempted one waits again."""
+class SequenceStatus(Enum):
+    """The state of a sequence. A preempted sequence is waiting again."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -39,7 +39,7 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What one `Submit` asked for; its sequences share the prompt."""
+    """A submitted request; its sequences share the prompt."""
 
     bridge: bytes
     number: int
@@ -56,20 +56,22 @@ class Request:
     cause: CancelCause | None = None  # why it was ended before its end
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
-    chain: Chain | None = None  # of the prompt
+    chain: DigestChain | None = None  # of the prompt
 
 
 class Sequence:
-    """Sequence `index` of a request.
+    """The sequence with number `index` of a request.
 
-    prompt, then outputs:  [ computed | in flight | not yet ]  + `num_pending` unknown
-                       num_computed ^           ^ num_scheduled             num_tokens ^
-    tables     blocks of each group of layers, with room for `capacity` positions in each; none
-               unless running. Of local tables the first `num_forgotten` are no longer its own, and
-               `gap` tokens behind the sinks are missing
+        prompt, then outputs:  [ computed | in flight | not yet ]  + `num_pending` unknown
+                           num_computed ^           ^ num_scheduled             num_tokens ^
 
-    A token is pending while the step that samples it is in flight: its place counts in
-    `num_tokens` and `num_scheduled`, its id is not in `outputs` yet.
+    `tables` holds the blocks of each layer group, with room for `capacity` positions in each; it is
+    empty unless the sequence runs. In the tables of windowed layers the first `num_outside` entries
+    have left the window and are no longer the sequence's, or, with a `gap`, the entries of that
+    many tokens behind the sinks were removed.
+
+    A token is pending while the step that samples it is in flight: it counts in `num_tokens` and
+    `num_scheduled`, but its id is not in `outputs` yet.
     """
 
     __slots__ = (
@@ -87,21 +89,20 @@ class Sequence:
         "is_due",
         "is_new",
         "is_proven",
+        "is_reported",
         "is_spared",
-        "is_told",
         "last_token_ns",
-        "leads",
+        "lead_digest",
         "length",
         "log_probs",
         "needs_every_token",
         "needs_history",
-        "next_note",
         "num_allocated_blocks",
         "num_computed",
+        "num_deferrals",
         "num_final",
-        "num_forgotten",
-        "num_held",
         "num_in_flight",
+        "num_outside",
         "num_pending",
         "num_preemptions",
         "num_prompt",
@@ -112,6 +113,7 @@ class Sequence:
         "num_tokens",
         "outputs",
         "prompt",
+        "register_at",
         "request",
         "sample",
         "sampling",
@@ -133,7 +135,7 @@ class Sequence:
         vocab: RawBytes | None,
     ) -> None:
         sampling = request.sampling
-        self.id = sequence_id  # grows with every sequence: the largest is the youngest
+        self.id = sequence_id  # rises with every sequence: the largest is the youngest
         self.request = request
         self.index = index
         self.sampling = sampling
@@ -143,33 +145,33 @@ class Sequence:
         self.num_prompt = len(prompt)
         max_outputs = min(sampling.max_tokens, max_model_len - len(prompt))
         self.num_tokens = len(prompt)
-        self.num_final = len(prompt) + max_outputs  # `num_tokens` at which it ends
+        self.num_final = len(prompt) + max_outputs  # `num_tokens` at the end
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0
         self.num_in_flight = 0  # its rows in steps that are scheduled and not committed
-        self.sample = 0  # which sample of the last step it was in
+        self.sample = 0  # number of its sample in the last step
         self.tables: tuple[list[int], ...] = ()
         self.capacity = 0
-        self.num_forgotten = self.gap = 0
-        self.is_spared = False  # it will not be preempted any more
-        # The cache's own, while it runs:
-        self.chain: Chain | None = None  # kept for when it runs again
-        self.copies: list[Copy] = []  # into its blocks
+        self.num_outside = self.gap = 0
+        self.is_spared = False  # never preempted again
+        # Owned by the cache while the sequence runs:
+        self.chain: DigestChain | None = None  # kept when preempted
+        self.copies: list[BlockCopy] = []  # into its blocks
         self.is_proven = False  # sampled since it was admitted, and all samples were finite
-        self.next_note = maxsize  # `num_computed` of which the cache must know
-        self.num_registered = 0  # blocks that the cache has taken in
-        self.leads = b""  # digest of the first block that it computes
-        self.num_held = 0  # how often it waited for what another one computed
-        self.is_due = False  # the turn of the oldest was its, and it could not take it
+        self.register_at = maxsize  # `num_computed` at which the cache registers blocks
+        self.num_registered = 0  # blocks in the prefix index
+        self.lead_digest = b""  # digest of the first block that it computes itself
+        self.num_deferrals = 0  # times that it waited for another's prefix
+        self.is_due = False  # it missed its turn as the oldest while deferred
         self.slot = -1
         self.is_new = True  # nothing scheduled since it was admitted
-        self.needs_history = False  # nothing sampled since then, and what it sampled counts
+        self.needs_history = False  # its tokens must be counted anew for penalties
         self.needs_every_token = False  # the next edits depend on a pending token
-        self.status = Status.WAITING
+        self.status = SequenceStatus.WAITING
         self.edits: Edits | None = None
         self.stop = StopChecker(sampling, vocab, max_outputs)
-        self.log_probs: list[float] = []  # of the output, if asked for
+        self.log_probs: list[float] = []  # of the output, if requested
         self.num_sent = 0
         self.num_preemptions = 0
         self.ending: Ending | None = None
@@ -178,50 +180,50 @@ class Sequence:
         self.last_token_ns = 0
         self.num_allocated_blocks = 0
         self.num_shared_blocks = 0
-        self.device_s = 0.0  # its share of steps, where they have a price
-        self.is_told = False  # that it has ended
-        self.length = 0  # of the output, from then on
+        self.device_s = 0.0  # its share of the steps' time, if time has a price
+        self.is_reported = False  # its end was sent
+        self.length = 0  # of the output, once `is_reported`
 
     @property
     def num_outputs(self) -> int:
-        """Tokens sampled so far; an end id does not count."""
+        """Number of tokens sampled so far; an end id does not count."""
         return len(self.outputs)
 
     @property
     def num_known(self) -> int:
-        """Tokens whose ids are known: all but those that are pending."""
+        """Number of tokens whose ids are known: all but the pending ones."""
         return self.num_prompt + len(self.outputs)
 
-    def ids(self, begin: int, end: int) -> TokenIds:
-        """The known tokens from one place of the sequence to another."""
+    def ids(self, start: int, end: int) -> TokenIds:
+        """Return the known tokens at positions `start .. end - 1`."""
         num_prompt = self.num_prompt
         if end <= num_prompt:
-            return self.prompt[begin:end]
-        outputs = pack(self.outputs[max(0, begin - num_prompt) : end - num_prompt])
-        return outputs if begin >= num_prompt else self.prompt[begin:] + outputs
+            return self.prompt[start:end]
+        outputs = pack(self.outputs[max(0, start - num_prompt) : end - num_prompt])
+        return outputs if start >= num_prompt else self.prompt[start:] + outputs
 
     def pack_edits(self) -> bytes:
-        """The edits of the next output, where all tokens before it are known."""
+        """Return the edits of the next output, for which all tokens before it must be known."""
         if self.edits is None:
             return b""
         end = self.num_known
         return self.edits.pack(len(self.outputs), self.ids(max(0, end - self.edits.num_seen), end))
 
     def start(self, now_ns: int) -> None:
-        """First time scheduled."""
+        """Note the first time that the sequence is scheduled, and prepare its edits."""
         self.first_scheduled_ns = now_ns
         if needs_edits(self.sampling):
             self.edits = Edits(self.sampling)
             self.needs_every_token = self.edits.needs_every_token
 
     def admit(self) -> None:
-        """It runs from now on; the cache has given it its blocks."""
-        self.status = Status.RUNNING
+        """Mark the sequence as running, after the cache has given it blocks."""
+        self.status = SequenceStatus.RUNNING
         self.is_new = True
         self.needs_history = counts_tokens(self.sampling)
 
     def roll_back(self) -> None:
-        """Forget the rows in flight: what they computed will be computed again."""
+        """Discard the rows in flight: what they computed will be computed again."""
         self.num_scheduled = self.num_computed
         self.num_tokens = self.num_known
         self.num_pending = self.num_in_flight = 0
@@ -229,17 +231,17 @@ class Sequence:
         self.needs_history = counts_tokens(self.sampling)
 
     def append(self, token_id: int, log_prob: float, now_ns: int) -> Ending | None:
-        """Take one sampled token; how the sequence ends with it, if it does."""
+        """Append a sampled token; return how the sequence ends with it, or None if it goes on."""
         if not self.first_token_ns:
             self.first_token_ns = now_ns
         self.last_token_ns = now_ns
         outputs, stop = self.outputs, self.stop
-        number = len(outputs) + 1  # of this one
+        number = len(outputs) + 1  # of this token
         num_tokens = self.num_prompt + number
-        # Nearly always: nothing that `check` looks for can be there.
+        # The common case: no condition of `take_token` can hold.
         if stop.is_trivial and token_id not in stop.watched and num_tokens < self.num_final:
             outputs.append(token_id)
-            stop.num_kept = number
+            stop.num_sendable = number
             if self.sampling.log_probs:
                 self.log_probs.append(log_prob)
             return None
@@ -248,29 +250,29 @@ class Sequence:
         outputs.append(token_id)
         if self.sampling.log_probs:
             self.log_probs.append(log_prob)
-        return stop.check(token_id, number)
+        return stop.take_token(token_id, number)
 
     def finish(self, ending: Ending) -> None:
-        """Close the books. Unless a stop word cut them, all tokens held back may leave."""
-        self.status = Status.FINISHED
+        """Mark the sequence as finished; release withheld tokens unless a stop word cut them."""
+        self.status = SequenceStatus.FINISHED
         self.ending = ending
         if ending.reason is not FinishReason.STOP:
-            self.stop.num_kept = self.num_outputs
+            self.stop.num_sendable = self.num_outputs
 
-    def take(self) -> Tokens | None:
-        """What can be told since the last time; None if there is nothing."""
-        begin, end = self.num_sent, self.stop.num_kept
-        if begin == end and self.ending is None:
+    def take_output(self) -> Tokens | None:
+        """Return what can be sent since the last call; None if there is nothing."""
+        start, end = self.num_sent, self.stop.num_sendable
+        if start == end and self.ending is None:
             return None
         self.num_sent = end
-        token_ids = self.outputs[begin:end]
-        log_probs = self.log_probs[begin:end] if self.sampling.log_probs else []
+        token_ids = self.outputs[start:end]
+        log_probs = self.log_probs[start:end] if self.sampling.log_probs else []
         finished = None if self.ending is None else self._finished(self.ending)
-        if finished is not None:  # all is told: a sibling may keep the request alive for long
+        if finished is not None:  # free memory: a sibling may run for long
             self.prompt, self.outputs, self.log_probs = TokenIds("i"), [], []
             self.edits = None
         number, drop_bytes = self.request.number, self.stop.drop_bytes
-        return Tokens(number, self.index, token_ids, log_probs, drop_bytes, finished, begin)
+        return Tokens(number, self.index, token_ids, log_probs, drop_bytes, finished, start)
 
     def _finished(self, ending: Ending) -> Finished:
         new, shared = self.num_allocated_blocks, self.num_shared_blocks

@@ -1,11 +1,12 @@
-"""When a sequence ends, and which of its tokens may leave before that is known.
+"""Decide when a sequence ends, and which of its tokens can be sent before that is certain.
 
-Stop words are matched on bytes, because a tokenizer may cut a word anywhere, even inside a
-character. All words of a request are one automaton (Aho and Corasick, 1975): one transition a byte,
-however many words there are. Its depth is the length of the tail that may still become a stop word:
+Stop words are matched on bytes, because a tokenizer may split a word anywhere, even inside a
+character. All stop words of a request form one automaton (Aho and Corasick, 1975): one transition a
+byte, however many words there are. The depth of its state is the number of last bytes that may
+still become a stop word:
 
-    ... bytes nobody can take back | depth bytes held back
-                                   ^ a token that reaches past here waits
+    ... bytes that are certain | depth bytes withheld
+                               ^ a token that ends after this point waits
 """
 
 from array import array
@@ -19,14 +20,14 @@ from slipstream.wire import FinishReason
 
 
 class RawBytes(Protocol):
-    """What is asked of the vocabulary."""
+    """The part of the vocabulary that stop words need."""
 
     def raw(self, token_id: int) -> bytes:
-        """The bytes of a token; a special token's are its text."""
+        """Return the bytes of a token; for a special token, those of its text."""
 
 
 class Ending(NamedTuple):
-    """Why a sequence ended; `stop_reason` is the stop token id or the stop word."""
+    """The reason why a sequence ended; `stop_reason` is the stop token id or the stop word."""
 
     reason: FinishReason
     stop_reason: int | str | None = None
@@ -34,7 +35,7 @@ class Ending(NamedTuple):
 
 
 class StopWords:
-    """The automaton of a request's stop words. Immutable: all its sequences share it."""
+    """The automaton of a request's stop words. It is immutable, and shared by all sequences."""
 
     def __init__(self, words: tuple[bytes, ...]) -> None:
         self.words = words
@@ -67,7 +68,7 @@ class StopWords:
                 self._match[child] = self._match[self._fallback[child]]
 
     def advance(self, state: int, byte: int) -> int:
-        """The state after one more byte; amortised O(1)."""
+        """Return the state after one more byte; amortised O(1)."""
         while (child := self._next.get(state << 8 | byte)) is None:
             if state == 0:
                 return 0
@@ -75,39 +76,40 @@ class StopWords:
         return child
 
     def matched(self, state: int) -> int | None:
-        """Number of the longest word that ends in this state."""
+        """Return the number of the longest word that ends in this state, or None."""
         number = self._match[state]
         return None if number < 0 else number
 
 
 @lru_cache(maxsize=16)
 def stop_words(words: tuple[bytes, ...]) -> StopWords:
-    """The automaton, built once for a list that many requests send."""
+    """Return the automaton of a list of words, built once for all requests with the same list."""
     return StopWords(words)
 
 
 class StopChecker:
-    """One sequence's conditions to end.
+    """The end conditions of one sequence.
 
-    `num_kept` outputs may leave: no stop word can take them back. `drop_bytes` are to be cut from
-    the last of them, and are set only when the sequence ends by a stop word.
+    The first `num_sendable` outputs can be sent: no stop word can remove them any more.
+    `drop_bytes` are to be cut from the end of the last of them; it is 0 unless the sequence ends by
+    a stop word.
     """
 
     __slots__ = (
         "_end_ids",
-        "_held",
         "_include_stop",
         "_max_outputs",
         "_min_tokens",
-        "_num_held_bytes",
+        "_num_withheld_bytes",
         "_state",
         "_stop_ids",
         "_stop_words",
         "_vocab",
+        "_withheld",
         "_words",
         "drop_bytes",
         "is_trivial",
-        "num_kept",
+        "num_sendable",
         "watched",
     )
 
@@ -121,42 +123,42 @@ class StopChecker:
         self._vocab = vocab
         self._stop_words = sampling.stop_words
         self.watched = self._end_ids | self._stop_ids
-        self.is_trivial = not sampling.stop_words  # else more than watched tokens can end it
-        self._words: StopWords | None = None  # built when there is a first token to match
+        self.is_trivial = not sampling.stop_words  # only `watched` tokens and the length can end it
+        self._words: StopWords | None = None  # built at the first token
         self._state = 0
-        self._held: deque[int] = deque()  # sizes in bytes of the tokens after the first `num_kept`
-        self._num_held_bytes = 0
-        self.num_kept = 0
+        self._withheld: deque[int] = deque()  # bytes of each token not yet sendable
+        self._num_withheld_bytes = 0
+        self.num_sendable = 0
         self.drop_bytes = 0
 
     def is_end(self, token_id: int, num_outputs: int) -> bool:
-        """Does this token end the sequence without being part of it, after `num_outputs`?"""
+        """Return whether this token, after `num_outputs`, is an end id: the end, and no output."""
         return token_id in self._end_ids and num_outputs >= self._min_tokens
 
-    def check(self, token_id: int, num_outputs: int) -> Ending | None:
-        """Take output number `num_outputs` (from 1); how the sequence ends with it, if so."""
+    def take_token(self, token_id: int, num_outputs: int) -> Ending | None:
+        """Take output number `num_outputs` (from 1); return how the sequence ends, if it does."""
         may_stop = num_outputs > self._min_tokens
         if may_stop and token_id in self._stop_ids:
-            self.num_kept = num_outputs if self._include_stop else num_outputs - 1
+            self.num_sendable = num_outputs if self._include_stop else num_outputs - 1
             return Ending(FinishReason.STOP, token_id)
         if not self._stop_words:
-            self.num_kept = num_outputs
+            self.num_sendable = num_outputs
         elif (word := self._match(token_id, may_stop)) is not None:
             return Ending(FinishReason.STOP, word.decode("utf-8", "replace"))
         if num_outputs >= self._max_outputs:
-            self.num_kept = num_outputs
+            self.num_sendable = num_outputs
             return Ending(FinishReason.LENGTH)
         return None
 
     def _match(self, token_id: int, may_stop: bool) -> bytes | None:
-        """Feed one token's bytes; the word that ended in it. Moves `num_kept` and `drop_bytes`."""
+        """Advance by one token; return the stop word that ended in it. Updates `num_sendable`."""
         assert self._vocab is not None
         if self._words is None:
             self._words = stop_words(self._stop_words)
         words = self._words
         data = self._vocab.raw(token_id)
-        self._held.append(len(data))
-        self._num_held_bytes += len(data)
+        self._withheld.append(len(data))
+        self._num_withheld_bytes += len(data)
         state = self._state
         for used, byte in enumerate(data, start=1):
             state = words.advance(state, byte)
@@ -169,20 +171,20 @@ class StopChecker:
         return None
 
     def _release(self, num_bytes: int) -> None:
-        """Let go of the tokens that end before the last `num_bytes` bytes."""
-        while self._held and self._num_held_bytes - self._held[0] >= num_bytes:
-            self._num_held_bytes -= self._held.popleft()
-            self.num_kept += 1
+        """Make those tokens sendable that end before the last `num_bytes` bytes."""
+        while self._withheld and self._num_withheld_bytes - self._withheld[0] >= num_bytes:
+            self._num_withheld_bytes -= self._withheld.popleft()
+            self.num_sendable += 1
 
     def _cut(self, num_word_bytes: int, rest: int) -> None:
-        """The sequence ends by a word that has `rest` bytes of the last token behind it."""
+        """End by a word of `num_word_bytes` bytes, followed by `rest` bytes of the last token."""
         self.drop_bytes = rest
         if self._include_stop:
-            self.num_kept += len(self._held)
+            self.num_sendable += len(self._withheld)
             return
         drop = rest + num_word_bytes
         self._release(drop)
-        # The word begins at the border of a token, or inside the first one still held.
-        inside = self._num_held_bytes - drop
-        self.drop_bytes = self._held[0] - inside if inside else 0
-        self.num_kept += inside > 0
+        # The word starts at a token's border, or inside the first token still withheld.
+        inside = self._num_withheld_bytes - drop
+        self.drop_bytes = self._withheld[0] - inside if inside else 0
+        self.num_sendable += inside > 0

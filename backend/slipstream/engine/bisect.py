@@ -7,7 +7,7 @@ fewer tokens first. All others have lost nothing but time.
 
 from collections import deque
 
-from slipstream.core.sequence import Sequence, Status
+from slipstream.core.sequence import Sequence, SequenceStatus
 
 
 class Trial:
@@ -23,7 +23,7 @@ class Trial:
         """The ids of those who run now, and how many tokens a step may have; None: no trial."""
         while self._groups:
             group, max_tokens = self._groups[0]
-            ids = frozenset(s.id for s in group if s.status is Status.RUNNING)
+            ids = frozenset(s.id for s in group if s.status is SequenceStatus.RUNNING)
             if ids:
                 return ids, max_tokens
             self._groups.popleft()

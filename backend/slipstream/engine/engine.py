@@ -17,10 +17,9 @@ from typing import Protocol
 from slipstream_runtime.admission import Load
 
 from slipstream.core.batch import Batch, Sampled
-from slipstream.core.sequence import Request, Sequence
-from slipstream.core.sequence import Status as Standing
+from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending, RawBytes
-from slipstream.core.window import Window
+from slipstream.core.window import AttentionWindow
 from slipstream.engine.bisect import Trial
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.reports import RequestLog
@@ -52,7 +51,7 @@ class Runner(Protocol):
     block_size: int
     vocab_size: int
     max_model_len: int
-    window: Window
+    window: AttentionWindow
     transfers: Mover | None  # of blocks to host memory and back, if there is any
     max_in_flight: int  # 2: a step may be launched while the one before it runs; 1: it may not
     attention_doubles_at: int  # tokens before one that costs twice as much by that; 0: never
@@ -288,10 +287,11 @@ class Engine:
         probes: list[Sequence] = []
         if self._telemetry.num_probes:
             probes = [r.sequences[0] for r in self._requests.values() if r.is_probe]
-        idle = [probe for probe in probes if probe.status is Standing.WAITING]
+        running = [probe for probe in probes if probe.status is SequenceStatus.RUNNING]
+        idle = [probe for probe in probes if probe.status is SequenceStatus.WAITING]
         new = [probe for probe in idle if not probe.first_scheduled_ns]
         return {
-            "running": scheduler.num_running - sum(p.status is Standing.RUNNING for p in probes),
+            "running": scheduler.num_running - len(running),
             "waiting": scheduler.num_waiting - len(idle),
             "active_requests": len(self._requests) - len(probes),
             "waiting_requests": waiting.num_requests - len(new),
@@ -424,7 +424,7 @@ class Engine:
     def _outputs(self) -> dict[bytes, list[Tokens]]:
         outputs: dict[bytes, list[Tokens]] = {}
         for sequence in self._scheduler.take_changed():
-            tokens = sequence.take()
+            tokens = sequence.take_output()
             if tokens is None:
                 continue
             request = sequence.request

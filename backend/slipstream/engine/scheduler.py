@@ -26,9 +26,9 @@ from time import monotonic_ns
 
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.rows import chunk_row, decode_row
-from slipstream.core.sequence import Request, Sequence, Status
+from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
-from slipstream.core.window import Window
+from slipstream.core.window import AttentionWindow
 from slipstream.engine.prefill_budget import Pace
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.waiting import WaitingQueue
@@ -79,7 +79,7 @@ class Scheduler:
         block_size: int,
         clock: Callable[[], int] = monotonic_ns,
         telemetry: Telemetry | None = None,
-        window: Window | None = None,
+        window: AttentionWindow | None = None,
         mover: Mover | None = None,
         attention_doubles_at: int = 0,
     ) -> None:
@@ -123,9 +123,9 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, ending: Ending) -> None:
         """End a sequence in whatever state it is; its blocks are free from now on."""
-        if sequence.status is Status.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED:
             return
-        if sequence.status is Status.RUNNING:
+        if sequence.status is SequenceStatus.RUNNING:
             self._release(sequence, ending.reason is not FinishReason.ERROR)
         else:
             self.waiting.discard(sequence)
@@ -194,7 +194,7 @@ class Scheduler:
         self.cache.complete()
         self._pace.end()
         now = monotonic_ns()
-        changed, running, finished = self._changed, Status.RUNNING, Status.FINISHED
+        changed, running, finished = self._changed, SequenceStatus.RUNNING, SequenceStatus.FINISHED
         owners, samplers = self._launched.popleft(), []
         has_held = self.waiting.num_held > 0
         for row, sequence in zip(batch.rows, owners, strict=True):
@@ -216,7 +216,7 @@ class Scheduler:
                 self._telemetry.not_a_token(sequence)
                 self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
                 continue
-            if sequence.num_computed >= sequence.next_note:
+            if sequence.num_computed >= sequence.register_at:
                 self.cache.computed(sequence)
             if has_held:
                 self.waiting.wake(sequence.id)
@@ -242,7 +242,7 @@ class Scheduler:
         for owners in rows:
             for sequence in owners:
                 sequence.roll_back()
-        return [sequence for sequence in rows[0] if sequence.status is Status.RUNNING]
+        return [sequence for sequence in rows[0] if sequence.status is SequenceStatus.RUNNING]
 
     # --- rows ----------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class Scheduler:
                 return
             match = self.cache.match(sequence)
             if (leader := self._awaited(sequence, match, work)) is not None:
-                sequence.num_held += 1
+                sequence.num_deferrals += 1
                 self.waiting.hold(sequence, leader.id)
                 num_held += 1
                 if num_held == _MAX_HELD_A_STEP:
@@ -305,7 +305,7 @@ class Scheduler:
         """The leader, if that is worth it: most of what it has yet to compute is of both, or a
         fourth of this one is and the step has no token for it. Not a leader that would be slower.
         """
-        if (leader := match.leader) is None or sequence.num_held == MAX_HELD:
+        if (leader := match.leader) is None or sequence.num_deferrals == MAX_HELD:
             return None
         is_long, is_slow = (s.num_tokens > self._long_tokens for s in (sequence, leader))
         is_idle = is_long and work.long_budget == 0
@@ -329,7 +329,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> None:
         """Room for one more block, at the cost of the youngest if need be."""
-        if sequence.status is not Status.RUNNING:
+        if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted for an older one in this very step
         if sequence.num_tokens == sequence.num_final:
             return  # its last token is in flight and will not be computed
@@ -354,7 +354,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
         self.waiting.wake(sequence.id)
-        sequence.status = Status.WAITING
+        sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
         sequence.is_spared = sequence.num_preemptions >= MAX_PREEMPTIONS
         self.num_preemptions += 1
@@ -371,8 +371,8 @@ class Scheduler:
         self.cache.check_integrity(running)
         self.waiting.check_integrity()
         idle = list(self.waiting)
-        assert all(s.status is Status.RUNNING for s in running)
-        assert all(s.status is Status.WAITING for s in idle)
+        assert all(s.status is SequenceStatus.RUNNING for s in running)
+        assert all(s.status is SequenceStatus.WAITING for s in idle)
         assert all(not s.tables and s.num_scheduled == 0 for s in idle), "waiting with blocks"
         assert len(running) <= self._max_running
         slots = [*self._free_slots, *(s.slot for s in running)]

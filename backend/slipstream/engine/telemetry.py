@@ -85,7 +85,7 @@ class Telemetry:
         for row, owner in zip(batch.rows, owners, strict=True):
             share_s = token_s * len(row.token_ids)
             owner.device_s += share_s
-            if owner.is_told:  # it ended while this step ran
+            if owner.is_reported:  # it ended while this step ran
                 self._book(owner.request).spent_late(owner, share_s)
 
     def sampled(self, sequences: Many[Sequence], now_ns: int) -> None:
@@ -111,7 +111,7 @@ class Telemetry:
 
     def finished(self, sequence: Sequence, num_outputs: int) -> None:
         """A sequence is told that it has ended, with so many tokens."""
-        sequence.is_told, sequence.length = True, num_outputs
+        sequence.is_reported, sequence.length = True, num_outputs
         self._book(sequence.request).finished(sequence, num_outputs)
 
     def ended(self, request: Request) -> None:

@@ -27,10 +27,10 @@ from time import monotonic_ns
 
 from slipstream_contract.retention import DEFAULT_RETENTION
 
-from slipstream.core.batch import Copy
+from slipstream.core.batch import BlockCopy
 from slipstream.core.prefix import PrefixIndex
 from slipstream.core.sequence import Sequence
-from slipstream.core.window import Window
+from slipstream.core.window import AttentionWindow
 from slipstream.figures import EVICTIONS
 from slipstream.kvcache.blocks import BlockManager
 from slipstream.kvcache.host import Mover
@@ -49,7 +49,7 @@ class KVCache:
         block_size: int,
         is_reused: bool = True,
         clock: Callable[[], int] = monotonic_ns,
-        window: Window | None = None,
+        window: AttentionWindow | None = None,
         mover: Mover | None = None,
         token_ns: Callable[[], float | None] = lambda: None,
     ) -> None:
@@ -65,10 +65,10 @@ class KVCache:
             token_ns: how long a token of a prompt takes, if that is known.
         """
         self.num_blocks = num_blocks
-        self.window = window or Window()
+        self.window = window or AttentionWindow()
         self.block_size = block_size
         self._num_full, self._num_local = len(self.window.full), len(self.window.local)
-        most = [self.window.most_blocks(block_size, ahead) or 0 for ahead in (1, None)]
+        most = [self.window.max_local_blocks(block_size, ahead) or 0 for ahead in (1, None)]
         self._local_blocks = most  # without which no token is computed, and that have a use
         self.num_evicted = dict.fromkeys(EVICTIONS, 0)  # blocks handed out that held something
         is_reused = is_reused and not self.window.has_gaps
@@ -81,8 +81,8 @@ class KVCache:
         self._reuse = Reuse(*pool, is_reused)
         self.match = self._reuse.match
         self.computed = self._reuse.computed
-        self._copies: list[Copy] = []  # that no step has done yet
-        self._launched: deque[list[Copy]] = deque()  # by the steps in flight
+        self._copies: list[BlockCopy] = []  # that no step has done yet
+        self._launched: deque[list[BlockCopy]] = deque()  # by the steps in flight
 
     @property
     def num_free(self) -> int:
@@ -145,11 +145,12 @@ class KVCache:
         sequence.num_computed = match.num_blocks * size
         if is_copied:
             pairs = zip(match.sources, match.tables, strict=True)
-            sequence.copies = [Copy(source, table[match.num_blocks]) for source, table in pairs]
+            number = match.num_blocks
+            sequence.copies = [BlockCopy(source, table[number]) for source, table in pairs]
             self._copies += sequence.copies
             sequence.num_computed += match.num_copied
         sequence.num_scheduled = sequence.num_computed
-        sequence.num_forgotten = match.num_forgotten
+        sequence.num_outside = match.num_outside
         sequence.capacity = min(map(len, sequence.tables)) * size
         sequence.num_shared_blocks += len(shared) + sum(num_fetched)
         sequence.num_allocated_blocks += sum(num_more)
@@ -205,8 +206,8 @@ class KVCache:
 
     def forget(self, sequence: Sequence) -> None:
         """Give back what none of its next tokens sees."""
-        gone = self.window.forgotten(sequence.num_computed, self.block_size)
-        begin = max(gone.start, sequence.num_forgotten)
+        gone = self.window.outside(sequence.num_computed, self.block_size)
+        begin = max(gone.start, sequence.num_outside)
         end = gone.stop - sequence.gap // self.block_size
         if begin >= end:
             return
@@ -218,7 +219,7 @@ class KVCache:
             sequence.gap += (end - begin) * self.block_size
             sequence.is_new = True  # all of its table is
         else:
-            sequence.num_forgotten = end
+            sequence.num_outside = end
         sequence.capacity = min(map(len, tables)) * self.block_size + sequence.gap
 
     def _forget(self, sequence: Sequence, table: list[int], begin: int, end: int) -> list[int]:
@@ -270,14 +271,14 @@ class KVCache:
         for blocks in self._held(sequence):
             self._blocks.free(reversed(blocks))
         sequence.tables = ()  # new ones later: rows in flight keep the old ones
-        sequence.num_forgotten = sequence.gap = 0
+        sequence.num_outside = sequence.gap = 0
         sequence.capacity = sequence.num_computed = sequence.num_scheduled = 0
         sequence.is_proven = False
-        sequence.next_note = maxsize
+        sequence.register_at = maxsize
 
     def _held(self, owner: Sequence | Match) -> list[list[int]] | tuple[list[int], ...]:
         """The blocks of its tables without what is forgotten."""
-        tables, begin = owner.tables, owner.num_forgotten
+        tables, begin = owner.tables, owner.num_outside
         if not begin:
             return tables
         return [*tables[: self._num_full], *(table[begin:] for table in tables[self._num_full :])]
@@ -308,7 +309,7 @@ class KVCache:
 
     def _evict(self, blocks: list[int], priority: int) -> None:
         for block in blocks:
-            self._index.forget(block)
+            self._index.remove(block)
         above = (priority > DEFAULT_RETENTION) - (priority < DEFAULT_RETENTION)
         self.num_evicted[EVICTIONS[1 + above]] += len(blocks)
 

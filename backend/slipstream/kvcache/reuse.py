@@ -9,9 +9,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from slipstream.core.prefix import Chain, PrefixIndex, split
+from slipstream.core.prefix import DigestChain, PrefixIndex, split
 from slipstream.core.sequence import Sequence
-from slipstream.core.window import Window
+from slipstream.core.window import AttentionWindow
 from slipstream.kvcache.blocks import BlockManager
 from slipstream.kvcache.tier import Tier
 
@@ -24,7 +24,7 @@ class Match:
 
     num_blocks: int = 0  # of each table
     tables: list[list[int]] = field(default_factory=list)  # blocks, or `NOT_HERE`
-    num_forgotten: int = 0  # in front of local tables: nobody sees them, any number stands for them
+    num_outside: int = 0  # in front of local tables: nobody sees them, any number stands for them
     sources: list[int] = field(default_factory=list)  # of each table, a block that begins with
     num_copied: int = 0  # these tokens after those
     leader: Sequence | None = None  # is about to compute `num_coming` more tokens of it
@@ -39,7 +39,7 @@ class Reuse:
         blocks: BlockManager,
         index: PrefixIndex,
         tier: Tier,
-        window: Window,
+        window: AttentionWindow,
         block_size: int,
         is_on: bool,
     ) -> None:
@@ -76,7 +76,7 @@ class Reuse:
             number = len(match.tables[table])
         if window.size:
             number = self._shown(digests, number)
-            first = match.num_forgotten = window.forgotten(number * size, size).stop
+            first = match.num_outside = window.outside(number * size, size).stop
             for table in self._full:
                 del match.tables[table][number:]
             for table in self._local:
@@ -116,7 +116,7 @@ class Reuse:
         """
         find, size = self._finder(), self._size
         while number:
-            first = self._window.forgotten(number * size, size).stop
+            first = self._window.outside(number * size, size).stop
             if first == number:
                 return 0  # nothing of it is seen
             keys = (
@@ -142,7 +142,7 @@ class Reuse:
 
     # --- what is known -------------------------------------------------------------------------
 
-    def _chain(self, sequence: Sequence) -> Chain:
+    def _chain(self, sequence: Sequence) -> DigestChain:
         """The digests of a sequence's whole blocks; those of a prompt are made once a request."""
         request, chain = sequence.request, sequence.chain
         if chain is None:
@@ -154,7 +154,7 @@ class Reuse:
         self._extend(chain, sequence, sequence.num_known)
         return chain
 
-    def _extend(self, chain: Chain, sequence: Sequence, num_tokens: int) -> None:
+    def _extend(self, chain: DigestChain, sequence: Sequence, num_tokens: int) -> None:
         """By its whole blocks up to so many tokens."""
         begin, end = chain.num_blocks * self._size, num_tokens // self._size * self._size
         if begin < end:
@@ -170,7 +170,7 @@ class Reuse:
                 tokens = sequence.ids(i * size, (i + 1) * size).tobytes()
                 self._tier.fetch(found[i], parent, key, tokens)
         if table == 0:
-            self._index.remember(digests, range(len(found)))
+            self._index.add_segments(digests, range(len(found)))
 
     def begin(self, sequence: Sequence, num_found: int) -> None:
         """It holds so many blocks of others in each table, and will compute what follows."""
@@ -178,11 +178,11 @@ class Reuse:
             return
         self._retain(sequence, 0, num_found)
         sequence.num_registered = num_found
-        sequence.next_note = 0
+        sequence.register_at = 0
         digests = self._chain(sequence).digests
         if num_found + 1 < len(digests):
-            sequence.leads = digests[num_found + 1]
-            self._leaders.setdefault(sequence.leads, sequence)
+            sequence.lead_digest = digests[num_found + 1]
+            self._leaders.setdefault(sequence.lead_digest, sequence)
 
     def computed(self, sequence: Sequence) -> None:
         """See `KVCache.computed`."""
@@ -207,21 +207,21 @@ class Reuse:
         for table, blocks in enumerate(sequence.tables):
             for block in blocks[self._first(sequence, table) :]:
                 if block in self._index:
-                    self._index.forget(block)
+                    self._index.remove(block)
                     self._blocks.drop(block)
 
     def _forget_leader(self, sequence: Sequence) -> None:
-        if self._leaders.get(sequence.leads) is sequence:
-            del self._leaders[sequence.leads]
+        if self._leaders.get(sequence.lead_digest) is sequence:
+            del self._leaders[sequence.lead_digest]
 
     def _first(self, sequence: Sequence, table: int) -> int:
         """The first block of a table that it still holds."""
-        return sequence.num_forgotten if table in self._local else 0
+        return sequence.num_outside if table in self._local else 0
 
     def _register(self, sequence: Sequence) -> None:
         """The whole blocks that it has computed can be found from now on."""
         begin, end = sequence.num_registered, sequence.num_computed // self._size
-        sequence.next_note = (end + 1) * self._size
+        sequence.register_at = (end + 1) * self._size
         if begin == end:
             return
         for table, blocks in enumerate(sequence.tables):
@@ -247,14 +247,14 @@ class Reuse:
             if other is not None:
                 if not blocks.is_idle(other):
                     continue  # found there, while it is in use
-                index.forget(other)
+                index.remove(other)
                 blocks.drop(other)
             index.put(block, parent, key, tokens)
             kept.append(block)
         blocks.keep(kept)
         self._tier.forget(keys[1:])
         if table == 0:
-            index.remember(digests, numbers)
+            index.add_segments(digests, numbers)
 
     def _register_rest(self, sequence: Sequence) -> None:
         """So can what it has computed of one more block, unless others begin with all of it."""

@@ -135,7 +135,7 @@ class Tier:
             return
         landed = host.poll(blocks.is_wanted)
         for block in landed.left:
-            self._index.forget(block)
+            self._index.remove(block)
             blocks.end_move(block, has_left=True)
         for block in (*landed.stayed, *landed.arrived):
             blocks.end_move(block)

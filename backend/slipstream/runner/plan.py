@@ -16,8 +16,8 @@ from slipstream.config import (
     QUANTIZATIONS,
     EngineConfig,
 )
-from slipstream.core.groups import Groups, group
-from slipstream.core.window import Window
+from slipstream.core.groups import LayerGroups, group_layers
+from slipstream.core.window import AttentionWindow
 from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import AttentionBackend, backend_for
 from slipstream.kernels.cache.kv_spec import KVSpec
@@ -50,7 +50,7 @@ class Plan:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    groups: Groups  # the layers that share tables
+    groups: LayerGroups  # the layers that share tables
     num_threads: int | None  # of torch on the CPU; None: its own choice
     has_tokenizer: bool
 
@@ -81,21 +81,21 @@ class Plan:
         return 2 if self.device.type == "cuda" else 1
 
     @property
-    def window(self) -> Window:
+    def window(self) -> AttentionWindow:
         """What of a sequence must stay in the cache."""
         num_ahead = self.max_in_flight * self.max_num_batched_tokens
         if self.config.attention_window is not None:
-            num_sinks = self.config.sink_tokens
-            return Window(self.config.attention_window, num_sinks, num_ahead, has_gaps=True)
+            size, num_sinks = self.config.attention_window, self.config.sink_tokens
+            return AttentionWindow(size, num_sinks, num_ahead, has_gaps=True)
         windows, groups = self.model.windows, self.groups
         size = max(windows) if groups.num_tables > 1 or min(windows) else 0
-        return Window(size, 0, num_ahead, False, groups.num_tables, groups.num_full)
+        return AttentionWindow(size, 0, num_ahead, False, groups.num_tables, groups.num_full)
 
     @property
     def table_blocks(self) -> int:
         """Blocks that each table of a sequence has room for."""
         if self.window.has_gaps:
-            return self.window.most_blocks(self.block_size) or 0
+            return self.window.max_local_blocks(self.block_size) or 0
         return -(-self.max_model_len // self.block_size)
 
     @property
@@ -362,7 +362,7 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
     max_model_len = _max_model_len(config, model)
     _check_streaming(config, max_model_len)
     max_tokens = max_model_len if config.attention_window is None else ENDLESS
-    groups = group(model.windows, max_tokens)
+    groups = group_layers(model.windows, max_tokens)
     plan = Plan(
         config=config,
         checkpoint=checkpoint,
