@@ -1,15 +1,16 @@
 """The request that every schema is read into: a prompt, and how it is to be answered."""
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
 from slipstream_contract import limits
 from slipstream_contract.fields import Asked, Field
 from slipstream_contract.ids import TokenIds
-from slipstream_contract.retention import Retention
+from slipstream_contract.retention import Retention, split_salt
 from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.urgency import Urgency, split_urgency
 
 
 def _flag(text: str, trtllm: str = "", vllm: str = "") -> Field:
@@ -70,6 +71,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     options: ResponseOptions = ResponseOptions()
     words: Words = Words()
     add_special_tokens: bool | None = None  # to a text; None: as the model is configured
+    urgency: Urgency = Urgency()
+    cache_salt: str = ""  # keys and values are shared where it is the same
     retention: Retention | None = None
     is_stop: bool = False  # cancel the request of the same id; nothing else of this one counts
 
@@ -119,6 +122,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         if words.biased:
             changes["bias"] = checked_bias("embedding_bias_words", bias)
         return msgspec.structs.replace(self.sampling, **changes)
+
+
+def split_handling(parameters: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, object]]:
+    """Take what every schema says of a request's handling out of the request parameters.
+
+    Returns fields of `GenerateRequest`, and the other parameters. Raises ContractError.
+    """
+    urgency, others = split_urgency(parameters)
+    cache_salt, others = split_salt(others)
+    return {"urgency": urgency, "cache_salt": cache_salt}, others
 
 
 def choose_end_ids(given: int | None, own: Sequence[int]) -> tuple[int, ...]:

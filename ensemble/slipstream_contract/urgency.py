@@ -46,19 +46,14 @@ class Urgency(msgspec.Struct, frozen=True):
     ] = DEFAULT_PRIORITY
 
 
-def split_urgency(
-    parameters: Mapping[str, object], triton_timeout_us: int = 0
-) -> tuple[Urgency, dict[str, object]]:
-    """The urgency of a request, and its other parameters. Raises ContractError.
-
-    `triton_timeout_us` is what Triton says of the request, 0 for nothing.
-    """
+def split_urgency(parameters: Mapping[str, object]) -> tuple[Urgency, dict[str, object]]:
+    """The urgency of a request, and its other parameters. Raises ContractError."""
     own = {name: parameters[name] for name in _NAMES & parameters.keys()}
     others = {name: value for name, value in parameters.items() if name not in own}
     timeouts_us = []
     if _TIMEOUT_MS in own:
         timeouts_us.append(1000 * _whole(own, _TIMEOUT_MS, 1, MAX_TIMEOUT_MS))
-    own.setdefault(_TIMEOUT_US, triton_timeout_us)
+    own.setdefault(_TIMEOUT_US, 0)
     if timeout_us := _whole(own, _TIMEOUT_US, 0, 1000 * MAX_TIMEOUT_MS):
         timeouts_us.append(timeout_us)
     if _PRIORITY in own and _GRPC_PRIORITY in own:

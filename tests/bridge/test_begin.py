@@ -13,8 +13,9 @@ from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.streams import Call, Stream
 from slipstream.config import EngineConfig
 from slipstream.launch import Supervision
+from slipstream_contract.ids import pack
+from slipstream_contract.request import GenerateRequest
 from slipstream_contract.sampling import SamplingParams
-from slipstream_contract.urgency import Urgency
 from slipstream_runtime.directory import Runtime
 
 
@@ -31,10 +32,11 @@ class House:
         """A step of an ensemble, whose client has left or not."""
         reply = Asked(self.events, is_gone)
         inputs = {"x": np.zeros(1)}
-        asked = Question(inputs, {}, "", reply, frozenset(), time.monotonic_ns(), Urgency(), 0)
+        asked = Question(inputs, {}, "", reply, frozenset(), time.monotonic_ns())
         call = Call(reply, "", is_step=True)
         stream = Stream(Ids(), True)
-        submit = self.bridge.submit(call, [1], SamplingParams(max_tokens=4), [stream], asked)
+        request = GenerateRequest(prompt=pack([1]), sampling=SamplingParams(max_tokens=4))
+        submit = self.bridge.submit(call, request, [stream], asked)
         self.bridge.answer(reply, lambda: self.bridge.begin(call, [submit], has_flow=True))
         return reply
 

@@ -16,8 +16,9 @@ from slipstream.bridge.streams import Call, Stream
 from slipstream.bridge.vllm import Vllm
 from slipstream.config import EngineConfig
 from slipstream.launch import Supervision
+from slipstream_contract.ids import pack
+from slipstream_contract.request import GenerateRequest
 from slipstream_contract.sampling import SamplingParams
-from slipstream_contract.urgency import Urgency
 from slipstream_runtime import admission
 from slipstream_runtime.admission import Load, LoadFile, path_of
 from slipstream_runtime.directory import Runtime
@@ -39,13 +40,14 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bridge]:
 
 def ask(bridge: Bridge, prompts: list[list[int]]) -> str:
     reply = Recorder()
-    asked = Question(
-        {"x": np.zeros(1)}, {}, "id", reply, frozenset(), time.monotonic_ns(), Urgency(), 0
-    )
+    asked = Question({"x": np.zeros(1)}, {}, "id", reply, frozenset(), time.monotonic_ns())
     call = Call(reply, "id")
     sampling = SamplingParams(max_tokens=4)
     submits = [
-        bridge.submit(call, prompt, sampling, [Stream(Ids(), True)], asked) for prompt in prompts
+        bridge.submit(
+            call, GenerateRequest(prompt=pack(ids), sampling=sampling), [Stream(Ids(), True)], asked
+        )
+        for ids in prompts
     ]
     bridge.answer(reply, lambda: bridge.begin(call, submits))
     assert reply.done.is_set()

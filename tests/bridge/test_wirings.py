@@ -27,8 +27,8 @@ class Begun:
     def check_room(self):
         pass
 
-    def submit(self, call, token_ids, sampling, streams, question, retention=None):
-        return token_ids.tolist()
+    def submit(self, call, request, streams, question):
+        return request.token_ids.tolist()
 
     def begin(self, call, submits, has_flow=False):
         self.texts += submits

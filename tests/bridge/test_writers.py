@@ -73,7 +73,7 @@ def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places, other_place
     request = token_request([1, 2], is_streaming=True, num_output_tokens=True)
     composed = ComposedWriter(request, VOCAB, IDS, None, None)
     asked = text_request(text_inputs(stream=True, return_num_output_tokens=True), {})
-    fused = FusedWriter(asked, [1], TEXT.begin(), None, None)
+    fused = FusedWriter(TEXT.encode_request(asked), TEXT.begin(), None, None)
     composed_text, fused_text = "", ""
     borders = sorted({0, len(tokens), *(place % (len(tokens) + 1) for place in other_places)})
     for begin, end in pairwise(borders):
@@ -150,5 +150,6 @@ def test_a_cut_word_loses_its_bytes_in_both_wirings():
     assert outputs.keys() == STATE  # nobody reads the ids twice
     state, token_ids = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
     assert detokenize(TEXT.vocab, token_ids, state) == "abc def"
-    fused = FusedWriter(text_request(text_inputs(stream=True), {}), [1], TEXT.begin(), None, None)
+    asked = TEXT.encode_request(text_request(text_inputs(stream=True), {}))
+    fused = FusedWriter(asked, TEXT.begin(), None, None)
     assert fused.write(tokens, True, None)["text_output"].ravel().tolist() == [b"abc def"]

@@ -70,9 +70,9 @@ class Server:
             ids = outputs["INPUT_ID"][0].tolist()
         elif self._model == "tensorrt_llm_bls":
             row = {name: array[0] for name, array in arrays.items()}
-            ids, _ = self._text.encode_request(text_request(row, {}))
+            ids = self._text.encode_request(text_request(row, {})).token_ids.tolist()
         else:
-            ids, _ = self._text.encode_request(vllm_request(arrays, {}))
+            ids = self._text.encode_request(vllm_request(arrays, {})).token_ids.tolist()
         self.prompts.append(ids)
         return Answer([Chunk(text=ANSWER)])
 

@@ -21,7 +21,10 @@ from slipstream_contract.urgency import Urgency, split_urgency
     ],
 )
 def test_read(parameters, triton_us, urgency):
-    assert split_urgency(parameters | {"min_p": 0.5}, triton_us) == (urgency, {"min_p": 0.5})
+    assert split_urgency({"timeout": triton_us, "min_p": 0.5} | parameters) == (
+        urgency,
+        {"min_p": 0.5},
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,11 @@ import pytest
 from slipstream_contract.errors import ContractError
 from slipstream_contract.inputs import NUMPY
 from slipstream_contract.limits import check_request_id
-from slipstream_contract.retention import split_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.schemas.trtllm import llm_request, text_request
 from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.tensors import MODELS, TO_LLM
-from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vocab import TokenBytes
 from slipstream_postprocessing.detokenize import detokenize_batch
 from slipstream_preprocessing.batch import encode_batch
@@ -78,8 +76,6 @@ class Server:
         parameters = dict(case.parameters)
         if MODELS[case.model].is_decoupled or case.model == "ensemble":
             check_request_id(case.request_id)
-            _, parameters = split_urgency(parameters)
-            _, parameters = split_salt(parameters)
         getattr(self, f"_{case.model}")(arrays(case), parameters, case.size)
 
     def _ensemble(self, given: Any, parameters: Any, size: int) -> None:

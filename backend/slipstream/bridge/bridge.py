@@ -11,10 +11,7 @@ from functools import partial
 import msgspec
 import numpy as np
 from slipstream_contract.errors import Code, ContractError
-from slipstream_contract.ids import TokenIds
-from slipstream_contract.retention import Retention
-from slipstream_contract.sampling import SamplingParams
-from slipstream_contract.urgency import Urgency
+from slipstream_contract.request import GenerateRequest
 from slipstream_runtime.admission import LoadFile, path_of
 from slipstream_runtime.credit import CreditFile
 from slipstream_runtime.directory import Runtime
@@ -44,9 +41,6 @@ class Question:
     reply: Reply
     requested: frozenset[str]  # outputs
     arrival_ns: int  # see `wire.Perf`
-    urgency: Urgency
-    deadline_ns: int  # time.monotonic_ns(); 0: none
-    cache_salt: str = ""
 
 
 def batch_size(inputs: Mapping[str, np.ndarray]) -> int:
@@ -107,31 +101,30 @@ class Bridge:
     def submit(
         self,
         call: Call,
-        token_ids: TokenIds,
-        sampling: SamplingParams,
+        request: GenerateRequest,
         streams: Sequence[Stream],
         question: Question,
-        retention: Retention | None = None,
     ) -> wire.Submit:
         """Add an engine request to a call that is not begun yet; one stream for each sequence."""
+        sampling = request.sampling
         if sampling.seed is None:  # drawn here: another engine may have to begin anew
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
-        number = self.calls.next_request()
+        number, urgency = self.calls.next_request(), request.urgency
         call.add(number, streams)
-        call.deadline_ns = question.deadline_ns
-        call.timeout_ns = question.urgency.timeout_ns
+        call.timeout_ns = urgency.timeout_ns
+        call.deadline_ns = question.arrival_ns + urgency.timeout_ns if urgency.timeout_ns else 0
         return wire.Submit(
             number,
-            token_ids,
+            request.token_ids,
             sampling,
             question.arrival_ns,
-            question.urgency.priority,
-            question.deadline_ns,
-            question.urgency.timeout_ns,
+            urgency.priority,
+            call.deadline_ns,
+            call.timeout_ns,
             question.request_id,
             self._name,
-            question.cache_salt,
-            retention,
+            request.cache_salt,
+            request.retention,
             question.reply.is_probe,
         )
 

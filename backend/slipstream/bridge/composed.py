@@ -83,8 +83,7 @@ class Composed:
         for index, request in enumerate(requests):
             batch_index = index if size > 1 else None
             streams = self._streams(request, batch_index, question.requested)
-            arguments = (call, request.token_ids, request.sampling, streams)
-            submits.append(self._bridge.submit(*arguments, question, request.retention))
+            submits.append(self._bridge.submit(call, request, streams, question))
         self._bridge.begin(call, submits, has_flow=is_ensemble)
 
     def close(self) -> None:

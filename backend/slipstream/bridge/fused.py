@@ -1,7 +1,6 @@
 """Text models served by the bridge itself: the ensemble's tensors without its two other steps."""
 
 import numpy as np
-from slipstream_contract.ids import pack
 from slipstream_contract.request import GenerateRequest
 from slipstream_contract.schemas.trtllm import text_request
 
@@ -47,23 +46,22 @@ class Fused:
     def _begin(self, question: Question, requests: list[GenerateRequest]) -> None:
         call = Call(question.reply, question.request_id)
         submits = []
-        for index, request in enumerate(requests):
-            token_ids, sampling = self._text.encode_request(request)
+        for index, request in enumerate(map(self._text.encode_request, requests)):
+            n = request.sampling.n
             batch_index = index if len(requests) > 1 else None
             streams = [
                 Stream(
                     FusedWriter(
                         request,
-                        token_ids,
                         self._text.begin(),
                         batch_index,
-                        sequence_index if sampling.n > 1 else None,
+                        sequence_index if n > 1 else None,
                     ),
                     request.options.is_streaming,
                 )
-                for sequence_index in range(sampling.n)
+                for sequence_index in range(n)
             ]
-            submits.append(self._bridge.submit(call, pack(token_ids), sampling, streams, question))
+            submits.append(self._bridge.submit(call, request, streams, question))
         self._bridge.begin(call, submits)
 
 
@@ -73,12 +71,13 @@ class FusedWriter:
     def __init__(
         self,
         request: GenerateRequest,
-        token_ids: list[int],
         detokenizer: Detokenizer,
         batch_index: int | None,
         sequence_index: int | None,
     ) -> None:
-        self._prompt = token_ids if request.options.echo else []
+        """`request` is encoded."""
+        token_ids = request.token_ids
+        self._prompt = token_ids.tolist() if request.options.echo else []
         self._detokenizer = detokenizer
         self._extras = Extras(request.options, len(token_ids), batch_index, sequence_index)
 

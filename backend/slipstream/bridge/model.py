@@ -16,8 +16,6 @@ from slipstream_contract.inputs import read_parameters
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.probes import Probe, split_probe
-from slipstream_contract.retention import split_salt
-from slipstream_contract.urgency import split_urgency
 from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.directory import hide_shared_memory, open_runtime
 from slipstream_runtime.inflight import InFlight
@@ -141,19 +139,14 @@ class TritonPythonModel:
             reply.end()
             return
         check_request_id(request.request_id())
-        urgency, others = split_urgency(given, request.timeout())
-        cache_salt, parameters = split_salt(others)
         self._wiring.begin(
             Question(
                 read_inputs(request),
-                parameters,
+                {"timeout": request.timeout()} | given,
                 request.request_id(),
                 reply,
                 reply.requested,
                 now_ns,
-                urgency,
-                now_ns + urgency.timeout_ns if urgency.timeout_ns else 0,
-                cache_salt,
             )
         )
 

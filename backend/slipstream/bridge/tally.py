@@ -20,19 +20,19 @@ class Tally:
         self._counting = threading.Lock()  # guards `num_responses` and `refused`
 
     def add_first_token_time(self, seconds: float) -> None:
-        """How long a call waited for its first response."""
+        """Note how long a call waited for its first response."""
         self._first_token_s.append(seconds)
 
     def take_first_token_times(self) -> list[float]:
-        """Those added since the last time; the oldest are lost when there are very many."""
+        """Take the times added since the last call; of very many the oldest are lost."""
         return [self._first_token_s.popleft() for _ in range(len(self._first_token_s))]
 
     def count_response(self) -> None:
-        """One more is sent; by any thread."""
+        """Count a response that is sent; by any thread."""
         with self._counting:
             self.num_responses += 1
 
     def count_refusal(self, error: ContractError) -> None:
-        """One more request is not begun; by any thread."""
+        """Count a request that is not begun; by any thread."""
         with self._counting:
             self.refused[error.reason] += 1

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
-from slipstream_contract.request import GenerateRequest
-from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.ids import pack
+from slipstream_contract.request import GenerateRequest, Words
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes
 from slipstream_postprocessing.detokenize import detokenize_next
@@ -67,15 +68,16 @@ class Text:
         """Token ids of a prompt. Raises ContractError."""
         return self._encoder.encode(text)
 
-    def encode_request(self, request: GenerateRequest) -> tuple[list[int], SamplingParams]:
-        """Prompt and sampling of a request, its words encoded. Raises ContractError."""
+    def encode_request(self, request: GenerateRequest) -> GenerateRequest:
+        """Make token ids of the prompt and of all words. Raises ContractError."""
         encoder, add_special_tokens = self._encoder, request.add_special_tokens
         sampling = request.encoded(
             encoder.end_ids,
             encoder.bad_words(request.words.bad),
             encoder.bias_words(request.words.biased, add_special_tokens=add_special_tokens),
         )
-        return encoder.encode(request.text, add_special_tokens), sampling
+        token_ids = pack(encoder.encode(request.text, add_special_tokens))
+        return msgspec.structs.replace(request, prompt=token_ids, sampling=sampling, words=Words())
 
     def begin(self, skip_special: bool | None = None) -> "Detokenizer":
         """For the tokens of one sequence; None: special tokens as the model is configured."""

@@ -5,7 +5,6 @@ One response holds all sequences of a prompt: text, reason and counts are arrays
 
 import msgspec
 import numpy as np
-from slipstream_contract.ids import pack
 from slipstream_contract.request import GenerateRequest
 from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.whole import RUNNING
@@ -49,12 +48,12 @@ class Vllm:
         self._encoders.shutdown(cancel_futures=False)
 
     def _begin(self, question: Question, request: GenerateRequest) -> None:
-        token_ids, sampling = self._text.encode_request(request)
+        encoded = self._text.encode_request(request)
         call = Call(question.reply, question.request_id)
-        writer = VllmWriter(request, len(token_ids), sampling.n, self._text)
-        stream = Stream(writer, request.options.is_streaming, sampling.n)
-        streams = [stream] * sampling.n
-        submit = self._bridge.submit(call, pack(token_ids), sampling, streams, question)
+        n = encoded.sampling.n
+        writer = VllmWriter(request, len(encoded.token_ids), n, self._text)
+        streams = [Stream(writer, request.options.is_streaming, n)] * n
+        submit = self._bridge.submit(call, encoded, streams, question)
         self._bridge.begin(call, [submit])
 
 

@@ -32,6 +32,7 @@ from slipstream_contract.request import (
     checked_bias,
     checked_words,
     choose_end_ids,
+    split_handling,
 )
 from slipstream_contract.retention import read_retention
 from slipstream_contract.sampling import FIELDS, FILTERS, SamplingParams, greedy, normalised
@@ -71,7 +72,8 @@ def text_request(
 
     `exclude_input_in_output` counts where the request does not say.
     """
-    most_tokens, scalars = _split(parameters)
+    handling, others = split_handling(parameters)
+    most_tokens, scalars = _split(others)
     model = MODELS["tensorrt_llm_bls"]
     read = Inputs(model, inputs, scalars, _TEXT_ALIASES, {}, _OWN, _READ_ELSEWHERE)
     _check_type(read)
@@ -92,6 +94,7 @@ def text_request(
             end_id=_end_id(read),
         ),
         add_special_tokens=read.flag_or_none("add_special_tokens"),
+        **handling,
     )
 
 
@@ -113,7 +116,8 @@ def llm_request(
             preprocessing always sets, nothing but stop words ends a sequence early.
         max_model_len: of the engine, if known: a longer prompt is refused before it is taken apart.
     """
-    most_tokens, scalars = _split(parameters)
+    handling, others = split_handling(parameters)
+    most_tokens, scalars = _split(others)
     model = MODELS["tensorrt_llm"]
     read = Inputs(model, inputs, scalars, _LLM_ALIASES, _LLM_LABELS, _OWN, _READ_ELSEWHERE)
     _check_type(read)
@@ -138,6 +142,7 @@ def llm_request(
         sampling=sampling,
         options=_options(read, _LLM_NAMES, exclude_input_in_output),
         retention=read_retention(read),
+        **handling,
     )
 
 

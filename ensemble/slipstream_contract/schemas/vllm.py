@@ -28,7 +28,7 @@ from slipstream_contract.inputs import (
     to_number,
     to_whole,
 )
-from slipstream_contract.request import GenerateRequest, ResponseOptions, Words
+from slipstream_contract.request import GenerateRequest, ResponseOptions, Words, split_handling
 from slipstream_contract.sampling import FIELDS, SamplingParams, greedy, normalised
 from slipstream_contract.tensors import MODELS
 
@@ -69,7 +69,8 @@ def vllm_request(
     Bad words are banned as they are and after a space, as tokenizers write them in a text.
     """
     read = Inputs(MODELS["vllm_model"], inputs, {}, {}, {})
-    values, most_tokens = _parameters(read, parameters)
+    handling, others = split_handling(parameters)
+    values, most_tokens = _parameters(read, others)
     text = read.text("text_input")
     if not text:
         raise ContractError("text_input is empty")
@@ -87,6 +88,7 @@ def vllm_request(
             end_id=-1 if values.flag("ignore_eos") else None,
         ),
         add_special_tokens=_add_special_tokens(read, values),
+        **handling,
     )
 
 
