@@ -62,7 +62,7 @@ class Copies:
         """All of them, in copies of as many as one may have."""
         most = self._transfers.max_pairs
         for first in range(0, len(self._pairs), most):
-            self._transfers.begin(direction, self._pairs[first : first + most])
+            self._transfers.start(direction, self._pairs[first : first + most])
             self._num_begun[direction] += 1
 
     def has_ended(self, direction: Direction) -> bool:

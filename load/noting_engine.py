@@ -115,7 +115,7 @@ class NotingEngine(Engine):
             for block in table
         }
         for seed, held in self._left.items():
-            self._left[seed] = {block for block in held - used if blocks.is_wanted(block)}
+            self._left[seed] = {block for block in held - used if blocks.is_busy(block)}
         left = {seed: len(held) for seed, held in self._left.items()}
         self._left = {seed: held for seed, held in self._left.items() if held}
         return left

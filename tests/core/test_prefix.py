@@ -187,7 +187,7 @@ class Idle(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 7))
     def forget(self, block: int) -> None:
-        self.idle.forget(block)
+        self.idle.discard(block)
         self.since.pop(block, None)
         self.worth.pop(block, None)
 

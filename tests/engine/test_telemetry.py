@@ -135,7 +135,7 @@ def test_the_books_agree_with_what_clients_got(seed):
         counters["prefix_hits"],
     )
     cache = client.engine._scheduler.cache
-    assert told.gauges["cached_blocks"] == cache.num_kept == len(cache._index)
+    assert told.gauges["cached_blocks"] == cache.num_cached == len(cache._index)
     evicted = sum(counters[f"evicted_blocks:{word}"] for word in figures.EVICTIONS)
     assert evicted == sum(cache.num_evicted.values())
     assert client.engine.figures().samples == {name: [] for name in figures.SAMPLES}

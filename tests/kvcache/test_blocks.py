@@ -1,4 +1,4 @@
-"""The block manager under random owners, sharers and steps in flight, against a model of sets."""
+"""The block manager with random owners, sharers and steps in flight, against a model of sets."""
 
 import pytest
 from hypothesis import settings
@@ -85,7 +85,7 @@ def test_impossible_calls_are_caught() -> None:
         blocks.free(taken)
     with pytest.raises(AssertionError, match="nobody owns"):
         blocks.share(taken)
-    with pytest.raises(AssertionError, match="never began"):
+    with pytest.raises(AssertionError, match="never launched"):
         blocks.complete()
 
 

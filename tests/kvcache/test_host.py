@@ -67,13 +67,13 @@ class Memories(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.away)))
-        self.memory.drop(key)
+        self.memory.discard(key)
         self.away.remove(key)
         assert key not in self.memory
 
     @rule()
     def begin(self) -> None:
-        self.memory.begin()
+        self.memory.start_copies()
 
     @rule(direction=st.sampled_from(Direction))
     def end_one(self, direction: Direction) -> None:
@@ -112,7 +112,7 @@ class Memories(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         while self.memory.is_moving:
-            self.memory.begin()
+            self.memory.start_copies()
             self.memory.wait()
             self.poll()
         while len(self.away) and self.free:
@@ -120,7 +120,7 @@ class Memories(RuleBasedStateMachine):
             if key in self.memory:
                 self.memory.fetch(key, block := self.free.pop())
                 self.arriving[block] = (key, self.memory.last_arrival)
-                self.memory.begin()
+                self.memory.start_copies()
                 self.memory.wait()
                 self.poll()
 
@@ -136,7 +136,7 @@ def memory_of(num_slots: int) -> tuple[HostMemory, LateMover]:
 
 def settle(memory: HostMemory) -> None:
     while memory.is_moving:
-        memory.begin()
+        memory.start_copies()
         memory.wait()
         memory.poll(lambda block: False)
 

@@ -1,4 +1,4 @@
-"""What was computed once is found again: across requests, turns, siblings, cancels, preemptions."""
+"""A computed prefix is found again: across requests, turns, siblings, cancels and preemptions."""
 
 import random
 
@@ -45,7 +45,7 @@ def check(client: Client, number: int, prompt: list[int], sampling: SamplingPara
 
 
 def ask(client: Client, prompt: list[int], max_tokens: int = 5, **cache: object) -> tuple[int, int]:
-    """How many blocks it shared, and how many tokens of it were computed."""
+    """Return how many blocks a request shared, and how many of its tokens were computed."""
     runner = client.engine._runner
     assert isinstance(runner, CountingRunner)
     before = len(runner.batches)
@@ -92,7 +92,7 @@ def test_without_reuse_nothing_is_found() -> None:
     client.drain()
     check(client, number, PROMPT, greedy(5, n=3))
     assert not any(batch.copies for batch in runner.batches)
-    assert client.engine._scheduler.cache.num_kept == 0
+    assert client.engine._scheduler.cache.num_cached == 0
 
 
 def test_the_next_question_finds_the_last_answer() -> None:
@@ -178,7 +178,7 @@ def test_a_burst_computes_what_it_has_in_common_once(max_in_flight: int) -> None
 
 
 def test_a_burst_of_long_prompts_computes_what_it_has_in_common_once() -> None:
-    """Beside decodes a step takes little of long prompts: those it takes nothing of wait for it."""
+    """Beside decodes a step computes few tokens of long prompts: prompts without a share wait."""
     client, runner = make(num_blocks=2000, num_seqs=32, num_tokens=128, long_prompt_tokens=20)
     shared = list(range(40))
     asked = [[*shared, *[50 + i % 8, i] * 30] for i in range(24)]
@@ -373,7 +373,7 @@ def test_a_lower_priority_goes_first_and_a_higher_one_last() -> None:
 
 
 def grow_a_tree(seed: int, is_reused: bool) -> dict[tuple[int, ...], list[int]]:
-    """Conversations that branch, asked in any order with cancels between: prompt -> told."""
+    """Run branching conversations in random order, with cancels; return prompt -> output."""
     rng = random.Random(seed)
     num_blocks, max_in_flight = rng.choice([30, 60, 200]), rng.randint(1, 2)
     client, runner = make(num_blocks, 6, rng.choice([7, 30]), max_in_flight, is_reused)

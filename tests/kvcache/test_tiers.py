@@ -1,7 +1,7 @@
-"""A cache in two places: blocks that leave, wait in host memory and come back change no token.
+"""A cache in two places: blocks that leave, stay in host memory and come back change no token.
 
 Copies end late and in no order with the steps; until then their destinations hold nothing, and so
-does every empty block: whoever reads one too early, or one that is stale, is seen.
+does every empty block: a step that reads a block too early, or a stale one, is detected.
 """
 
 import random
@@ -24,7 +24,7 @@ from slipstream_contract.sampling import SamplingParams
 
 
 class Runner(CountingRunner):
-    """With host memory; what a step should not have read is not forgiven if it is tried again."""
+    """A runner with host memory. A misread block fails the test even if the step is run again."""
 
     def __init__(self, num_slots: int, *args: int, window: AttentionWindow | None = None) -> None:
         super().__init__(*args, window=window)
@@ -39,7 +39,7 @@ class Runner(CountingRunner):
             raise
 
     def look(self, engine: Engine) -> None:
-        """Between steps: nothing was read that may not be, and what is empty holds nothing."""
+        """Assert between steps that nothing was misread, and poison empty blocks."""
         assert self.misread is None, repr(self.misread)
         if not self.in_flight:  # a row that means nothing may still be written
             self.poison(engine._scheduler.cache._blocks._empty)
@@ -101,7 +101,7 @@ class Tiers(Machine):
 
     @rule(seconds=st.sampled_from([None, 1e-9, 1.0]))
     def measure(self, seconds: float | None) -> None:
-        """What a copy takes, where a token takes next to nothing: now it is worth it, now not."""
+        """Set the time of a copy, so that copying is sometimes slower than computing."""
         rate = None if seconds is None else self.mover.block_bytes / seconds
         self.mover.rates = dict.fromkeys(Direction, rate)
 
@@ -210,9 +210,9 @@ class BrokenMover(LateMover):
 
     where = ""
 
-    def begin(self, direction: Direction, pairs: Sequence[tuple[int, int]]) -> None:
+    def start(self, direction: Direction, pairs: Sequence[tuple[int, int]]) -> None:
         self.fail("begin")
-        super().begin(direction, pairs)
+        super().start(direction, pairs)
 
     def num_ended(self, direction: Direction) -> int:
         self.fail("num_ended")

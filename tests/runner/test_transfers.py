@@ -24,7 +24,7 @@ def test_out_and_in_again_elsewhere(device: str) -> None:
     assert transfers.num_bytes == 200 * transfers.block_bytes
     count = transfers.max_pairs
     out = [(2 * i, 199 - i) for i in range(count)]
-    transfers.begin(Direction.OUT, out)
+    transfers.start(Direction.OUT, out)
     transfers.wait()
     assert transfers.num_ended(Direction.OUT) == 1
     assert transfers.num_ended(Direction.IN) == 0
@@ -32,8 +32,8 @@ def test_out_and_in_again_elsewhere(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
     back = [(slot, 299 - block) for block, slot in out]
-    transfers.begin(Direction.IN, back[:3])
-    transfers.begin(Direction.IN, back[3:])
+    transfers.start(Direction.IN, back[:3])
+    transfers.start(Direction.IN, back[3:])
     while transfers.num_ended(Direction.IN) < 2:
         transfers.wait()
     for block, _ in out:
@@ -52,11 +52,11 @@ def test_many_copies_at_once(device: str) -> None:
     transfers = Transfers(cache, 200)
     before = cache.clone()
     for block in range(200):
-        transfers.begin(Direction.OUT, [(block, 199 - block)])
+        transfers.start(Direction.OUT, [(block, 199 - block)])
     while transfers.num_ended(Direction.OUT) < 200:
         transfers.wait()
     for slot in range(200):
-        transfers.begin(Direction.IN, [(slot, slot)])
+        transfers.start(Direction.IN, [(slot, slot)])
     while transfers.num_ended(Direction.IN) < 200:
         transfers.wait()
     assert torch.equal(cache, before.flip(1))
@@ -68,9 +68,9 @@ def test_layers_that_lie_further_apart_than_2_gigabytes() -> None:
     cache = torch.zeros((2, 20_000, 1 << 17), dtype=torch.uint8, device="cuda")
     last = cache[:, -1].random_().clone()
     transfers = Transfers(cache, 2)
-    transfers.begin(Direction.OUT, [(19_999, 1)])
+    transfers.start(Direction.OUT, [(19_999, 1)])
     transfers.wait()
-    transfers.begin(Direction.IN, [(1, 7)])
+    transfers.start(Direction.IN, [(1, 7)])
     transfers.wait()
     assert torch.equal(cache[:, 7], last)
 
@@ -79,7 +79,7 @@ def test_on_a_cpu_a_copy_is_told_at_the_next_look() -> None:
     transfers = Transfers(cache_on("cpu", 3), 2)
     assert transfers.rate(Direction.OUT) is None
     assert transfers.num_ended(Direction.OUT) == 0
-    transfers.begin(Direction.OUT, [(1, 1)])
+    transfers.start(Direction.OUT, [(1, 1)])
     assert transfers.num_ended(Direction.OUT) == 1
 
 

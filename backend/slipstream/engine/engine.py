@@ -276,7 +276,7 @@ class Engine:
                 **self._load_of_clients(),
                 "max_num_seqs": self._limits.max_num_seqs,
                 "block_size": self._runner.block_size,
-                "cached_blocks": self._scheduler.cache.num_kept,
+                "cached_blocks": self._scheduler.cache.num_cached,
                 **self._scheduler.cache.tier.gauges(),
             }
         )

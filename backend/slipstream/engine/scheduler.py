@@ -34,7 +34,7 @@ from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.waiting import WaitingQueue
 from slipstream.kvcache.cache import Copies, KVCache
 from slipstream.kvcache.host import Mover
-from slipstream.kvcache.reuse import Match
+from slipstream.kvcache.reuse import PrefixMatch
 from slipstream.wire import FinishReason
 
 MAX_PREEMPTIONS = 3
@@ -148,7 +148,7 @@ class Scheduler:
         """
         self.cache.tier.poll()
         batch = self._schedule(only)
-        self.cache.tier.begin()
+        self.cache.tier.start_copies()
         return batch
 
     def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
@@ -226,7 +226,7 @@ class Scheduler:
                 self.finish(sequence, ending)
         for sequence in owners if self.cache.window.size else ():
             if sequence.status is running:
-                self.cache.forget(sequence)
+                self.cache.free_outside_window(sequence)
         return owners
 
     def roll_back(self) -> list[Sequence]:
@@ -301,7 +301,7 @@ class Scheduler:
             else:
                 return
 
-    def _awaited(self, sequence: Sequence, match: Match, work: _Work) -> Sequence | None:
+    def _awaited(self, sequence: Sequence, match: PrefixMatch, work: _Work) -> Sequence | None:
         """The leader, if that is worth it: most of what it has yet to compute is of both, or a
         fourth of this one is and the step has no token for it. Not a leader that would be slower.
         """
@@ -309,11 +309,11 @@ class Scheduler:
             return None
         is_long, is_slow = (s.num_tokens > self._long_tokens for s in (sequence, leader))
         is_idle = is_long and work.long_budget == 0
-        is_most = 2 * match.num_coming >= leader.num_tokens - leader.num_computed
-        is_much = is_idle and 4 * match.num_coming >= sequence.num_tokens
+        is_most = 2 * match.num_leader_tokens >= leader.num_tokens - leader.num_computed
+        is_much = is_idle and 4 * match.num_leader_tokens >= sequence.num_tokens
         return leader if is_slow <= is_long and (is_most or is_much) else None
 
-    def _admit(self, sequence: Sequence, match: Match) -> bool:
+    def _admit(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Give a waiting sequence its blocks, if that leaves some for each running sequence."""
         num_tokens = sequence.num_final - 1 if sequence.is_spared else sequence.num_tokens
         if not self.cache.admit(sequence, match, num_tokens, len(self._running)):
@@ -333,9 +333,9 @@ class Scheduler:
             return  # preempted for an older one in this very step
         if sequence.num_tokens == sequence.num_final:
             return  # its last token is in flight and will not be computed
-        tables = self.cache.shortest(sequence)
+        tables = self.cache.shortest_tables(sequence)
         while not self.cache.tier.has_room(len(tables)):
-            if self.cache.num_coming:
+            if self.cache.num_becoming_free:
                 return  # a block comes back with the step in flight, or by itself
             if self.cache.window.size and sequence.num_in_flight:
                 return  # what it forgets with that step it may use again

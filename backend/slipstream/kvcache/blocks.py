@@ -1,14 +1,15 @@
-"""The pool of KV blocks: who may write where. It knows numbers only, never the memory behind them.
+"""Manage the pool of KV blocks: which block may be written, shared or handed out.
 
-    empty     on the stack, may be handed out now
-    kept      idle too, but what it holds may be asked for again; handed out when none is empty
-    fenced    nobody's, but a launched step may still touch it
-    in use    one reference a sequence that lists it
+    empty     holds nothing; handed out first
+    cached    idle, but holds a prefix that may be found again; handed out when none is empty
+    fenced    without an owner, but a launched step may still read or write it
+    in use    one reference for each sequence that lists it
 
-Every block is in exactly one of the four, or on its way to or from host memory and nobody's: then
-it may be shared, and is idle only after that. A block is freed with the fence of the last launched
-step and is idle when that step has completed; while steps run one after another, at once. Whoever
-shares a block only reads it, so a fence keeps nobody from sharing it again.
+Every block is in exactly one of these states, or is moving to or from host memory without an owner:
+such a block can be shared, and is idle only after the move. A freed block gets the fence of the
+last launched step and becomes idle when that step has completed; with no step in flight it is idle
+at once. A shared block is only read, so a fence does not prevent sharing it again. Blocks are
+numbers here; the memory behind them belongs to the runner.
 """
 
 from collections import deque
@@ -28,63 +29,68 @@ class BlockManager:
         evict: Callable[[list[int], int], None] = lambda blocks, priority: None,
         has_host: bool = False,
     ) -> None:
-        """`evict` is told of kept blocks that are handed out, with their priority; `clock` in ns.
+        """Make a pool of empty blocks.
 
-        If `has_host`, kept blocks are not handed out: only `take_kept` lets go of them.
+        Args:
+            num_blocks: size of the pool.
+            clock: time in ns.
+            evict: called with cached blocks that are handed out, and their priority.
+            has_host: whether there is host memory; cached blocks are then never handed out by
+                `allocate`, but leave by `take_least_valuable`.
         """
         self.num_blocks = num_blocks
-        self.num_fenced = 0  # blocks that nobody owns and a launched step may still touch
+        self.num_fenced = 0  # without an owner, but a launched step may still touch them
         self._evict = evict
         self.has_host = has_host
         self.moving: set[int] = set()  # to or from host memory, in use or not
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._idle = IdleBlocks(clock)
-        self._is_kept = [False] * num_blocks  # in whatever state
+        self._is_cached = [False] * num_blocks  # whatever its state
         self._references = [0] * num_blocks
         self._fence = [0] * num_blocks  # the last step that may touch a fenced block, else 0
-        self._fenced: deque[tuple[int, int]] = deque()  # (step, block), some shared since
+        self._fenced: deque[tuple[int, int]] = deque()  # (step, block); some were shared since
         self._num_launched = 0
         self._num_completed = 0
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out now."""
+        """Number of blocks that `allocate` can hand out now."""
         return len(self._empty) + (0 if self.has_host else len(self._idle))
 
     @property
     def num_empty(self) -> int:
-        """Idle blocks of which nothing is kept."""
+        """Number of idle blocks that hold nothing."""
         return len(self._empty)
 
     @property
-    def kept(self) -> set[int]:
-        """All blocks of which something is kept, in use and fenced ones too."""
-        return {block for block in range(self.num_blocks) if self._is_kept[block]}
+    def cached(self) -> set[int]:
+        """All blocks that hold a prefix, also those that are in use or fenced."""
+        return {block for block in range(self.num_blocks) if self._is_cached[block]}
 
     @property
-    def num_kept(self) -> int:
-        """Idle blocks of which something is kept."""
+    def num_cached(self) -> int:
+        """Number of idle blocks that hold a prefix."""
         return len(self._idle)
 
     @property
     def num_moving(self) -> int:
-        """Blocks that are nobody's, but for a copy to or from host memory."""
-        return sum([not self.is_wanted(block) for block in self.moving])
+        """Number of blocks without an owner or fence that are moving to or from host memory."""
+        return sum([not self.is_busy(block) for block in self.moving])
 
     def is_exclusive(self, block: int) -> bool:
-        """Whether one owner has it, and nobody can ask for what it holds."""
-        return self._references[block] == 1 and not self._is_kept[block]
+        """Return whether a block has one owner and cannot be found by others."""
+        return self._references[block] == 1 and not self._is_cached[block]
 
-    def is_wanted(self, block: int) -> bool:
-        """Does anybody own it, or may a launched step still touch it?"""
+    def is_busy(self, block: int) -> bool:
+        """Return whether a block has an owner, or a launched step may still touch it."""
         return bool(self._references[block] or self._fence[block])
 
     def is_idle(self, block: int) -> bool:
-        """Is it empty or kept?"""
+        """Return whether a block is empty or cached."""
         return not (self._references[block] or self._fence[block] or block in self.moving)
 
     def num_shareable(self, blocks: Iterable[int]) -> int:
-        """How many free blocks less there are, once these are shared."""
+        """Return by how much sharing these blocks reduces `num_free`."""
         return 0 if self.has_host else sum(map(self.is_idle, blocks))
 
     def allocate(self, num_blocks: int) -> list[int]:
@@ -95,7 +101,7 @@ class BlockManager:
         if len(taken) < num_blocks:
             for blocks, priority in self._idle.pop(num_blocks - len(taken)):
                 for block in blocks:
-                    self._is_kept[block] = False
+                    self._is_cached[block] = False
                 self._evict(blocks, priority)
                 taken += blocks
         for block in taken:
@@ -103,11 +109,11 @@ class BlockManager:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each, kept or in use; the sharer must never write to them."""
+        """Add a reference to each block, cached or in use; the new owner must never write to it."""
         references, fence, idle = self._references, self._fence, []
         for block in blocks:
             if not references[block]:
-                assert self._is_kept[block], "sharing a block that nobody owns"
+                assert self._is_cached[block], "sharing a block that nobody owns"
                 if fence[block]:
                     fence[block] = 0
                     self.num_fenced -= 1
@@ -118,7 +124,7 @@ class BlockManager:
             self._idle.remove(idle)
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each; without references it waits for its fence, then is idle."""
+        """Drop a reference of each block; one without references is idle after its fence."""
         references, step, freed = self._references, self._num_launched, []
         for block in blocks:
             assert references[block] > 0, "double free"
@@ -133,53 +139,53 @@ class BlockManager:
             self._fenced.append((step, block))
         self.num_fenced += len(freed)
 
-    def keep(self, blocks: Iterable[int]) -> None:
-        """What these blocks, which are in use, hold may be asked for again."""
-        references, is_kept = self._references, self._is_kept
+    def mark_cached(self, blocks: Iterable[int]) -> None:
+        """Mark blocks in use as holding a prefix: without owners they become cached, not empty."""
+        references, is_cached = self._references, self._is_cached
         for block in blocks:
             assert references[block], "keeping a block that nobody owns"
-            is_kept[block] = True
+            is_cached[block] = True
 
     def retain(self, block: int, priority: int, duration_ns: int) -> None:
-        """How much a block in use is worth once it is idle; a duration of 0 has no end."""
+        """Set the eviction priority of a block in use; see `IdleBlocks.retain`."""
         self._idle.retain(block, priority, duration_ns)
 
-    def drop(self, block: int) -> None:
-        """What it holds will not be asked for again."""
-        assert self._is_kept[block]
-        self._is_kept[block] = False
+    def uncache(self, block: int) -> None:
+        """Mark a block as holding no prefix any more."""
+        assert self._is_cached[block]
+        self._is_cached[block] = False
         if self.is_idle(block):
             self._empty.append(block)
-        self._idle.forget(block)
+        self._idle.discard(block)
 
-    def take_kept(self) -> tuple[int, int, int]:
-        """The kept block that is worth least begins to move; its priority, and that's ns."""
+    def take_least_valuable(self) -> tuple[int, int, int]:
+        """Start to move the block that goes first; return it, its priority and duration (ns)."""
         block, priority, duration_ns = self._idle.take()
         self.moving.add(block)
         return block, priority, duration_ns
 
-    def begin_move(self, block: int) -> None:
-        """Something is being copied to a block in use."""
+    def start_move(self, block: int) -> None:
+        """Mark a block in use as the target of a copy from host memory."""
         assert self._references[block]
         self.moving.add(block)
 
-    def end_move(self, block: int, has_left: bool = False) -> None:
-        """It has arrived; or what it held has left, which nobody wants then."""
+    def finish_move(self, block: int, has_left: bool = False) -> None:
+        """Mark a move as ended. With `has_left`, the block's content is now in host memory only."""
         self.moving.remove(block)
         if has_left:
-            assert not self.is_wanted(block), "a block left that is wanted"
-            self._is_kept[block] = False
-            self._idle.forget(block)
-        if not self.is_wanted(block):
+            assert not self.is_busy(block), "a busy block left"
+            self._is_cached[block] = False
+            self._idle.discard(block)
+        if not self.is_busy(block):
             self._settle([block])
 
     def launch(self) -> None:
-        """A step begins that may touch all blocks in use now."""
+        """Count a launched step, which may touch all blocks that are in use now."""
         self._num_launched += 1
 
     def complete(self) -> None:
-        """The oldest launched step has ended: what only it could touch is idle."""
-        assert self._num_completed < self._num_launched, "a step completed that never began"
+        """Count the oldest launched step as completed: the blocks that it fenced are idle."""
+        assert self._num_completed < self._num_launched, "a step completed that was never launched"
         self._num_completed += 1
         settled = []
         while self._fenced and self._fenced[0][0] <= self._num_completed:
@@ -191,19 +197,19 @@ class BlockManager:
         self._settle(settled)
 
     def _settle(self, blocks: list[int]) -> None:
-        is_kept, moving, kept = self._is_kept, self.moving, []
+        is_cached, moving, cached = self._is_cached, self.moving, []
         for block in blocks:
             if block in moving:
                 continue
-            if is_kept[block]:
-                kept.append(block)
+            if is_cached[block]:
+                cached.append(block)
             else:
                 self._empty.append(block)
-        if kept:
-            self._idle.add(kept)
+        if cached:
+            self._idle.add(cached)
 
     def check_integrity(self, owned: Iterable[Iterable[int]]) -> None:
-        """Compare with what the owners say they hold: one list of blocks an owner. O(blocks)."""
+        """Assert that references equal the owners' lists, and that no block is lost. O(blocks)."""
         expected = [0] * self.num_blocks
         for blocks in owned:
             for block in blocks:
@@ -214,12 +220,12 @@ class BlockManager:
         fenced = [block for block in numbers if self._fence[block]]
         assert len(fenced) == self.num_fenced
         assert {(self._fence[block], block) for block in fenced} <= set(self._fenced)
-        kept = [block for block in numbers if block in self._idle]
-        assert len(kept) == len(self._idle)
-        assert all(self._is_kept[block] for block in kept), "a block is idle for nothing"
-        assert not any(self._is_kept[block] for block in self._empty), "a block is kept and empty"
-        moving = [block for block in self.moving if not self.is_wanted(block)]
-        free = self._empty + kept + fenced + moving
+        cached = [block for block in numbers if block in self._idle]
+        assert len(cached) == len(self._idle)
+        assert all(self._is_cached[block] for block in cached), "an idle block holds nothing"
+        assert not any(self._is_cached[block] for block in self._empty), "an empty block is cached"
+        moving = [block for block in self.moving if not self.is_busy(block)]
+        free = self._empty + cached + fenced + moving
         assert len(free) == len(set(free)), "a block is free twice"
         assert all(self._references[block] == 0 for block in free), "a block in use is free"
         num_used = sum(count > 0 for count in self._references)

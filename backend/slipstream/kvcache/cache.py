@@ -1,22 +1,23 @@
-"""What of a sequence is computed already, and in which blocks: the scheduler's only way to them.
+"""Give running sequences their tables of blocks, and let them share what is already computed.
 
-A running sequence holds the blocks of its tables (`Sequence.tables`: one for each group of layers,
-see groups.py), others hold none.
+The scheduler reaches the cache by this module only. A running sequence holds the blocks of its
+tables (`Sequence.tables`, one for each layer group, see `core/groups.py`); others hold none.
 
-    match     which blocks hold the beginning of a sequence's tokens
-    admit     tables with room for so many tokens: those blocks, and new ones
-    grow      room for one more block of tokens
-    forget    what none of its next tokens sees is not its any more
-    computed  a step computed more of it, and what it sampled is a number: others may find it
-    release   the tables are gone; launched steps may still touch them, so they are fenced
-    launch    a step begins, with the copies of blocks that must come before it
-    complete  the oldest step has ended; `roll_back`: all launched ones are void
+    match                find the blocks that hold the first tokens of a sequence
+    admit                give a sequence tables: the blocks of its match, and new ones
+    grow                 add room for one more block of tokens
+    free_outside_window  free blocks that no later token of the sequence sees
+    computed             register blocks that a step has computed, so that others find them
+    release              free the tables; a launched step may still touch them, so they are fenced
+    launch               count a launched step, and return the block copies that must run first
+    complete             count the oldest step as completed
+    roll_back            void all launched steps
 
-Whole blocks are shared; of the next one, what still matches is copied. Shared blocks are never
-written: who shares them computes at later positions, in blocks of its own. A finite sample proves
-that all keys and values before it are finite (a NaN in any of them would be in it), and only then
-they can be found: see reuse.py. An idle block is found until it is handed out to somebody.
-What is not here may lie in host memory: see tier.py.
+Whole blocks are shared. If the next block matches in part, it is copied. Shared blocks are never
+written: the sequences that share them compute later positions, in blocks of their own. A finite
+sample proves that all keys and values before it are finite (a NaN in any of them would reach the
+logits), and only then can they be found: see `reuse.py`. An idle block can be found until it is
+handed out. Blocks that left the device may be in host memory: see `tier.py`.
 """
 
 from collections import deque
@@ -34,8 +35,8 @@ from slipstream.core.window import AttentionWindow
 from slipstream.figures import EVICTIONS
 from slipstream.kvcache.blocks import BlockManager
 from slipstream.kvcache.host import Mover
-from slipstream.kvcache.reuse import NOT_HERE, Match, Reuse
-from slipstream.kvcache.tier import Tier
+from slipstream.kvcache.reuse import NOT_HERE, PrefixMatch, Reuse
+from slipstream.kvcache.tier import HostTier
 
 Copies = tuple[tuple[int, int], ...]
 
@@ -53,74 +54,76 @@ class KVCache:
         mover: Mover | None = None,
         token_ns: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Without reuse, or with gaps in the tables, nothing is found.
+        """Make an empty cache. Without reuse, or with gaps in the tables, nothing is ever found.
 
         Args:
-            num_blocks: on the device.
-            block_size: in tokens.
-            is_reused: can what is computed be found again?
-            clock: in ns.
-            window: what of a sequence its next tokens see.
-            mover: what host memory there is.
-            token_ns: how long a token of a prompt takes, if that is known.
+            num_blocks: blocks on the device.
+            block_size: tokens in a block.
+            is_reused: whether computed blocks can be found again.
+            clock: time in ns.
+            window: attention window of the model; None: full attention.
+            mover: executes copies to and from host memory; None: there is no host memory.
+            token_ns: returns the time that a prompt token takes, or None while it is not measured.
         """
         self.num_blocks = num_blocks
         self.window = window or AttentionWindow()
         self.block_size = block_size
         self._num_full, self._num_local = len(self.window.full), len(self.window.local)
         most = [self.window.max_local_blocks(block_size, ahead) or 0 for ahead in (1, None)]
-        self._local_blocks = most  # without which no token is computed, and that have a use
-        self.num_evicted = dict.fromkeys(EVICTIONS, 0)  # blocks handed out that held something
+        self._local_blocks = most  # the fewest and the most that are useful
+        self.num_evicted = dict.fromkeys(EVICTIONS, 0)  # blocks by priority
         is_reused = is_reused and not self.window.has_gaps
         mover = mover if is_reused else None
         self._blocks = BlockManager(num_blocks, clock, self._evict, mover is not None)
         self._index = PrefixIndex(block_size)
         self._token_ns = token_ns
-        self.tier = Tier(self._blocks, self._index, mover, self._compute_s, self._evict)
+        self.tier = HostTier(self._blocks, self._index, mover, self._compute_s, self._evict)
         pool = (self._blocks, self._index, self.tier, self.window, block_size)
         self._reuse = Reuse(*pool, is_reused)
         self.match = self._reuse.match
         self.computed = self._reuse.computed
-        self._copies: list[BlockCopy] = []  # that no step has done yet
-        self._launched: deque[list[BlockCopy]] = deque()  # by the steps in flight
+        self._copies: list[BlockCopy] = []  # for the next step
+        self._launched: deque[list[BlockCopy]] = deque()  # of each step in flight
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had now, those that are kept among them."""
+        """Number of blocks that can be handed out now, cached ones included."""
         return self._blocks.num_free
 
     @property
     def num_fenced(self) -> int:
-        """Blocks that nobody owns and a launched step may still touch."""
+        """Number of blocks without an owner that a launched step may still touch."""
         return self._blocks.num_fenced
 
     @property
-    def num_kept(self) -> int:
-        """Idle blocks that hold what may be asked for again."""
-        return self._blocks.num_kept
+    def num_cached(self) -> int:
+        """Number of idle blocks that hold a prefix."""
+        return self._blocks.num_cached
 
     @property
     def num_unused(self) -> int:
-        """Blocks that no sequence holds: they can be had, now or later."""
+        """Number of blocks that no sequence holds: free now, or as soon as steps and copies end."""
         blocks = self._blocks
-        return blocks.num_empty + blocks.num_kept + blocks.num_fenced + blocks.num_moving
+        return blocks.num_empty + blocks.num_cached + blocks.num_fenced + blocks.num_moving
 
     @property
-    def num_coming(self) -> int:
-        """Blocks that will be free without anybody's doing."""
+    def num_becoming_free(self) -> int:
+        """Number of blocks that become free when steps in flight and copies end."""
         return self._blocks.num_fenced + self._blocks.num_moving
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks without which so many tokens cannot be computed."""
+        """Return the number of blocks without which so many tokens cannot be computed."""
         return self.window.blocks_for(-(-num_tokens // self.block_size), self.block_size, 1)
 
     # --- tables --------------------------------------------------------------------------------
 
-    def admit(self, sequence: Sequence, match: Match, num_tokens: int, num_others: int) -> bool:
-        """Give a sequence room for so many tokens, or for as many as the cache has.
+    def admit(
+        self, sequence: Sequence, match: PrefixMatch, num_tokens: int, num_others: int
+    ) -> bool:
+        """Give a sequence tables for `num_tokens` tokens, or for as many as the whole cache has.
 
-        False, and nothing has changed, if then not each of `num_others` could grow; with host
-        memory blocks may have begun to move there.
+        Returns False and changes nothing if that would leave less than one block in each table for
+        each of `num_others` running sequences; blocks may have started to move to host memory then.
         """
         blocks, size = self._blocks, self.block_size
         num_spare = num_others * self.window.num_tables
@@ -128,14 +131,14 @@ class KVCache:
         num_fetched = [table.count(NOT_HERE) for table in match.tables]
         num_new = sum(num_more) + sum(num_fetched)
         num_left = blocks.num_free - num_spare - num_new
-        # Who is shared is counted only if that can be too many.
+        # Shared blocks are counted only if they could be too many.
         if num_left < len(shared) and num_left < blocks.num_shareable(shared):
             return False
         blocks.share(shared)
         num_left = blocks.num_free - num_spare - num_new
         is_copied = match.num_copied and blocks.num_shareable(match.sources) <= num_left
         if is_copied:
-            blocks.share(match.sources)  # or they might be handed out here
+            blocks.share(match.sources)  # before they might be handed out below
         own = iter(blocks.allocate(num_new))
         for table, found in enumerate(match.tables):
             if num_fetched[table]:
@@ -154,34 +157,37 @@ class KVCache:
         sequence.capacity = min(map(len, sequence.tables)) * size
         sequence.num_shared_blocks += len(shared) + sum(num_fetched)
         sequence.num_allocated_blocks += sum(num_more)
-        self._reuse.begin(sequence, match.num_blocks)
+        self._reuse.admitted(sequence, match.num_blocks)
         self.tier.admitted(sequence, max(num_fetched) * size)
         return True
 
     def _make_room(
-        self, sequence: Sequence, match: Match, num_tokens: int, num_spare: int
-    ) -> tuple[Match, list[int], list[int]]:
-        """The match, the blocks of it that are here, and how many more each table needs.
+        self, sequence: Sequence, match: PrefixMatch, num_tokens: int, num_spare: int
+    ) -> tuple[PrefixMatch, list[int], list[int]]:
+        """Return the match, its blocks on the device, and how many more blocks each table needs.
 
-        Where there are too few, others begin to leave for host memory, but none of these.
+        With host memory, other idle blocks start to leave the device if too few are free.
         """
-        shared, num_new, num_more = self._needs(match, num_tokens)
+        shared, num_new, num_more = self._blocks_needed(match, num_tokens)
         if self._blocks.has_host and num_new + num_spare > self.num_free:
             self._blocks.share(shared)
             self.tier.has_room(num_new + num_spare)
             self._blocks.free(reversed(shared))
-            match = self.match(sequence)  # what was found there may have gone
-            shared, _, num_more = self._needs(match, num_tokens)
+            match = self.match(sequence)  # what was found in host memory may have gone
+            shared, _, num_more = self._blocks_needed(match, num_tokens)
         return match, shared, num_more
 
-    def _needs(self, match: Match, num_tokens: int) -> tuple[list[int], int, list[int]]:
-        """The blocks that are here, how many others are needed, and how many of these are not of
-        the match, by table.
+    def _blocks_needed(
+        self, match: PrefixMatch, num_tokens: int
+    ) -> tuple[list[int], int, list[int]]:
+        """Return the matched blocks on the device, how many others are needed, and these by table.
 
-        Local tables get room for what is in flight, too, as far as the cache has it.
+        The last value is the number of blocks that each table needs beyond the match.
+
+        Local tables also get room for tokens in flight, as far as the cache has it.
         """
         num_full, num_local = self._num_full, self._num_local
-        found = self._held(match)
+        found = self._live_blocks(match)
         num_found = sum(map(len, found))
         shared = [*chain.from_iterable(found)]
         if self._blocks.has_host:
@@ -200,35 +206,38 @@ class KVCache:
         return shared, num_found - len(shared) + sum(more), more
 
     def _compute_s(self) -> float | None:
-        """How long a block of a prompt takes, if that is known."""
+        """Return the time in s in which a block is computed; None while it is not measured."""
         token_ns = self._token_ns()
         return None if token_ns is None else token_ns * self.block_size / 1e9
 
-    def forget(self, sequence: Sequence) -> None:
-        """Give back what none of its next tokens sees."""
-        gone = self.window.outside(sequence.num_computed, self.block_size)
-        begin = max(gone.start, sequence.num_outside)
-        end = gone.stop - sequence.gap // self.block_size
-        if begin >= end:
+    def free_outside_window(self, sequence: Sequence) -> None:
+        """Free the blocks that no later token of the sequence sees."""
+        outside = self.window.outside(sequence.num_computed, self.block_size)
+        start = max(outside.start, sequence.num_outside)
+        end = outside.stop - sequence.gap // self.block_size
+        if start >= end:
             return
         tables = list(sequence.tables)
         for number in range(self._num_full, len(tables)):
-            tables[number] = self._forget(sequence, tables[number], begin, end)
+            tables[number] = self._shrink_table(sequence, tables[number], start, end)
         sequence.tables = tuple(tables)
         if self.window.has_gaps:
-            sequence.gap += (end - begin) * self.block_size
-            sequence.is_new = True  # all of its table is
+            sequence.gap += (end - start) * self.block_size
+            sequence.is_new = True  # the runner needs the whole new table
         else:
             sequence.num_outside = end
         sequence.capacity = min(map(len, tables)) * self.block_size + sequence.gap
 
-    def _forget(self, sequence: Sequence, table: list[int], begin: int, end: int) -> list[int]:
-        """A local table without these blocks of it.
+    def _shrink_table(
+        self, sequence: Sequence, table: list[int], start: int, end: int
+    ) -> list[int]:
+        """Return a local table without its blocks `start .. end - 1`.
 
-        What nobody else has, nor can find, it takes for the tokens to come, as far as they are
-        known; one that is spared takes all of it.
+        Blocks that only this sequence owns and that cannot be found are used again for its next
+        tokens, as far as these are known; a sequence that is exempt from preemption takes all of
+        them.
         """
-        size, blocks, old = self.block_size, self._blocks, table[begin:end]
+        size, blocks, old = self.block_size, self._blocks, table[start:end]
         capacity = len(table) * size + sequence.gap
         num_tokens = min(sequence.num_tokens, sequence.num_computed + self.window.num_ahead)
         num_wanted = max(0, -(-(num_tokens - capacity) // size))
@@ -236,11 +245,11 @@ class KVCache:
         again = own if sequence.is_spared else own[:num_wanted]
         blocks.free(block for block in old if block not in again)
         if self.window.has_gaps:
-            table = table[:begin] + table[end:]
+            table = table[:start] + table[end:]
         return table + again
 
-    def shortest(self, sequence: Sequence) -> Collection[list[int]]:
-        """Its tables without which no more tokens have room."""
+    def shortest_tables(self, sequence: Sequence) -> Collection[list[int]]:
+        """Return the tables that must grow before the sequence has room for more tokens."""
         tables = sequence.tables
         if len(tables) == 1:
             return tables
@@ -248,18 +257,18 @@ class KVCache:
         return [table for table in tables if len(table) == size]
 
     def grow(self, sequence: Sequence, tables: Collection[list[int]]) -> None:
-        """Room for one block more of tokens, in its `shortest` tables; each takes a free one."""
+        """Add a free block to each of the sequence's `shortest_tables`."""
         for table in tables:
             table += self._blocks.allocate(1)
         sequence.capacity += self.block_size
         sequence.num_allocated_blocks += len(tables)
 
     def release(self, sequence: Sequence, is_sound: bool = True) -> None:
-        """Take all blocks from a sequence; what it has computed counts no more.
+        """Free all blocks of a sequence, which has nothing computed from then on.
 
-        If not sound, nothing of what it had is found any more.
+        If not `is_sound`, none of its blocks can be found any more.
         """
-        self._reuse.end(sequence, is_sound)
+        self._reuse.released(sequence, is_sound)
         self.tier.released(sequence.id)
         for copy in sequence.copies:
             copy.is_void = True
@@ -267,26 +276,28 @@ class KVCache:
                 self._copies.remove(copy)
                 self._blocks.free([copy.source])
         sequence.copies = []
-        # The last ones first: they are handed out first, and are worth nothing without the others.
-        for blocks in self._held(sequence):
+        # The last blocks first: they are evicted first, as they are useless without the others.
+        for blocks in self._live_blocks(sequence):
             self._blocks.free(reversed(blocks))
-        sequence.tables = ()  # new ones later: rows in flight keep the old ones
+        sequence.tables = ()  # a new tuple: rows in flight keep the old lists
         sequence.num_outside = sequence.gap = 0
         sequence.capacity = sequence.num_computed = sequence.num_scheduled = 0
         sequence.is_proven = False
         sequence.register_at = maxsize
 
-    def _held(self, owner: Sequence | Match) -> list[list[int]] | tuple[list[int], ...]:
-        """The blocks of its tables without what is forgotten."""
-        tables, begin = owner.tables, owner.num_outside
-        if not begin:
+    def _live_blocks(
+        self, owner: Sequence | PrefixMatch
+    ) -> list[list[int]] | tuple[list[int], ...]:
+        """Return the blocks of each table, without entries that have left the window."""
+        tables, start = owner.tables, owner.num_outside
+        if not start:
             return tables
-        return [*tables[: self._num_full], *(table[begin:] for table in tables[self._num_full :])]
+        return [*tables[: self._num_full], *(table[start:] for table in tables[self._num_full :])]
 
     # --- steps ---------------------------------------------------------------------------------
 
     def launch(self) -> Copies:
-        """A step begins that may touch all tables; what must be copied before, from and to."""
+        """Count a launched step; return the (source, target) block copies that must run first."""
         self._blocks.launch()
         self.tier.make_room_ahead()
         copies, self._copies = self._copies, []
@@ -294,13 +305,13 @@ class KVCache:
         return tuple((copy.source, copy.target) for copy in copies)
 
     def complete(self) -> None:
-        """The oldest launched step has ended."""
+        """Count the oldest launched step as completed."""
         self._blocks.complete()
         if copies := self._launched.popleft():
             self._blocks.free(copy.source for copy in copies)
 
     def roll_back(self) -> None:
-        """All launched steps are void: what they should have copied must be copied again."""
+        """Void all launched steps; copies that they should have made are made by the next one."""
         for copies in self._launched:
             self._blocks.complete()
             self._blocks.free(copy.source for copy in copies if copy.is_void)
@@ -314,17 +325,17 @@ class KVCache:
         self.num_evicted[EVICTIONS[1 + above]] += len(blocks)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Every block accounted for, no shared one written. O(blocks)."""
+        """Assert that every block is accounted for and no shared block is written. O(blocks)."""
         running = list(running)
         sources = [copy.source for copies in (self._copies, *self._launched) for copy in copies]
-        held = {sequence.id: self._held(sequence) for sequence in running}
+        held = {sequence.id: self._live_blocks(sequence) for sequence in running}
         self._blocks.check_integrity(
             [*(blocks for tables in held.values() for blocks in tables), sources]
         )
         self._reuse.check_integrity(running)
         self.tier.check_integrity(self._blocks.moving)
         owners: dict[int, int] = {}
-        read: list[tuple[int, int]] = []  # blocks, and who does not write to them
+        read: list[tuple[int, int]] = []  # (block, sequence that only reads it)
         for sequence in running:
             place = (sequence.num_computed - sequence.gap) // self.block_size
             shortest = min(map(len, sequence.tables))

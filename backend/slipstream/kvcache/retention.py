@@ -1,8 +1,8 @@
-"""Idle blocks that hold what may be asked for again: which of them goes first?
+"""Order idle cached blocks by which is evicted first.
 
-The one of the lowest priority, and among those the one that has been idle for longest. A priority
-may last for a time only, counted from when the block became idle; then it is the usual one, as if
-the block had become idle just then (TensorRT-LLM's rules).
+The block with the lowest priority goes first; among equals, the one that has been idle longest. A
+priority may have a duration, counted from when the block became idle. When it ends, the block gets
+the default priority, as if it had become idle at that moment (TensorRT-LLM's rules).
 """
 
 from collections import OrderedDict
@@ -17,19 +17,19 @@ _MIN_STALE = 64
 
 
 class IdleBlocks:
-    """Every operation is O(1) a block, for those whose priority ends O(log of their number)."""
+    """Idle blocks, by priority and time. O(1) a block; O(log n) for priorities that end."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
-        """`clock` is in ns."""
+        """Start empty; `clock` returns ns."""
         self._clock = clock
         self._levels: list[OrderedDict[int, None]] = [
             OrderedDict() for _ in range(MAX_RETENTION + 1)
         ]
-        self._used = 0  # bit p: there are blocks of priority p
+        self._used = 0  # bit p: there are idle blocks of priority p
         self._size = 0
         self._retained: dict[int, tuple[int, int]] = {}  # block -> (priority, ns; 0: for ever)
-        self._ends: list[tuple[int, int]] = []  # heap of (when, block)
-        self._end_of: dict[int, int] = {}  # idle block -> when; what the heap says else is stale
+        self._ends: list[tuple[int, int]] = []  # heap of (ns at which the priority ends, block)
+        self._end_of: dict[int, int] = {}  # idle block -> ns; other entries of the heap are stale
 
     def __len__(self) -> int:
         return self._size
@@ -41,7 +41,7 @@ class IdleBlocks:
         return self._retained[block][0] if block in self._retained else DEFAULT_RETENTION
 
     def retain(self, block: int, priority: int, duration_ns: int) -> None:
-        """How much a block is worth that is not idle, from now on."""
+        """Set the priority of a block that is not idle; a duration of 0 lasts for ever."""
         assert block not in self, "an idle block"
         if priority == DEFAULT_RETENTION:
             self._retained.pop(block, None)
@@ -49,7 +49,7 @@ class IdleBlocks:
             self._retained[block] = (priority, duration_ns)
 
     def add(self, blocks: Iterable[int]) -> None:
-        """They become idle, one after the other."""
+        """Add blocks that have become idle, one after the other."""
         usual, retained = self._levels[DEFAULT_RETENTION], self._retained
         num_before = len(usual)
         for block in blocks:
@@ -71,7 +71,7 @@ class IdleBlocks:
                 heapify(self._ends)
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """They are used again."""
+        """Remove blocks that are used again."""
         usual, retained = self._levels[DEFAULT_RETENTION], self._retained
         num_before = len(usual)
         for block in blocks:
@@ -88,7 +88,7 @@ class IdleBlocks:
         self._end_of.pop(block, None)
 
     def _count(self, priority: int, num_more: int) -> None:
-        """So many more blocks of a priority are idle."""
+        """Count `num_more` more idle blocks of a priority; may be negative."""
         self._size += num_more
         if self._levels[priority]:
             self._used |= 1 << priority
@@ -96,7 +96,7 @@ class IdleBlocks:
             self._used &= ~(1 << priority)
 
     def take(self) -> tuple[int, int, int]:
-        """The first to go is idle no more; with its priority, and for how many ns it has that."""
+        """Remove the first block to evict; return it, its priority and the duration in ns."""
         self._refresh()
         priority = self._lowest()
         block = next(iter(self._levels[priority]))
@@ -105,7 +105,7 @@ class IdleBlocks:
         return block, priority, duration_ns
 
     def pop(self, num_blocks: int) -> Iterator[tuple[list[int], int]]:
-        """The first to go, by their priority, and that; nothing is known of them any more."""
+        """Remove the first `num_blocks` blocks to evict and their priorities; yield both."""
         assert num_blocks <= self._size
         self._refresh()
         while num_blocks:
@@ -120,14 +120,14 @@ class IdleBlocks:
     def _lowest(self) -> int:
         return (self._used & -self._used).bit_length() - 1
 
-    def forget(self, block: int) -> None:
-        """It is worth nothing any more."""
+    def discard(self, block: int) -> None:
+        """Remove a block's priority, and the block itself if it is idle."""
         if block in self:
             self.remove([block])
         self._retained.pop(block, None)
 
     def _refresh(self) -> None:
-        """Take in whose time is over."""
+        """Give the default priority to blocks whose priority has ended."""
         if not self._ends:
             return
         now_ns = self._clock()
@@ -140,7 +140,7 @@ class IdleBlocks:
             self.add([block])
 
     def check_integrity(self) -> None:
-        """What is counted is what is there."""
+        """Assert that the counts equal the contents."""
         assert self._size == sum(map(len, self._levels))
         used = sum(1 << priority for priority, level in enumerate(self._levels) if level)
         assert used == self._used

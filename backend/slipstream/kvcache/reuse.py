@@ -1,8 +1,9 @@
-"""What the cache knows again: which blocks hold the beginning of a sequence's tokens.
+"""Find the blocks that hold the first tokens of a sequence, and register blocks to be found.
 
-Of each table (see groups.py) another block: its key is the digest of the tokens up to the block's
-end, marked with the table. What is found is what all tables have: those that see everything from
-the first block on, local ones what their window shows of the tokens found.
+Each table (see `core/groups.py`) has its own block for the same tokens; its key is the digest of
+all tokens up to the block's end, marked with the table. A prefix is found if all tables have it:
+tables with full attention from the first block on, local tables as far as the window of the next
+token reaches.
 """
 
 from bisect import bisect_left
@@ -13,37 +14,37 @@ from slipstream.core.prefix import DigestChain, PrefixIndex, split
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.kvcache.blocks import BlockManager
-from slipstream.kvcache.tier import Tier
+from slipstream.kvcache.tier import HostTier
 
 NOT_HERE = -1  # a block that is in host memory
 
 
 @dataclass(slots=True)
-class Match:
-    """What the cache has of a sequence."""
+class PrefixMatch:
+    """The part of a sequence that the cache already has."""
 
     num_blocks: int = 0  # of each table
     tables: list[list[int]] = field(default_factory=list)  # blocks, or `NOT_HERE`
-    num_outside: int = 0  # in front of local tables: nobody sees them, any number stands for them
-    sources: list[int] = field(default_factory=list)  # of each table, a block that begins with
-    num_copied: int = 0  # these tokens after those
-    leader: Sequence | None = None  # is about to compute `num_coming` more tokens of it
-    num_coming: int = 0
+    num_outside: int = 0  # leading entries of local tables: placeholders, never read
+    sources: list[int] = field(default_factory=list)  # for each table, a block that starts
+    num_copied: int = 0  # with this many further tokens
+    leader: Sequence | None = None  # computes `num_leader_tokens` more of the same tokens
+    num_leader_tokens: int = 0
 
 
 class Reuse:
-    """The keys of blocks, and the sequences that compute what others wait for."""
+    """The keys of blocks, and the sequences that are computing prefixes that others wait for."""
 
     def __init__(
         self,
         blocks: BlockManager,
         index: PrefixIndex,
-        tier: Tier,
+        tier: HostTier,
         window: AttentionWindow,
         block_size: int,
         is_on: bool,
     ) -> None:
-        """If not `is_on`, nothing is found."""
+        """Start with an empty index; if not `is_on`, nothing is ever found."""
         self._blocks = blocks
         self._index = index
         self._tier = tier
@@ -51,23 +52,23 @@ class Reuse:
         self._size = block_size
         self._full, self._local = window.full, window.local
         self._is_on = is_on
-        self._leaders: dict[bytes, Sequence] = {}  # digest of the first block that it computes
+        self._leaders: dict[bytes, Sequence] = {}  # `Sequence.lead_digest` -> sequence
 
-    def finds(self, sequence: Sequence) -> bool:
-        """Whether a sequence shares blocks at all.
+    def can_share(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can share blocks.
 
-        Of a window it gives back what it shared and needs others for it, which one that is spared
-        could not count on.
+        With a window, a sequence frees shared blocks and needs new ones in their place. One that is
+        exempt from preemption has to own all its blocks, so it shares none.
         """
         return self._is_on and not (self._window.size and sequence.is_spared)
 
     # --- match ---------------------------------------------------------------------------------
 
-    def match(self, sequence: Sequence) -> Match:
-        """The longest beginning of its tokens, without the last one, that is computed."""
+    def match(self, sequence: Sequence) -> PrefixMatch:
+        """Find the longest computed prefix of a sequence's known tokens, the last one excluded."""
         window, size, last = self._window, self._size, sequence.num_known - 1
-        match = Match(tables=[[] for _ in range(window.num_tables)])
-        if not self.finds(sequence):
+        match = PrefixMatch(tables=[[] for _ in range(window.num_tables)])
+        if not self.can_share(sequence):
             return match
         digests, most = self._chain(sequence).digests, last // size
         number = most
@@ -75,7 +76,7 @@ class Reuse:
             match.tables[table] = self._find(digests[1 : number + 1], table)
             number = len(match.tables[table])
         if window.size:
-            number = self._shown(digests, number)
+            number = self._num_visible(digests, number)
             first = match.num_outside = window.outside(number * size, size).stop
             for table in self._full:
                 del match.tables[table][number:]
@@ -91,16 +92,16 @@ class Reuse:
             theirs = self._chain(leader).digests
             both = range(number, min(most, len(theirs) - 1) + 1)
             end = bisect_left(both, True, key=lambda i: digests[i] != theirs[i])
-            match.num_coming = (end - 1) * size
+            match.num_leader_tokens = (end - 1) * size
         return match
 
     def _find(self, digests: list[bytes], table: int) -> list[int]:
-        """The blocks of the first of them, up to one that is nowhere; of others `NOT_HERE`."""
+        """Return the blocks up to the first missing one; `NOT_HERE` for one in host memory."""
         keys = digests if table == 0 else (_key(digest, table) for digest in digests)
         return list(iter(map(self._finder(), keys).__next__, None))
 
     def _finder(self) -> Callable[[bytes], int | None]:
-        """It tells the block of a key, `NOT_HERE`, or None if that is nowhere."""
+        """Return a function from key to block, `NOT_HERE` (in host memory), or None."""
         find, elsewhere = self._index.find, self._tier.fetchable()
 
         def find_both(key: bytes) -> int | None:
@@ -109,16 +110,16 @@ class Reuse:
 
         return find_both if elsewhere else find
 
-    def _shown(self, digests: list[bytes], number: int) -> int:
-        """The most blocks, up to so many, of which there is all that their next token sees.
+    def _num_visible(self, digests: list[bytes], number: int) -> int:
+        """Return the most blocks, up to `number`, after which no visible block is missing.
 
-        Only local tables are looked at. O(blocks) for each, that is, of a window if all are there.
+        Only local tables are searched: O(blocks) each, O(window) if no block is missing.
         """
         find, size = self._finder(), self._size
         while number:
             first = self._window.outside(number * size, size).stop
             if first == number:
-                return 0  # nothing of it is seen
+                return 0  # the window is empty
             keys = (
                 (i, _key(digests[i + 1], table))
                 for table in self._local
@@ -131,8 +132,8 @@ class Reuse:
             number = hole
         return 0
 
-    def _match_rest(self, match: Match, digest: bytes, rest: bytes) -> None:
-        """What all tables have of the next block."""
+    def _match_rest(self, match: PrefixMatch, digest: bytes, rest: bytes) -> None:
+        """Find how much of the next block all tables have."""
         tables = range(self._window.num_tables)
         found = [self._index.closest(_key(digest, table), rest) for table in tables]
         match.sources = [source for source, _ in found]
@@ -155,13 +156,13 @@ class Reuse:
         return chain
 
     def _extend(self, chain: DigestChain, sequence: Sequence, num_tokens: int) -> None:
-        """By its whole blocks up to so many tokens."""
-        begin, end = chain.num_blocks * self._size, num_tokens // self._size * self._size
-        if begin < end:
-            chain.extend(sequence.ids(begin, end).tobytes())
+        """Extend the chain by the sequence's whole blocks up to `num_tokens` tokens."""
+        start, end = chain.num_blocks * self._size, num_tokens // self._size * self._size
+        if start < end:
+            chain.extend(sequence.ids(start, end).tobytes())
 
     def fetch(self, sequence: Sequence, table: int, found: list[int], own: Iterator[int]) -> None:
-        """What of a table was found in host memory comes into the next of `own`."""
+        """Fetch the blocks of a table that are in host memory into the next blocks of `own`."""
         digests, size = self._chain(sequence).digests, self._size
         for i, block in enumerate(found):
             if block == NOT_HERE:
@@ -172,9 +173,9 @@ class Reuse:
         if table == 0:
             self._index.add_segments(digests, range(len(found)))
 
-    def begin(self, sequence: Sequence, num_found: int) -> None:
-        """It holds so many blocks of others in each table, and will compute what follows."""
-        if not self.finds(sequence):
+    def admitted(self, sequence: Sequence, num_found: int) -> None:
+        """Register a sequence that shares `num_found` blocks of each table, computing the rest."""
+        if not self.can_share(sequence):
             return
         self._retain(sequence, 0, num_found)
         sequence.num_registered = num_found
@@ -185,111 +186,113 @@ class Reuse:
             self._leaders.setdefault(sequence.lead_digest, sequence)
 
     def computed(self, sequence: Sequence) -> None:
-        """See `KVCache.computed`."""
+        """Register what a sequence has computed; see `KVCache.computed`."""
         self._register(sequence)
         if not sequence.is_proven:
             sequence.is_proven = True
             self._register_rest(sequence)
-            self._forget_leader(sequence)
+            self._remove_leader(sequence)
 
-    def end(self, sequence: Sequence, is_sound: bool) -> None:
-        """It lets go of its blocks: if sound, what it has computed since it sampled is found, if
-        not, nothing that it had, whoever computed it: that may be what was wrong.
+    def released(self, sequence: Sequence, is_sound: bool) -> None:
+        """Prepare the release of a sequence's blocks.
+
+        If it is sound, blocks computed since its last sample are registered. If not, none of its
+        blocks can be found any more, shared ones included: one of them may be the cause.
         """
         if not is_sound:
             self._withdraw(sequence)
         elif sequence.is_proven:
             self._register(sequence)
             self._register_rest(sequence)
-        self._forget_leader(sequence)
+        self._remove_leader(sequence)
 
     def _withdraw(self, sequence: Sequence) -> None:
         for table, blocks in enumerate(sequence.tables):
             for block in blocks[self._first(sequence, table) :]:
                 if block in self._index:
                     self._index.remove(block)
-                    self._blocks.drop(block)
+                    self._blocks.uncache(block)
 
-    def _forget_leader(self, sequence: Sequence) -> None:
+    def _remove_leader(self, sequence: Sequence) -> None:
         if self._leaders.get(sequence.lead_digest) is sequence:
             del self._leaders[sequence.lead_digest]
 
     def _first(self, sequence: Sequence, table: int) -> int:
-        """The first block of a table that it still holds."""
+        """Return the first block of a table that the sequence still holds."""
         return sequence.num_outside if table in self._local else 0
 
     def _register(self, sequence: Sequence) -> None:
-        """The whole blocks that it has computed can be found from now on."""
-        begin, end = sequence.num_registered, sequence.num_computed // self._size
+        """Make the whole blocks that a sequence has computed findable."""
+        start, end = sequence.num_registered, sequence.num_computed // self._size
         sequence.register_at = (end + 1) * self._size
-        if begin == end:
+        if start == end:
             return
         for table, blocks in enumerate(sequence.tables):
-            self._put(sequence, table, blocks, range(max(begin, self._first(sequence, table)), end))
-        self._retain(sequence, begin, end)
+            self._put(sequence, table, blocks, range(max(start, self._first(sequence, table)), end))
+        self._retain(sequence, start, end)
         sequence.num_registered = end
 
     def _put(self, sequence: Sequence, table: int, held: list[int], numbers: range) -> None:
-        """These blocks of a table."""
+        """Put the blocks `numbers` of a table into the index."""
         if not numbers:
             return
-        begin, end, size = numbers.start, numbers.stop, self._size
+        start, end, size = numbers.start, numbers.stop, self._size
         index, blocks, digests = self._index, self._blocks, self._chain(sequence).digests
-        keys = digests[begin : end + 1]
+        keys = digests[start : end + 1]
         if table:
             keys = [_key(digest, table) for digest in keys]
-        packed = sequence.ids(begin * size, end * size).tobytes()
-        kept = []
+        packed = sequence.ids(start * size, end * size).tobytes()
+        cached = []
         for block, parent, key, tokens in zip(
-            held[begin:end], keys, keys[1:], split(packed, size), strict=False
+            held[start:end], keys, keys[1:], split(packed, size), strict=False
         ):
             other = index.find(key)
             if other is not None:
                 if not blocks.is_idle(other):
-                    continue  # found there, while it is in use
+                    continue  # another block with this content is in use
                 index.remove(other)
-                blocks.drop(other)
+                blocks.uncache(other)
             index.put(block, parent, key, tokens)
-            kept.append(block)
-        blocks.keep(kept)
-        self._tier.forget(keys[1:])
+            cached.append(block)
+        blocks.mark_cached(cached)
+        self._tier.discard(keys[1:])
         if table == 0:
             index.add_segments(digests, numbers)
 
     def _register_rest(self, sequence: Sequence) -> None:
-        """So can what it has computed of one more block, unless others begin with all of it."""
+        """Make a partly filled block findable, unless another block starts with the same tokens."""
         number = sequence.num_registered
-        begin, end = number * self._size, sequence.num_computed
-        if begin == end:
+        start, end = number * self._size, sequence.num_computed
+        if start == end:
             return
-        tokens = sequence.ids(begin, end).tobytes()
+        tokens = sequence.ids(start, end).tobytes()
         digest = self._chain(sequence).digests[number]
         for table, blocks in enumerate(sequence.tables):
             parent = _key(digest, table)
             _, num_known = self._index.closest(parent, tokens)
-            if num_known < end - begin:
+            if num_known < end - start:
                 self._index.put(blocks[number], parent, None, tokens)
-                self._blocks.keep([blocks[number]])
+                self._blocks.mark_cached([blocks[number]])
         self._retain(sequence, number, number + 1)
 
-    def _retain(self, sequence: Sequence, begin: int, end: int) -> None:
-        """What its request says of these blocks of its tables."""
+    def _retain(self, sequence: Sequence, start: int, end: int) -> None:
+        """Set the priorities that the request asks for, for these blocks of all tables."""
         retention = sequence.request.retention
         if retention is None:
             return
         for table, blocks in enumerate(sequence.tables):
-            for i in range(max(begin, self._first(sequence, table)), end):
+            for i in range(max(start, self._first(sequence, table)), end):
                 found = retention.of(i * self._size, sequence.num_prompt)
                 if found is not None and blocks[i] in self._index:
                     priority, duration_ms = found
                     self._blocks.retain(blocks[i], priority, max(0, duration_ms) * 1_000_000)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """All parts agree. O(blocks)."""
-        self._index.check_integrity(self._blocks.kept)
+        """Assert that the index and the pool agree, and that every leader runs. O(blocks)."""
+        self._index.check_integrity(self._blocks.cached)
         assert all(leader in running for leader in self._leaders.values())
 
 
 def _key(digest: bytes, table: int) -> bytes:
-    """A digest, marked with its table."""
+    """Return a digest marked with its table."""
     return digest + bytes((table,)) if table else digest

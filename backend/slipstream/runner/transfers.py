@@ -87,7 +87,7 @@ class _OneWay:
             self._stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
             self._dma = BlockDma(cache, slots, self._is_out, self._stream)
 
-    def begin(self, pairs: Pairs) -> None:
+    def start(self, pairs: Pairs) -> None:
         if self._dma is None:
             begin = time.perf_counter()
             self._copy_on_host(pairs)
@@ -166,7 +166,7 @@ class Transfers:
         pairs = [(i, i) for i in range(size)]
         for _ in range(2):  # the first one is slow
             for direction in Direction:
-                self.begin(direction, pairs)
+                self.start(direction, pairs)
                 self.wait()
                 way = ways[direction]
                 way.rates = deque([way.rates[-1]], _NUM_SAMPLES)
@@ -174,10 +174,10 @@ class Transfers:
             way.num_ended = 0
 
     @torch.inference_mode()
-    def begin(self, direction: Direction, pairs: Pairs) -> None:
+    def start(self, direction: Direction, pairs: Pairs) -> None:
         """Copy from blocks to slots, or from slots to blocks: up to `max_pairs` (from, to)."""
         assert 0 < len(pairs) <= self.max_pairs
-        self._ways[direction].begin(pairs)
+        self._ways[direction].start(pairs)
 
     def num_ended(self, direction: Direction) -> int:
         """How many copies of those that were begun."""
