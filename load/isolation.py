@@ -27,9 +27,9 @@ from overload import serving
 from serving import REPORTS, about
 from slipstream_client import SlipstreamClient
 from slipstream_client.bench.figures import Trace
-from slipstream_client.bench.load import Asking, make_prompts
+from slipstream_client.bench.load import RequestMaker, make_prompts
 from slipstream_client.bench.messages import Job, Record
-from slipstream_client.bench.runner import Clients, Load, Target
+from slipstream_client.bench.runner import Clients, LoadSpec, Target
 from slipstream_client.client import CHANNEL_OPTIONS
 from slipstream_serve.triton import Endpoints
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -101,12 +101,12 @@ class Disturber:
 
     def _big(self, model: str, protocol: str) -> bytes:
         """A request of about as many bytes as asked for."""
-        asking = Asking(protocol, MODELS[1] if model == NOBODY else model, {}, has_end=True)
+        maker = RequestMaker(protocol, MODELS[1] if model == NOBODY else model, {}, has_end=True)
         if model != "tensorrt_llm":
             text = "word and " * (self._args.bytes // 9)
-            return asking.payload(text, 4, "")
+            return maker.payload(text, 4, "")
         size = self._args.bytes // (4 if protocol == "grpc" else 5)
-        return asking.payload([999] * size, 4, "")
+        return maker.payload([999] * size, 4, "")
 
     def _over_grpc(self, model: str, payload: bytes) -> str:
         request = service_pb2.ModelInferRequest.FromString(payload)
@@ -160,9 +160,9 @@ def measure(args: argparse.Namespace, endpoints: Endpoints) -> dict[str, Any]:
     """The users, and what happens beside them."""
     addresses = {"grpc": endpoints.grpc, "http": endpoints.http.removeprefix("http://")}
     target = Target(args.protocol, addresses[args.protocol], args.model, _ANSWER_S, 0)
-    asking = Asking(args.protocol, args.model, {"temperature": 0.0}, has_end=False)
+    maker = RequestMaker(args.protocol, args.model, {"temperature": 0.0}, has_end=False)
     prompts = make_prompts(args.model, np.full(args.users, 16), 4096, 1.0, 0)
-    payloads = [asking.payload(prompt.content, args.max_tokens, "") for prompt in prompts]
+    payloads = [maker.payload(prompt.content, args.max_tokens, "") for prompt in prompts]
     jobs = [Job(index, -1, payload) for index, payload in enumerate(payloads)]
     disturber = Disturber(args, endpoints)
     per_long = 2 * _PAUSE_S + args.long_s
@@ -182,8 +182,8 @@ def measure(args: argparse.Namespace, endpoints: Endpoints) -> dict[str, Any]:
     thread = threading.Thread(target=disturb)
     with Clients(1) as clients:
         thread.start()
-        warm_up = [asking.payload(prompts[0].content, 4, "")]
-        load = Load(jobs, warm_up, args.users, seconds, 0.0)
+        warm_up = [maker.payload(prompts[0].content, 4, "")]
+        load = LoadSpec(jobs, warm_up, args.users, seconds, 0.0)
         outcome = clients.run(target, load, lambda progress: begun.set())
         thread.join()
     if failed:

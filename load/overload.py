@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 from serving import REPORTS, about
-from slipstream_client.bench.figures import Trace, Window
-from slipstream_client.bench.load import Asking, make_prompts, schedule
+from slipstream_client.bench.figures import MeasuredWindow, Trace
+from slipstream_client.bench.load import RequestMaker, make_prompts, schedule
 from slipstream_client.bench.messages import Job, Record
-from slipstream_client.bench.runner import Clients, Load, Outcome, Target
+from slipstream_client.bench.runner import Clients, LoadSpec, Outcome, Target
 from slipstream_compose.compose import compose, write
 from slipstream_runtime.processes import num_cores
 from slipstream_serve.probe import first_token
@@ -131,7 +131,7 @@ def cpu_s(server: TritonServer, engine: int) -> dict[str, float]:
 # --- figures --------------------------------------------------------------------------------------
 
 
-def goodput(records: Sequence[Record], window: Window, timeout_s: float) -> list[float]:
+def goodput(records: Sequence[Record], window: MeasuredWindow, timeout_s: float) -> list[float]:
     """Tokens a second, in each tenth of the window, of the answers that became whole in time."""
     num_tokens = np.zeros(_NUM_PARTS)
     for trace in map(Trace.of, records):
@@ -142,7 +142,7 @@ def goodput(records: Sequence[Record], window: Window, timeout_s: float) -> list
     return [float(num) for num in num_tokens / (window.seconds / _NUM_PARTS)]
 
 
-def refusal_tenths(records: Sequence[Record], window: Window) -> list[float]:
+def refusal_tenths(records: Sequence[Record], window: MeasuredWindow) -> list[float]:
     """Of the refusals in each tenth of the window, how long they took: p99, ms."""
     parts: list[list[float]] = [[] for _ in range(_NUM_PARTS)]
     for record in records:
@@ -152,7 +152,7 @@ def refusal_tenths(records: Sequence[Record], window: Window) -> list[float]:
     return [round(_percentile(part, 99), 1) for part in parts]
 
 
-def _part(time_ns: Any, window: Window) -> Any:
+def _part(time_ns: Any, window: MeasuredWindow) -> Any:
     """In which tenth of the window that is, one time or many; outside it below 0 or too large."""
     return (time_ns - window.begin_ns) * _NUM_PARTS // (window.end_ns - window.begin_ns)
 
@@ -163,7 +163,7 @@ def took_s(record: Record) -> float:
 
 
 def judge(
-    peak: float, records: Sequence[Record], window: Window, limits: Limits
+    peak: float, records: Sequence[Record], window: MeasuredWindow, limits: Limits
 ) -> tuple[dict[str, Any], list[str]]:
     """Figures of an overload, and what is wrong with them."""
     refused = sorted(took_s(r) * 1e3 for r in records if r.is_refused)
@@ -213,10 +213,10 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 def requests(args: argparse.Namespace) -> list[bytes]:
     """Distinct ones; each has a deadline, and never ends before its last token."""
     sampling = {"temperature": 0.0, "timeout_ms": args.timeout_ms}
-    asking = Asking(args.protocol, args.model, sampling, has_end=False)
+    maker = RequestMaker(args.protocol, args.model, sampling, has_end=False)
     sizes = np.full(_NUM_PROMPTS, args.prompt_tokens)
     prompts = make_prompts(args.model, sizes, 4096, 1.0, args.seed)
-    return [asking.payload(prompt.content, args.max_tokens, "") for prompt in prompts]
+    return [maker.payload(prompt.content, args.max_tokens, "") for prompt in prompts]
 
 
 def measure(args: argparse.Namespace, server: TritonServer) -> dict[str, Any]:
@@ -248,21 +248,21 @@ def _peak(
     users = args.users or min(args.max_num_seqs + args.max_waiting // 2, args.max_waiting)
     jobs = [Job(index, -1, payload) for index, payload in enumerate(payloads)]
     found = clients.run(
-        target, Load(jobs, payloads[: min(8, users)], users, args.peak_seconds, _RAMP_S)
+        target, LoadSpec(jobs, payloads[: min(8, users)], users, args.peak_seconds, _RAMP_S)
     )
     ended = [t for t in map(Trace.of, found.records) if t.is_whole]
-    ended = [t for t in ended if found.window.holds(int(t.times_ns[-1]))]
+    ended = [t for t in ended if found.window.contains(int(t.times_ns[-1]))]
     if not ended:
         raise SystemExit("overload: nothing was completed at the peak; give --peak-seconds")
     parts = goodput(found.records, found.window, args.timeout_ms / 1e3)
     return len(ended) / found.window.seconds, statistics.fmean(parts)
 
 
-def _open(args: argparse.Namespace, payloads: list[bytes], rate: float) -> Load:
+def _open(args: argparse.Namespace, payloads: list[bytes], rate: float) -> LoadSpec:
     rng = np.random.default_rng(args.seed)
     times = schedule("poisson", rate, 1, int(rate * args.seconds), rng)
     jobs = [Job(i, int(t), payloads[i % len(payloads)]) for i, t in enumerate(times)]
-    return Load(jobs, [], 0, args.seconds, _RAMP_S)
+    return LoadSpec(jobs, [], 0, args.seconds, _RAMP_S)
 
 
 def conclude(

@@ -1,4 +1,4 @@
-"""SDK and the `slipstream` command; speaks only the contract.
+"""SDK and the `slipstream` command; depends on the contract only.
 
     from slipstream_client import SlipstreamClient
 
@@ -6,7 +6,7 @@
         for chunk in client.stream("def add(a, b):", max_tokens=32):
             print(chunk.text, end="", flush=True)
 
-The classes are imported when they are asked for: the command needs no gRPC to start a server.
+The classes are imported on first use: the command needs no gRPC to start a server.
 """
 
 import importlib
@@ -46,7 +46,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports one of `__all__`."""
+    """Import one of `__all__` on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""The asynchronous client: as `client.py`, with `async for` and `await`."""
+"""The asynchronous client: `client.py` with `async for` and `await`."""
 
 import asyncio
 import time
@@ -20,15 +20,17 @@ from slipstream_client.results import Chunk, Completion, join
 
 
 def is_task_cancelled() -> bool:
-    """Whether somebody cancels this task. Otherwise a CancelledError is grpc.aio's own: it cancels
-    a call that ends, by its deadline or with its connection, while its request is written.
+    """Return whether this task is being cancelled.
+
+    If not, a CancelledError comes from grpc.aio: it cancels a call that ends, by its deadline or
+    with its connection, while the request is still being written.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-async def let_end(call: Any) -> None:
-    """Wait for the end of a stream in which there was an error, and cancel it where none comes."""
+async def wait_for_end(call: Any) -> None:
+    """Wait until a stream that reported an error ends; cancel it after `ENDS_S` seconds."""
     try:
         await asyncio.wait([asyncio.ensure_future(call.code())], timeout=ENDS_S)
     finally:
@@ -36,8 +38,8 @@ async def let_end(call: Any) -> None:
 
 
 class AsyncChunkStream(AsyncIterator[Chunk]):
-    """The chunks of one request. Leaving it before its end cancels the request on the server:
-    `cancel()`, the end of an `async with` block, a cancelled task, or a `break` that lets it go.
+    """The chunks of one request. Leaving the iteration early cancels the request on the server: by
+    `cancel()`, the end of an `async with` block, a cancelled task, or deletion after a `break`.
     """
 
     def __init__(self, call: Any, url: str, request_id: str, deadline_s: float) -> None:
@@ -46,10 +48,10 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         self._deadline_s = deadline_s  # time.monotonic()
         self._url = url
         self._is_over = False
-        self._waiting: deque[Chunk] = deque()  # of a response that holds several sequences
+        self._waiting: deque[Chunk] = deque()  # the rest of a response with several sequences
 
     async def __anext__(self) -> Chunk:
-        """The next chunk. Raises ContractError, or RequestTimeoutError (a TimeoutError)."""
+        """Return the next chunk. Raises ContractError, or RequestTimeoutError (a TimeoutError)."""
         if self._is_over:
             raise StopAsyncIteration
         if self._waiting:
@@ -66,7 +68,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
                 raise error_from_sending(self._url, is_late) from None
             raise
         except grpc.RpcError as error:
-            if self._is_over:  # by cancel(), likewise
+            if self._is_over:  # by cancel(), as above
                 raise StopAsyncIteration from None
             self._is_over = True
             is_late = time.monotonic() >= self._deadline_s
@@ -76,13 +78,13 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
             raise StopAsyncIteration
         if response.error_message:
             self._is_over = True
-            await let_end(self._call)
+            await wait_for_end(self._call)
             raise error_from_text(response.error_message)
         self._waiting.extend(chunks_of(response.infer_response))
         return self._waiting.popleft()
 
     def cancel(self) -> None:
-        """Stops the generation on the server; the iteration ends. Harmless when it has ended."""
+        """Stop the generation on the server and end the iteration. Harmless after the end."""
         self._is_over = True
         self._call.cancel()
 
@@ -103,7 +105,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
 
 
 class AsyncSlipstreamClient:
-    """A server's models, asked over gRPC from one event loop; usable in an `async with` block.
+    """A client of a server's models over gRPC, for one event loop; works in an `async with` block.
 
     Models and parameters are those of `SlipstreamClient`.
     """
@@ -130,7 +132,7 @@ class AsyncSlipstreamClient:
         timeout_s: float | None = None,
         **parameters: object,
     ) -> AsyncChunkStream:
-        """Generates; chunks arrive as they are made. Raises ContractError for a wrong parameter."""
+        """Generate; chunks arrive as they are made. Raises ContractError for a wrong parameter."""
         return self._start(prompt, model, request_id, timeout_s, parameters)
 
     async def complete(
@@ -142,13 +144,13 @@ class AsyncSlipstreamClient:
         timeout_s: float | None = None,
         **parameters: object,
     ) -> Completion:
-        """Generates and waits for the end. Raises ContractError or RequestTimeoutError."""
+        """Generate and wait for the end. Raises ContractError or RequestTimeoutError."""
         stream = self._start(prompt, model, request_id, timeout_s, parameters)
         async with stream as chunks:
             return join([chunk async for chunk in chunks])
 
     async def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """What the engine says of itself, as `SlipstreamClient.health`."""
+        """Return the engine's state, as `SlipstreamClient.health`."""
         try:
             response = await self._stub().ModelInfer(health_request(), timeout=timeout_s)
         except grpc.RpcError as error:
@@ -156,7 +158,7 @@ class AsyncSlipstreamClient:
         return health_of(response)
 
     async def is_ready(self, model: str | None = None, timeout_s: float = 5.0) -> bool:
-        """True where the server says that the model is loaded; False also where none answers."""
+        """Return whether the server reports the model as loaded; False if no server answers."""
         request = service_pb2.ModelReadyRequest(name=model or self.model)
         try:
             return bool((await self._stub().ModelReady(request, timeout=timeout_s)).ready)
@@ -164,7 +166,7 @@ class AsyncSlipstreamClient:
             return False
 
     async def close(self) -> None:
-        """Closes the connection; what still runs on it is cancelled."""
+        """Close the connection and cancel the requests that still run on it."""
         if self._channel is not None:
             await self._channel.close()
 

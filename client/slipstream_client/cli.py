@@ -1,7 +1,7 @@
-"""The `slipstream` command: one sub-command a module, imported only when it is asked for.
+"""The `slipstream` command: one module per sub-command, imported only when it is used.
 
-An error is one line on stderr that says what is wrong and what to do, with an exit code that is
-not 0; a traceback only where `SLIPSTREAM_TRACEBACK` is set.
+An error prints one line to stderr, saying what is wrong and what to do, and exits with a code other
+than 0. Set `SLIPSTREAM_TRACEBACK` to get the traceback instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMMANDS = {
     "health": ("slipstream_client.commands.health", "exit code 0 only if tokens can be had now"),
     "complete": ("slipstream_client.commands.complete", "stream one completion"),
     "chat": ("slipstream_client.commands.chat", "talk to the model"),
-    "bench": ("slipstream_client.commands.bench", "load on a server, and what its clients saw"),
+    "bench": ("slipstream_client.commands.bench", "load a server and measure it"),
 }
 ENGINE_PACKAGES = ("safetensors", "tokenizers", "torch", "zmq")  # the extra `engine` has these
 EXIT_ERROR = 1
@@ -32,15 +32,15 @@ TRACEBACK_VARIABLE = "SLIPSTREAM_TRACEBACK"
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line; argparse's own print the usage before it."""
+    """A parser that reports an error in one line; argparse's own prints the usage first."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit with what is wrong and where help is."""
+        """Print the error and where help is found, then exit."""
         self.exit(EXIT_USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser with the arguments of `chosen` alone: the others are only named."""
+    """Build the parser; only the sub-command `chosen` gets its arguments, others just a name."""
     parser = OneLineParser(
         prog="slipstream", description="LLM serving inside Triton: serve a checkpoint, and ask it."
     )
@@ -56,7 +56,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def _one_line(error: Exception) -> str:
-    """The error's first line. One that nobody meant for a user also says its type."""
+    """Return an error's first line, with its type unless the message was written for users."""
     if isinstance(error, ModuleNotFoundError) and error.name in ENGINE_PACKAGES:
         return (
             f"{error.name} is not installed, the engine needs it: pip install 'slipstream[engine]'"
@@ -72,7 +72,7 @@ def _one_line(error: Exception) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; the exit code."""
+    """Run one sub-command and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     try:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output is gone: nothing is left to say, and nowhere to say it.
+        # The reader of our output has closed the pipe: nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
     except Exception as error:

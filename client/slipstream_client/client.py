@@ -1,4 +1,4 @@
-"""The synchronous client: one gRPC stream a request, so that a request can be cancelled alone."""
+"""The synchronous client: one gRPC stream per request, so that each can be cancelled alone."""
 
 import threading
 import uuid
@@ -19,12 +19,15 @@ DEFAULT_MODEL = ENSEMBLE
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 ENDS_S = 3.0
-"""An error is the last of its stream, which the server then ends: leaving it before leaks there."""
+"""Seconds to wait for the end of a stream after its error, which is its last response.
+
+Triton ends the stream then; closing it from this side before that leaks memory in the server.
+"""
 
 
 class ChunkStream(Iterator[Chunk]):
-    """The chunks of one request. Leaving it before its end cancels the request on the server:
-    `cancel()`, the end of a `with` block, or `break` out of a `for` that holds the only reference.
+    """The chunks of one request. Leaving the iteration early cancels the request on the server: by
+    `cancel()`, the end of a `with` block, or `break` out of a `for` with the only reference.
     """
 
     def __init__(self, call: Any, url: str, request_id: str) -> None:
@@ -32,10 +35,10 @@ class ChunkStream(Iterator[Chunk]):
         self._call = call
         self._url = url
         self._is_over = False
-        self._waiting: deque[Chunk] = deque()  # of a response that holds several sequences
+        self._waiting: deque[Chunk] = deque()  # the rest of a response with several sequences
 
     def __next__(self) -> Chunk:
-        """The next chunk. Raises ContractError, or RequestTimeoutError (a TimeoutError)."""
+        """Return the next chunk. Raises ContractError, or RequestTimeoutError (a TimeoutError)."""
         if self._is_over:
             raise StopIteration
         if self._waiting:
@@ -63,7 +66,7 @@ class ChunkStream(Iterator[Chunk]):
         return self._waiting.popleft()
 
     def cancel(self) -> None:
-        """Stops the generation on the server; the iteration ends. Harmless when it has ended."""
+        """Stop the generation on the server and end the iteration. Harmless after the end."""
         self._is_over = True
         self._call.cancel()
 
@@ -84,7 +87,7 @@ class ChunkStream(Iterator[Chunk]):
 
 
 class SlipstreamClient:
-    """A server's models, asked over gRPC. Safe to share between threads; usable in a `with` block.
+    """A client of a server's models over gRPC. Thread-safe; works in a `with` block.
 
     `model` is `ensemble` (the default), `tensorrt_llm_bls` or `vllm_model` for text, `tensorrt_llm`
     for token ids. A request's parameters are the inputs of that model, by the contract's names
@@ -117,7 +120,7 @@ class SlipstreamClient:
         timeout_s: float | None = None,
         **parameters: object,
     ) -> ChunkStream:
-        """Generates; chunks arrive as they are made. Raises ContractError for a wrong parameter."""
+        """Generate; chunks arrive as they are made. Raises ContractError for a wrong parameter."""
         return self._start(prompt, model, request_id, timeout_s, parameters)
 
     def complete(
@@ -129,14 +132,14 @@ class SlipstreamClient:
         timeout_s: float | None = None,
         **parameters: object,
     ) -> Completion:
-        """Generates and waits for the end. Raises ContractError or RequestTimeoutError."""
+        """Generate and wait for the end. Raises ContractError or RequestTimeoutError."""
         with self._start(prompt, model, request_id, timeout_s, parameters) as chunks:
             return join(chunks)
 
     def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """What the engine says of itself: model, engine_pid, kv_blocks_free, ... (see the docs).
+        """Return the engine's state: model, engine_pid, kv_blocks_free, ... (see the docs).
 
-        Raises ContractError where no server or no engine answers.
+        Raises ContractError if no server or no engine answers.
         """
         try:
             response = self._stub.ModelInfer(health_request(), timeout=timeout_s)
@@ -145,9 +148,9 @@ class SlipstreamClient:
         return health_of(response)
 
     def is_ready(self, model: str | None = None, timeout_s: float = 5.0) -> bool:
-        """True where the server says that the model is loaded; False also where none answers.
+        """Return whether the server reports the model as loaded; False if no server answers.
 
-        Whether tokens can be had now is another question: ask `health` and for a token.
+        A loaded model need not be able to generate: check `health` and complete a token for that.
         """
         request = service_pb2.ModelReadyRequest(name=model or self.model)
         try:
@@ -156,7 +159,7 @@ class SlipstreamClient:
             return False
 
     def close(self) -> None:
-        """Closes the connection; what still runs on it is cancelled."""
+        """Close the connection and cancel the requests that still run on it."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -180,7 +183,7 @@ class SlipstreamClient:
     ) -> ChunkStream:
         request_id = request_id or uuid.uuid4().hex
         request = request_of(model or self.model, prompt, parameters, request_id)
-        # Without the header `triton_grpc_error`: errors that come quickly then crash a 24.10.
+        # Never send the header `triton_grpc_error`: with it, quick errors crash Triton 24.10.
         call = self._stub.ModelStreamInfer(
             iter([request]), timeout=self.timeout_s if timeout_s is None else timeout_s
         )

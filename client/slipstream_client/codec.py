@@ -1,4 +1,4 @@
-"""Parameters to tensors and tensors to chunks, by the contract's own declaration. No network.
+"""Translate parameters to tensors and tensors to chunks, by the contract's tables. No network.
 
 Three families of models: text (`ensemble`, `tensorrt_llm_bls`), vLLM (`vllm_model`, whose sampling
 parameters travel as JSON) and token ids (`tensorrt_llm`, where some names differ).
@@ -27,7 +27,7 @@ HEALTH = "slipstream_health"
 GENERATING = {name: MODELS[name] for name in (ENSEMBLE, BLS, VLLM, TENSORRT_LLM)}
 
 _TOKEN_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
-"""Names of the text models that the token model spells otherwise; it takes either."""
+"""Names of the text models that the token model spells differently; it accepts both spellings."""
 
 
 _REQUEST_PARAMETERS = {
@@ -35,7 +35,7 @@ _REQUEST_PARAMETERS = {
     "priority": "request_priority",
     PROBE: PROBE,
 }
-"""What is said of the request and not to the model, and its name over gRPC."""
+"""Parameters of the request rather than of the model -> their names over gRPC."""
 
 
 def request_of(
@@ -44,10 +44,11 @@ def request_of(
     parameters: Mapping[str, object],
     request_id: str,
 ) -> Any:
-    """A `ModelInferRequest` for a stream. Raises ContractError for what the model does not take.
+    """Build the `ModelInferRequest` of a stream. Raises ContractError for an unknown parameter.
 
-    A client that waits for the whole text streams too: Triton does not tell a running step of an
-    ensemble that its client has left; one that sends nothing before its end could not be stopped.
+    The request streams even for a client that waits for the whole text: Triton does not tell a
+    running ensemble step that its client has disconnected, so a step that sends nothing before
+    its end could not be cancelled.
     """
     declared = GENERATING.get(model)
     if declared is None:
@@ -77,7 +78,7 @@ def request_of(
 def _values(
     model: str, prompt: str | Sequence[int], parameters: Mapping[str, object]
 ) -> dict[str, object]:
-    """Input name -> value: the prompt, the flags that a client always wants, the parameters."""
+    """Return input name -> value: the prompt, the output flags of this client, the parameters."""
     given = {name: value for name, value in parameters.items() if value is not None}
     counts: dict[str, object] = {"return_num_input_tokens": True, "return_num_output_tokens": True}
     flags = counts | {"exclude_input_in_output": True}
@@ -110,9 +111,9 @@ def _input(declared: Model, model: str, name: str) -> Tensor:
 
 
 def to_array(tensor: Tensor, value: object) -> Array:
-    """The value as an array of the tensor's type and at least one dimension.
+    """Convert a value to an array of the tensor's type with at least one dimension.
 
-    Raises ContractError where a number would be changed by the conversion.
+    Raises ContractError if the conversion would change a number.
     """
     if tensor.dtype == "STRING":
         return _strings(tensor.name, value)
@@ -156,7 +157,7 @@ _NUMPY = {
     "FP32": "float32",
 }
 _ACCEPTED = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
-"""Kind of the tensor -> kinds of values that it takes without loss of meaning."""
+"""Kind of the tensor's dtype -> kinds of values that convert to it without loss."""
 
 
 def _to_bytes(array: Array) -> bytes:
@@ -171,9 +172,9 @@ def _wire_type(tensor: Tensor) -> str:
 
 
 def chunks_of(response: Any) -> list[Chunk]:
-    """The chunks in a `ModelInferResponse`: one, or one a sequence where a response holds them all.
+    """Return the chunks of a `ModelInferResponse`: one, or one per sequence if it holds them all.
 
-    `vllm_model` answers so with n > 1: text, reason and counts are arrays with an entry each.
+    `vllm_model` with n > 1 sends all sequences at once: text, reason and counts have n entries.
     """
     result = InferResult(response)
     outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
@@ -194,7 +195,7 @@ def chunks_of(response: Any) -> list[Chunk]:
 
 
 def health_request() -> Any:
-    """A `ModelInferRequest` to the health model."""
+    """Build a `ModelInferRequest` to the health model."""
     request = service_pb2.ModelInferRequest(model_name=HEALTH)
     for tensor in MODELS[HEALTH].inputs:
         request.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=[1])
@@ -203,7 +204,7 @@ def health_request() -> Any:
 
 
 def health_of(response: Any) -> dict[str, Any]:
-    """The object in a response of the health model."""
+    """Parse the JSON object in a response of the health model."""
     text = _text(InferResult(response).as_numpy(MODELS[HEALTH].outputs[0].name))
     state = json.loads(text)
     assert isinstance(state, dict), "the health model answers with a JSON object"
@@ -226,7 +227,7 @@ def _number(array: Array | None, index: int = 0) -> int | None:
 
 
 def _token_ids(outputs: Mapping[str, Array]) -> tuple[int, ...]:
-    """Of `output_ids` [1, n] as many as `sequence_length` says."""
+    """Return the first `sequence_length` ids of `output_ids` [1, n]."""
     token_ids, length = outputs.get("output_ids"), _number(outputs.get("sequence_length"))
     if token_ids is None:
         return ()

@@ -1,7 +1,7 @@
-"""From what gRPC and Triton say to typed errors.
+"""Turn errors of gRPC and Triton into typed ones.
 
-A refusal of ours starts with its code (`INVALID_ARGUMENT: top_p ...`), behind the name of the
-ensemble where Triton puts it first; a refusal of Triton's own has only a gRPC status.
+Slipstream's errors start with a code (`INVALID_ARGUMENT: top_p ...`), after the name of the
+ensemble if Triton puts it first; Triton's own errors have only a gRPC status.
 """
 
 import re
@@ -9,9 +9,9 @@ import re
 import grpc
 from slipstream_contract.errors import Code, ContractError
 
-# gRPC itself writes `UNAVAILABLE: ipv4:127.0.0.1:8001: ...` of a connection that broke.
+# gRPC itself writes `UNAVAILABLE: ipv4:127.0.0.1:8001: ...` when a connection broke.
 _OURS = re.compile(rf"(?:^|[\s,;:'\"])({'|'.join(Code)}): (?!ipv[46]:|unix:)(.*)", re.DOTALL)
-# What grpc.aio says of a call that ended just as a read of it was begun.
+# The message of grpc.aio for a call that ended just as a read started.
 _ENDED = "Internal error from Core"
 _STATUS = {
     "UNIMPLEMENTED": Code.UNSUPPORTED,
@@ -22,11 +22,11 @@ _STATUS = {
 
 
 class RequestTimeoutError(TimeoutError):
-    """The request had not ended within the client's `timeout_s`; it is cancelled on the server."""
+    """A request did not end within the client's `timeout_s`; it is cancelled on the server."""
 
 
 def error_from_text(text: str, status: str = "INTERNAL") -> ContractError:
-    """The error that `text` tells; `status` is gRPC's name for it, for texts without a code."""
+    """Parse an error message; `status`, gRPC's name, decides if the text has no code."""
     found = _OURS.search(text)
     if found:
         return ContractError(found[2].strip(), Code(found[1]))
@@ -37,7 +37,7 @@ def error_from_text(text: str, status: str = "INTERNAL") -> ContractError:
 def error_from_rpc(
     error: grpc.RpcError, url: str, is_late: bool = False
 ) -> ContractError | RequestTimeoutError:
-    """The error that a broken call tells; `is_late` if its deadline has passed."""
+    """Translate the error of a broken call; `is_late` if its deadline has passed."""
     status, details = error.code(), error.details() or ""
     if status is grpc.StatusCode.DEADLINE_EXCEEDED or (is_late and details == _ENDED):
         return RequestTimeoutError(f"no complete answer from {url} in time")
@@ -51,7 +51,7 @@ def error_from_rpc(
 
 
 def error_from_sending(url: str, is_late: bool) -> ContractError | RequestTimeoutError:
-    """The error of a call that ended while its request was written; `is_late` as above."""
+    """Return the error of a call that ended before its request was written; `is_late` as above."""
     if is_late:
         return RequestTimeoutError(f"no complete answer from {url} in time")
     return ContractError(f"the connection to {url} ended with the request", Code.UNAVAILABLE)

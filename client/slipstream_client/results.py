@@ -1,4 +1,4 @@
-"""What a client gets: chunks of a stream, or the whole of a completion."""
+"""What a request returns: the chunks of a stream, or a whole completion."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ Array = NDArray[np.generic]
 class Chunk:
     """One response: the new text and tokens of one sequence.
 
-    `num_output_tokens` counts this chunk alone. `finish_reason` is told by `vllm_model` only, on a
+    `num_output_tokens` counts this chunk alone. `finish_reason` is set by `vllm_model` only, on a
     sequence's last chunk: the other models' contract has no tensor for it. `outputs` holds every
-    tensor of the response as it came, without the batch dimension.
+    tensor of the response as received, without the batch dimension.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Chunk:
 class Completion:
     """All sequences of a request, in the order of their index; tuples have one item for each.
 
-    `chunks` is what they were made of, log probs and all other outputs included.
+    `chunks` holds the chunks of each sequence, with log probs and all other outputs.
     """
 
     texts: tuple[str, ...]
@@ -48,12 +48,12 @@ class Completion:
 
     @property
     def finish_reason(self) -> str | None:
-        """The finish reason of the first sequence, where the model tells one."""
+        """The finish reason of the first sequence, if the model reports one."""
         return self.finish_reasons[0]
 
 
 def join(chunks: Iterable[Chunk]) -> Completion:
-    """The completion that a request's chunks amount to."""
+    """Join the chunks of a request into its completion."""
     sequences: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         sequences.setdefault(chunk.sequence_index, []).append(chunk)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream_client.bench import load, messages, plots, price, report, transports
-from slipstream_client.bench.figures import Objectives, Window, cost, figures, summary
+from slipstream_client.bench.figures import MeasuredWindow, Objectives, cost, figures, summary
 from slipstream_client.bench.messages import Record
 from slipstream_contract.errors import Code, ContractError
 
@@ -66,7 +66,7 @@ def test_figures_are_those_of_plain_reckoning(requests, begin, length, limits):
         records.append(record(due, responses, code))
         records[-1].is_refused = is_refused and code == "UNAVAILABLE" and not responses
     end = begin + length
-    found = figures(records, Window(begin * MS, end * MS), Objectives(limits), None)
+    found = figures(records, MeasuredWindow(begin * MS, end * MS), Objectives(limits), None)
 
     offered = [(r, e) for r, e in zip(requests, records, strict=True) if begin <= r[0] < end]
     whole = [r for r, e in offered if r[1] and not r[2]]
@@ -122,7 +122,7 @@ def is_good(request, limits: dict[str, float]) -> bool:
 def test_figures_worked_out_by_hand():
     # Two tokens at 10 ms, one 20 ms later, then four together 40 ms later: 10 ms each.
     one = record(100, [(10, 2), (20, 1), (40, 4)])
-    found = figures([one], Window(0, SECOND), Objectives({"ttft": 10, "itl": 12}), 36.0)
+    found = figures([one], MeasuredWindow(0, SECOND), Objectives({"ttft": 10, "itl": 12}), 36.0)
     assert found["ttft_ms"]["p50"] == 10
     assert found["e2e_ms"]["max"] == 70
     assert (found["gap_ms"]["mean"], found["gap_ms"]["max"]) == (30, 40)
@@ -146,7 +146,7 @@ def test_figures_worked_out_by_hand():
 def test_a_late_send_counts_as_latency():
     late = record(100, [(250, 1)])
     late.sent_ns = 300 * MS  # the tool itself was 200 ms late
-    found = figures([late], Window(0, SECOND), Objectives({}), None)
+    found = figures([late], MeasuredWindow(0, SECOND), Objectives({}), None)
     assert found["ttft_ms"]["p50"] == 250
     assert found["lag_ms"]["max"] == 200
 
@@ -159,7 +159,7 @@ def test_who_counts_as_what():
     late = record(100, [(1, 1)])  # due at the end of the window, which is outside
     on_time = record(50, [(50, 1)])  # its token comes there
     records = [refused, broken, empty, late, on_time]
-    found = figures(records, Window(0, 100 * MS), Objectives({"e2e": 50}), None)
+    found = figures(records, MeasuredWindow(0, 100 * MS), Objectives({"e2e": 50}), None)
     assert (found["requests"], found["completed"]) == (4, 1)
     assert (found["refused"], found["failed"], found["retries"]) == (1, 2, 2)
     assert found["errors"] == {"INTERNAL": 1, "EMPTY": 1}
@@ -170,12 +170,12 @@ def test_who_counts_as_what():
 
 
 def test_of_nothing_nothing_is_said():
-    found = figures([], Window(0, SECOND), Objectives({"e2e": 1}), 1.0)
+    found = figures([], MeasuredWindow(0, SECOND), Objectives({"e2e": 1}), 1.0)
     assert found["ttft_ms"] == {}
     assert found["goodput"]["share"] == 0
     assert found["cost"] == {"price_per_hour": 1.0}
     assert summary([]) == {}
-    assert "per_request" not in cost(1.0, Window(0, SECOND), 0, 0)
+    assert "per_request" not in cost(1.0, MeasuredWindow(0, SECOND), 0, 0)
 
 
 @pytest.mark.parametrize("word", ["ttft", "ttft:", "ttft:x", "ttft:0", "ttft:inf", "p99:3", ":3"])
@@ -219,14 +219,14 @@ def test_arrivals_come_at_the_rate_and_independently(arrivals, burst):
 
 def test_lengths():
     rng = np.random.default_rng(0)
-    assert load.lengths("x", "7").draw(rng, 3).tolist() == [7, 7, 7]
-    assert set(load.lengths("x", "uniform:3:5").draw(rng, 500).tolist()) == {3, 4, 5}
-    drawn = load.lengths("x", "lognormal:100:0.8:400").draw(rng, 20_000)
+    assert load.lengths("x", "7").sample(rng, 3).tolist() == [7, 7, 7]
+    assert set(load.lengths("x", "uniform:3:5").sample(rng, 500).tolist()) == {3, 4, 5}
+    drawn = load.lengths("x", "lognormal:100:0.8:400").sample(rng, 20_000)
     assert (drawn.min() >= 1, drawn.max() <= 400) == (True, True)
-    assert np.log(load.lengths("x", "lognormal:100:0.5").draw(rng, 20_000)).std() == pytest.approx(
-        0.5, rel=0.05
-    )
-    assert load.lengths("x", "lognormal:9:0:9").draw(rng, 5).tolist() == [9] * 5
+    assert np.log(
+        load.lengths("x", "lognormal:100:0.5").sample(rng, 20_000)
+    ).std() == pytest.approx(0.5, rel=0.05)
+    assert load.lengths("x", "lognormal:9:0:9").sample(rng, 5).tolist() == [9] * 5
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_prompts_of_a_file(tmp_path):
         '{"prompt": "a", "max_tokens": 0}': "max_tokens is 0",
         '{"prompt": "a", "max_tokens": true}': "max_tokens is True",
         '{"input_ids": [1]}': "'input_ids'",
-        "": "holds no prompt",
+        "": "contains no prompt",
     }.items():
         file.write_text(text)
         with pytest.raises(ContractError, match=said):
@@ -269,13 +269,13 @@ def test_requests_over_http_name_inputs_of_the_model(model):
 
     prompt = [1, 2] if model == "tensorrt_llm" else "a"
     sampling = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
-    body = json.loads(load.Asking("http", model, sampling, False).payload(prompt, 5, ""))
+    body = json.loads(load.RequestMaker("http", model, sampling, False).payload(prompt, 5, ""))
     assert set(body) <= {tensor.name for tensor in MODELS[model].inputs}
     given = json.loads(body["sampling_parameters"]) if model == "vllm_model" else body
     assert given["temperature"] == 0.5
     assert 5 in (given.get("max_tokens"), given.get("request_output_len"))
     with pytest.raises(ContractError, match="no_such"):
-        load.Asking("http", "ensemble", {"no_such": 1}, False).payload("a", 5, "")
+        load.RequestMaker("http", "ensemble", {"no_such": 1}, False).payload("a", 5, "")
 
 
 # --- what clients read and say -------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_retry_after():
 @given(st.lists(st.tuples(st.integers(0, 9), st.binary(max_size=40)), max_size=5))
 def test_messages_survive_the_pipe(tmp_path_factory, jobs):
     sent = [
-        messages.Plan(
+        messages.WorkerPlan(
             *("grpc", "a:1", "m", [messages.Job(i, i, data) for i, data in jobs], [b"w"]),
             *(2, True, 1.5, 3),
         ),

@@ -159,7 +159,7 @@ def test_an_error_in_the_stream_is_typed_too(client):
     assert caught.value.code is Code.INVALID_ARGUMENT
 
 
-def test_who_is_told_of_an_error_lets_the_stream_end(client, served, monkeypatch):
+def test_after_an_error_the_client_waits_for_the_end_of_the_stream(client, served, monkeypatch):
     """A 24.10 keeps memory of every stream that is cancelled; one that never ends is."""
     for word in ("fail", "stuck"):
         with pytest.raises(ContractError, match="no more"):

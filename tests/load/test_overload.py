@@ -4,7 +4,7 @@ import dataclasses
 from array import array
 
 import pytest
-from slipstream_client.bench.figures import Window
+from slipstream_client.bench.figures import MeasuredWindow
 from slipstream_client.bench.messages import Record
 from slipstream_serve.server import server_directory
 
@@ -50,7 +50,7 @@ GOOD = [whole(i, i + 2.0) for i in range(10)] + [refused(i / 10, 0.01) for i in 
 
 def judge(load, records, peak=100.0):
     limits = load.overload.Limits(goodput=0.9, refusal_ms=150.0, timeout_s=5.0)
-    return load.overload.judge(peak, records, Window(0, 10 * S), limits)
+    return load.overload.judge(peak, records, MeasuredWindow(0, 10 * S), limits)
 
 
 def test_a_good_run_has_no_problems(load):

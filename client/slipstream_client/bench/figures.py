@@ -1,13 +1,13 @@
-"""From what clients noted to figures. Times in ms, rates a second; no network, no clock.
+"""Compute figures from the clients' records. Times in ms, rates a second; no network, no clock.
 
-Latency is of the requests that were due within the window, whenever they ended: leaving out those
-that had not would leave out the slow ones. Rates are of what arrived within the window.
+Latencies count the requests that were due within the window, whenever they ended: leaving out the
+unfinished ones would leave out the slow ones. Rates count what arrived within the window.
 
-- `ttft`, `e2e`: from the time at which a request was due, also where the client or a full queue
-  delayed it: a server that stalls does not hide what was not sent meanwhile.
-- `itl`, time per token: a response of k tokens that comes t after the one before it is k tokens of
-  t / k each. The tokens of a stream's first response have no time of their own.
-- `gap`: t itself, between responses: what a reader sees.
+- `ttft`, `e2e`: from the time at which a request was due, even if the client or a full queue
+  delayed it: a stalled server cannot hide requests that were not sent meanwhile.
+- `itl`, time per token: a response of k tokens that arrives t after the previous one counts as k
+  tokens of t / k each. The tokens of a stream's first response do not count.
+- `gap`: the time t between responses, which a reader sees.
 - `tpot`: a request's mean time per token after its first response.
 """
 
@@ -23,20 +23,20 @@ from slipstream_contract.errors import ContractError, clip
 from slipstream_client.bench.messages import Record
 
 PERCENTILES = (50, 90, 95, 99)
-QUANTILES = np.linspace(0, 100, 101)  # of distributions, for their plots
+QUANTILES = np.linspace(0, 100, 101)  # percentiles of the distributions that are plotted
 OBJECTIVES = ("ttft", "itl", "e2e")
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Most ms that a good request may take; `itl` is of its mean time per token."""
+    """Limits of a good request in ms; `itl` limits its mean time per token."""
 
     limits: dict[str, float]
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Objectives":
-        """`ttft:200 itl:30 e2e:3000`, any of them. Raises ContractError."""
+        """Parse any of `ttft:200 itl:30 e2e:3000`. Raises ContractError."""
         limits = {}
         for word in words:
             name, _, text = word.partition(":")
@@ -54,7 +54,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One request as figures need it."""
+    """A request's record with its times and counts as arrays."""
 
     record: Record
     times_ns: NDArray[np.int64]
@@ -62,13 +62,13 @@ class Trace:
 
     @classmethod
     def of(cls, record: Record) -> "Trace":
-        """A record with its arrays."""
+        """Decode the arrays of a record."""
         times = np.frombuffer(record.times_ns, np.int64)
         return cls(record, times, np.frombuffer(record.counts, np.int32))
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ended without an error and with tokens."""
+        """Whether the request ended without an error and with tokens."""
         return not self.record.code and len(self.times_ns) > 0
 
     @property
@@ -83,22 +83,22 @@ class Trace:
 
     @property
     def gaps_ms(self) -> Floats:
-        """Between responses."""
+        """Times between responses, float64 [responses - 1]."""
         return np.diff(self.times_ns).astype(np.float64) / 1e6
 
     @property
     def itl_ms(self) -> Floats:
-        """Of each token after the first response."""
+        """Time of each token after the first response, float64 [tokens]."""
         return np.repeat(self.gaps_ms / self.counts[1:], self.counts[1:])
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean of `itl_ms`; None where one response held everything."""
+        """Mean of `itl_ms`; None if all tokens came in one response."""
         tokens = int(self.counts[1:].sum())
         return float(self.times_ns[-1] - self.times_ns[0]) / 1e6 / tokens if tokens else None
 
     def is_good(self, objectives: Objectives) -> bool:
-        """Whether it is whole and meets every objective."""
+        """Return whether the request is whole and meets every objective."""
         if not self.is_whole:
             return False
         found = {"ttft": self.ttft_ms, "itl": self.tpot_ms or 0.0, "e2e": self.e2e_ms}
@@ -106,24 +106,24 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What counts, in ns of CLOCK_MONOTONIC; `end` is outside."""
+class MeasuredWindow:
+    """The time that counts, in ns of CLOCK_MONOTONIC; `end_ns` is excluded."""
 
     begin_ns: int
     end_ns: int
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The length of the window."""
         return (self.end_ns - self.begin_ns) / 1e9
 
-    def holds(self, time_ns: int) -> bool:
-        """Whether the time is in it."""
+    def contains(self, time_ns: int) -> bool:
+        """Return whether the window contains the time."""
         return self.begin_ns <= time_ns < self.end_ns
 
 
 def summary(values: Floats | Sequence[float]) -> dict[str, float]:
-    """Mean, percentiles and maximum; empty for no values."""
+    """Return mean, percentiles and maximum; empty if there are no values."""
     if not len(values):
         return {}
     array = np.asarray(values, np.float64)
@@ -133,15 +133,18 @@ def summary(values: Floats | Sequence[float]) -> dict[str, float]:
 
 
 def figures(
-    records: Sequence[Record], window: Window, objectives: Objectives, price_per_hour: float | None
+    records: Sequence[Record],
+    window: MeasuredWindow,
+    objectives: Objectives,
+    price_per_hour: float | None,
 ) -> dict[str, Any]:
-    """All figures of one load."""
+    """Compute all figures of one load."""
     traces = [Trace.of(record) for record in records]
-    offered = [trace for trace in traces if window.holds(trace.record.intended_ns)]
+    offered = [trace for trace in traces if window.contains(trace.record.intended_ns)]
     whole = [trace for trace in offered if trace.is_whole]
     refused = [trace.record for trace in offered if trace.record.is_refused]
     failed = [t.record for t in offered if not t.is_whole and not t.record.is_refused]
-    ended = [t for t in traces if t.is_whole and window.holds(int(t.times_ns[-1]))]
+    ended = [t for t in traces if t.is_whole and window.contains(int(t.times_ns[-1]))]
     times, counts = _joined(traces)
     inside = (times >= window.begin_ns) & (times < window.end_ns)
     num_tokens, num_responses = int(counts[inside].sum()), int(inside.sum())
@@ -177,8 +180,10 @@ def figures(
     return result
 
 
-def cost(price_per_hour: float, window: Window, requests: int, tokens: int) -> dict[str, float]:
-    """What was paid in the window, by what was done in it."""
+def cost(
+    price_per_hour: float, window: MeasuredWindow, requests: int, tokens: int
+) -> dict[str, float]:
+    """Divide the price of the window by its requests and its tokens."""
     paid = price_per_hour * window.seconds / 3600
     found = {"price_per_hour": price_per_hour}
     if requests:
@@ -189,7 +194,7 @@ def cost(price_per_hour: float, window: Window, requests: int, tokens: int) -> d
 
 
 def _latencies(whole: list[Trace]) -> dict[str, Any]:
-    """Summaries, and the quantiles that are plotted."""
+    """Return summaries of all latencies, and the quantiles for the plots."""
     values: dict[str, Floats] = {
         "ttft": np.array([trace.ttft_ms for trace in whole]),
         "itl": _concatenated([trace.itl_ms for trace in whole]),
@@ -209,7 +214,7 @@ def _latencies(whole: list[Trace]) -> dict[str, Any]:
 
 
 def _lags(traces: list[Trace]) -> list[float]:
-    """How late the tool itself sent what was sent once."""
+    """Return how late, in ms, the tool itself sent the requests without retries."""
     return [
         (t.record.sent_ns - t.record.intended_ns) / 1e6 for t in traces if t.record.num_tries == 1
     ]
@@ -226,5 +231,5 @@ def _concatenated(arrays: list[Floats]) -> Floats:
     return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
-def _rate(count: int, window: Window) -> float:
+def _rate(count: int, window: MeasuredWindow) -> float:
     return round(count / window.seconds, 3) if window.seconds > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What load is: when requests are sent, how long they are, what they ask. Seeded, no network."""
+"""Generate load: due times, lengths, prompts and requests. Seeded, no network."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -27,16 +27,16 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of lengths in tokens, as it was written on the command line."""
+    """A distribution of lengths in tokens, and its text on the command line."""
 
     text: str
-    draw: Callable[[np.random.Generator, int], NDArray[np.int64]]
+    sample: Callable[[np.random.Generator, int], NDArray[np.int64]]
 
 
 def lengths(field: str, text: str) -> Lengths:
-    """`N`, `uniform:LOW:HIGH` (both included) or `lognormal:MEDIAN:SIGMA[:MAX]`.
+    """Parse `N`, `uniform:LOW:HIGH` (both included) or `lognormal:MEDIAN:SIGMA[:MAX]`.
 
-    What a lognormal draws above MAX is drawn again. Raises ContractError.
+    Lognormal samples above MAX are sampled again. Raises ContractError.
     """
     kind, *words = text.split(":")
     try:
@@ -72,9 +72,9 @@ def _lognormal(
 ) -> NDArray[np.int64]:
     found = np.zeros(size, np.int64)
     missing = np.ones(size, np.bool_)
-    while missing.any():  # each draw is within bounds with a chance of a half at least
-        drawn = rng.lognormal(np.log(median), sigma, int(missing.sum()))
-        found[missing] = np.maximum(1, np.rint(np.minimum(drawn, most + 1.0))).astype(np.int64)
+    while missing.any():  # at least half of all samples are within bounds
+        sampled = rng.lognormal(np.log(median), sigma, int(missing.sum()))
+        found[missing] = np.maximum(1, np.rint(np.minimum(sampled, most + 1.0))).astype(np.int64)
         missing = found > most
     return found
 
@@ -85,7 +85,7 @@ def _lognormal(
 def schedule(
     arrivals: str, rate: float, burst: int, size: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """When `size` requests are due, in ns from the beginning, at `rate` requests a second.
+    """Return the due times of `size` requests, in ns after the start, `rate` requests a second.
 
     `poisson`: independent of each other; `even`: equally far apart; `bursts`: `burst` at once, the
     bursts independent of each other.
@@ -106,15 +106,15 @@ def schedule(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, and how many tokens are asked for (None: the command line's lengths say)."""
+    """A prompt and its max_tokens; None: a sample of --output-len."""
 
     content: str | list[int]
     max_tokens: int | None = None
 
 
 def read_prompts(path: Path, model: str) -> list[Prompt]:
-    """A file of JSON lines: `prompt` (or `text_input`), or `input_ids` for the token model, and
-    `max_tokens` where it is given. Raises ContractError naming the line, OSError.
+    """Read JSON lines: `prompt` (or `text_input`), or `input_ids` for the token model, and
+    optionally `max_tokens`. Raises OSError, or ContractError that names the line.
     """
     wanted = ("input_ids",) if model == TENSORRT_LLM else ("prompt", "text_input")
     found = []
@@ -122,7 +122,7 @@ def read_prompts(path: Path, model: str) -> list[Prompt]:
         if line.strip():
             found.append(_prompt(f"{path}:{number}", line, wanted))
     if not found:
-        raise ContractError(f"{path}: holds no prompt")
+        raise ContractError(f"{path}: contains no prompt")
     return found
 
 
@@ -148,24 +148,24 @@ def _prompt(place: str, line: str, wanted: tuple[str, ...]) -> Prompt:
 
 
 def make_text(rng: np.random.Generator, num_words: int) -> str:
-    """Words at random: no two prompts are alike from the beginning."""
+    """Return random words: no two prompts share a prefix."""
     return " ".join(_WORDS[i] for i in rng.integers(0, len(_WORDS), num_words))
 
 
 def make_prompts(
-    model: str, sizes: NDArray[np.int64], vocabulary: int, tokens_a_word: float, seed: int
+    model: str, sizes: NDArray[np.int64], vocabulary: int, tokens_per_word: float, seed: int
 ) -> list[Prompt]:
-    """Prompts of so many tokens each: exact as ids below `vocabulary`, about as many as text."""
+    """Make prompts of these sizes in tokens: exact for ids below `vocabulary`, near for text."""
     rng = np.random.default_rng([seed, 1])
     if model == TENSORRT_LLM:
         return [Prompt(rng.integers(0, vocabulary, size).tolist()) for size in sizes]
-    words = np.maximum(1, np.rint(sizes / tokens_a_word)).astype(np.int64)
+    words = np.maximum(1, np.rint(sizes / tokens_per_word)).astype(np.int64)
     return [Prompt(make_text(rng, int(count))) for count in words]
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """What goes with every prompt."""
+class RequestMaker:
+    """The parts of a request that do not depend on its prompt."""
 
     protocol: str
     model: str
@@ -173,11 +173,11 @@ class Asking:
     has_end: bool  # whether the model's own end of text ends a sequence
 
     def payload(self, prompt: str | list[int], max_tokens: int, request_id: str) -> bytes:
-        """The request as it travels. Raises ContractError for what the model does not take."""
+        """Serialise a request. Raises ContractError for a parameter the model does not take."""
         parameters = dict(self.sampling) | {"max_tokens": max_tokens}
         if not self.has_end:
             parameters |= {"ignore_eos": True} if self.model == VLLM else {"end_id": -1}
-        # Also checks, for HTTP, what it makes.
+        # Over HTTP this only checks the parameters.
         request = request_of(self.model, prompt, parameters, request_id)
         if self.protocol == "grpc":
             return bytes(request.SerializeToString())

@@ -1,4 +1,4 @@
-"""What the command and its client processes tell each other: frames of msgpack over pipes."""
+"""Messages between the command and its client processes: frames of msgpack over pipes."""
 
 import struct
 from typing import IO
@@ -9,42 +9,42 @@ _LENGTH = struct.Struct("<I")
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """One request, ready to be sent."""
+    """A request, ready to be sent."""
 
     index: int
-    offset_ns: int  # when it is due, after the beginning; -1: as soon as a user is free
+    offset_ns: int  # due time after the start; -1: as soon as a user is free
     payload: bytes
 
 
-class Plan(msgspec.Struct, frozen=True, tag=True):
-    """What a client process does. It warms up, says `Ready` and waits for `Go`."""
+class WorkerPlan(msgspec.Struct, frozen=True, tag=True):
+    """The work of a client process. It warms up, sends `Ready` and waits for `Start`."""
 
     protocol: str  # "grpc" or "http"
     address: str  # host:port
     model: str
     jobs: list[Job]
     warm_up: list[bytes]
-    num_users: int  # each has one request at a time; 0: jobs have times of their own
-    is_repeated: bool  # users begin again with the first job, until the end
+    num_users: int  # each has one request in flight; 0: jobs are sent at their offsets
+    is_repeated: bool  # start over with the first job, until `Start.end_ns`
     timeout_s: float
-    num_retries: int  # of a refused request, after the pause that the refusal names
+    num_retries: int  # retries of a refused request, after its retry_after_ms
 
 
-class Go(msgspec.Struct, frozen=True, tag=True):
-    """Times of CLOCK_MONOTONIC, which all processes of a machine share."""
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Start and end of the run, in ns of CLOCK_MONOTONIC, which all processes share."""
 
     begin_ns: int
-    end_ns: int  # no request begins later; what runs is waited for
+    end_ns: int  # no request starts later; running ones finish
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Connected and warm. `records` are those of the warm-up."""
+    """A client process is connected and warm. `records` are those of the warm-up."""
 
     records: "list[Record]"
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Counts so far."""
+    """Counts so far, in requests."""
 
     ended: int
     running: int
@@ -53,17 +53,17 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Record(msgspec.Struct, array_like=True):
-    """One request as its client saw it; times in ns of CLOCK_MONOTONIC.
+    """A request as its client saw it; times in ns of CLOCK_MONOTONIC.
 
     `code` is empty for a whole answer, else the contract's code or gRPC's name of the status.
     """
 
     index: int
     intended_ns: int
-    sent_ns: int  # of the last try
+    sent_ns: int  # of the last attempt
     ended_ns: int = 0
-    times_ns: bytes = b""  # of every response that held tokens: int64
-    counts: bytes = b""  # their tokens: int32
+    times_ns: bytes = b""  # int64: arrival of every response with tokens
+    counts: bytes = b""  # int32: tokens of those responses
     num_input_tokens: int = -1
     num_tries: int = 1
     code: str = ""
@@ -72,28 +72,28 @@ class Record(msgspec.Struct, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The end of a run."""
+    """The results of a run."""
 
     records: list[Record]
     cpu_s: float
     wall_s: float
-    peak_cpu: float  # of its event loop, in the busiest second: 1.0 is all that there is
-    late_ms: list[float]  # how late the process's own event loop woke, 20 times a second
+    peak_cpu: float  # CPU share of the event loop in the busiest second: at most 1.0
+    late_ms: list[float]  # lateness of the event loop's wake-ups, 20 a second
 
 
-Message = Plan | Go | Ready | Progress | Done
+Message = WorkerPlan | Start | Ready | Progress | Done
 _decoder: "msgspec.msgpack.Decoder[Message]" = msgspec.msgpack.Decoder(Message)
 
 
 def write(pipe: IO[bytes], message: Message) -> None:
-    """One frame. Raises OSError where nobody reads any more."""
+    """Write one frame. Raises OSError if the reader has closed the pipe."""
     data = msgspec.msgpack.encode(message)
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()
 
 
 def read(pipe: IO[bytes]) -> Message | None:
-    """The next frame; None at the end of the pipe."""
+    """Read the next frame; None at the end of the pipe."""
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

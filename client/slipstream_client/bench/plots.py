@@ -1,7 +1,7 @@
 """Line plots as SVG text, without a library.
 
-Colours of ink, grid and paper are those of `INK`, `GRID` and `PAPER`; in a page, a style sheet may
-give others to the elements of class `ink`, `grid` and `paper`.
+Ink, grid and paper have the colours `INK`, `GRID` and `PAPER`. The style sheet of a page may
+override them for the classes `ink`, `grid` and `paper`.
 """
 
 import math
@@ -18,7 +18,7 @@ _MAX_TICKS = 10
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Values from `low` to `high`, with ticks; `is_log`: equal ratios are equally far apart."""
+    """Values from `low` to `high`, with ticks; `is_log`: a logarithmic scale."""
 
     title: str
     low: float
@@ -28,14 +28,14 @@ class Axis:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """0 at `low`, 1 at `high`."""
+        """Map a value to its position: 0 at `low`, 1 at `high`."""
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
 def fit_axis(title: str, values: Sequence[float], is_log: bool = False) -> Axis:
-    """An axis that holds the values, with round ticks: from 0, or, as a logarithm, around them."""
+    """Fit an axis with round ticks around the values: linear from 0, or logarithmic."""
     top = max((value for value in values if math.isfinite(value)), default=0.0) or 1.0
     if is_log:
         least = min((value for value in values if value > 0), default=top)
@@ -54,7 +54,7 @@ def fit_axis(title: str, values: Sequence[float], is_log: bool = False) -> Axis:
 
 
 def axis_of(title: str, values: Sequence[float]) -> Axis:
-    """An axis whose ticks are the values themselves, as a logarithm; at least two."""
+    """Return a logarithmic axis with a tick at each value; needs two different values."""
     ticks = sorted(set(values))
     return Axis(title, ticks[0], ticks[-1], ticks, _short, is_log=True)
 
@@ -65,7 +65,7 @@ def _short(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points as they are connected; each may have a label."""
+    """Points and how they are sampled: joined, dotted, each with an optional label."""
 
     name: str
     color: str
@@ -114,10 +114,10 @@ def _line(line: Line, x: Callable[[float], float], y: Callable[[float], float]) 
 
 
 def _name(line: Line, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """At the line's end, or where the labels leave room."""
+    """Write a line's name at its end, or where its labels leave room."""
     places = [(x(a), y(b)) for a, b in line.points]
     style = f'fill="{line.color}" font-weight="bold"'
-    if line.labels:  # those are to the right of their points
+    if line.labels:  # labels stand to the right of their points
         a, b = max(places, key=lambda place: place[1])
         return _text(a - 10, b + 5, line.name, "end", style)
     a, b = max(places)
@@ -125,7 +125,7 @@ def _name(line: Line, x: Callable[[float], float], y: Callable[[float], float]) 
 
 
 def _legend(lines: Sequence[Line]) -> list[str]:
-    """All names in a column beside the plot, for lines that end in one place."""
+    """List all names in a column beside the plot, for lines that end close together."""
     left = WIDTH - RIGHT + 10
     style = 'fill="{}" font-weight="bold"'
     return [
@@ -137,7 +137,7 @@ def _legend(lines: Sequence[Line]) -> list[str]:
 def plot(
     title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line], has_legend: bool = False
 ) -> str:
-    """The whole picture; lines without points are left out."""
+    """Return the plot as an SVG element; lines without points are left out."""
     lines = [line for line in lines if line.points]
 
     def x(value: float) -> float:

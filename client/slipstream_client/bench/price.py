@@ -1,4 +1,4 @@
-"""What the server says that it costs."""
+"""Read the price of a GPU hour from a server's metrics."""
 
 import math
 import re
@@ -11,7 +11,7 @@ _MAX_BYTES = 1 << 24
 
 
 def price_per_hour(metrics_url: str) -> float | None:
-    """The price of an hour among a server's metrics; None where it has none, or is not there."""
+    """Return the price in a server's metrics; None if there is none or no server answers."""
     try:
         with urllib.request.urlopen(metrics_url, timeout=_PATIENCE_S) as reply:
             text = reply.read(_MAX_BYTES).decode(errors="replace")
@@ -21,7 +21,7 @@ def price_per_hour(metrics_url: str) -> float | None:
 
 
 def price_in(metrics: str) -> float | None:
-    """The highest price in a text of Prometheus: before an engine has told its own, one is 0."""
+    """Return the highest price in Prometheus text: it is 0 until an engine has reported."""
     found = []
     for word in _GAUGE.findall(metrics):
         try:

@@ -1,4 +1,4 @@
-"""The report as one HTML file: no script, nothing from the network, light and dark."""
+"""The report as one HTML file: no scripts, nothing loaded from the network, light and dark."""
 
 import shlex
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ code { overflow-wrap: anywhere; }
 
 
 def columns(point: dict[str, Any]) -> dict[str, str]:
-    """A load's figures in few words: heading -> cell. The table of page and terminal."""
+    """Return a load's main figures: heading -> cell. Page and terminal show this table."""
 
     def ms(name: str) -> str:
         found = point[f"{name}_ms"]
@@ -60,7 +60,7 @@ def columns(point: dict[str, Any]) -> dict[str, str]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """The whole file."""
+    """Return the whole HTML file."""
     points = report["loads"]
     pictures = [*_over_load(points), *_pareto(points), *_distributions(points)]
     limits = [f"{p['load']}: {p['clients']['limit']}" for p in points if p["clients"]["limit"]]
@@ -100,7 +100,7 @@ def _table(points: Sequence[dict[str, Any]]) -> str:
 
 
 def _over_load(points: Sequence[dict[str, Any]]) -> list[str]:
-    """Latency over load; nothing to see of a single load."""
+    """Plot latency over load; nothing for a single load."""
     if len({point["load"] for point in points}) < 2:
         return []
     title = "requests a second offered" if "rate" in points[0] else "requests at a time"
@@ -123,7 +123,7 @@ def _over_load(points: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _pareto(points: Sequence[dict[str, Any]]) -> list[str]:
-    """Tokens a second of a user against all: what one pays for the other."""
+    """Plot throughput of all users over the speed of one user."""
     found = [(p["tokens_per_s_per_user"], p["tokens_per_s"], p["load"]) for p in points]
     found = [entry for entry in found if entry[0] and entry[1]]
     if len(found) < 2:
@@ -145,7 +145,7 @@ def _pareto(points: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other exceeds or equals in both, by the first number."""
+    """Return the Pareto frontier, sorted by x: the points that no other point dominates."""
     best: list[tuple[float, float]] = []
     for x, y in sorted(set(places), reverse=True):
         if not best or y > best[-1][1]:
@@ -154,7 +154,7 @@ def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _distributions(points: Sequence[dict[str, Any]]) -> list[str]:
-    """Shares of tokens or requests that took at most so long."""
+    """Plot the share of tokens or requests that took at most a given time."""
     chosen = [points[i] for i in _spread(len(points))]
     share = Axis("share", 0, 1, [i / 5 for i in range(6)], lambda value: f"{value:.0%}")
     pictures = []
@@ -173,6 +173,6 @@ def _distributions(points: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _spread(count: int) -> list[int]:
-    """At most `_MAX_CURVES` numbers below `count`, the first and the last among them."""
+    """Return at most `_MAX_CURVES` indices below `count`, with the first and the last."""
     picked = np.linspace(0, count - 1, min(count, _MAX_CURVES))
     return sorted({round(float(i)) for i in picked})

@@ -1,4 +1,4 @@
-"""Client processes and one load after the other on them."""
+"""Start the client processes and run one load after another on them."""
 
 import contextlib
 import os
@@ -14,30 +14,30 @@ from typing import Any, Self
 
 from slipstream_contract.errors import Code, ContractError
 
-from slipstream_client.bench.figures import Window
+from slipstream_client.bench.figures import MeasuredWindow
 from slipstream_client.bench.messages import (
     Done,
-    Go,
     Job,
     Message,
-    Plan,
     Progress,
     Ready,
     Record,
+    Start,
+    WorkerPlan,
     read,
     write,
 )
 
-_LEAD_NS = 100_000_000  # from the last process being ready to the first request
+_LEAD_NS = 100_000_000  # between the last `Ready` and the first request
 _NEVER_NS = 1 << 62
 _END_S = 2.0
-BUSY = 0.85  # of a process's event loop, or of the machine: from here on it may be the limit
-LATE_MS = 20.0  # as the p99 of a process's waking
+BUSY = 0.85  # CPU share of an event loop or the machine that may limit the figures
+LATE_MS = 20.0  # p99 lateness of a process's wake-ups that may limit the figures
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server's model, and how it is asked."""
+    """A model of a server, and how requests reach it."""
 
     protocol: str
     address: str
@@ -47,27 +47,27 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One load: `num_users` with a request each at a time, or jobs with times of their own."""
+class LoadSpec:
+    """A load: `num_users` with one request in flight each, or jobs sent at their offsets."""
 
     jobs: Sequence[Job]
     warm_up: Sequence[bytes]
     num_users: int
-    seconds: float | None  # nothing begins later; None: until all jobs are done
-    ramp_s: float  # what begins in these first seconds does not count
+    seconds: float | None  # no request starts later; None: run all jobs
+    ramp_s: float  # requests of these first seconds are not counted
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was noted of a load, and what the tool has to say of itself."""
+    """The records of a load, the time that counts, and the clients' own use of resources."""
 
     records: list[Record]
-    window: Window
+    window: MeasuredWindow
     clients: dict[str, Any]
 
 
 class _Process:
-    """One client process and a thread that reads what it says."""
+    """A client process and a thread that reads its messages."""
 
     def __init__(self, number: int, said: "queue.Queue[tuple[int, Message | None]]") -> None:
         command = [sys.executable, "-P", "-m", "slipstream_client.bench.worker"]
@@ -76,13 +76,13 @@ class _Process:
         self._said = said
         threading.Thread(target=self._read, daemon=True).start()
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is told by its own pipe
+        with contextlib.suppress(BrokenPipeError):  # the end of its stdout reports its death
             write(self._popen.stdin, message)
 
-    def end(self) -> None:
-        """Without a word: it holds nothing that is worth keeping."""
+    def kill(self) -> None:
+        """Kill the process: it has no state worth saving."""
         self._popen.kill()
         self._popen.wait(_END_S)
 
@@ -94,7 +94,7 @@ class _Process:
 
 
 class Clients:
-    """Client processes, for as long as the `with` block lasts."""
+    """Client processes that live as long as the `with` block."""
 
     def __init__(self, num_processes: int) -> None:
         self._said: queue.Queue[tuple[int, Message | None]] = queue.Queue()
@@ -105,46 +105,46 @@ class Clients:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.end()
+            process.kill()
 
     def probe(self, target: Target, payload: bytes) -> Record:
-        """One request, for what its record says. Raises ContractError where it failed."""
-        self._processes[0].tell(_plan(target, [], [payload], 0, False))
+        """Send one request and return its record. Raises ContractError if it fails."""
+        self._processes[0].send(_plan(target, [], [payload], 0, False))
         _, ready = self._next()
         assert isinstance(ready, Ready)
-        self._processes[0].tell(Go(time.monotonic_ns(), 0))
+        self._processes[0].send(Start(time.monotonic_ns(), 0))
         self._next()
-        return _checked(ready.records)[0]
+        return _successful(ready.records)[0]
 
     def run(
-        self, target: Target, load: Load, show: Callable[[Progress], None] = lambda _: None
+        self, target: Target, load: LoadSpec, show: Callable[[Progress], None] = lambda _: None
     ) -> Outcome:
-        """One load from its warm-up to its last end. Raises ContractError where that failed."""
+        """Run a load from its warm-up to the last response. Raises ContractError on failure."""
         count = len(self._processes)
         is_repeated = load.num_users > 0 and load.seconds is not None
-        lanes = load.num_users or count  # every user, or else every process, has its share
+        lanes = load.num_users or count  # jobs are dealt to users, or else to processes
         for number, process in enumerate(self._processes):
             own = range(number, lanes, count)
             jobs = [job for lane in own for job in load.jobs[lane::lanes]]
             jobs.sort(key=lambda job: job.index)
             users = len(own) if load.num_users else 0
-            process.tell(_plan(target, jobs, list(load.warm_up[number::count]), users, is_repeated))
+            process.send(_plan(target, jobs, list(load.warm_up[number::count]), users, is_repeated))
         for _ in range(count):
             _, ready = self._next()
             assert isinstance(ready, Ready)
-            _checked(ready.records)
+            _successful(ready.records)
         begin_ns = time.monotonic_ns() + _LEAD_NS
         end_ns = _NEVER_NS if load.seconds is None else begin_ns + round(load.seconds * 1e9)
         machine = _machine_cpu()
         for process in self._processes:
-            process.tell(Go(begin_ns, end_ns))
+            process.send(Start(begin_ns, end_ns))
         done = list(self._until_done(show))
         busy = _share(machine, _machine_cpu())
         records = [record for each in done for record in each.records]
         if load.seconds is None:
             end_ns = max((record.ended_ns for record in records), default=begin_ns) + 1
-        window = Window(begin_ns + round(load.ramp_s * 1e9), end_ns)
-        return Outcome(records, window, _of_clients(done, busy))
+        window = MeasuredWindow(begin_ns + round(load.ramp_s * 1e9), end_ns)
+        return Outcome(records, window, _client_use(done, busy))
 
     def _until_done(self, show: Callable[[Progress], None]) -> Iterator[Done]:
         latest: dict[int, Progress] = {}
@@ -171,15 +171,15 @@ class Clients:
 
 def _plan(
     target: Target, jobs: list[Job], warm_up: list[bytes], num_users: int, is_repeated: bool
-) -> Plan:
-    return Plan(
+) -> WorkerPlan:
+    return WorkerPlan(
         *(target.protocol, target.address, target.model, jobs, warm_up, num_users, is_repeated),
         *(target.timeout_s, target.num_retries),
     )
 
 
-def _checked(records: list[Record]) -> list[Record]:
-    """The records of requests that must not fail."""
+def _successful(records: list[Record]) -> list[Record]:
+    """Return the records of requests that must not fail. Raises ContractError if one did."""
     for record in records:
         if record.code:
             code = Code(record.code) if record.code in Code.__members__ else Code.INTERNAL
@@ -192,8 +192,8 @@ def _sum(parts: "Iterator[Progress] | Any") -> Progress:
     return Progress(*(sum(column) for column in zip(*counts, strict=True)))
 
 
-def _of_clients(done: list[Done], machine: float) -> dict[str, Any]:
-    """What the clients used, and `limit`: what of it may have slowed the figures, else empty."""
+def _client_use(done: list[Done], machine: float) -> dict[str, Any]:
+    """Summarise the clients' use of resources; `limit` names what may have slowed the figures."""
     late = sorted(late for each in done for late in each.late_ms)
     peak = max(each.peak_cpu for each in done)
     late_ms = late[min(len(late) - 1, len(late) * 99 // 100)] if late else 0.0
@@ -214,7 +214,7 @@ def _of_clients(done: list[Done], machine: float) -> dict[str, Any]:
 
 
 def _machine_cpu() -> tuple[float, float]:
-    """Busy and all CPU seconds of this machine so far."""
+    """Return busy and total CPU time of this machine since boot, in clock ticks."""
     words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     ticks = [int(word) for word in words]
     return float(sum(ticks) - ticks[3] - ticks[4]), float(sum(ticks))
@@ -225,5 +225,5 @@ def _share(before: tuple[float, float], after: tuple[float, float]) -> float:
 
 
 def default_processes() -> int:
-    """Half of the cores: the server often runs on the same machine."""
+    """Return half of the cores, from 1 to 16: the server often runs on the same machine."""
     return max(1, min(16, (os.cpu_count() or 1) // 2))

@@ -1,7 +1,7 @@
-"""One streamed request over gRPC or HTTP: bytes in, times and token counts out.
+"""Send a streamed request over gRPC or HTTP: bytes in, arrival times and token counts out.
 
-Both read what arrives with as little work as they can: the SDK's chunks, with arrays of every
-tensor, cost a client several times as much as its transport.
+Both parse as little of a response as possible: building the SDK's chunks, with an array for each
+tensor, costs several times as much processor time as the transport.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from slipstream_contract import whole
 from slipstream_contract.errors import Code
 from tritonclient.grpc import service_pb2
 
-from slipstream_client.aio import is_task_cancelled, let_end
+from slipstream_client.aio import is_task_cancelled, wait_for_end
 from slipstream_client.bench.messages import Record
 from slipstream_client.client import CHANNEL_OPTIONS
 from slipstream_client.failures import RequestTimeoutError, error_from_rpc
 
-STREAMS_PER_CHANNEL = 64  # more on one HTTP/2 connection wait for each other
+STREAMS_PER_CHANNEL = 64  # more streams on one HTTP/2 connection delay each other
 _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
-# gRPC itself writes `UNAVAILABLE: ipv4:...` of a connection that broke.
+# gRPC itself writes `UNAVAILABLE: ipv4:...` when a connection broke.
 _CODED = re.compile(rf"(?:^|[\s,;:'\"\]])({'|'.join(Code)}): (?!ipv[46]:|unix:)")
 _RETRY_AFTER = re.compile(r"retry_after_ms: (\d+)")
-_QUEUE_FULL = "Exceeds maximum queue size"  # Triton's own refusal
+_QUEUE_FULL = "Exceeds maximum queue size"  # Triton's own words
 _LATE = "no complete answer in time"
 _BROKEN = "the connection ended with the request"
-_MAX_MESSAGE = 300  # characters that are kept of an error
-MAX_LINE_BYTES = 1 << 24  # of an event
+_MAX_MESSAGE = 300  # characters
+MAX_LINE_BYTES = 1 << 24  # length of an event
 
 
 class Transport(Protocol):
@@ -48,7 +48,7 @@ class Transport(Protocol):
 
 
 def fail(record: Record, text: str, status: str) -> None:
-    """Notes an error: the contract's code if the text holds one, else the status."""
+    """Record an error: the contract's code if the text has one, else the status."""
     found = _CODED.search(text)
     record.code = found[1] if found else status
     record.message = text.strip()[:_MAX_MESSAGE]
@@ -57,7 +57,7 @@ def fail(record: Record, text: str, status: str) -> None:
 
 
 def retry_after_s(message: str) -> float | None:
-    """The pause that a refusal asks for, in seconds."""
+    """Return the pause that a refusal names, in seconds; None if it names none."""
     found = _RETRY_AFTER.search(message)
     return int(found[1]) / 1e3 if found else None
 
@@ -66,7 +66,7 @@ def retry_after_s(message: str) -> float | None:
 
 
 class GrpcTransport:
-    """One stream a request, on connections with some tens of streams each."""
+    """gRPC: one stream per request, at most `STREAMS_PER_CHANNEL` streams per connection."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._address = address
@@ -112,7 +112,7 @@ class GrpcTransport:
                 fail(record, error, "ERROR")
         finally:
             if error:
-                await let_end(call)
+                await wait_for_end(call)
             self._num_streams[number] -= 1
             call.cancel()
 
@@ -126,7 +126,7 @@ class GrpcTransport:
         record.times_ns, record.counts = times.tobytes(), counts.tobytes()
 
     def _channel(self) -> int:
-        """The number of a connection with room, opened where there is none."""
+        """Return the index of a connection with room; opens one if there is none."""
         for number, streams in enumerate(self._num_streams):
             if streams < STREAMS_PER_CHANNEL:
                 return number
@@ -138,7 +138,7 @@ class GrpcTransport:
 
 
 def parse_response(data: bytes) -> tuple[int, int, str]:
-    """Tokens in a serialised `ModelStreamInferResponse`, of its prompt (-1: not told), error."""
+    """Parse a `ModelStreamInferResponse`: output tokens, prompt tokens (-1: unknown), error."""
     message = service_pb2.ModelStreamInferResponse.FromString(data)
     if message.error_message:
         return 0, -1, message.error_message
@@ -156,7 +156,7 @@ def parse_response(data: bytes) -> tuple[int, int, str]:
 
 
 class _Event(msgspec.Struct):
-    """What counts of an event of `generate_stream`."""
+    """The fields of a `generate_stream` event that figures need."""
 
     num_output_tokens: int | list[int] = 0
     num_input_tokens: int | list[int] = -1
@@ -166,7 +166,7 @@ class _Event(msgspec.Struct):
 
     @property
     def is_last(self) -> bool:
-        """Whether the answer has ended with it."""
+        """Whether this event is the last of its answer."""
         return whole.has_ended(self.last_token_time_ns, self.finish_reason)
 
 
@@ -174,7 +174,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class HttpTransport:
-    """`generate_stream`: a connection a request, kept for the next."""
+    """HTTP `generate_stream`: one connection per request in flight, kept alive."""
 
     def __init__(self, address: str, model: str, timeout_s: float) -> None:
         self._url = f"http://{address}/v2/models/{model}/generate_stream"
@@ -224,7 +224,7 @@ _JSON: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
 async def _events_of(reply: aiohttp.ClientResponse) -> AsyncIterator[tuple[int, _Event]]:
-    """Each event with the time of its arrival; also the lone object of a refusal."""
+    """Yield each event with its arrival time, and the JSON object that a refusal sends."""
     rest = b""
     async for data in reply.content.iter_any():
         now_ns = time.monotonic_ns()
@@ -244,7 +244,7 @@ def _one(value: int | list[int]) -> int:
 async def transport(
     protocol: str, address: str, model: str, timeout_s: float
 ) -> AsyncIterator[Transport]:
-    """The transport of that name, closed at the end."""
+    """Open the transport of a protocol, "grpc" or "http"; close it at the end."""
     found: Transport = (
         HttpTransport(address, model, timeout_s)
         if protocol == "http"

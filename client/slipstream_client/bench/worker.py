@@ -1,6 +1,6 @@
-"""A client process: `python -m slipstream_client.bench.worker`, told what to do over its stdin.
+"""A client process, `python -m slipstream_client.bench.worker`: plans in by stdin, records out.
 
-It notes times and counts while requests run, and nothing else; figures are made of them later.
+While requests run it only records times and counts; figures are computed later.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 from slipstream_client.bench.messages import (
     Done,
-    Go,
     Job,
-    Plan,
     Progress,
     Ready,
     Record,
+    Start,
+    WorkerPlan,
     read,
     write,
 )
@@ -27,15 +27,15 @@ from slipstream_client.bench.transports import Transport, retry_after_s, transpo
 
 _PROGRESS_S = 0.25
 _PROBE_S = 0.05
-_SHORT_S = 0.5  # a shorter run says nothing of the share of a core
-_GC_THRESHOLD = 100_000  # objects: a collection stops the clock that this process is
-_DEFAULT_PAUSE_S = 1.0  # where a refusal names none
+_SHORT_S = 0.5  # a shorter run cannot measure the share of a core
+_GC_THRESHOLD = 100_000  # objects: a garbage collection would delay the timestamps
+_DEFAULT_PAUSE_S = 1.0  # for a refusal without retry_after_ms
 
 
 class Run:
-    """One run of a plan, in an event loop."""
+    """A run of a plan, in an event loop."""
 
-    def __init__(self, plan: Plan, sender: Transport) -> None:
+    def __init__(self, plan: WorkerPlan, sender: Transport) -> None:
         self._plan = plan
         self._sender = sender
         self._records: list[Record] = []
@@ -46,15 +46,15 @@ class Run:
         self._peak_cpu = 0.0
 
     async def warm_up(self) -> list[Record]:
-        """The first requests, which no figure counts."""
+        """Send the warm-up requests and return their records, which no figure counts."""
         now_ns = time.monotonic_ns()
         records = [Record(-1, now_ns, now_ns) for _ in self._plan.warm_up]
         pairs = zip(self._plan.warm_up, records, strict=True)
         await asyncio.gather(*(self._sender.send(payload, record) for payload, record in pairs))
         return records
 
-    async def run(self, go: Go) -> Done:
-        """All requests from the beginning to the last one's end."""
+    async def run(self, go: Start) -> Done:
+        """Send all requests and wait until the last one ends."""
         await asyncio.sleep((go.begin_ns - time.monotonic_ns()) / 1e9)
         begin_s, cpu_s, loop_s = time.monotonic(), time.process_time(), time.thread_time()
         watchers = [asyncio.create_task(self._probe()), asyncio.create_task(self._report())]
@@ -78,15 +78,15 @@ class Run:
             yield from self._plan.jobs
 
     async def _user(self, jobs: Iterator[Job], end_ns: int) -> None:
-        """One request after the other."""
+        """Send one request after another until `end_ns`."""
         for job in jobs:
             now_ns = time.monotonic_ns()
             if now_ns >= end_ns:
                 return
             await self._request(job, now_ns)
 
-    async def _send_when_due(self, go: Go) -> None:
-        """Every request at its time, whatever has become of those before it."""
+    async def _send_when_due(self, go: Start) -> None:
+        """Send every request at its due time, whether or not earlier ones have ended."""
         tasks = []
         for job in self._plan.jobs:
             due_ns = go.begin_ns + job.offset_ns
@@ -113,7 +113,7 @@ class Run:
         self._num_failed += bool(record.code) and not record.is_refused
 
     async def _probe(self) -> None:
-        """How late the loop wakes: by so much every time that is noted may be too late."""
+        """Measure how late the loop wakes up: recorded times may be late by as much."""
         cpu_s, since_s = time.thread_time(), time.monotonic()
         while True:
             due_s = time.monotonic() + _PROBE_S
@@ -134,15 +134,15 @@ class Run:
             write(sys.stdout.buffer, progress)
 
 
-async def _serve(plan: Plan) -> None:
-    """One plan, from its warm-up to what is told of it."""
+async def _serve(plan: WorkerPlan) -> None:
+    """Run one plan: warm up, wait for `Start`, write `Done`."""
     async with transport(plan.protocol, plan.address, plan.model, plan.timeout_s) as sender:
         run = Run(plan, sender)
         write(sys.stdout.buffer, Ready(await run.warm_up()))
         go = read(sys.stdin.buffer)
-        if not isinstance(go, Go):
+        if not isinstance(go, Start):
             return
-        # Whoever started this says nothing until the end: what can be read now is its death.
+        # The command sends nothing during a run: readable now means that it has died.
         loop = asyncio.get_running_loop()
         loop.add_reader(sys.stdin.fileno(), os._exit, 1)
         gc.collect()
@@ -154,10 +154,10 @@ async def _serve(plan: Plan) -> None:
 
 
 def main() -> int:
-    """Until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's
+    """Run plans until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
     with contextlib.suppress(BrokenPipeError):
-        while isinstance(plan := read(sys.stdin.buffer), Plan):
+        while isinstance(plan := read(sys.stdin.buffer), WorkerPlan):
             asyncio.run(_serve(plan))
     return 0
 

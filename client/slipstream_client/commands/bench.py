@@ -1,4 +1,4 @@
-"""`slipstream bench`: load on a running server, and what clients saw of it (docs/bench.md)."""
+"""`slipstream bench`: load a running server and report what clients saw (docs/bench.md)."""
 
 import argparse
 import datetime
@@ -20,8 +20,8 @@ from tqdm import tqdm
 from slipstream_client.bench.figures import Objectives, figures
 from slipstream_client.bench.load import (
     ARRIVALS,
-    Asking,
     Prompt,
+    RequestMaker,
     lengths,
     make_prompts,
     make_text,
@@ -31,21 +31,21 @@ from slipstream_client.bench.load import (
 from slipstream_client.bench.messages import Job, Progress
 from slipstream_client.bench.price import price_per_hour
 from slipstream_client.bench.report import columns, page
-from slipstream_client.bench.runner import Clients, Load, Outcome, Target, default_processes
+from slipstream_client.bench.runner import Clients, LoadSpec, Outcome, Target, default_processes
 from slipstream_client.codec import GENERATING, TENSORRT_LLM
 from slipstream_client.commands.common import add_connection, add_field
 
 _PROBE_WORDS = 200
-_MAX_PROMPTS = 1000  # made for a load that ends by the clock; then they begin again
+_MAX_PROMPTS = 1000  # distinct prompts of a load with --seconds; then they repeat
 _EXIT_FAILED = 1
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declares the command."""
+    """Declare the command and its options."""
     parser = subparsers.add_parser(
         "bench",
-        help="load on a running server, and what its clients saw",
+        help="load a running server and report what its clients saw",
         description="Exit code 0 only if no request failed; refused ones have not failed.",
     )
     add_connection(parser, timeout_s=300.0)
@@ -54,29 +54,29 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--protocol", choices=("grpc", "http"), default="grpc", help="(%(default)s)")
     add("--model", choices=tuple(GENERATING), default="ensemble", help="(%(default)s)")
     load = parser.add_mutually_exclusive_group()
-    _number_list(load, "--concurrency", int, "closed loop: requests at a time (8)")
+    _number_list(load, "--concurrency", int, "closed loop: requests in flight (8)")
     _number_list(load, "--rates", float, "open loop: requests a second, whatever the server does")
     add("--arrivals", choices=ARRIVALS, default="poisson", help="with --rates (%(default)s)")
     add("--burst", type=int, default=8, metavar="N", help="requests a burst (%(default)s)")
-    add("--requests", type=int, metavar="N", help="of each load (64, unless --seconds is given)")
-    add("--seconds", type=float, metavar="S", help="after which no request of a load begins")
-    add("--ramp", type=float, default=0.0, metavar="S", help="first seconds, not counted (0)")
+    add("--requests", type=int, metavar="N", help="requests of each load (64, unless --seconds)")
+    add("--seconds", type=float, metavar="S", help="start no request of a load later than this")
+    add("--ramp", type=float, default=0.0, metavar="S", help="leave the first seconds out (0)")
     add("--warm-up", type=int, default=8, metavar="N", help="requests before each load (8)")
     add("--input-len", default="64", metavar="DIST", help="tokens: N, uniform:LOW:HIGH, ...")
     add("--output-len", default="64", metavar="DIST", help="... or lognormal:MEDIAN:SIGMA[:MAX]")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines: prompt or input_ids, max_tokens")
-    add("--vocabulary", type=int, default=256, metavar="N", help="made ids are below it (256)")
-    add("--keep-end", action="store_true", help="let the model end its text before its length")
+    add("--vocabulary", type=int, default=256, metavar="N", help="random ids are below N (256)")
+    add("--keep-end", action="store_true", help="let the model end before --output-len")
     for name in _SAMPLING:
         add_field(parser, name)
-    add("--seed", type=int, default=0, help="of times, lengths and prompts (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of times, lengths, prompts (%(default)s)")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:200 itl:30 e2e:3000")
-    add("--retries", type=int, default=0, metavar="N", help="of a refused request, when it says")
-    add("--processes", type=int, default=default_processes(), help="clients' (%(default)s)")
-    add("--price-per-hour", type=float, metavar="X", help="for the cost (what the server says)")
+    add("--retries", type=int, default=0, metavar="N", help="retries of a refused request")
+    add("--processes", type=int, default=default_processes(), help="of clients (%(default)s)")
+    add("--price-per-hour", type=float, metavar="X", help="for the cost (default: the server's)")
     add("--metrics-port", type=int, default=8002, metavar="N", help="(%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="all figures")
-    add("--html", type=Path, metavar="FILE", help="a page with plots")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--html", type=Path, metavar="FILE", help="write a page with plots")
 
 
 def _number_list(parser: Any, name: str, kind: type[int] | type[float], help_text: str) -> None:
@@ -86,12 +86,12 @@ def _number_list(parser: Any, name: str, kind: type[int] | type[float], help_tex
             raise ValueError
         return values
 
-    parse.__name__ = "list of numbers above 0"  # as argparse names it in its error
+    parse.__name__ = "list of numbers above 0"  # argparse prints it in its error
     parser.add_argument(name, type=parse, metavar="A,B,...", help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs every load, prints a table, writes the reports; 1 where a request failed."""
+    """Run every load, print a table, write the reports; return 1 if a request failed."""
     _check(args)
     objectives = Objectives.parse(args.goodput)
     begun = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -121,10 +121,10 @@ def run(args: argparse.Namespace) -> int:
             found = figures(outcome.records, outcome.window, objectives, price)
             what = {"rate": rate} if rate else {"concurrency": concurrency}
             points.append({"load": name, **what, **found, "clients": outcome.clients})
-            _write(args, report)  # each time: a sweep that is ended leaves what it has
+            _write(args, report)  # after each load: an interrupted sweep keeps its results
     print(table(points), flush=True)
     for point in points:
-        _tell(point)
+        _print_warnings(point)
     return _EXIT_FAILED if any(point["failed"] for point in points) else 0
 
 
@@ -136,7 +136,7 @@ def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ContractError for options that cannot be meant."""
+    """Raise ContractError for values out of range."""
     least = {"requests": 1, "warm_up": 0, "retries": 0, "processes": 1, "burst": 1, "vocabulary": 1}
     for name, low in least.items():
         value = getattr(args, name)
@@ -156,34 +156,34 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _levels(args: argparse.Namespace) -> list[tuple[int, float]]:
-    """(concurrency, rate) of each load; one of them is 0."""
+    """Return (concurrency, rate) of each load; one of the two is 0."""
     if args.rates:
         return [(0, rate) for rate in args.rates]
     return [(concurrency, 0.0) for concurrency in args.concurrency or [8]]
 
 
 class _Maker:
-    """Makes the requests of each load; all loads have the same ones."""
+    """Makes the requests of the loads; all loads send the same requests."""
 
     def __init__(self, args: argparse.Namespace, clients: Clients, target: Target) -> None:
         self._args = args
         given = {name: getattr(args, name) for name in _SAMPLING}
         sampling = {name: value for name, value in given.items() if value is not None}
-        self._asking = Asking(args.protocol, args.model, sampling, args.keep_end)
+        self._maker = RequestMaker(args.protocol, args.model, sampling, args.keep_end)
         self._input = lengths("--input-len", args.input_len)
         self._output = lengths("--output-len", args.output_len)
         self._prompts: list[Prompt] = []
-        self._tokens_a_word = 1.0
+        self._tokens_per_word = 1.0
         if args.prompts:
             self._prompts = read_prompts(args.prompts, args.model)
         elif args.model != TENSORRT_LLM:
             text = make_text(np.random.default_rng([args.seed, 2]), _PROBE_WORDS)
-            record = clients.probe(target, self._asking.payload(text, 1, "probe"))
+            record = clients.probe(target, self._maker.payload(text, 1, "probe"))
             if record.num_input_tokens > 0:
-                self._tokens_a_word = record.num_input_tokens / _PROBE_WORDS
+                self._tokens_per_word = record.num_input_tokens / _PROBE_WORDS
 
-    def load(self, concurrency: int, rate: float) -> Load:
-        """The requests of one load."""
+    def load(self, concurrency: int, rate: float) -> LoadSpec:
+        """Return a load with `concurrency` users, or at `rate` requests a second if not 0."""
         args = self._args
         due = self._due(rate)
         size = len(due) if rate else args.requests or (_MAX_PROMPTS if args.seconds else 64)
@@ -191,7 +191,7 @@ class _Maker:
         offsets = due.tolist() if rate else [-1] * size
         jobs = [Job(i, offset, payloads[i]) for i, offset in enumerate(offsets)]
         warm_up = self._payloads(args.warm_up, args.seed + 1)
-        return Load(jobs, warm_up, concurrency, args.seconds, args.ramp)
+        return LoadSpec(jobs, warm_up, concurrency, args.seconds, args.ramp)
 
     def _due(self, rate: float) -> NDArray[np.int64]:
         args = self._args
@@ -210,19 +210,19 @@ class _Maker:
     def _payloads(self, size: int, seed: int) -> list[bytes]:
         args = self._args
         rng = np.random.default_rng([seed, 0])
-        inputs, outputs = self._input.draw(rng, size), self._output.draw(rng, size)
+        inputs, outputs = self._input.sample(rng, size), self._output.sample(rng, size)
         if self._prompts:
             prompts = [self._prompts[i % len(self._prompts)] for i in range(size)]
         else:
-            prompts = make_prompts(args.model, inputs, args.vocabulary, self._tokens_a_word, seed)
+            prompts = make_prompts(args.model, inputs, args.vocabulary, self._tokens_per_word, seed)
         return [
-            self._asking.payload(prompt.content, prompt.max_tokens or int(length), f"bench-{i}")
+            self._maker.payload(prompt.content, prompt.max_tokens or int(length), f"bench-{i}")
             for i, (prompt, length) in enumerate(zip(prompts, outputs, strict=True))
         ]
 
 
-def _run_one(clients: Clients, target: Target, load: Load, name: str) -> Outcome:
-    """One load, with a bar on stderr where that is a terminal."""
+def _run_one(clients: Clients, target: Target, load: LoadSpec, name: str) -> Outcome:
+    """Run one load, with a progress bar if stderr is a terminal."""
     is_counted = load.seconds is None or not load.num_users
     with tqdm(total=len(load.jobs) if is_counted else None, desc=name, disable=None) as bar:
 
@@ -239,7 +239,7 @@ def _run_one(clients: Clients, target: Target, load: Load, name: str) -> Outcome
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:
-    """The loads in columns."""
+    """Return the loads as the rows of a text table."""
     rows = [columns(point) for point in points]
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -250,8 +250,8 @@ def table(points: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _tell(point: dict[str, Any]) -> None:
-    """What should not be overlooked, on stderr."""
+def _print_warnings(point: dict[str, Any]) -> None:
+    """Print what needs attention to stderr."""
     if not point["requests"]:
         print(f"{point['load']}: no request was due in the time that counts", file=sys.stderr)
     if point["clients"]["limit"]:
@@ -265,7 +265,7 @@ def _tell(point: dict[str, Any]) -> None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this runs from, where it is one."""
+    """Return the commit of the checkout that this file lies in; None outside of git."""
     git = shutil.which("git")
     folder = Path(__file__).resolve().parent
     if git is None:

@@ -1,8 +1,8 @@
 """`slipstream chat`: a conversation in the terminal, kept by the client.
 
-The server's contract is text in, text out: it has no tensor for messages. So the client renders
-the conversation, by the chat template in a checkpoint's directory (`--template`), or else as a bare
-transcript, the one thing to do with a model that was never trained on conversations.
+The server's contract is text in, text out, without a tensor for messages. So the client renders the
+conversation, with the chat template in a checkpoint's directory (`--template`), or as a plain
+transcript, which is all that a model without a chat template understands.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PLAIN_STOP_WORD = f"\n{PLAIN_NAMES['user']}:"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declares the command."""
+    """Declare the command and its options."""
     parser = subparsers.add_parser(
         "chat",
         help="talk to the model",
@@ -47,15 +47,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--plain",
         action="store_true",
-        help="a transcript of User: and Assistant:, as without --template, but do not say so",
+        help="send a transcript of User: and Assistant:, as without --template, with no warning",
     )
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling(parser, max_tokens=256)
     add_connection(parser, timeout_s=None)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads a line, streams the answer, until the end of the input."""
+    """Read a line and stream the answer, until the end of the input."""
     if args.template is not None and args.plain:
         raise ContractError("give --template or --plain, not both")
     if args.template is None and not args.plain:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     render = plain_prompt if args.template is None else template_renderer(args.template)
     stop_words = [PLAIN_STOP_WORD] if args.template is None else []
     parameters = sampling_of(args) | stop_at(args.model, stop_words)
-    if args.template is not None:  # it writes every special token itself
+    if args.template is not None:  # the template writes every special token
         parameters["add_special_tokens"] = False
     messages: Messages = [{"role": "system", "content": args.system}] if args.system else []
     if sys.stdin.isatty():
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def template_renderer(template: Path) -> Callable[[Messages], str]:
-    """Render conversations by the template in a checkpoint's directory.
+    """Return a function that renders conversations with a checkpoint's chat template.
 
     The prompt holds its special tokens: send it with `add_special_tokens` false.
     """
@@ -92,7 +92,7 @@ def template_renderer(template: Path) -> Callable[[Messages], str]:
 
 
 def plain_prompt(messages: Messages) -> str:
-    """A transcript that ends where the assistant speaks."""
+    """Render a transcript that ends where the assistant speaks."""
     lines = [f"{PLAIN_NAMES[message['role']]}: {message['content']}" for message in messages]
     return "\n".join([*lines, f"{PLAIN_NAMES['assistant']}:"])
 
@@ -103,7 +103,7 @@ def _answer(
     stop_words: list[str],
     parameters: dict[str, Any],
 ) -> str:
-    """Streams one answer; after Ctrl-C as much of it as was shown."""
+    """Stream one answer and return it; after Ctrl-C, the part that was printed."""
     printer = Printer(sys.stdout, *stop_words)
     with contextlib.suppress(KeyboardInterrupt):
         printer.print(client.stream(prompt, **parameters))

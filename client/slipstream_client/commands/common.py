@@ -1,4 +1,4 @@
-"""What the commands share: where the server is, how to sample, a stream on a terminal."""
+"""What the commands share: connection and sampling options, and printing a stream."""
 
 import argparse
 from typing import Any, TextIO
@@ -10,14 +10,14 @@ from slipstream_client.client import DEFAULT_MODEL, ChunkStream, SlipstreamClien
 from slipstream_client.codec import BLS, ENSEMBLE, VLLM
 
 TEXT_MODELS = (ENSEMBLE, BLS, VLLM)
-"""Take text, in the order in which a command prefers them."""
+"""The models that take text, most preferred first."""
 
 SAMPLING = tuple(name for name, entry in FIELDS.items() if entry.field.is_option)
-"""Options that go to the server under the contract's own names; what is not given is not sent."""
+"""Options sent to the server under the contract's names; options not given are not sent."""
 
 
 def add_connection(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
-    """Options that say where the server is and how long to wait for a whole answer."""
+    """Add the options for the server's address and the time to wait for a whole answer."""
     parser.add_argument("--host", default="127.0.0.1", help="the server's host (%(default)s)")
     parser.add_argument("--grpc-port", type=int, default=8001, metavar="N", help="(%(default)s)")
     parser.add_argument(
@@ -30,7 +30,7 @@ def add_connection(parser: argparse.ArgumentParser, timeout_s: float | None) -> 
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Options that choose the model and its sampling; the server's defaults are greedy."""
+    """Add the options for the model and its sampling; the server's defaults are greedy."""
     parser.add_argument(
         "--model", choices=TEXT_MODELS, default=TEXT_MODELS[0], help="(%(default)s)"
     )
@@ -55,20 +55,20 @@ def add_field(parser: argparse.ArgumentParser, name: str, default: int | None = 
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given."""
+    """Return the sampling parameters that were given."""
     chosen = {name: getattr(args, name) for name in SAMPLING}
     return {name: value for name, value in chosen.items() if value is not None}
 
 
 def stop_at(model: str, stop_words: list[str]) -> dict[str, Any]:
-    """The stop words under the name that the model gives them."""
+    """Return the stop words under the model's name for them."""
     if not stop_words:
         return {}
     return {"stop" if model == VLLM else "stop_words": stop_words}
 
 
 def connect(args: argparse.Namespace) -> SlipstreamClient:
-    """A client for the server that the options name."""
+    """Return a client for the server that the options name."""
     return SlipstreamClient(
         f"{args.host}:{args.grpc_port}",
         model=getattr(args, "model", DEFAULT_MODEL),
@@ -77,9 +77,9 @@ def connect(args: argparse.Namespace) -> SlipstreamClient:
 
 
 class Printer:
-    """Writes a stream's text as it comes, up to the stop word; `written` is what was shown.
+    """Print a stream's text as it arrives, up to the stop word; `written` is what was printed.
 
-    Text that may be the beginning of the stop word waits for what follows it.
+    Text that may be the start of the stop word is withheld until the next text decides.
     """
 
     def __init__(self, sink: TextIO, stop_word: str = "") -> None:
@@ -88,7 +88,7 @@ class Printer:
         self._stop_word = stop_word
 
     def print(self, chunks: ChunkStream) -> None:
-        """Writes all of it; what is left of the stream after the stop word is cancelled."""
+        """Print the stream to its end, or to the stop word and cancel the rest."""
         waiting = ""
         with chunks:
             for chunk in chunks:
@@ -109,6 +109,6 @@ class Printer:
 
 
 def _overlap(text: str, stop_word: str) -> int:
-    """Length of the longest end of the text that is a beginning of the stop word."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop_word`."""
     longest = min(len(text), len(stop_word) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop_word[:n])), 0)

@@ -14,7 +14,7 @@ from slipstream_client.commands.common import (
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declares the command."""
+    """Declare the command and its options."""
     parser = subparsers.add_parser(
         "complete", help="stream one completion", description="Ctrl-C cancels it on the server."
     )
@@ -23,14 +23,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
     parser.add_argument(
-        "--stop-word", action="append", default=[], metavar="TEXT", help="end after it; repeatable"
+        "--stop-word", action="append", default=[], metavar="TEXT", help="end at it; repeatable"
     )
     add_sampling(parser, max_tokens=128)
     add_connection(parser, timeout_s=None)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Streams the completion to stdout and ends it with a newline."""
+    """Stream the completion to stdout and end it with a newline."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     parameters = sampling_of(args) | stop_at(args.model, args.stop_word)
     with connect(args) as client:

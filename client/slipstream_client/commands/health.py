@@ -1,8 +1,8 @@
 """`slipstream health`: exit code 0 only if tokens can be had now.
 
-The server's own readiness stays good when a model's process or the engine has died or stands still.
-So every model is asked something that its own process answers without the engine, and the engine
-how it is. Who works is well, however much; only one that says it is idle is asked for a token.
+Triton's own readiness stays good when a model's process or the engine has died or hangs. So the
+command sends each model a request that its process answers without the engine, and reads the
+engine's state. A busy engine is healthy, however loaded; an idle one must generate a token.
 """
 
 import argparse
@@ -33,20 +33,20 @@ _WIRE_VALUES: dict[str, tuple[list[int], bytes]] = {
     "TOKENS_BATCH": ([1, 1, 1], b"\x00\x00\x00\x00"),
     "SEQUENCE_LENGTH": ([1, 1], b"\x01\x00\x00\x00"),
 }
-"""The least work there is for a stage: shape and bytes of each tensor that it must have."""
+"""The smallest request for a stage: shape and bytes of each required tensor."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declares the command."""
+    """Declare the command and its options."""
     parser = subparsers.add_parser("health", help="exit code 0 only if tokens can be had now")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_connection(parser, timeout_s=3.0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the engine's state; 0 if all is well, else 1."""
+    """Print the engine's state; return 0 if all is well, else 1."""
     with connect(args) as client:
-        report = check(client, args.timeout)
+        report = check_health(client, args.timeout)
     if args.json:
         print(json.dumps(report))
         return 0 if report["ok"] else EXIT_UNHEALTHY
@@ -58,48 +58,50 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else EXIT_UNHEALTHY
 
 
-def check(client: SlipstreamClient, timeout_s: float) -> dict[str, Any]:
-    """The engine's state, `ok`, and `error` or, of an idle engine, `token_s` for one token.
+def check_health(client: SlipstreamClient, timeout_s: float) -> dict[str, Any]:
+    """Return the engine's state, `ok`, and `error`, or `token_s` of one token if it is idle.
 
-    Of a model's processes a question reaches one; the server knows whether another is gone.
-    Takes at most about `timeout_s`.
+    A request reaches one of a model's processes; the readiness of the server covers the others.
+    Takes about `timeout_s` at most.
     """
     deadline = time.monotonic() + timeout_s
     state: dict[str, Any] = {}
     try:
         with grpc.insecure_channel(client.url) as channel:
-            asker = _Asker(service_pb2_grpc.GRPCInferenceServiceStub(channel), client.url, deadline)
-            models = asker.ready_models()
+            prober = _Prober(
+                service_pb2_grpc.GRPCInferenceServiceStub(channel), client.url, deadline
+            )
+            models = prober.ready_models()
             with ThreadPoolExecutor(len(models) + 1) as threads:
                 health = threads.submit(_state, client, deadline)
-                asked = {name: threads.submit(asker.ask, name) for name in models}
+                answers = {name: threads.submit(prober.probe, name) for name in models}
                 state = health.result()
-                for name, answer in asked.items():
+                for name, answer in answers.items():
                     _raise_named(name, answer)
         faults = state.pop("faults", ())
         if faults:
             raise ContractError("; ".join(faults), Code.UNAVAILABLE)
         if state["running"] or state["waiting"]:
             return {"ok": True, **state}
-        seconds = _one_token(client, models, deadline)
+        seconds = _seconds_per_token(client, models, deadline)
         return {"ok": True, **state} | ({} if seconds is None else {"token_s": round(seconds, 4)})
     except (ContractError, TimeoutError) as error:
         return {"ok": False, **state, "error": str(error)}
 
 
 def _state(client: SlipstreamClient, deadline: float) -> dict[str, Any]:
-    """What the engine says of itself; one in the middle of a long step has until the deadline.
+    """Return the engine's state; retries until the deadline while a long step runs.
 
-    Raises ContractError, RequestTimeoutError where the server itself does not answer.
+    Raises ContractError, or RequestTimeoutError if the server itself does not answer.
     """
     said: ContractError | None = None
     while True:
-        begin = time.monotonic()
+        start = time.monotonic()
         try:
-            return client.health(max(0.001, deadline - begin))
+            return client.health(max(0.001, deadline - start))
         except ContractError as error:
-            if time.monotonic() - begin < _AT_ONCE_S:
-                raise  # nobody was asked: there is no engine
+            if time.monotonic() - start < _AT_ONCE_S:
+                raise  # refused at once: there is no engine
             said = error
         except TimeoutError:
             raise said or ContractError(
@@ -107,8 +109,8 @@ def _state(client: SlipstreamClient, deadline: float) -> dict[str, Any]:
             ) from None
 
 
-class _Asker:
-    """Asks the models of one server, each within what is left of the time."""
+class _Prober:
+    """Sends requests to the models of one server, within one deadline for all."""
 
     def __init__(self, stub: Any, url: str, deadline: float) -> None:
         self._stub = stub
@@ -116,15 +118,15 @@ class _Asker:
         self._deadline = deadline
 
     def ready_models(self) -> list[str]:
-        """Ours, of those that the server calls ready. Raises where there is none that generates."""
+        """Return our models that are ready. Raises ContractError if none of them generates."""
         requests = {name: service_pb2.ModelReadyRequest(name=name) for name in MODELS}
         ready = [n for n, each in requests.items() if self._call(self._stub.ModelReady, each).ready]
         if not GENERATING.keys() & set(ready):
             raise ContractError(f"no model of ours is loaded at {self._url}", Code.UNAVAILABLE)
         return ready
 
-    def ask(self, name: str) -> None:
-        """Returns if the model's own process answers. Raises ContractError, RequestTimeoutError."""
+    def probe(self, name: str) -> None:
+        """Wait for the model's process to answer. Raises ContractError, RequestTimeoutError."""
         if name in _STAGES:
             request = service_pb2.ModelInferRequest(model_name=name)
             for tensor in MODELS[name].inputs:
@@ -147,8 +149,10 @@ class _Asker:
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         try:
-            left_s = max(0.001, self._deadline - time.monotonic())
-            return method(iter(request) if isinstance(request, list) else request, timeout=left_s)
+            remaining_s = max(0.001, self._deadline - time.monotonic())
+            return method(
+                iter(request) if isinstance(request, list) else request, timeout=remaining_s
+            )
         except grpc.RpcError as error:
             raise error_from_rpc(error, self._url) from None
 
@@ -162,23 +166,25 @@ def _raise_named(name: str, answer: "Future[None]") -> None:
         raise ContractError(f"model {name}: {error.message}", error.code) from None
 
 
-def _one_token(client: SlipstreamClient, models: list[str], deadline: float) -> float | None:
-    """Seconds for one token of the first model there is; None where the engine has work meanwhile.
+def _seconds_per_token(
+    client: SlipstreamClient, models: list[str], deadline: float
+) -> float | None:
+    """Return the seconds for one token of the first text model; None if the engine got work.
 
-    Raises where none came.
+    Raises ContractError or RequestTimeoutError if there was no token.
     """
     model = next(name for name in (*TEXT_MODELS, TENSORRT_LLM) if name in models)
     prompt: Any = [0] if model == TENSORRT_LLM else "a"
-    began = time.monotonic()
-    left_s = max(0.001, deadline - began)
+    start = time.monotonic()
+    remaining_s = max(0.001, deadline - start)
     try:
-        asked: dict[str, Any] = {"max_tokens": 1, PROBE: Probe.TOKEN}
-        completion = client.complete(prompt, model=model, timeout_s=left_s, **asked)
+        parameters: dict[str, Any] = {"max_tokens": 1, PROBE: Probe.TOKEN}
+        completion = client.complete(prompt, model=model, timeout_s=remaining_s, **parameters)
     except (ContractError, TimeoutError):
         state = client.health(1.0)
-        if state["running"] + state["waiting"] > 1 and state["last_step_age_s"] < left_s:
-            return None  # work came between the question and now, and it moves
+        if state["running"] + state["waiting"] > 1 and state["last_step_age_s"] < remaining_s:
+            return None  # other requests arrived meanwhile, and steps run
         raise
     if completion.num_output_tokens[0] is None:
         raise ContractError(f"{model} answered without a token", Code.INTERNAL)
-    return time.monotonic() - began
+    return time.monotonic() - start
