@@ -1,11 +1,10 @@
-"""Whether one more request may wait: the engine's load and bounds, and the file that tells them.
+"""Decide whether one more request may wait, by the engine's load and limits, in each process.
 
-The engine alone decides. But a request that it refuses has been tokenised and sent to it, and where
-more comes than fits there is no time to waste on that. So while it has work the engine tells its
-load, twice a turn, in a small file that the processes of its server map; they refuse by the same
-rule, in the same words, and pass on what may fit. What the file says was so at most a step ago.
-Older than `MAX_AGE_NS` it says nothing: an engine that has ended, stands still or computes for long
-refuses nobody through it.
+The engine alone decides. But a request that it refuses has been tokenised and sent to it, which
+costs time that an overloaded server does not have. So a busy engine publishes its load, twice a
+turn, in a small file that the processes of its server map. They refuse by the same rule, in the
+same words, and pass on what may fit. The file is at most a step old. Older than `MAX_AGE_NS` it
+does not count: an engine that has ended, hangs or is in a long step refuses nothing through it.
 """
 
 import contextlib
@@ -27,16 +26,17 @@ from slipstream_runtime.processes import MAX_INSTANCES
 _log = logging.getLogger(__name__)
 
 MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
-UNKNOWN = -1.0  # a rate of which nothing is known yet
+UNKNOWN = -1.0  # a rate that has not been measured yet
 MAX_AGE_NS = 1_000_000_000
-ON_THEIR_WAY_NS = 250_000_000  # to the engine's socket: behind a burst of responses it takes long
+IN_TRANSIT_NS = 250_000_000  # time to reach the engine, at most: long after a burst of responses
 
 
 class Load(NamedTuple):
-    """Requests that wait and never ran, their prompts' tokens, and how fast they are admitted.
+    """Requests that wait and never ran, their prompts' tokens, limits, and admission rates.
 
-    And how many requests, and tokens of their prompts, the engine has ever received, and when it
-    last looked for more (`time.monotonic_ns()`, 0 for never). In a step it does not look.
+    `num_received` and `num_received_tokens` count all requests that the engine ever received;
+    `looked_ns` is when it last looked for more (`time.monotonic_ns()`, 0 for never). It does not
+    look during a step.
     """
 
     num_requests: int
@@ -50,10 +50,10 @@ class Load(NamedTuple):
     num_received_tokens: int = 0
     looked_ns: int = 0
 
-    def check(self, num_tokens: int = 0) -> None:
-        """Raise `ContractError` if one more request, with so long a prompt, may not wait.
+    def raise_if_full(self, num_tokens: int = 0) -> None:
+        """Raise `ContractError` if one more request, with a prompt of `num_tokens`, may not wait.
 
-        A prompt above the bound on tokens may wait alone. 0: its length is not known yet.
+        0: the length is not known yet. A prompt above the limit of tokens may wait alone.
         """
         excess = self.num_tokens + num_tokens - self.max_tokens
         if self.num_requests >= self.max_requests:
@@ -74,7 +74,7 @@ class Load(NamedTuple):
 
 
 def _retry_ms(needed: int, ms_each: float) -> int:
-    """When so much more will have been admitted, at the recent rate."""
+    """Return the ms until `needed` more will have been admitted, at the recent rate."""
     if ms_each == UNKNOWN:
         return MAX_RETRY_MS
     return round(min(max(MIN_RETRY_MS, needed * ms_each), MAX_RETRY_MS))
@@ -86,35 +86,35 @@ _SIZE = _FIELDS.size + _SUM.size
 
 
 def path_of(socket: Path) -> Path:
-    """The file of the engine that listens at a socket."""
+    """Return the load file of the engine that listens at a socket."""
     return socket.with_suffix(".load")
 
 
 def passed_path_of(socket: Path) -> Path:
-    """The file of what was let through to that engine."""
+    """Return the file of what was passed on to the engine that listens at a socket."""
     return socket.with_suffix(".passed")
 
 
 class LoadFile:
-    """The mapped file. One process writes, any number read; no call blocks."""
+    """The mapped load of the engine. One process writes, any number read; no call blocks."""
 
     def __init__(self, path: Path) -> None:
-        """Map it; the first to come makes it. Where that cannot be, the engine alone refuses."""
+        """Map the file, making it if missing. If that fails, the engine alone refuses."""
         loss = "requests above the bounds are refused by the engine alone"
         self._map = map_if_possible(path, _SIZE, loss)
 
-    def tell(self, load: Load, is_idle: bool = False) -> None:
-        """This is the load now; nobody is to be refused by that of an engine without work."""
+    def publish(self, load: Load, is_idle: bool = False) -> None:
+        """Write the load. That of an idle engine counts as outdated: it refuses nothing."""
         fields = _FIELDS.pack(0 if is_idle else time.monotonic_ns(), *load)
         self._map[:] = fields + _SUM.pack(zlib.crc32(fields))
 
     def read(self) -> Load | None:
-        """The load, if it was told not long ago; None also for what is being written just now."""
+        """Return the load if it is recent; None also while it is being written."""
         load, is_recent = self.last()
         return load if is_recent else None
 
     def last(self) -> tuple[Load | None, bool]:
-        """The load that was told last, and whether that was not long ago, by a busy engine."""
+        """Return the last load, and whether it is recent and of a busy engine."""
         data = self._map[:]
         fields = data[: _FIELDS.size]
         if _SUM.unpack_from(data, _FIELDS.size)[0] != zlib.crc32(fields):
@@ -123,26 +123,26 @@ class LoadFile:
         is_recent = told_ns > 0 and 0 <= time.monotonic_ns() - told_ns <= MAX_AGE_NS
         return Load(*values), is_recent
 
-    def check(self, num_tokens: int = 0) -> None:
-        """As `Load.check`, by what the engine has told."""
+    def raise_if_full(self, num_tokens: int = 0) -> None:
+        """Raise as `Load.raise_if_full` does, if the load is recent."""
         load = self.read()
         if load is not None:
-            load.check(num_tokens)
+            load.raise_if_full(num_tokens)
 
 
 class Passed:
-    """What the processes of a stage have let through of late: a mapped file, a row for each.
+    """What the processes of a stage have lately passed on: a mapped file with a row per process.
 
-    Each writes its own row, all read all; no call blocks. A row holds, of the last `_NUM_KEPT`
-    requests, the time (ns, `time.monotonic_ns()`), the tokens, and what the engine had received
-    before (requests and tokens); who takes it keeps it locked until the process ends.
+    Each process writes its own row and reads all; no call blocks. For each of the last `_NUM_KEPT`
+    requests, a row has the time (ns, `time.monotonic_ns()`), the prompt's tokens, and how many
+    requests and tokens the engine had received before. A process locks its row until it ends.
     """
 
     _NUM_ROWS, _NUM_KEPT = MAX_INSTANCES, 512
     _SIZE = 32 * _NUM_ROWS * _NUM_KEPT
 
     def __init__(self, path: Path) -> None:
-        """Map it; the first to come makes it. Where there is no row, this process counts alone."""
+        """Map the file, making it if missing. Without a free row, this process counts alone."""
         try:
             self._map = map_file(path, self._SIZE)
             row = self._take_row(path)
@@ -154,23 +154,23 @@ class Passed:
         self._turn = 0
 
     def add(self, num_tokens: int, load: Load | None) -> None:
-        """One more, now; the engine's load was told to be this one."""
+        """Note that a request was passed on just now; `load` is the last that was published."""
         received = (load.num_received, load.num_received_tokens) if load else (0, 0)
         place = self._turn % self._NUM_KEPT
         self._turn += 1
         self._row[1:, place] = (num_tokens, *received)
         self._row[0, place] = time.monotonic_ns()
 
-    def on_their_way(self, load: Load) -> tuple[int, int]:
-        """Requests, and their tokens, of all processes, that this load does not tell of yet.
+    def in_transit(self, load: Load) -> tuple[int, int]:
+        """Return how many requests, and tokens, of all processes this load does not count yet.
 
-        What passed ON_THEIR_WAY_NS before the engine last looked it has found. Since each request
-        that passed later, as many more are on their way as passed less what the engine has
-        received; before it there were some or none. So there are at least as many as the most of
-        these. What an engine before this one received is not its.
+        A request passed on IN_TRANSIT_NS before the engine last looked has been found. From each
+        later request on, the number in transit is what was passed on since, less what the engine
+        has received since; the largest of these numbers is a lower bound. What an earlier engine
+        has received does not count.
         """
         times_ns, _, before, _ = self._entries
-        is_recent = times_ns > max(0, load.looked_ns - ON_THEIR_WAY_NS)
+        is_recent = times_ns > max(0, load.looked_ns - IN_TRANSIT_NS)
         recent = self._entries[:, is_recent & (before <= load.num_received)]
         if not recent.size:
             return 0, 0
@@ -180,7 +180,7 @@ class Passed:
         return max(0, int(num_requests.max())), max(0, int(num_tokens.max()))
 
     def _take_row(self, path: Path) -> int:
-        # Any close of the file would let go of the lock: it stays open.
+        # Closing any descriptor of the file would release the lock: it stays open.
         self._locked = path.open("r+b")
         for row in range(self._NUM_ROWS):
             with contextlib.suppress(BlockingIOError):
@@ -190,11 +190,12 @@ class Passed:
 
 
 class Gate:
-    """Before a stage that passes requests on to the engine; for one thread of each process.
+    """The admission check of a stage that passes requests on to the engine; one thread per process.
 
-    What was let through a moment ago the engine does not tell yet. Where ten times as many come
-    as go, each place that becomes free would let through all that come until it is told to be
-    taken, and they would queue up for their refusal behind those that fit. So they wait too.
+    The engine does not count yet what was passed on a moment ago. With ten times more arriving than
+    it can serve, every place that becomes free would let through all that arrive until the engine
+    reports it taken, and the excess would queue for its refusal among the requests that fit. So
+    this check counts requests in transit as waiting.
     """
 
     def __init__(self, file: LoadFile, passed: Passed) -> None:
@@ -202,17 +203,17 @@ class Gate:
         self._file = file
         self._passed = passed
 
-    def check(self, num_tokens: int = 0) -> Load | None:
-        """As `Load.check`. Returns what was told last, however old: an idle engine tells none."""
+    def raise_if_full(self, num_tokens: int = 0) -> Load | None:
+        """Raise as `Load.raise_if_full` does. Return the last load, outdated or not."""
         load, is_recent = self._file.last()
         if load is not None and is_recent:
-            more_requests, more_tokens = self._passed.on_their_way(load)
+            more_requests, more_tokens = self._passed.in_transit(load)
             load._replace(
                 num_requests=load.num_requests + more_requests,
                 num_tokens=load.num_tokens + more_tokens,
-            ).check(num_tokens)
+            ).raise_if_full(num_tokens)
         return load
 
-    def enter(self, num_tokens: int) -> None:
-        """Likewise; a request that may wait is now on its way."""
-        self._passed.add(num_tokens, self.check(num_tokens))
+    def admit(self, num_tokens: int) -> None:
+        """Raise as `raise_if_full` does, else note the request as passed on."""
+        self._passed.add(num_tokens, self.raise_if_full(num_tokens))

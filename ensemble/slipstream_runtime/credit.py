@@ -1,17 +1,17 @@
-"""Flow control and cancel through a Triton ensemble: a small file that two stages map.
+"""Flow control and cancellation through a Triton ensemble: a small file that two stages map.
 
-Between two steps of an ensemble the server keeps a hidden, unbounded queue, and it never tells a
-running step that the client is gone. So `tensorrt_llm` sends the next response of a stream only
-after `postprocessing` has acknowledged the last one here: that is one credit a stream. A response
-that is never acknowledged was dropped by the server because its client has cancelled, or lost by a
-process of `postprocessing` that was killed.
+Between two steps of an ensemble Triton has a hidden, unbounded queue, and it never tells a running
+step that the client has disconnected. So `tensorrt_llm` sends the next response of a stream only
+after `postprocessing` has acknowledged the previous one here: one credit per stream. A response
+that is never acknowledged was dropped by Triton because its client cancelled, or was lost with a
+killed process of `postprocessing`.
 
-`postprocessing` may be several processes. Each acknowledges a response when the server has sent it
-on, so that none of them overtakes another with the stream's next one.
+`postprocessing` may be several processes. Each acknowledges a response once Triton has sent it on,
+so that no process overtakes another with the stream's next response.
 
-Numbers are unique over all streams, so an acknowledgement that comes late for a stream that is gone
-says nothing to the stream that has its slot now. Every word is 8 bytes, aligned, with one writer at
-a time.
+Response numbers are unique over all streams, so a late acknowledgement for an ended stream cannot
+be mistaken for one of the stream that has its slot now. Every word is 8 bytes, aligned, with one
+writer at a time.
 """
 
 import fcntl
@@ -25,25 +25,33 @@ from slipstream_runtime.processes import MAX_INSTANCES, is_running
 
 NUM_SLOTS = 16384
 BEAT_S = 0.02
-MAX_BEAT_GAP_S = 0.2  # longer without a beat: the process stood still
-_LAYOUT = 0x534C4950_00000004  # changes with the words below
+MAX_BEAT_GAP_S = 0.2  # a longer gap means that the process was stopped
+_LAYOUT = 0x534C4950_00000004  # change it with the words below
 _WORDS_HEADER = 1  # the layout
 _PID, _ALIVE, _BEAT, _IDLE, _WORDS_TAKER = 0, 1, 2, 3, 4
-_ACKNOWLEDGED, _CANCELLED, _EXPECTED, _TAKER, _ASKED, _ASKED_NS, _WORDS_SLOT = 0, 1, 2, 3, 4, 5, 6
+_ACKNOWLEDGED, _CANCELLED, _EXPECTED, _TAKER, _CHECKED, _CHECKED_NS, _WORDS_SLOT = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+)
 _WORDS_TAKERS = _WORDS_HEADER + _WORDS_TAKER * MAX_INSTANCES
 _SIZE = 8 * (_WORDS_TAKERS + _WORDS_SLOT * NUM_SLOTS)
 
 
 class CreditFile:
-    """The mapped file. Reading and writing a word is atomic; no call blocks."""
+    """The mapped file. A word is read and written atomically; no call blocks."""
 
     def __init__(self, path: Path) -> None:
-        """Map `path`; the first to come makes it. Raises OSError, ValueError for another layout."""
+        """Map `path`, making it if missing. Raises OSError; ValueError for another layout."""
         self.path = path
         if path.exists() and path.stat().st_size not in (0, _SIZE):
             raise ValueError(f"{path}: not a credit file of this version")
         self._map = map_file(path, _SIZE)
-        # Through a cast view an item is stored by one 8-byte move, unlike struct's byte by byte.
+        # A cast view stores an item with one 8-byte move; struct would store single bytes.
         self.words = memoryview(self._map).cast("q")
         if self.words[0] not in (0, _LAYOUT):
             raise ValueError(f"{path}: not a credit file of this version")
@@ -57,52 +65,52 @@ class CreditFile:
     # --- postprocessing's side, see `Taker` too ---
 
     def mark_cancelled(self, slot: int, number: int) -> None:
-        """Response `number` came with `is_cancelled()`: its client is gone."""
+        """Mark response `number` as cancelled: its client has disconnected."""
         self.words[_index(slot) + _CANCELLED] = number
 
     def is_expected(self, slot: int, number: int) -> bool:
-        """Whether response `number` is the last one sent in this slot.
+        """Return whether response `number` is the last one sent in this slot.
 
-        Clients can ask postprocessing too: what they make up must not end another's stream.
+        Clients can send requests to postprocessing too: made-up numbers must end no stream.
         """
         return self.words[_index(slot) + _EXPECTED] == number
 
     # --- both sides ---
 
-    def last_asked(self, slot: int) -> tuple[int, int]:
-        """At which response the server was last asked for the stream's client, and when.
+    def last_check(self, slot: int) -> tuple[int, int]:
+        """Return the response at which Triton was last queried for a cancel, and the time.
 
-        In `time.monotonic_ns()`.
+        The time is of `time.monotonic_ns()`.
         """
         first = _index(slot)
-        return self.words[first + _ASKED], self.words[first + _ASKED_NS]
+        return self.words[first + _CHECKED], self.words[first + _CHECKED_NS]
 
-    def note_asked(self, slot: int, number: int, now_ns: int) -> None:
-        """It is asked now: by who opens the slot, then by who has its response `number`."""
+    def note_check(self, slot: int, number: int, now_ns: int) -> None:
+        """Note a query for a cancel now: when the slot is opened, then with response `number`."""
         first = _index(slot)
-        self.words[first + _ASKED] = number
-        self.words[first + _ASKED_NS] = now_ns
+        self.words[first + _CHECKED] = number
+        self.words[first + _CHECKED_NS] = now_ns
 
     # --- tensorrt_llm's side ---
 
     def expect(self, slot: int, number: int) -> None:
-        """Response `number` is about to be sent. It must be hard to guess."""
+        """Announce response `number`, which is sent next. The number must be hard to guess."""
         self.words[_index(slot) + _EXPECTED] = number
 
     def is_acknowledged(self, slot: int, number: int) -> bool:
-        """Whether response `number`, the last sent in this slot, has been taken and sent on."""
+        """Return whether response `number`, the last sent in this slot, was sent on."""
         return self.words[_index(slot) + _ACKNOWLEDGED] == number
 
     def is_cancelled(self, slot: int, number: int) -> bool:
-        """Whether response `number` met a client that is gone."""
+        """Return whether the client had disconnected when response `number` arrived."""
         return self.words[_index(slot) + _CANCELLED] == number
 
     def taken_by(self, slot: int) -> int:
-        """The taker that has acknowledged the last response in this slot."""
+        """Return the taker that acknowledged the last response in this slot."""
         return self.words[_index(slot) + _TAKER]
 
     def takers(self) -> list[int]:
-        """All that have begun and not ended, of their own accord or killed."""
+        """Return the takers that run: started, neither closed nor killed."""
         now_ns, found = time.monotonic_ns(), []
         for index in range(MAX_INSTANCES):
             pid = self.words[_WORDS_HEADER + index * _WORDS_TAKER + _PID]
@@ -115,12 +123,12 @@ class CreditFile:
         return now_ns - beat_ns <= MAX_BEAT_GAP_S * 1e9
 
     def idle_since_ns(self, taker: int, now_ns: int) -> int | None:
-        """Since when a taker has been alive without a break and without work.
+        """Return since when a taker has been alive and idle without a break.
 
-        In `time.monotonic_ns()`; None while it is busy, stands still or does not run.
+        In `time.monotonic_ns()`; None while it is busy, stopped or not running.
         """
         first = _WORDS_HEADER + taker * _WORDS_TAKER
-        is_beating = self._is_beating(taker, now_ns)  # first: it is written last, after a break
+        is_beating = self._is_beating(taker, now_ns)  # read first: after a break it is written last
         alive_ns, idle_ns = self.words[first + _ALIVE], self.words[first + _IDLE]
         if idle_ns == 0 or not is_beating:
             return None
@@ -134,13 +142,13 @@ def _index(slot: int) -> int:
 
 
 class Taker:
-    """One process of postprocessing: it acknowledges, and tells that it lives and when it works.
+    """A process of postprocessing: acknowledges responses, and reports when it lives and works.
 
-    One thread of a 20 ms period; it beats until `close()`.
+    A thread beats every 20 ms until `close()`.
     """
 
     def __init__(self, file: CreditFile) -> None:
-        """Take the place of one that has ended. Raises ValueError where none has."""
+        """Take the place of a taker that has ended. Raises ValueError if none is free."""
         self._file, self._words = file, file.words
         with file.path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -156,25 +164,25 @@ class Taker:
         )
         self._thread.start()
 
-    def begin(self) -> None:
-        """It has been given requests. `end()` comes before the next ones."""
+    def start(self) -> None:
+        """Note that requests have arrived. Call `finish()` before the next `start()`."""
         self._words[self._first + _IDLE] = 0
 
     def acknowledge(self, slot: int, number: int) -> None:
-        """Response `number` was sent on.
+        """Acknowledge response `number`, which was sent on.
 
-        Raises ValueError for a slot out of range; -1 (no flow control) is the caller's to skip.
+        Raises ValueError for a slot out of range. Slot -1 means no flow control: do not call then.
         """
         first = _index(slot)
         self._words[first + _TAKER] = self.index
-        self._words[first + _ACKNOWLEDGED] = number  # last: it says that the other is true
+        self._words[first + _ACKNOWLEDGED] = number  # written last: it makes the other word valid
 
-    def end(self) -> None:
-        """All that it was given was sent on."""
+    def finish(self) -> None:
+        """Note that all responses to the requests were sent on."""
         self._words[self._first + _IDLE] = time.monotonic_ns()
 
     def close(self) -> None:
-        """Stop beating, and give the place back."""
+        """Stop beating and release the place."""
         self._closed.set()
         self._thread.join()
         self._words[self._first + _BEAT] = 0

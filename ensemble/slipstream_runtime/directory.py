@@ -1,4 +1,4 @@
-"""Where the processes of one server meet: a private directory."""
+"""The runtime directory: a private folder for the files that one server's processes share."""
 
 import contextlib
 import fcntl
@@ -12,76 +12,76 @@ from pathlib import Path
 from slipstream_runtime.processes import identity
 
 VARIABLE = "SLIPSTREAM_RUNTIME_DIR"  # `slipstream serve` sets both of these
-OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"  # whose end is the engine's; unset: the tritonserver's
-MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
+OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"  # the engine ends with it; unset: with the tritonserver
+MAX_SOCKET_PATH = 107  # bytes, the kernel's limit for a Unix socket
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """The files of a runtime directory. All of one server's processes see the same one."""
+    """The files of a runtime directory. All processes of one server use the same directory."""
 
     directory: Path
 
     @property
     def lock(self) -> Path:
-        """Held (flock) by the supervisor for as long as it lives."""
+        """Locked (flock) by the supervisor for as long as it lives."""
         return self.directory / "engine.lock"
 
     @property
     def socket(self) -> Path:
-        """The engine's ROUTER."""
+        """The engine's ZeroMQ ROUTER socket."""
         return self.directory / "engine.sock"
 
     @property
     def address(self) -> str:
-        """The socket as ZeroMQ writes it."""
+        """The address of `socket` for ZeroMQ."""
         return f"ipc://{self.socket}"
 
     @property
     def credits(self) -> Path:
-        """`slipstream_runtime.credit.CreditFile`."""
+        """The file of `slipstream_runtime.credit.CreditFile`."""
         return self.directory / "credits"
 
     def in_flight(self, model: str, pid: int) -> Path:
-        """`slipstream_runtime.inflight` of one process of a model."""
+        """Return the `slipstream_runtime.inflight` file of one process of a model."""
         return self.directory / f"in-flight-{model}-{pid}"
 
     def vitals(self, model: str, pid: int) -> Path:
-        """`slipstream_runtime.vitals` of one process of a model."""
+        """Return the `slipstream_runtime.vitals` file of one process of a model."""
         return self.directory / f"vitals-{model}-{pid}"
 
     @property
     def repairs(self) -> Path:
-        """`slipstream_runtime.repairs`."""
+        """The file of `slipstream_runtime.repairs`."""
         return self.directory / "repairs"
 
     @property
     def spare(self) -> Path:
-        """Room that `slipstream serve` holds for its repairs."""
+        """Disk space that `slipstream serve` reserves for its repairs."""
         return self.directory / "spare"
 
     @property
     def log(self) -> Path:
-        """What engine and supervisor write to stdout and stderr."""
+        """The stdout and stderr of engine and supervisor."""
         return self.directory / "engine.log"
 
     @property
     def error(self) -> Path:
-        """One line, there only if the engine could not start."""
+        """The reason, in one line, why the engine could not start; else there is no file."""
         return self.directory / "engine.error"
 
     @property
     def stopping(self) -> Path:
-        """There once the server is about to end: streams are told so instead of holding it up."""
+        """A file that exists once the server is about to end: streams end with an error then."""
         return self.directory / "stopping"
 
 
 def open_runtime(server_pid: int) -> Runtime:
-    """The runtime directory, made if it is missing.
+    """Return the runtime directory, making it if missing.
 
-    It is the one that `slipstream serve` has made (`$SLIPSTREAM_RUNTIME_DIR`), else one under the
-    temporary directory, named after the user and the tritonserver (a stub's parent). Raises OSError
-    if it cannot be made or trusted, ValueError if its path leaves no room for a socket's name.
+    It is `$SLIPSTREAM_RUNTIME_DIR`, set by `slipstream serve`, else a folder in the temporary
+    directory, named after the user and the tritonserver (a stub's parent). Raises OSError if it
+    cannot be made or trusted, ValueError if its path is too long for a socket in it.
     """
     given = os.environ.get(VARIABLE)
     directory = Path(given) if given else _own_directory(server_pid)
@@ -96,11 +96,10 @@ def open_runtime(server_pid: int) -> Runtime:
 
 
 def _own_directory(server_pid: int) -> Path:
-    """Of this server and of none before it; what those of its number have left is removed.
+    """Return a directory for this server alone; remove those of earlier servers with its pid.
 
-    A container that was stopped or has crashed is started again with its files, and its server with
-    the number of the one before: what that one said of itself, that it was about to end above all,
-    must not be taken for this one's word.
+    A container that is restarted keeps its files, and its server gets the pid of the one before.
+    The old server's files, above all `stopping`, must not be taken for the new one's.
     """
     prefix = f"slipstream-{os.getuid()}-"
     directory = Path(tempfile.gettempdir()) / f"{prefix}{identity(server_pid)}"
@@ -111,13 +110,13 @@ def _own_directory(server_pid: int) -> Path:
 
 
 def _is_left_over(directory: Path) -> bool:
-    """Whether it is ours and no supervisor lives there, as one of another container could."""
+    """Return whether it is this user's and no supervisor lives there, as in another container."""
     try:
         if directory.lstat().st_uid != os.getuid():
             return False
         with Runtime(directory).lock.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:  # it came to no engine, or somebody else removes it just now
+    except FileNotFoundError:  # no engine was started, or another process is removing it
         return True
     except OSError:
         return False
@@ -125,11 +124,11 @@ def _is_left_over(directory: Path) -> bool:
 
 
 def hide_shared_memory() -> None:
-    """Let no other user read what this stub shares with its server: prompts and answers.
+    """Deny other users access to the shared memory of this stub: it has prompts and answers.
 
-    The Python backend makes its region readable for all, whatever the umask is.
+    The Python backend makes its region readable for all, whatever the umask.
     """
     maps = Path("/proc/self/maps").read_text().splitlines()
     for path in {line.split(maxsplit=5)[-1] for line in maps if " /dev/shm/" in line}:
-        with contextlib.suppress(OSError):  # another's, or unlinked already
+        with contextlib.suppress(OSError):  # another user's file, or already unlinked
             os.chmod(path, 0o600)

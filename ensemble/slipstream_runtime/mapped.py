@@ -1,4 +1,4 @@
-"""Small files by which the processes of a server tell each other something: each maps them."""
+"""Small files through which the processes of a server share state: each process maps them."""
 
 import logging
 import mmap
@@ -9,10 +9,10 @@ _log = logging.getLogger(__name__)
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """Map so many bytes; the first to come makes the file, of zeros. Raises OSError.
+    """Map `size` bytes; the first process makes the file, of zeros. Raises OSError.
 
-    It has all its room from the beginning: touching a page for which a full disk has none would
-    end the process.
+    All disk blocks are reserved: touching a page without one on a full disk would kill the
+    process.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -23,7 +23,7 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def map_if_possible(path: Path, size: int, loss: str) -> mmap.mmap:
-    """Likewise; where that cannot be, memory of this process alone, and `loss` is told."""
+    """Map as `map_file` does; on an OSError log `loss` and return memory of this process alone."""
     try:
         return map_file(path, size)
     except OSError as error:

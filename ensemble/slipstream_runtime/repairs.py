@@ -1,4 +1,4 @@
-"""How often `slipstream serve` has repaired its server: a file that its metrics tell of."""
+"""Count the repairs of `slipstream serve`, in a file that the metrics report."""
 
 import contextlib
 import os
@@ -10,21 +10,21 @@ _COUNTS = struct.Struct("<qq")
 
 
 class Repairs:
-    """The counts, from 0 on, of who repairs."""
+    """The counts of one `slipstream serve`, from 0."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file; without room for it the counts are nobody else's."""
+        """Make the file; without room for it no other process sees the counts."""
         self._path = path
         self._counts = dict.fromkeys(KINDS, 0)
         self._write(os.O_CREAT)
 
     def note(self, kind: str) -> None:
-        """One more of `KINDS`."""
+        """Add one repair of a kind in `KINDS`."""
         self._counts[kind] += 1
         self._write(0)
 
     def _write(self, flags: int) -> None:
-        with contextlib.suppress(OSError):  # written over in place: a full disk has room for that
+        with contextlib.suppress(OSError):  # overwriting in place needs no room on a full disk
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
             try:
                 os.pwrite(descriptor, _COUNTS.pack(*self._counts.values()), 0)
@@ -33,7 +33,7 @@ class Repairs:
 
 
 def read(path: Path) -> dict[str, int]:
-    """The counts by kind; all are 0 where nobody repairs."""
+    """Read the counts by kind; all are 0 if no `slipstream serve` repairs."""
     try:
         data = path.read_bytes()
     except OSError:

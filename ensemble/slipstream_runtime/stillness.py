@@ -1,8 +1,8 @@
-"""Tells a model's process that hangs from one that is busy, or gets no processor.
+"""Tell whether a model's process hangs, or is busy, or gets no processor time.
 
-A busy process runs, or waits for a processor, which the kernel counts for each thread. One that
-hangs owes something and does neither: it does not beat, works at one request for ever, or leaves
-one lying that it was given.
+A busy process runs, or waits for a processor, and the kernel counts both for each thread. A hanging
+process does neither although it should: it has missed a beat, has a request in progress, or leaves
+one untouched.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from pathlib import Path
 from slipstream_runtime import vitals
 
 STILL_S = 3.0
-STOPPED_S = 0.7  # a process that was stopped (SIGSTOP) for so long is not waited for
-_OVERDUE_S = 1.0  # a beat, or an answer
-_MAX_LOOK_S = 0.5  # between two looks counts no more: the watcher itself was held up
-_ACTIVE = 0.1  # of the time that passes
+STOPPED_S = 0.7  # a process stopped (SIGSTOP) for longer counts as hanging
+_OVERDUE_S = 1.0  # before a missing beat or reply counts
+_MAX_LOOK_S = 0.5  # a longer gap between two looks counts as this: the watcher was delayed
+_ACTIVE = 0.1  # share of the elapsed time, from which on a process is busy
 
 
 class Stillness:
-    """Of one process. Look several times a second."""
+    """Watches one process. Call `look` several times a second."""
 
     def __init__(self, pid: int, path: Path) -> None:
-        """`path` is that of its `vitals`; without one, nothing is ever said."""
+        """Watch the `vitals` file at `path`; without one, the process never counts as hanging."""
         self._pid = pid
         self._path = path
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
-        self.what = ""  # what it owes
+        """Start over."""
+        self.what = ""  # why it may hang
         self._still_s = 0.0
         self._looked_s = time.monotonic()
         self._activity_ns = 0
@@ -39,13 +39,13 @@ class Stillness:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether it was at a request when it was last looked at."""
+        """Whether it had a request in progress at the last look."""
         return self._signs is not None and self._signs.begun_ns != 0
 
     def look(self, unanswered_s: float) -> bool:
-        """Whether it hangs; `unanswered_s` is how long a question has been waiting for its answer.
+        """Return whether the process hangs; `what` then says by which sign.
 
-        `what` then says how one sees that.
+        `unanswered_s` is for how long a probe of the process has been waiting for its reply.
         """
         now_s = time.monotonic()
         elapsed_s, self._looked_s = now_s - self._looked_s, now_s
@@ -67,7 +67,7 @@ class Stillness:
 
 _NO_BEAT = "did not move"
 _NO_END = "stood still at a request"
-_NO_BEGIN = "did not take a request"
+_NO_START = "did not take a request"
 
 
 def _debt(signs: vitals.Signs, unanswered_s: float) -> str:
@@ -75,20 +75,20 @@ def _debt(signs: vitals.Signs, unanswered_s: float) -> str:
         return _NO_BEAT
     if signs.begun_ns:
         return _NO_END
-    return _NO_BEGIN if unanswered_s > _OVERDUE_S else ""
+    return _NO_START if unanswered_s > _OVERDUE_S else ""
 
 
 def activity(pid: int, of_all: bool) -> tuple[int, bool]:
-    """Time (ns) that its main thread, or all of them, has run or waited for a processor.
+    """Return the time (ns) for which its main thread, or all threads, ran or waited to run.
 
-    And whether one runs or waits at this moment: a wait counts only when it is over.
+    And whether one of them runs or waits right now: the kernel counts a wait when it is over.
     """
     folder = Path("/proc") / str(pid) / "task"
     threads = folder.iterdir() if of_all else [folder / str(pid)]
     total, is_waiting = 0, False
     with contextlib.suppress(OSError):
         for thread in threads:
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the thread has ended meanwhile
                 ran_ns, waited_ns = (thread / "schedstat").read_text().split()[:2]
                 total += int(ran_ns) + int(waited_ns)
                 state = (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""What every model's process does so that its responses cost less, and it never stalls."""
+"""What each model's process sets up so that its responses cost less and never stall."""
 
 import contextlib
 import faulthandler
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-_NUM_NEW = 20_000  # objects made and not freed again, after which new ones are looked at
+_NUM_NEW = 20_000  # net new objects between two collections of the youngest generation
 _SWITCH_S = 0.0005
 _ANSWER_S = 60.0
 _LENGTH = struct.Struct("<I")
@@ -24,12 +24,12 @@ Serialize = Callable[[np.ndarray], Any]
 
 
 def rest_collector() -> None:
-    """Let Python's garbage collector look at nothing that is there by now, and seldom at the rest.
+    """Exempt all present objects from garbage collection, and collect the others rarely.
 
-    Call it when all that stays has been loaded. With a tokenizer's tables to go through, a
-    collection takes 50 ms and more, in which no stream gets a token; and tokens that wait to be
-    sent, hundreds at a time, bring it about every few seconds. Garbage in cycles, which ended
-    requests leave, is a few MB before it is found.
+    Call it once everything long-lived is loaded. A collection that walks a tokenizer's tables
+    takes 50 ms and more, in which no stream gets a token, and hundreds of tokens waiting to be
+    sent trigger one every few seconds. The cost: reference cycles of ended requests grow to a few
+    MB before they are found.
     """
     gc.collect()
     gc.freeze()
@@ -37,44 +37,44 @@ def rest_collector() -> None:
 
 
 def close_inherited() -> None:
-    """Close the connections, and pairs of sockets, that a tritonserver at work leaves to its child.
+    """Close the network connections and socket pairs inherited from a running tritonserver.
 
-    Call it before this process opens one of its own. A client whose connection the server has ended
-    would not hear of it as long as this process lives.
+    Call it before this process opens any of its own. An inherited connection stays open while this
+    process lives, so a client would never see that the server has closed it.
     """
     for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the one that lists them
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             if fd > _LAST_STANDARD and stat.S_ISSOCK(os.fstat(fd).st_mode):
                 _close_if_inherited(socket.socket(fileno=fd))
 
 
 def _close_if_inherited(found: socket.socket) -> None:
-    """What has a name or a peer on this machine may be a library's, of this process."""
+    """Close a socket unless it has a name or peer on this machine: it may belong to a library."""
     try:
         is_pair = found.family == socket.AF_UNIX and not found.getsockname() + found.getpeername()
         is_inherited = is_pair or found.family in (socket.AF_INET, socket.AF_INET6)
-    except OSError:  # it listens
+    except OSError:  # a listening socket has no peer
         is_inherited = False
     (found.close if is_inherited else found.detach)()
 
 
 def share_interpreter() -> None:
-    """Let each thread wait for the interpreter for half a millisecond only; Python's own is 5.
+    """Set the longest wait for the interpreter to 0.5 ms; Python's default is 5 ms.
 
-    A thread that always finds work gives it up for no longer than it takes another to wake up, so
-    the others get it by force, one after the other: with several that send, tokens waited for tens
-    of ms, and those of some streams for hundreds.
+    A busy thread that releases the interpreter takes it back before another has woken up, so the
+    others wait the whole interval, one after another. With several sending threads, tokens waited
+    for tens of ms, and those of some streams for hundreds.
     """
     sys.setswitchinterval(_SWITCH_S)
 
 
 @contextlib.contextmanager
 def must_end(within_s: float = _ANSWER_S) -> Iterator[None]:
-    """Around what tells the server a metric: this process ends if it takes longer.
+    """End this process if the block, which reports a metric to the server, takes longer.
 
-    Triton's stub holds the interpreter while it waits for the server's answer. Of a server that has
-    died none comes, and the process would stay for good: no thread of it can run any more. One that
-    is stopped for so long costs its models' processes too; they are seen and repaired as dead ones.
+    Triton's stub keeps the interpreter while it waits for the server's reply. If the server has
+    died, no reply comes, and no thread of this process can run any more. A server that is stopped
+    (SIGSTOP) for that long loses its models' processes as well; they are repaired as dead ones.
     """
     faulthandler.dump_traceback_later(within_s, exit=True, file=2)
     try:
@@ -84,10 +84,10 @@ def must_end(within_s: float = _ANSWER_S) -> Iterator[None]:
 
 
 def quicken_bytes(utilities: Any) -> None:
-    """Replace the function by which Triton's Python backend writes a tensor of bytes.
+    """Replace the function by which Triton's Python backend serialises a tensor of bytes.
 
-    `utilities` is its module `triton_python_backend_utils`. Its own takes 4 us for one element, a
-    tenth of a response. A version that writes otherwise than 24.10 keeps its own.
+    `utilities` is the module `triton_python_backend_utils`. Its function takes 4 us for one
+    element, a tenth of a response. A version whose output differs from 24.10's keeps its own.
     """
     theirs = getattr(utilities, "serialize_byte_tensor", None)
     if theirs is None:
@@ -109,7 +109,7 @@ def _quicker(theirs: Serialize) -> Serialize:
 
 
 def _serialize(items: list[bytes]) -> bytes:
-    """Each with its length before it."""
+    """Serialise items, each with its length (uint32) before it."""
     if len(items) == 1:
         [only] = items
         return _LENGTH.pack(len(only)) + only

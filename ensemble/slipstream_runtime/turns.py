@@ -1,7 +1,7 @@
-"""How the supervisor sees that an engine is stuck: the engine counts its turns in a small file.
+"""Let the supervisor see that an engine is stuck: the engine counts loop turns in a small file.
 
-An idle engine turns about once a second. One that does not is in a step that takes long, or hangs
-in the driver, or was stopped.
+An idle engine turns about once a second. One that does not turn is in a long step, hangs in the
+driver, or was stopped.
 """
 
 import contextlib
@@ -18,24 +18,24 @@ _MAX_GAP_S = 2.0
 
 
 def path_of(address: str) -> Path:
-    """The file of the engine that listens at a ZeroMQ address of a path."""
+    """Return the file of the engine that listens at a ZeroMQ ipc:// address."""
     return Path(address.removeprefix("ipc://") + ".turns")
 
 
 def _reset(path: Path) -> None:
-    """To zero, where it lies: on a full disk that is possible, and a new file is not.
+    """Set the count to zero in place, which a full disk allows; making a new file it may not.
 
-    Never sparse: a write to memory for which there is no block would end the process.
+    Never sparse: writing to mapped memory without a disk block would kill the process.
     """
     with path.open("r+b" if path.exists() else "xb") as file:
         file.write(_COUNT.pack(0))
 
 
 class Turns:
-    """The engine's side."""
+    """The engine's side: counts turns."""
 
     def __init__(self, path: Path) -> None:
-        """Where the file cannot be made, the engine serves and nobody sees whether it is stuck."""
+        """Map the file. If it cannot be made, the engine serves, but is not watched."""
         self._number = 0
         try:
             _reset(path)
@@ -46,20 +46,20 @@ class Turns:
             self._memory = mmap.mmap(-1, _COUNT.size)
 
     def count(self) -> None:
-        """One more turn begins."""
+        """Count the start of a turn."""
         self._number += 1
         _COUNT.pack_into(self._memory, 0, self._number)
 
 
 class Standstill:
-    """The supervisor's side, of one engine.
+    """The supervisor's side: times how long one engine has not turned.
 
-    Only time that the supervisor itself spent looking counts: when all processes of a machine
-    stood still and go on, nobody is stuck.
+    Only time during which the supervisor itself looked counts: if the whole machine was suspended,
+    no engine is stuck.
     """
 
     def __init__(self, path: Path) -> None:
-        """An engine that has not begun to turn may take as long as it likes."""
+        """Watch from the first turn on: starting may take any time."""
         self._path = path
         with contextlib.suppress(OSError):
             _reset(path)
@@ -68,7 +68,7 @@ class Standstill:
         self._seconds = 0.0
 
     def look(self) -> float:
-        """Seconds without a turn. To be called about once a second."""
+        """Return the seconds without a turn. Call it about once a second."""
         now_s = time.monotonic()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
         try:

@@ -1,8 +1,8 @@
-"""Signs of life of a model's process, for whoever watches it: three words of a small mapped file.
+"""Signs of life of a model's process: three words in a small mapped file, for any watcher.
 
-A process can be alive, not stopped, and yet never answer again. One thread beats; the requests that
-the process is given are counted when they are done, and one that is being worked at has its begin.
-The file of a process that was killed stays, until another takes its place.
+A process can be alive, not stopped, and still never respond again. A thread beats; the process
+notes when it starts a request and counts the requests that it has finished. The file of a killed
+process stays until another process of the model starts.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ _WORDS = struct.Struct("<qqq")
 
 
 class Signs(NamedTuple):
-    """What the file says; times are of `time.monotonic_ns()`."""
+    """The contents of the file; times are of `time.monotonic_ns()`."""
 
     beat_ns: int
-    begun_ns: int  # of the request that is being worked at; 0: none
+    begun_ns: int  # start of the request in progress; 0: none
     num_done: int  # requests
 
 
 class Vitals:
-    """The process's side; one thread works. No call blocks."""
+    """The writing side, for one thread of the process. No call blocks."""
 
     def __init__(self, path: Path) -> None:
-        """Begin to beat. Where the file cannot be made, nobody will see whether we hang."""
+        """Start to beat. If the file cannot be made, a hang is noticed late."""
         self._path = path
-        forget_dead(path)
+        remove_dead(path)
         self._map = map_if_possible(path, _WORDS.size, "a process that hangs will be noticed late")
         self._words = memoryview(self._map).cast("q")
         self._words[0], self._words[1], self._words[2] = time.monotonic_ns(), 0, 0
@@ -41,17 +41,17 @@ class Vitals:
         self._thread = threading.Thread(target=self._run, name="vitals", daemon=True)
         self._thread.start()
 
-    def begin(self) -> None:
-        """A request is about to be worked at."""
+    def start(self) -> None:
+        """Note the start of a request."""
         self._words[1] = time.monotonic_ns()
 
-    def end(self) -> None:
-        """It is done."""
+    def finish(self) -> None:
+        """Note the end of the request."""
         self._words[1] = 0
         self._words[2] += 1
 
     def close(self) -> None:
-        """Beat no more, and leave no file: who ends so has not died."""
+        """Stop beating and remove the file: a process that closes has not died."""
         self._closed.set()
         self._thread.join()
         self._path.unlink(missing_ok=True)
@@ -62,13 +62,13 @@ class Vitals:
 
 
 def pid_of(path: Path) -> int:
-    """The process whose file it is; 0 where its name does not say so."""
+    """Return the process id in a file's name; 0 if there is none."""
     pid = path.name.rpartition("-")[2]
     return int(pid) if pid.isdigit() else 0
 
 
-def forget_dead(path: Path) -> None:
-    """Remove the files of a model's processes that have died; `path` is that of any of them."""
+def remove_dead(path: Path) -> None:
+    """Remove the files of dead processes of a model; `path` is the file of any of them."""
     model = path.name.rpartition("-")[0]
     for other in path.parent.glob(f"{model}-*"):
         if other.name.rpartition("-")[0] == model and not is_running(pid_of(other)):
@@ -77,7 +77,7 @@ def forget_dead(path: Path) -> None:
 
 
 def read(path: Path) -> Signs | None:
-    """The signs of a process; None where it has no such file."""
+    """Read the signs of a process; None if it has no such file."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -1,11 +1,10 @@
-"""Who waits when a thread wakes up while another runs on its core.
+"""Choose whether a waking thread interrupts the thread that runs on its core.
 
-By Linux's usual policy whoever wakes up may take the core at once. Where cores are few it is the
-engine's that is taken, for every request that comes, is refused or sends a token, and all streams
-wait for it. Under SCHED_BATCH a thread gets as much of a core as before, but does not interrupt.
-So models' processes wake gently, and a tritonserver that we start; the engine does not. A thread
-under a third policy was put there by somebody and stays; where the kernel or a sandbox refuses, all
-goes on as usual.
+By Linux's default policy a waking thread may take the core at once. With few cores it takes the
+engine's, for every request that arrives, is refused or sends a token, and all streams wait. Under
+SCHED_BATCH a thread gets as much processor time as before, but does not interrupt. So models'
+processes, and a tritonserver that we start, wake gently; the engine does not. A thread under a
+third policy keeps it; if the kernel or a sandbox refuses the change, nothing changes.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def wake_gently() -> None:
-    """Let no thread of this process, now or later, interrupt what runs when it wakes up."""
+    """Keep all threads of this process, now and later, from interrupting others as they wake."""
     with _refusal_told():
         _change_all(is_gentle=True)
 
@@ -31,9 +30,9 @@ def wake_at_once() -> None:
 
 @contextlib.contextmanager
 def gentle_children() -> Iterator[None]:
-    """What the calling thread starts within the block wakes gently, with all that it ever starts.
+    """Make what the calling thread starts within the block wake gently, with all descendants.
 
-    Its starter changes instead of itself: between a fork and its exec nothing can fail or be told.
+    The starting thread itself changes: between a fork and its exec nothing could report an error.
     """
     is_changed = False
     with _refusal_told():
@@ -51,11 +50,11 @@ def _refusal_told() -> Iterator[None]:
     try:
         yield
     except (OSError, AttributeError) as error:  # or the system has no such policy
-        _log.debug("who waits on waking up is left as it is: %s", error)
+        _log.debug("the scheduling policy is left as it is: %s", error)
 
 
 def _change_all(is_gentle: bool) -> None:
-    """Until there is no thread left that was begun meanwhile: it may have inherited the other."""
+    """Change every thread, until no new one appears: it may have inherited the old policy."""
     seen: set[int] = set()
     while True:
         threads = {int(entry.name) for entry in Path("/proc/self/task").iterdir()} - seen
@@ -67,7 +66,7 @@ def _change_all(is_gentle: bool) -> None:
 
 
 def _change(thread: int, is_gentle: bool) -> bool:
-    """Whether it was under the one policy and is now under the other; 0 is the calling thread."""
+    """Change a thread (0: the calling one); return whether it was under the other policy."""
     before, after = os.SCHED_OTHER, os.SCHED_BATCH
     if not is_gentle:
         before, after = after, before

@@ -24,7 +24,7 @@ from slipstream_runtime import inflight
 from slipstream_runtime.processes import is_running, is_stopped
 from slipstream_runtime.repairs import Repairs
 from slipstream_runtime.stillness import STILL_S, STOPPED_S, Stillness
-from slipstream_runtime.vitals import forget_dead
+from slipstream_runtime.vitals import remove_dead
 
 from slipstream_serve.exits import Exits
 from slipstream_serve.hangs import ServerWatch
@@ -283,7 +283,7 @@ class Repairer:
                 lost += inflight.count(file)
                 file.unlink(missing_ok=True)
         # Whoever takes its place needs the room on a full disk.
-        forget_dead(self._server.runtime.vitals(model, 0))
+        remove_dead(self._server.runtime.vitals(model, 0))
         return lost
 
     def _reload(self, model: str) -> str:

@@ -42,12 +42,12 @@ class _Responses(list[Any]):
         super().__init__()
         self.taken: list[tuple[int, int]] = []  # slot and number
         self._taker = taker
-        taker.begin()
+        taker.start()
 
     def __del__(self) -> None:
         for slot, number in self.taken:
             self._taker.acknowledge(slot, number)
-        self._taker.end()
+        self._taker.finish()
 
 
 class TritonPythonModel:
@@ -86,7 +86,7 @@ class TritonPythonModel:
     def _respond(self, request: Any, taken: list[tuple[int, int]]) -> Any:
         """The text of one request, or its error. Its stream gets its credit back either way."""
         state = None
-        self._vitals.begin()
+        self._vitals.start()
         try:
             inputs = {tensor.name(): tensor for tensor in request.inputs()}
             if _STATE in inputs:
@@ -108,16 +108,16 @@ class TritonPythonModel:
         finally:
             if state and state.slot >= 0:
                 taken.append((state.slot, state.number))
-            self._vitals.end()
+            self._vitals.finish()
 
     def _is_gone(self, request: Any, state: StreamState) -> bool:
         """Whether its client is, as far as that is asked."""
         now_ns = time.monotonic_ns()
-        number, asked_ns = self._credits.last_asked(state.slot)
+        number, asked_ns = self._credits.last_check(state.slot)
         is_soon = state.number - number < _ASK_EVERY
         if now_ns - asked_ns < (_MAX_ASK_NS if is_soon else _MIN_ASK_NS):
             return False
-        self._credits.note_asked(state.slot, state.number, now_ns)
+        self._credits.note_check(state.slot, state.number, now_ns)
         return bool(request.is_cancelled())
 
     def _streamed(self, inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:

@@ -69,15 +69,15 @@ class TritonPythonModel:
         self._vitals.close()
 
     def _respond(self, request: Any) -> Any:
-        self._vitals.begin()
+        self._vitals.start()
         try:
             is_step = self._is_step(request)
             if is_step:
-                self._gate.check()
+                self._gate.raise_if_full()
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             outputs = encode_batch(self._encoder, inputs, read_parameters(request))
             if is_step:
-                self._gate.enter(int(outputs["REQUEST_INPUT_LEN"].max()))
+                self._gate.admit(int(outputs["REQUEST_INPUT_LEN"].max()))
             return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])
         except ContractError as error:
             if not _is_probe(request):
@@ -87,7 +87,7 @@ class TritonPythonModel:
             log.exception("preprocessing failed")
             return _failed(ContractError("preprocessing failed", Code.INTERNAL))
         finally:
-            self._vitals.end()
+            self._vitals.finish()
 
     def _is_step(self, request: Any) -> bool:
         requested = frozenset(request.requested_output_names())

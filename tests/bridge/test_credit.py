@@ -59,10 +59,10 @@ def test_idle_only_while_alive_and_out_of_work(tmp_path):
     begin = time.monotonic_ns()
     taker = Taker(theirs)
     assert idle_since(ours) >= begin
-    taker.begin()
+    taker.start()
     assert ours.idle_since_ns(0, time.monotonic_ns()) is None
     done = time.monotonic_ns()
-    taker.end()
+    taker.finish()
     assert idle_since(ours) >= done
     taker.close()
     assert ours.idle_since_ns(0, time.monotonic_ns()) is None
@@ -75,7 +75,7 @@ def test_each_process_has_a_place_of_its_own_until_it_ends(pair):
     assert [first.index, *(taker.index for taker in others)] == list(range(MAX_INSTANCES))
     with pytest.raises(ValueError, match=f"more than {MAX_INSTANCES} processes"):
         Taker(ours)
-    others[3].begin()
+    others[3].start()
     assert ours.idle_since_ns(others[3].index, time.monotonic_ns()) is None
     assert idle_since(ours, others[4].index)
     others[4].acknowledge(9, 77)

@@ -40,7 +40,7 @@ def flow(desk, tmp_path):
     flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, cancel)
     flow.other_end = CreditFile(tmp_path / "credits")
     flow.taker = Taker(flow.other_end)
-    flow.taker.begin()
+    flow.taker.start()
     desk.calls.settle = flow.settle
     yield flow
     flow.close()
@@ -133,7 +133,7 @@ def test_alone_a_drop_is_concluded_only_from_an_idle_postprocessing(desk, flow):
     time.sleep(0.6)
     assert not reply.done.is_set()  # it is busy: ours may be the next
     busy_s = time.monotonic()
-    flow.taker.end()
+    flow.taker.finish()
     wait_for(reply.done.is_set)
     assert time.monotonic() - busy_s > 0.4
 
@@ -144,7 +144,7 @@ def test_of_several_processes_each_must_have_passed_it(desk, flow, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: process.pid)
         other = Taker(flow.other_end)
-    other.begin()
+    other.start()
     ours, theirs = Recorder(), Recorder()
     (one,) = desk.open(ours, flow=flow).routes
     (two,) = desk.open(theirs, flow=flow).routes
@@ -160,7 +160,7 @@ def test_of_several_processes_each_must_have_passed_it(desk, flow, monkeypatch, 
     if how == "later":
         other.acknowledge(*theirs.responses[-1][1])
     elif how == "idle":
-        other.end()
+        other.finish()
     elif how == "ended":
         other.close()
     else:
@@ -300,7 +300,7 @@ def test_whoever_opens_a_slot_has_asked_for_its_client(desk, flow):
     desk.open(Recorder(), flow=flow)
     [call] = desk.calls.snapshot()
     credit = call.streams[0].credit
-    number, asked_ns = flow.other_end.last_asked(credit.slot)
+    number, asked_ns = flow.other_end.last_check(credit.slot)
     assert number == credit.next_number - 1
     assert before_ns <= asked_ns <= time.monotonic_ns()
 

@@ -59,19 +59,19 @@ def ask(bridge: Bridge, prompts: list[list[int]]) -> str:
 def test_it_refuses_what_the_engine_would(bridge: Bridge, tmp_path: Path) -> None:
     file = LoadFile(path_of(tmp_path / "engine.sock"))
     assert DOWN in ask(bridge, [[1]])
-    file.tell(ROOM)
+    file.publish(ROOM)
     assert DOWN in ask(bridge, [[1] * 20])
     assert "max_waiting_tokens is 40, this prompt has 21" in ask(bridge, [[1], [1] * 21])
-    file.tell(FULL)
+    file.publish(FULL)
     assert "4 requests wait with 20 tokens, max_waiting is 4 (1 seq" in ask(bridge, [[1]])
-    file.tell(ROOM)
+    file.publish(ROOM)
     assert DOWN in ask(bridge, [[1]])
     expected = {"engine_down": 3, "max_waiting_tokens": 1, "max_waiting": 1}
     assert bridge.calls.clients.refused == expected
 
 
 def test_nothing_of_a_refused_request_waits_to_be_collected(bridge: Bridge, tmp_path: Path) -> None:
-    LoadFile(path_of(tmp_path / "engine.sock")).tell(FULL)
+    LoadFile(path_of(tmp_path / "engine.sock")).publish(FULL)
     with without_collector():
         reply = Recorder()
         bridge.answer(reply, bridge.check_room)
@@ -97,7 +97,7 @@ def test_nothing_is_tokenised_for_an_engine_that_is_full(
         bridge.answer(reply, lambda: wiring.begin(asked))
         return "" if reply.error is None else reply.error.message
 
-    file.tell(FULL)
+    file.publish(FULL)
     assert "max_waiting is 4" in error()
     assert tokenised == []
     wiring.close()

@@ -22,7 +22,7 @@ vitals = Vitals(Runtime(Path(sys.argv[1])).vitals(sys.argv[2], os.getpid()))
 print("ready", flush=True)
 for line in sys.stdin:
     if line == "hang\\n":
-        vitals.begin()
+        vitals.start()
 vitals.close()
 """
 

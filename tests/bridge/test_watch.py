@@ -67,7 +67,7 @@ def test_an_engine_that_tells_nothing_does_not_outlive_a_deadline_by_long(desk):
 def test_what_the_engine_has_told_in_time_is_sent_however_long_that_takes(desk, tmp_path):
     flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, desk.calls.cancel)
     taker = Taker(CreditFile(tmp_path / "credits"))
-    taker.begin()
+    taker.start()
     reply = Recorder()
     call = open_until(desk, reply, 3600, flow=flow)
     (number,) = call.routes

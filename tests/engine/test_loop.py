@@ -279,7 +279,7 @@ def test_its_load_is_told_while_it_has_work(
     assert load is not None
     assert load[:5] == (16, 16, 8, 16, 2_097_152)
     with pytest.raises(ContractError, match="16 requests wait with 16 tokens, max_waiting is 16"):
-        load.check()
+        load.raise_if_full()
     for number in range(24) if end == "cancel" else ():
         bridge.say(wire.Cancel(number))
     now_ns[0] += 2 * 10**12

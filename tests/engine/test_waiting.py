@@ -234,10 +234,10 @@ def test_the_bound_is_reached_under_a_flood_of_higher_priority() -> None:
 def test_too_many_requests() -> None:
     queue = WaitingQueue(2, 1000, Clock())
     for number in range(2):
-        queue.load(3).check(1)
+        queue.load(3).raise_if_full(1)
         queue.add(new(number, num_tokens=10))
     with pytest.raises(ContractError) as caught:
-        queue.load(3).check(1)
+        queue.load(3).raise_if_full(1)
     assert str(caught.value) == (
         "UNAVAILABLE: the engine is full: 2 requests wait with 20 tokens, max_waiting is 2 "
         f"(3 sequences are running); retry_after_ms: {MAX_RETRY_MS}"
@@ -246,19 +246,19 @@ def test_too_many_requests() -> None:
 
 def test_too_many_tokens() -> None:
     queue = WaitingQueue(100, 50, Clock())
-    queue.load(0).check(60)  # alone it may wait
+    queue.load(0).raise_if_full(60)  # alone it may wait
     queue.add(new(0, num_tokens=30))
-    queue.load(0).check(20)
+    queue.load(0).raise_if_full(20)
     with pytest.raises(ContractError, match=r"max_waiting_tokens is 50, this prompt has 21 \(3 se"):
-        queue.load(3).check(21)
+        queue.load(3).raise_if_full(21)
     admit(queue)
-    queue.load(0).check(60)
+    queue.load(0).raise_if_full(60)
     assert queue.num_tokens == 0
 
 
 def retry_ms(queue: WaitingQueue, num_tokens: int) -> int:
     with pytest.raises(ContractError) as caught:
-        queue.load(0).check(num_tokens)
+        queue.load(0).raise_if_full(num_tokens)
     return int(caught.value.message.rpartition("retry_after_ms: ")[2])
 
 

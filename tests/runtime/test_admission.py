@@ -22,7 +22,7 @@ FULL = ROOM._replace(num_requests=4)
 
 
 def told(file: LoadFile, load: Load) -> Load | None:
-    file.tell(load)
+    file.publish(load)
     return file.read()
 
 
@@ -30,25 +30,25 @@ def told(file: LoadFile, load: Load) -> Load | None:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was told, or passed, once counts, however slow the machine is."""
     monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
-    monkeypatch.setattr(admission, "ON_THEIR_WAY_NS", 10**12)
+    monkeypatch.setattr(admission, "IN_TRANSIT_NS", 10**12)
 
 
 @pytest.mark.usefixtures("patient")
-def test_another_process_reads_what_was_told(tmp_path: Path) -> None:
+def test_another_process_reads_what_was_published(tmp_path: Path) -> None:
     path = path_of(tmp_path / "engine.sock")
     reader = LoadFile(path)
     assert reader.read() is None
-    reader.check(10**9)
+    reader.raise_if_full(10**9)
     code = (
         "import sys; from pathlib import Path;"
         "from slipstream_runtime.admission import Load, LoadFile;"
-        f"LoadFile(Path(sys.argv[1])).tell(Load{tuple(FULL)})"
+        f"LoadFile(Path(sys.argv[1])).publish(Load{tuple(FULL)})"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     assert reader.read() == FULL
     assert LoadFile(path).read() == FULL
     with pytest.raises(ContractError, match=r"4 requests wait with 40 tokens") as caught:
-        reader.check()
+        reader.raise_if_full()
     assert (caught.value.code, caught.value.reason) == (Code.UNAVAILABLE, "max_waiting")
 
 
@@ -62,7 +62,7 @@ def test_an_engine_that_tells_no_more_refuses_nobody(
     assert file.read() == FULL
     now_ns[0] += 1
     assert file.read() is None
-    file.check()
+    file.raise_if_full()
     now_ns[0] = 10**9 - 1  # the machine was started anew
     assert file.read() is None
 
@@ -73,15 +73,15 @@ def test_an_idle_engine_refuses_nobody(
 ) -> None:
     monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: up_ns))
     file = LoadFile(tmp_path / "load")
-    file.tell(FULL, is_idle=True)
+    file.publish(FULL, is_idle=True)
     assert file.last() == (FULL, False)
-    file.check()
+    file.raise_if_full()
 
 
 @pytest.mark.usefixtures("patient")
 def test_what_is_half_written_is_not_read(tmp_path: Path) -> None:
     file = LoadFile(tmp_path / "load")
-    file.tell(FULL)
+    file.publish(FULL)
     whole = bytes(file._map[:])
     for place in range(len(whole)):
         file._map[place] ^= 1
@@ -96,7 +96,7 @@ def test_readers_beside_a_writer_see_one_or_the_other(tmp_path: Path) -> None:
 
     def write() -> None:
         for number in range(5000):
-            writer.tell(Load(*[number] * len(Load._fields)))
+            writer.publish(Load(*[number] * len(Load._fields)))
         is_over.append(True)
 
     thread = threading.Thread(target=write)
@@ -111,61 +111,61 @@ def test_readers_beside_a_writer_see_one_or_the_other(tmp_path: Path) -> None:
     assert reader.read() == Load(*[4999] * len(Load._fields))
 
 
-def test_who_may_still_wait() -> None:
-    ROOM.check(10)
+def test_which_requests_may_still_wait() -> None:
+    ROOM.raise_if_full(10)
     with pytest.raises(ContractError) as caught:
-        ROOM.check(11)
+        ROOM.raise_if_full(11)
     assert caught.value.message == (
         "the engine is full: 3 requests wait with 40 tokens, max_waiting_tokens is 50, this prompt "
         "has 11 (2 sequences are running); retry_after_ms: 50"
     )
     assert caught.value.reason == "max_waiting_tokens"
-    Load(0, 0, 9, 4, 50).check(10**6)  # alone it may wait
-    Load(1, 10**6, 9, 4, 50).check()  # of unknown length
+    Load(0, 0, 9, 4, 50).raise_if_full(10**6)  # alone it may wait
+    Load(1, 10**6, 9, 4, 50).raise_if_full()  # of unknown length
 
 
 class Engine:
-    """As far as a gate sees one: what passed comes later, waits, and is admitted."""
+    """An engine as a gate sees it: requests passed on arrive later, wait, and are admitted."""
 
     def __init__(self, folder: Path, max_requests: int, max_tokens: int) -> None:
         self.file = LoadFile(folder / "load")
         self.gate = Gate(self.file, Passed(folder / "passed"))
-        self.on_their_way: list[int] = []  # tokens of each
+        self.in_transit: list[int] = []  # tokens of each
         self.waiting: list[int] = []
         self.looked_ns = admission.time.monotonic_ns()
         self._received: list[int] = []
         self._bounds = max_requests, max_tokens
-        self.tell()
+        self.publish()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         waits, came = self.waiting, self._received
         load = Load(len(waits), sum(waits), 1, *self._bounds, 9.0, 0.9, len(came), sum(came))
-        self.file.tell(load._replace(looked_ns=self.looked_ns))
+        self.file.publish(load._replace(looked_ns=self.looked_ns))
 
     def ask(self, num_tokens: int) -> str:
-        """Why it is refused, or nothing."""
+        """Send a request; return why it is refused, or an empty text."""
         try:
-            self.gate.enter(num_tokens)
+            self.gate.admit(num_tokens)
         except ContractError as error:
             return error.reason
-        self.on_their_way.append(num_tokens)
+        self.in_transit.append(num_tokens)
         return ""
 
     def receive(self, count: int) -> None:
-        came, self.on_their_way = self.on_their_way[:count], self.on_their_way[count:]
+        came, self.in_transit = self.in_transit[:count], self.in_transit[count:]
         self._received += came
         self.waiting += came
         self.looked_ns = admission.time.monotonic_ns()
-        self.tell()
+        self.publish()
 
     def receive_from_others(self, count: int) -> None:
-        self.on_their_way = [1] * count + self.on_their_way
+        self.in_transit = [1] * count + self.in_transit
         self.receive(count)
         self.admit(count)
 
     def admit(self, count: int) -> None:
         self.waiting = self.waiting[count:]
-        self.tell()
+        self.publish()
 
 
 _TURN = st.tuples(st.sampled_from(["ask", "ask", "receive", "admit"]), st.integers(1, 9))
@@ -176,12 +176,12 @@ _TURN = st.tuples(st.sampled_from(["ask", "ask", "receive", "admit"]), st.intege
     st.integers(1, 6),
     st.integers(20, 60),
 )
-def test_what_is_on_its_way_waits(
+def test_requests_in_transit_count_as_waiting(
     turns: list[tuple[int, tuple[str, int]]], max_requests: int, max_tokens: int
 ) -> None:
-    """Nobody is refused too early, however long the way, or passes whom ON_THEIR_WAY_NS show.
+    """No request is refused too early; none passes that IN_TRANSIT_NS shows to be too many.
 
-    However long it is that the engine computes and does not look what has come.
+    However long the transit takes, and however long a step in which the engine does not look.
     """
     now_ns, last_alone_ns = [10**12], 10**12
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as directory:
@@ -192,11 +192,11 @@ def test_what_is_on_its_way_waits(
             if what != "ask":
                 getattr(engine, what)(number)
                 continue
-            engine.tell()
-            if not engine.on_their_way:
+            engine.publish()
+            if not engine.in_transit:
                 last_alone_ns = now_ns[0]
-            is_all_seen = engine.looked_ns - last_alone_ns < admission.ON_THEIR_WAY_NS
-            there = engine.waiting + engine.on_their_way
+            is_all_seen = engine.looked_ns - last_alone_ns < admission.IN_TRANSIT_NS
+            there = engine.waiting + engine.in_transit
             is_full = len(there) >= max_requests
             is_too_much = bool(there) and sum(there) + number > max_tokens
             if engine.ask(number):
@@ -211,7 +211,7 @@ def test_a_burst_counts_once(tmp_path: Path) -> None:
     for came in (0, 1, 1, 1):
         assert not engine.ask(100)
         engine.receive(came)
-    assert (len(engine.waiting), len(engine.on_their_way)) == (3, 1)
+    assert (len(engine.waiting), len(engine.in_transit)) == (3, 1)
     assert engine.ask(100) == "max_waiting"
     engine.admit(1)
     assert engine.ask(701) == "max_waiting_tokens"
@@ -224,7 +224,7 @@ def test_an_engine_that_starts_anew_has_received_nothing(tmp_path: Path) -> None
     engine.receive_from_others(9)
     assert not engine.ask(1)
     assert engine.ask(1) == "max_waiting"
-    engine.file.tell(Load(0, 0, 0, 1, 1000))
+    engine.file.publish(Load(0, 0, 0, 1, 1000))
     assert not engine.ask(1)
 
 
@@ -232,7 +232,7 @@ def test_an_engine_that_starts_anew_has_received_nothing(tmp_path: Path) -> None
 def test_a_gate_lets_through_what_nobody_tells_of(tmp_path: Path) -> None:
     gate = Gate(LoadFile(tmp_path / "load"), Passed(tmp_path / "passed"))
     for _ in range(100):
-        gate.enter(10**6)
+        gate.admit(10**6)
 
 
 @contextlib.contextmanager
@@ -256,13 +256,13 @@ def test_processes_of_a_stage_count_what_each_lets_through(tmp_path: Path) -> No
     path, load = tmp_path / "passed", Load(0, 0, 0, 4, 1000)
     passed, file = Passed(path), LoadFile(tmp_path / "load")
     gate = Gate(file, passed)
-    file.tell(load)
-    gate.enter(1)
+    file.publish(load)
+    gate.admit(1)
     with another_process(path, 10), another_process(path, 100):
-        assert passed.on_their_way(load) == (3, 111)
-        gate.enter(1000 - 111)
+        assert passed.in_transit(load) == (3, 111)
+        gate.admit(1000 - 111)
         with pytest.raises(ContractError, match="4 requests wait"):
-            gate.check()
+            gate.raise_if_full()
 
 
 def test_a_row_is_free_again_when_its_process_has_ended(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_without_a_row_a_process_counts_alone(
     with another_process(path, 5):
         passed = Passed(path)
         passed.add(1, None)
-        assert passed.on_their_way(ROOM) == (1, 1)
+        assert passed.in_transit(ROOM) == (1, 1)
 
 
 @pytest.mark.usefixtures("patient")
@@ -293,13 +293,13 @@ def test_the_oldest_of_many_are_forgotten(tmp_path: Path) -> None:
         passed.add(number, ROOM)
     kept = range(1000 - Passed._NUM_KEPT, 1000)
     now = ROOM._replace(num_received=3, num_received_tokens=7)
-    assert passed.on_their_way(now) == (len(kept) - 3, sum(kept) - 7)
+    assert passed.in_transit(now) == (len(kept) - 3, sum(kept) - 7)
 
 
 def test_without_a_file_the_engine_alone_refuses(tmp_path: Path) -> None:
     file = LoadFile(tmp_path / "nowhere" / "load")
-    file.tell(FULL)
-    LoadFile(tmp_path / "nowhere" / "load").check()
+    file.publish(FULL)
+    LoadFile(tmp_path / "nowhere" / "load").raise_if_full()
 
 
 def test_its_room_is_taken_when_it_is_made(tmp_path: Path) -> None:

@@ -22,22 +22,22 @@ match sys.argv[2]:
     case "idle":
         time.sleep(600)
     case "hang":
-        vitals.begin()
+        vitals.start()
         time.sleep(600)
     case "freeze":
         ctypes.PyDLL(None).sleep(600)
     case "spin":
-        vitals.begin()
+        vitals.start()
         while True:
             pass
     case "spin and let nobody else":
-        vitals.begin()
+        vitals.start()
         sum(range(10**12))
     case "work":
         while True:
-            vitals.begin()
+            vitals.start()
             time.sleep(0.1)
-            vitals.end()
+            vitals.finish()
 """
 
 
@@ -112,8 +112,8 @@ def test_those_that_are_idle_or_busy(processes, tmp_path: Path) -> None:
 def test_signs_that_have_no_room_are_nobodys(tmp_path: Path) -> None:
     path = tmp_path / "absent" / "vitals"
     signs = vitals.Vitals(path)
-    signs.begin()
-    signs.end()
+    signs.start()
+    signs.finish()
     signs.close()
     assert vitals.read(path) is None
 

@@ -218,7 +218,7 @@ def test_the_server_is_asked_now_and_then_whether_a_stream_is_cancelled(
     monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
     for begin in (5000, 4000):  # two streams, one after the other in a slot
         asked.clear()
-        file.note_asked(1, begin, now_ns[0])
+        file.note_check(1, begin, now_ns[0])
         now_ns[0] += wait_ms * 1_000_000
         for index in range(61):
             number = begin + 1 + index
@@ -348,7 +348,7 @@ def test_steps_of_an_ensemble_are_refused_where_the_engine_is_full(
     monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
 
     def errors(load: Load, *requests: Request) -> list[str | None]:
-        file.tell(load)
+        file.publish(load)
         return [each.error and each.error.message for each in model.execute(requests)]
 
     num_ids = len(byte_level_bpe().encode("fox").ids)

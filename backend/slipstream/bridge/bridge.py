@@ -96,7 +96,7 @@ class Bridge:
 
         0: its length is not known yet.
         """
-        self._load_file.check(num_tokens)
+        self._load_file.raise_if_full(num_tokens)
 
     def submit(
         self,

@@ -181,7 +181,7 @@ class Flow:
             slot = self._slots.popleft()
             # Drawn, not counted: a client that sees the numbers of its stream knows no other's.
             number = secrets.randbits(62 - _NUMBER_BITS) << _NUMBER_BITS
-            self._file.note_asked(slot, number, time.monotonic_ns())
+            self._file.note_check(slot, number, time.monotonic_ns())
             return SlotCredit(self, stream, slot, number, turn)
 
     def release(self, credit: SlotCredit) -> None:

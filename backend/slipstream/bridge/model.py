@@ -111,9 +111,9 @@ class TritonPythonModel:
         for request in requests:
             reply = TritonReply(request, self._in_flight)
             begin = partial(self._begin, request, reply)
-            self._vitals.begin()
+            self._vitals.start()
             self._bridge.answer(reply, begin)
-            self._vitals.end()
+            self._vitals.finish()
         return None
 
     def finalize(self) -> None:

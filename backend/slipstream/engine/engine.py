@@ -140,7 +140,7 @@ class Engine:
         self._num_received_tokens += len(message.token_ids)
         self._names.check(bridge, message.model, message.request_id)
         self._bounds.check(message)
-        self.load().check(len(message.token_ids))
+        self.load().raise_if_full(len(message.token_ids))
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = Request(

@@ -132,7 +132,7 @@ class EngineLoop:
 
     def _tell_load(self) -> None:
         load = self._engine.load()._replace(looked_ns=self._looked_ns)
-        self._load_file.tell(load, is_idle=not self._engine.has_work)
+        self._load_file.publish(load, is_idle=not self._engine.has_work)
 
     def _drop(self, reason: str) -> None:
         self.num_dropped += 1
