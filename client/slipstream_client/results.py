@@ -11,7 +11,7 @@ Array = NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One response: the new text and tokens of one sequence.
+    """A response: the new text and tokens of one sequence.
 
     `num_output_tokens` counts this chunk alone. `finish_reason` is set by `vllm_model` only, on a
     sequence's last chunk: the other models' contract has no tensor for it. `outputs` holds every

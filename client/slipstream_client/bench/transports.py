@@ -41,10 +41,10 @@ class Transport(Protocol):
     """A way to a server's model. `send` never raises for what the server or network does."""
 
     async def send(self, payload: bytes, record: Record) -> None:
-        """One try of a request, noted in the record."""
+        """Send a request once; fill in its record."""
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
 
 
 def fail(record: Record, text: str, status: str) -> None:
@@ -75,7 +75,7 @@ class GrpcTransport:
         self._num_streams: list[int] = []
 
     async def send(self, payload: bytes, record: Record) -> None:
-        """One try of a request, noted in the record."""
+        """Send a request once; fill in its record."""
         number = self._channel()
         self._num_streams[number] += 1
         call = self._channels[number][1](iter([payload]), timeout=self._timeout_s)
@@ -117,7 +117,7 @@ class GrpcTransport:
             call.cancel()
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         for channel, _ in self._channels:
             await channel.close()
 
@@ -182,7 +182,7 @@ class HttpTransport:
         self._session: aiohttp.ClientSession | None = None
 
     async def send(self, payload: bytes, record: Record) -> None:
-        """One try of a request, noted in the record."""
+        """Send a request once; fill in its record."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
@@ -215,7 +215,7 @@ class HttpTransport:
             fail(record, error, status)
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
