@@ -1,9 +1,10 @@
-"""Products of decode steps, shapes of Llama-3.1-8B: each matrix alone, all of a step in a chain."""
+"""GEMMs of decode steps, shapes of Llama-3.1-8B: each matrix alone, all of a step in a chain."""
 
 from collections.abc import Callable
 
 import torch
-from slipstream.kernels.gemm.linear import linear_add, norm_gate_up, norm_linear
+from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.gemm.op import Around, Matrix
 from timing import DTYPE, FFN, HEAD_SIZE, HIDDEN, KV_HEADS, Q_HEADS, VOCAB, Result, report, rows
 
 NUM_LAYERS = 32
@@ -36,21 +37,22 @@ class Weights:
         weight = self.matrices[name][layer]
         x, residual = rows(n, weight.shape[1]), rows(n, weight.shape[0])
         if name in ("o", "down"):
-            return lambda: linear_add(x, weight, residual)
-        function = norm_gate_up if name == "gate_up" else norm_linear
-        return lambda: function(x, self.norm, weight, EPS)
+            return lambda: linear(x, Matrix(weight), Around(residual=residual))
+        around = Around(self.norm, EPS, gate="silu" if name == "gate_up" else "")
+        return lambda: linear(x, Matrix(weight), around)
 
     def chain(self, n: int) -> Callable[[], object]:
-        """All products of a step of `n` rows, each of the one before; no attention."""
+        """All GEMMs of a step of `n` rows, each of the one before; no attention."""
         x = rows(n, HIDDEN)
 
         def run() -> object:
-            residual = x.clone()
+            residual, norm = x.clone(), Around(self.norm, EPS)
             for qkv, o, gate_up, down in zip(*list(self.matrices.values())[:4], strict=True):
-                queries = norm_linear(residual, self.norm, qkv, EPS)[:, :HIDDEN]
-                linear_add(queries, o, residual)
-                linear_add(norm_gate_up(residual, self.norm, gate_up, EPS), down, residual)
-            return norm_linear(residual, self.norm, self.matrices["lm_head"][0], EPS)
+                queries = linear(residual, Matrix(qkv), norm)[:, :HIDDEN]
+                linear(queries, Matrix(o), Around(residual=residual))
+                gated = linear(residual, Matrix(gate_up), norm._replace(gate="silu"))
+                linear(gated, Matrix(down), Around(residual=residual))
+            return linear(residual, Matrix(self.matrices["lm_head"][0]), norm)
 
         return run
 

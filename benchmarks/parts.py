@@ -107,12 +107,12 @@ def without(runner: Any, part: str, num_rows: int) -> Iterator[None]:
         normed = random(num_rows, len(weight))
         patch = mock.patch.object(linear, "rms_norm", lambda x, *_: normed[: len(x)])
     elif part == "gate":
-        patch = mock.patch.object(linear, "silu_mul", lambda x: x[:, : x.shape[1] // 2])
+        patch = mock.patch.dict(linear.GATES, silu=lambda x: x[:, : x.shape[1] // 2])
     elif part == "draw":
         patch = mock.patch("slipstream.runner.model_runner.draw")
     else:
         logits = random(num_rows, runner.vocab_size)
-        patch = mock.patch.object(model.head, "of_norm", lambda _, x: logits[: len(x)])
+        patch = mock.patch.object(model, "head", lambda _, x: logits[: len(x)])
     with patch:
         yield
 

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Meta
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-QUANTIZATIONS = ("none", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 LOAD_FORMATS = ("safetensors", "random")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)

@@ -4,7 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from slipstream.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, help_of
+from slipstream import quant
+from slipstream.config import DTYPES, KV_CACHE_DTYPES, help_of
 from slipstream_contract.errors import clip
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.tokenizer import load_tokenizer
@@ -89,7 +90,7 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     """Declare the dtypes, and which bits of a token may vary."""
     for name, choices in (
         ("dtype", DTYPES),
-        ("quantization", QUANTIZATIONS),
+        ("quantization", quant.names()),
         ("kv_cache_dtype", KV_CACHE_DTYPES),
     ):
         parser.add_argument(_flag(name), choices=choices, help=help_of(name))

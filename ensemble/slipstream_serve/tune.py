@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a Hugging Face directory")
     parser.add_argument(
         "--rows",
-        type=_rows,
+        type=whole_number,
         nargs="+",
         metavar="N",
         help="numbers of tokens in a step (default: those of decode steps, and full ones)",
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint:
         config = EngineConfig(checkpoint=os.path.abspath(args.checkpoint))
     else:
-        config = _configured(args.model_repository)
+        config = configured(args.model_repository)
     python = os.environ.get("SLIPSTREAM_PYTHON", sys.executable)
     command = [python, "-P", "-m", "slipstream.runner.tune"]
     if args.rows:
@@ -53,14 +53,15 @@ def run(args: argparse.Namespace) -> int:
     return subprocess.run(command, input=msgspec.json.encode(config), check=False).returncode
 
 
-def _rows(text: str) -> int:
+def whole_number(text: str) -> int:
+    """Read a whole number above zero (an argparse type)."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
     return int(text)
 
 
-def _configured(repository: Path) -> EngineConfig:
-    """The configuration of a repository's engine, with an absolute checkpoint."""
+def configured(repository: Path) -> EngineConfig:
+    """Read the configuration of a repository's engine; its checkpoint is made absolute."""
     path = repository / ENGINE_MODEL / "1" / "model.json"
     try:
         engine = msgspec.json.decode(path.read_bytes(), type=_Settings).engine

@@ -101,6 +101,8 @@ def is_false(node: ast.AST) -> bool:
 OWN_TABLES = {
     "slipstream_client/cli.py": {"module", "COMMANDS[args.command][0]"},
     "slipstream_client/__init__.py": {"_MODULES[name]"},
+    "slipstream/kernels/runtime/registry.py": {"package", "module"},
+    "slipstream/quant/__init__.py": {"f'{__name__}.{name}'"},  # one of its own names
     "slipstream/models/registry.py": {"f'{families.__name__}.{module.name}'"},
 }
 

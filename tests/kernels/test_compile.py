@@ -59,7 +59,7 @@ ENTRIES = {
     "staging/stage.cu": {"begin_step"},
     "gemm/sm90/tall.cu": {"tall"},
     "staging/upload.cu": {"upload"},
-    "gemm/sm90/skinny.cu": {"wide"},
+    "gemm/sm90/skinny.cu": {"skinny"},
 }
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")
 REPORT = re.compile(

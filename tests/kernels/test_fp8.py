@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm.cublaslt import matmul
-from slipstream.kernels.gemm.sm90.skinny import wide
+from slipstream.kernels.gemm.op import PLAIN, Around, gemm, spec_of
+from slipstream.kernels.gemm.sm90 import skinny
 from slipstream.kernels.runtime.op import KernelError
+from slipstream.kernels.runtime.registry import KNOWN
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 sizes = st.integers(1, 70)
@@ -121,34 +123,38 @@ def test_matmul(n: int, k: int, m: int, seed: int) -> None:
     judge = Judge("matmul")
     product = matmul(x.values, weight.values)
     judge.close("matmul", product, exact, exact.bfloat16())
-    scales = fp8.Scales(x.scales, weight.scales, None)
-    out = wide(x.values, weight.values, scales=scales)
-    judge.true("scaled", torch.equal(out, fp8.scale(product, *scales[:2], torch.bfloat16)))
+    pair, scales = (x.values, weight.values), Around(rows=x.scales, columns=weight.scales)
+    expected = fp8.scale(product, x.scales, weight.scales, torch.bfloat16)
+    judge.true("scaled", torch.equal(gemm.oracle(*pair, scales), expected))
     total = normal(n, m, dtype=torch.bfloat16, seed=seed)
     expected = total.clone()
-    fp8.add_scaled(expected, product, *scales[:2])
-    wide(x.values, weight.values, residual=total, scales=scales)
+    fp8.add_scaled(expected, product, x.scales, weight.scales)
+    gemm.oracle(*pair, scales._replace(residual=total))
     judge.true("added", torch.equal(total, expected))
     if m % 2 == 0:
-        out = wide(x.values, weight.values, gated=True, scales=scales)
-        exact = silu_mul(scaled(torch.float64, product, *scales))
+        out = gemm.oracle(*pair, scales._replace(gate="silu"))
+        exact = silu_mul(scaled(torch.float64, product, x.scales, weight.scales, None))
         judge.close("gated", out, exact, exact.bfloat16())
     judge.verdict()
 
 
-def test_what_wide_makes_of_e4m3() -> None:
-    x = fp8.quantize(torch.ones(2, 256))
-    ones = torch.ones(2)
-    for message, around in {
-        "gates and sums need scales": {"gated": True},
-        "and sums need scales": {"residual": torch.ones(2, 2, dtype=torch.bfloat16)},
-        "biases are in the scales": {"bias": ones},
-        "biases and residuals are bfloat16": {"scales": fp8.Scales(ones, ones, ones)},
-    }.items():
-        with pytest.raises(KernelError, match=message):
-            wide(x.values, x.values, **around)
-    with pytest.raises(KernelError, match="float32 has no scales"):
-        wide(torch.ones(2, 256), torch.ones(2, 256), scales=fp8.Scales(ones, ones, None))
+@pytest.mark.parametrize(
+    ("refusal", "around", "out"),
+    [
+        (None, {}, torch.bfloat16),
+        ("adds and gates what it scales", {"gate": "silu"}, torch.bfloat16),
+        ("adds and gates what it scales", {"residual": True}, torch.bfloat16),
+        ("adds and gates what it scales", {"bias": True}, torch.bfloat16),
+        (None, {"scales": "both", "bias": True, "residual": True}, torch.bfloat16),
+        ("scales to bf16 alone", {"scales": "both"}, torch.float16),
+    ],
+)
+def test_what_a_skinny_gemm_makes_of_e4m3(
+    refusal: str | None, around: dict[str, object], out: torch.dtype
+) -> None:
+    x = torch.empty(16, 512, dtype=fp8.E4M3)
+    spec = spec_of(x, x, PLAIN)._replace(target=KNOWN["sm_90a"], out=out, **around)
+    assert skinny.takes(spec) == refusal
 
 
 def test_sums_beyond_half_are_kept() -> None:

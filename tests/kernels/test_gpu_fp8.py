@@ -48,7 +48,7 @@ def as_bytes(x: Quantized) -> Tensor:
 def check(judge: Judge, case: str, exact: Tensor, run: Callable[[], Quantized]) -> None:
     """Error against that of quantising the exact values, scales too; the same bits again."""
     out = poisoned(*exact.shape, run)
-    naive = fp8.quantize.reference(exact.float())
+    naive = fp8.quantize.oracle(exact.float())
     judge.close(case, dequantized(out).float(), exact, dequantized(naive))
     scales = exact.abs().amax(-1) / 448
     judge.close(f"{case}: scales", out.scales, scales, scales.float())

@@ -8,14 +8,14 @@ import pytest
 import torch
 from fixtures.kernels.checking import Judge, naive_linear, poison, same_bits, short
 from fixtures.kernels.fp8_cases import scaled, silu_mul
-from slipstream.kernels.elementwise.fp8 import Scales, add_scaled, scale
-from slipstream.kernels.gemm.linear import linear, linear_add, norm_gate_up, norm_linear
-from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_ROWS, gemv, takes
-from slipstream.kernels.gemm.sm90.skinny import takes as wide_takes
-from slipstream.kernels.gemm.sm90.skinny import wide
+from slipstream.kernels.elementwise.fp8 import add_scaled, scale
+from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.gemm.op import PLAIN, Around, Matrix, Spec, spec_of
+from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_ROWS, gemv, refusal
+from slipstream.kernels.gemm.sm90.skinny import skinny
+from slipstream.kernels.gemm.sm90.skinny import takes as skinny_takes
 from slipstream.kernels.gemm.sm90.tall import takes as tall_takes
 from slipstream.kernels.gemm.sm90.tall import tall
-from slipstream.kernels.runtime.op import KernelError
 from torch.nn import functional
 
 pytestmark = [
@@ -37,8 +37,8 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def spread(x: torch.Tensor) -> torch.Tensor:
     """The same rows with NaN between them."""
     n, width = x.shape
-    wide = torch.full((n, width + 24), float("nan"), dtype=x.dtype, device="cuda")
-    return wide[:, 8 : 8 + width].copy_(x)
+    wider = torch.full((n, width + 24), float("nan"), dtype=x.dtype, device="cuda")
+    return wider[:, 8 : 8 + width].copy_(x)
 
 
 @dataclass
@@ -67,14 +67,19 @@ class Case:
             y = functional.silu(gate) * up
         return y if self.residual is None else self.residual.to(dtype) + y
 
+    def around(self, residual: torch.Tensor | None = None) -> Around:
+        gate = "silu" if self.gated else ""
+        stages = {"columns": self.scales, "bias": self.bias, "gate": gate, "residual": residual}
+        return Around(self.norm, EPS, **stages)
+
+    def is_taken(self, takes: Callable[[Spec], str | None]) -> bool:
+        return takes(spec_of(self.x, self.weight, self.around(self.residual))) is None
+
     def run(self) -> torch.Tensor:
         residual = None if self.residual is None else spread(self.residual)
         outputs = len(self.weight) // (2 if self.gated else 1)
         poison((len(self.x), outputs), dtype=self.x.dtype)
-        around = {"bias": self.bias, "gated": self.gated, "residual": residual}
-        if self.kernel is gemv:
-            around |= {"norm": self.norm, "eps": EPS, "scales": self.scales}
-        out = self.kernel(self.x, self.weight, **around)
+        out = self.kernel(self.x, self.weight, self.around(residual))
         if residual is not None:
             assert out is residual
             assert bool(residual._base.view(len(out), -1)[:, :8].isnan().all())
@@ -106,7 +111,7 @@ def cases(rows: int, outputs: int, width: int, dtype: torch.dtype, fp8: bool) ->
 def check(judge: Judge, rows: int, shape: tuple[int, int], dtype: torch.dtype, fp8: bool) -> int:
     taken = 0
     for what, case in cases(rows, *shape, dtype, fp8).items():
-        if not takes(case.x, case.weight, case.norm, case.gated):
+        if not case.is_taken(refusal):
             continue
         name = f"{rows} x {shape} {what}{' e4m3' if fp8 else ''}"
         judge.close(name, case.run(), case.expected(torch.float64), case.expected(dtype))
@@ -126,85 +131,85 @@ def test_few_rows(dtype: torch.dtype, fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
-def test_wide(dtype: torch.dtype) -> None:
+def test_skinny(dtype: torch.dtype) -> None:
     """Up to 128 rows: tiles of every width, alone and by clusters, the last of them cut."""
-    judge = Judge(f"wide {short(dtype)}")
+    judge = Judge(f"skinny {short(dtype)}")
     shapes = [(8, 256), (264, 320), (1000, 1024), (4096, 576), (4096, 4096), (6144, 4096)]
     shapes += [(28672, 4096), (4096, 14336), (18944, 3584), (70000, 512), (128256, 4096)]
     shapes += [(1000, 28672)]
     for shape in shapes if dtype == torch.bfloat16 else shapes[2:6]:
         for rows in (1, 3, 8, 9, 16, 31, 33, 64, 65, 100, 128):
             for what, case in cases(rows, *shape, dtype, fp8=False).items():
-                if case.norm is not None or not wide_takes(case.x, case.weight, case.gated):
+                if not case.is_taken(skinny_takes):
                     continue
-                case.kernel = wide
+                case.kernel = skinny
                 name = f"{rows} x {shape} {what}"
                 judge.close(name, case.run(), case.expected(torch.float64), case.expected(dtype))
                 judge.repeats(name, case.run)
     judge.verdict()
 
 
-def test_wide_fp8() -> None:
+def test_skinny_fp8() -> None:
     """Plain products, bf16 and unscaled; terms of either sign, whose sums stay small."""
-    judge = Judge("wide e4m3")
+    judge = Judge("skinny e4m3")
     for outputs, width in ((8, 512), (264, 640), (6144, 4096), (28672, 4096), (4096, 14336)):
         weight = random(outputs, width, dtype=FP8, seed=outputs)
         for rows in (1, 2, 9, 33, 64, 65, 128):
             x = random(rows, width, dtype=FP8, seed=rows)
-            assert wide_takes(x, weight)
+            assert skinny_takes(spec_of(x, weight, PLAIN)) is None
             exact = x.double() @ weight.double().t()
             name = f"{rows} x {outputs, width}"
             poison(exact.shape, dtype=torch.bfloat16)
-            judge.close(name, wide(x, weight), exact, exact.bfloat16())
-            judge.repeats(name, lambda x=x, weight=weight: wide(x, weight))
+            judge.close(name, skinny(x, weight), exact, exact.bfloat16())
+            judge.repeats(name, lambda x=x, weight=weight: skinny(x, weight))
     judge.verdict()
-    with pytest.raises(KernelError, match="gates and sums need scales"):
-        wide(x, weight, gated=True)
 
 
-def test_wide_fp8_in_its_place() -> None:
+def test_skinny_fp8_in_its_place() -> None:
     """With scales: the bits of what a kernel behind it would make, and gates."""
-    judge = Judge("wide e4m3 with scales")
+    judge = Judge("skinny e4m3 with scales")
     for outputs, width in ((16, 512), (272, 640), (6144, 4096), (28672, 4096), (4096, 14336)):
         weight = random(outputs, width, dtype=FP8, seed=outputs)
         by_column = (0.5 + torch.rand(outputs, device="cuda")) * width**-0.5
         for rows, biased in itertools.product((1, 2, 9, 33, 64, 65, 128), (False, True)):
             x = random(rows, width, dtype=FP8, seed=rows)
             bias = random(outputs, dtype=torch.bfloat16, seed=3) if biased else None
-            scales = Scales(0.5 + torch.rand(rows, device="cuda"), by_column, bias)
-            product = wide(x, weight)
-            expected = scale(product, *scales[:2], torch.bfloat16, bias)
+            by_row = 0.5 + torch.rand(rows, device="cuda")
+            scales, around = (by_row, by_column), Around(rows=by_row, columns=by_column, bias=bias)
+            product = skinny(x, weight)
+            expected = scale(product, *scales, torch.bfloat16, bias)
             name = f"{rows} x {outputs, width}{' bias' if biased else ''}"
             poison(product.shape, dtype=torch.bfloat16)
-            judge.true(name, same_bits(wide(x, weight, scales=scales), expected))
+            judge.true(name, same_bits(skinny(x, weight, around), expected))
             total = spread(random(rows, outputs, dtype=torch.bfloat16, seed=4))
             expected = total.contiguous()
-            add_scaled(expected, product, *scales[:2], bias)
-            wide(x, weight, residual=total, scales=scales)
+            add_scaled(expected, product, *scales, bias)
+            skinny(x, weight, around._replace(residual=total))
             judge.true(f"{name} added", same_bits(total, expected))
-            exact = scaled(torch.float64, product, *scales)
-            gated = silu_mul(scaled(torch.float64, x.double() @ weight.double().t(), *scales))
+            exact = scaled(torch.float64, product, *scales, bias)
+            gated = silu_mul(scaled(torch.float64, x.double() @ weight.double().t(), *scales, bias))
             poison(gated.shape, dtype=torch.bfloat16)
-            run = lambda x=x, w=weight, s=scales: wide(x, w, gated=True, scales=s)  # noqa: E731
+            gate = around._replace(gate="silu")
+            run = lambda x=x, w=weight, a=gate: skinny(x, w, a)  # noqa: E731
             judge.close(f"{name} gated", run(), gated, silu_mul(exact).bfloat16())
             judge.repeats(f"{name} gated", run)
     judge.verdict()
 
 
-def test_wide_rows_do_not_see_their_neighbours() -> None:
+def test_skinny_rows_do_not_see_their_neighbours() -> None:
     """Nor how many there are, up to 64 and above: a sum's order is the weights' alone."""
-    judge = Judge("rows of wide, fewer and more")
+    judge = Judge("rows of skinny, fewer and more")
     for shape in ((6144, 4096), (4096, 14336), (28672, 4096)):
         for most, fewer in ((64, (3, 17, 40, 63)), (128, (65, 100, 127))):
             for what, case in cases(most, *shape, torch.bfloat16, fp8=False).items():
                 if case.norm is not None:
                     continue
-                case.kernel = wide
+                case.kernel = skinny
                 out = case.run()
                 for rows in fewer:
                     residual = None if case.residual is None else case.residual[:rows]
                     around = {"bias": case.bias, "gated": case.gated, "residual": residual}
-                    part = Case(case.x[:rows], case.weight, **around, kernel=wide)
+                    part = Case(case.x[:rows], case.weight, **around, kernel=skinny)
                     judge.true(f"{rows} x {shape} {what}", same_bits(part.run(), out[:rows]))
     judge.verdict()
 
@@ -226,12 +231,12 @@ def test_tall(dtype: torch.dtype) -> None:
             whole = None
             for rows in TALL_ROWS:
                 case = Case(x[:rows], weight, bias=bias, gated=True)
-                assert tall_takes(case.x, weight)
+                assert case.is_taken(tall_takes)
                 name = f"{rows} x {outputs, width}{'' if bias is None else ' bias'}"
                 poison((rows, outputs // 2), dtype=dtype)
-                out = tall(case.x, weight, bias=bias)
+                out = tall(case.x, weight, case.around())
                 judge.close(name, out, case.expected(torch.float64), case.expected(dtype))
-                judge.repeats(name, lambda x=case.x, b=bias, w=weight: tall(x, w, bias=b))
+                judge.repeats(name, lambda c=case: tall(c.x, c.weight, c.around()))
                 whole = out if whole is None else whole
                 judge.true(f"{name}, bits of more rows", same_bits(out, whole[:rows]))
     judge.verdict()
@@ -243,15 +248,15 @@ def test_tall_fp8() -> None:
         x, weight = random(256, width, dtype=FP8, seed=width), random(outputs, width, dtype=FP8)
         by_row, by_column = (0.5 + torch.rand(n, device="cuda") for n in (256, outputs))
         for bias in (None, random(outputs, dtype=torch.bfloat16, seed=3)):
-            scales = Scales(by_row, by_column * width**-0.5, bias)
+            scales = (by_row, by_column * width**-0.5, bias)
             product = x.double() @ weight.double().t()
             exact = silu_mul(scaled(torch.float64, product, *scales))
             naive = silu_mul(scaled(torch.float64, product.bfloat16(), *scales)).bfloat16()
             whole = None
             for n in TALL_ROWS[1:6]:  # more are cuBLASLt's
-                assert tall_takes(x[:n], weight)
-                some = Scales(by_row[:n], *scales[1:])
-                run = lambda x=x[:n], w=weight, s=some: tall(x, w, scales=s)  # noqa: E731
+                some = Around(rows=by_row[:n], columns=scales[1], bias=bias, gate="silu")
+                assert tall_takes(spec_of(x[:n], weight, some)) is None
+                run = lambda x=x[:n], w=weight, s=some: tall(x, w, s)  # noqa: E731
                 name = f"{n} x {outputs, width}{'' if bias is None else ' bias'}"
                 poison((n, outputs // 2), dtype=torch.bfloat16)
                 out = run()
@@ -269,8 +274,7 @@ def test_a_row_does_not_see_its_neighbours() -> None:
             if fp8 and shape[1] % 16:
                 continue
             for what, case in cases(MAX_ROWS, *shape, torch.bfloat16, fp8).items():
-                together = takes(case.x, case.weight, case.norm, case.gated)
-                if not together:
+                if not case.is_taken(refusal):
                     continue
                 out = case.run()
                 for rows in ROWS:
@@ -316,13 +320,13 @@ class Chain:
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Logits; through the kernels."""
-        residual = x.clone()
+        residual, norm = x.clone(), Around(self.norm, EPS)
         for layer in self.layers:
-            qkv = norm_linear(residual, self.norm, layer["qkv"], EPS)
-            linear_add(qkv[:, :HIDDEN], layer["o"], residual)
-            gate = norm_gate_up(residual, self.norm, layer["gate_up"], EPS)
-            linear_add(gate, layer["down"], residual)
-        return norm_linear(residual, self.norm, self.head, EPS)
+            qkv = linear(residual, Matrix(layer["qkv"]), norm)
+            linear(qkv[:, :HIDDEN], Matrix(layer["o"]), Around(residual=residual))
+            gated = linear(residual, Matrix(layer["gate_up"]), norm._replace(gate="silu"))
+            linear(gated, Matrix(layer["down"]), Around(residual=residual))
+        return linear(residual, Matrix(self.head), norm)
 
     def expected(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         residual, norm = x.to(dtype), self.norm.to(dtype)
@@ -383,21 +387,23 @@ def test_functions(dtype: torch.dtype) -> None:
                     exact = case.expected(torch.float64)
                     judge.close(f"{what} {name}", out, exact, case.expected(dtype))
 
-                judged("linear", linear(x, weight, bias), Case(x, weight, None, bias))
-                normed = norm_linear(x, norm, weight, EPS, bias)
-                judged("norm_linear", normed, Case(x, weight, norm, bias))
-                gated = norm_gate_up(x, norm, weight, EPS, bias)
-                judged("norm_gate_up", gated, Case(x, weight, norm, bias, gated=True))
+                kinds = {
+                    "plain": Case(x, weight, None, bias),
+                    "norm": Case(x, weight, norm, bias),
+                    "norm, gate": Case(x, weight, norm, bias, gated=True),
+                }
+                for what, case in kinds.items():
+                    judged(what, linear(x, Matrix(weight), case.around()), case)
                 total = residual.clone()
-                linear_add(x, weight, total, bias)
-                judged("linear_add", total, Case(x, weight, None, bias, residual=residual))
+                linear(x, Matrix(weight), Around(bias=bias, residual=total))
+                judged("residual", total, Case(x, weight, None, bias, residual=residual))
     judge.verdict()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_sums_in_place(dtype: torch.dtype) -> None:
     """Of every kernel: one rounding, the same bits every time, nothing beside the rows changed."""
-    judge = Judge(f"linear_add {short(dtype)}")
+    judge = Judge(f"sums {short(dtype)}")
     for outputs, width in ((4096, 4096), (4096, 14336), (1000, 520)):
         weight = random(outputs, width, dtype=dtype, seed=1) * width**-0.5
         for rows in (1, 2, 3, 7, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 128, 129, 256, 257):
@@ -405,7 +411,7 @@ def test_sums_in_place(dtype: torch.dtype) -> None:
             before = random(rows + 2, outputs, dtype=dtype, seed=4)
             after = [before.clone() for _ in range(8)]
             for total in after:
-                linear_add(x, weight, total[1:-1])
+                linear(x, Matrix(weight), Around(residual=total[1:-1]))
             first, name = after[0], f"{rows} x {outputs, width}"
             case = Case(x, weight, None, None, residual=before[1:-1])
             expected = (case.expected(torch.float64), case.expected(dtype))

@@ -295,7 +295,7 @@ def test_count_tokens(size: int) -> None:
     arrays = [torch.from_numpy(a).cuda() for a in history_arrays(histories)]
     counts = torch.full((8, size), 77, dtype=torch.int16, device="cuda")
     want = counts.clone()
-    count_tokens.reference(want, *arrays)
+    count_tokens.oracle(want, *arrays)
     for _ in range(3):
         count_tokens(counts, *arrays)
         assert same_bits(counts, want)

@@ -208,7 +208,7 @@ def test_vector_width() -> None:
 
 def test_signature_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Again where others of the same shapes, dtypes or devices were found to fit."""
-    monkeypatch.setattr("slipstream.kernels.runtime.op._MOST_FITTING", 3)
+    monkeypatch.setattr("slipstream.kernels.runtime.op._MOST_CHOICES", 3)
 
     @op("x[n,d]:T, weight[d]:T")
     def scale(x: Tensor, weight: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def test_signature_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
             scale(torch.zeros(rows, 4), torch.zeros(4, device="meta"))
         with pytest.raises(AssertionError, match="weight is not a tensor"):
             scale(torch.zeros(rows, 4), [0.0] * 4)  # type: ignore[arg-type]
-    assert len(scale._fitting) <= 3
+    assert len(scale._chosen) <= 3
 
 
 def test_requirements_name_what_they_miss() -> None:

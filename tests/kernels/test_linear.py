@@ -1,14 +1,17 @@
-"""Products' references against fp64, and how matrices are cut for the GPU."""
+"""GEMMs: the oracle and the CPU against fp64, how matrices are cut for a GPU, who takes what."""
 
 import pytest
 import torch
 from fixtures.kernels.checking import DTYPES, Judge, short
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from slipstream.kernels.gemm.linear import linear, linear_add, norm_gate_up, norm_linear, own_kernel
-from slipstream.kernels.gemm.sm90 import skinny, tall
-from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_SLOTS, PIECE, THREADS, gemv, takes, tiling
-from slipstream.kernels.runtime import jit
+from slipstream.kernels.gemm import cublaslt
+from slipstream.kernels.gemm.linear import answers, choose, linear
+from slipstream.kernels.gemm.op import Around, Matrix, Spec, gemm, spec_of
+from slipstream.kernels.gemm.sm90 import gemv, skinny, tall
+from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_SLOTS, PIECE, THREADS, tiling
+from slipstream.kernels.runtime.op import KernelError
+from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
 from torch import Tensor
 
 CTA_MEMORY = 227 << 10  # of an H100 or H200
@@ -31,6 +34,21 @@ def gated(y: Tensor) -> Tensor:
     return gate / (1 + torch.exp(-gate)) * up
 
 
+def spec(
+    num_rows: int,
+    outputs: int,
+    width: int,
+    dtype: torch.dtype,
+    weight: torch.dtype | None = None,
+    target: Target = KNOWN["sm_90a"],
+    **around: object,
+) -> Spec:
+    """A product as a card sees it, aligned."""
+    x = torch.empty(num_rows, width, dtype=dtype, device="meta")
+    matrix = torch.empty(outputs, width, dtype=weight or dtype, device="meta")
+    return spec_of(x, matrix, Around(**around))._replace(target=target)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products(dtype: torch.dtype, with_bias: bool) -> None:
@@ -39,31 +57,28 @@ def test_products(dtype: torch.dtype, with_bias: bool) -> None:
     norm, bias = rows(1, 24, dtype, 3)[0], rows(1, 10, dtype, 4)[0] if with_bias else None
 
     def expected(dtype: torch.dtype) -> list[Tensor]:
-        skinny, matrix, factors = x.to(dtype), weight.to(dtype), norm.to(dtype)
+        values, matrix, factors = x.to(dtype), weight.to(dtype), norm.to(dtype)
         offset = 0 if bias is None else bias.to(dtype)
-        plain = skinny @ matrix.t() + offset
-        of_norm = normed(skinny, factors) @ matrix.t() + offset
+        plain = values @ matrix.t() + offset
+        of_norm = normed(values, factors) @ matrix.t() + offset
         return [plain, of_norm, gated(of_norm), residual.to(dtype) + plain]
 
-    total, total_of_gemv = residual.clone(), residual.clone()
-    linear_add(x, weight, total, bias)
-    assert gemv(x, weight, bias=bias, residual=total_of_gemv) is total_of_gemv
-    outputs = {
-        "linear": [linear(x, weight, bias), gemv(x, weight, bias=bias)],
-        "norm_linear": [
-            norm_linear(x, norm, weight, 1e-6, bias),
-            gemv(x, weight, norm=norm, eps=1e-6, bias=bias),
-        ],
-        "norm_gate_up": [
-            norm_gate_up(x, norm, weight, 1e-6, bias),
-            gemv(x, weight, norm=norm, eps=1e-6, bias=bias, gated=True),
-        ],
-        "linear_add": [total, total_of_gemv],
+    cases = {
+        "plain": Around(bias=bias),
+        "norm": Around(norm, 1e-6, bias=bias),
+        "norm, gate": Around(norm, 1e-6, bias=bias, gate="silu"),
+        "residual": Around(bias=bias, residual=residual),
     }
-    expectations = zip(outputs.items(), expected(torch.float64), expected(dtype), strict=True)
-    for (name, both), exact, naive in expectations:
-        for out in both:
-            judge.close(name, out, exact, naive)
+    exact, naive = expected(torch.float64), expected(dtype)
+    for i, (name, around) in enumerate(cases.items()):
+        sums = [None if around.residual is None else residual.clone() for _ in range(2)]
+        outs = [
+            gemm.oracle(x, weight, around._replace(residual=sums[0])),
+            linear(x, Matrix(weight), around._replace(residual=sums[1])),
+        ]
+        for out, total in zip(outs, sums, strict=True):
+            assert total is None or out is total
+            judge.close(name, out, exact[i], naive[i])
     judge.verdict()
 
 
@@ -73,10 +88,9 @@ def test_weights_of_8_bits_have_a_scale_for_each_row() -> None:
     small = (weight / scales[:, None]).to(FP8)
     exact = x.double() @ (small.double() * scales[:, None].double()).t()
     judge = Judge("e4m3")
-    judge.close("plain", gemv(x, small, scales=scales), exact, exact.bfloat16())
-    judge.close(
-        "gated", gemv(x, small, scales=scales, gated=True), gated(exact), gated(exact).bfloat16()
-    )
+    judge.close("plain", gemm.oracle(x, small, Around(columns=scales)), exact, exact.bfloat16())
+    out = gemm.oracle(x, small, Around(columns=scales, gate="silu"))
+    judge.close("gated", out, gated(exact), gated(exact).bfloat16())
     judge.verdict()
 
 
@@ -102,33 +116,79 @@ def test_tilings_fit(num_rows: int, pieces: int, itemsize: int, is_gated: bool) 
     assert (tiles.ctas + 1) * (used + RESERVED) > MULTIPROCESSOR_MEMORY
 
 
-def test_a_cpu_takes_the_reference() -> None:
-    x = torch.ones(1, 64, dtype=torch.bfloat16)
-    assert not takes(x, x)
+def test_a_cpu_multiplies_by_torch() -> None:
+    on_cpu = spec(1, 64, 64, torch.bfloat16, target=CPU)
+    assert choose(on_cpu).gemm.name == "torch"
+    assert {answer.refusal for answer in answers(on_cpu)[1:]} == {"runs on cuda"}
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "dtype", "kernel"),
+    ("rows", "outputs", "dtype", "refusal"),
     [
-        (1, 264, torch.bfloat16, skinny.wide),
-        (16, 264, torch.bfloat16, skinny.wide),
-        (128, 264, torch.float16, skinny.wide),
-        (129, 264, torch.bfloat16, None),
-        (64, 70_000, torch.bfloat16, skinny.wide),
-        (65, 70_000, torch.bfloat16, None),  # in several waves
-        (17, 263, torch.bfloat16, None),
-        (1, 264, torch.float8_e4m3fn, skinny.wide),
-        (129, 264, torch.float8_e4m3fn, None),
-        (17, 264, torch.float32, None),
+        (1, 264, torch.bfloat16, None),
+        (16, 264, torch.bfloat16, None),
+        (128, 264, torch.float16, None),
+        (129, 264, torch.bfloat16, "1 to 128 rows"),
+        (64, 70_000, torch.bfloat16, None),
+        (65, 70_000, torch.bfloat16, "in several waves"),
+        (17, 263, torch.bfloat16, "multiples of 8 outputs"),
+        (1, 264, FP8, None),
+        (129, 264, FP8, "1 to 128 rows"),
+        (17, 264, torch.float32, "fp16, bf16 or e4m3"),
     ],
 )
-def test_who_multiplies_on_a_hopper(
-    rows: int, outputs: int, dtype: torch.dtype, kernel: object, monkeypatch: pytest.MonkeyPatch
+def test_what_is_skinny(rows: int, outputs: int, dtype: torch.dtype, refusal: str | None) -> None:
+    why = skinny.takes(spec(rows, outputs, 512, dtype))
+    assert why is None if refusal is None else refusal in str(why)
+
+
+NORM = torch.empty(512, dtype=torch.bfloat16)
+SCALES = torch.empty(28672)
+
+
+@pytest.mark.parametrize(
+    ("rows", "around", "weight", "route"),
+    [
+        (1, {"norm": NORM}, None, "gemv"),
+        (2, {"norm": NORM, "gate": "silu"}, None, "gemv"),
+        (2, {"norm": NORM, "plus_one": True}, None, "norm + gemv"),
+        (3, {"norm": NORM}, None, "norm + skinny"),
+        (3, {"norm": NORM, "gate": "silu"}, None, "norm + skinny"),
+        (129, {"norm": NORM, "gate": "silu"}, None, "norm + cublaslt + behind"),
+        (256, {"norm": NORM, "gate": "silu"}, None, "norm + tall"),
+        (256, {"norm": NORM}, None, "norm + cublaslt"),
+        (1, {"norm": NORM}, FP8, "gemv"),
+        (2, {"norm": NORM}, FP8, "quantise + skinny"),  # faster than gemv's
+        (128, {"norm": NORM, "gate": "silu"}, FP8, "quantise + skinny"),
+        (129, {"norm": NORM}, FP8, "quantise + cublaslt + behind"),
+        (256, {"norm": NORM, "gate": "silu"}, FP8, "quantise + tall"),
+        (129, {"norm": NORM, "plus_one": True}, FP8, "norm + quantise + cublaslt + behind"),
+    ],
+)
+def test_routes_of_a_hopper(
+    rows: int, around: dict[str, object], weight: torch.dtype | None, route: str
 ) -> None:
-    monkeypatch.setattr(jit, "is_hopper", lambda device: True)
-    monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
-    x, weight = torch.empty(rows, 512, dtype=dtype), torch.empty(outputs, 512, dtype=dtype)
-    assert own_kernel(x, weight) is kernel
+    around = around if weight is None else around | {"columns": SCALES}
+    path, chosen = choose(spec(rows, 28672, 512, torch.bfloat16, weight, **around))
+    assert str(path).replace("GEMM", chosen.name) == route
+
+
+def test_another_architecture_has_what_is_not_hoppers() -> None:
+    found = answers(spec(1, 264, 512, torch.bfloat16, target=KNOWN["sm_89"]))
+    assert found[0].gemm.name == "cublaslt"
+    why = {answer.gemm.name: answer.refusal for answer in found[1:]}
+    assert why == {
+        "gemv": "needs sm_90a",
+        "skinny": "needs sm_90a",
+        "tall": "needs sm_90a",
+        "torch": "runs on cpu",
+    }
+
+
+def test_what_nobody_takes_is_refused_with_all_reasons() -> None:
+    with pytest.raises(KernelError, match=r"GEMM: cublaslt takes rows and .*; GEMM: gemv takes"):
+        choose(spec(4, 264, 512, torch.float32, torch.bfloat16))
+    assert cublaslt.takes(spec(4, 264, 512, FP8, target=KNOWN["sm_80"])) == "has no e4m3 on sm_80"
 
 
 VARIANTS = frozenset(skinny.variants())
@@ -143,7 +203,7 @@ VARIANTS = frozenset(skinny.variants())
     st.integers(4, 500),
     st.integers(60, 148),
 )
-def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms: int) -> None:
+def test_tiles_of_skinny(num_rows: int, num_weight_rows: int, chunks: int, num_sms: int) -> None:
     """They cover the matrix in full waves, fit, and depend on the groups of rows of x alone."""
     tiles = skinny.tiling(num_rows, num_weight_rows, chunks, num_sms)
     assert tiles.rows in skinny.TILE_ROWS
@@ -167,31 +227,6 @@ def test_tiles_of_wide(num_rows: int, num_weight_rows: int, chunks: int, num_sms
     least, most = (1, 64) if tiles.groups == 1 else (65, 128)
     for rows in (least, most):
         assert skinny.tiling(rows, num_weight_rows, chunks, num_sms) == tiles
-
-
-@pytest.mark.parametrize(
-    ("rows", "kernel"),
-    [
-        (16, skinny.wide),
-        (128, skinny.wide),
-        (176, None),
-        (193, tall.tall),
-        (257, None),
-        (512, tall.tall),
-        (4096, tall.tall),
-    ],
-)
-def test_who_multiplies_gates_and_ups(
-    rows: int, kernel: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jit, "is_hopper", lambda device: True)
-    monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
-    for dtype in (torch.bfloat16, FP8):
-        x, weight = (torch.empty(n, 512, dtype=dtype) for n in (rows, 28672))
-        is_small = dtype == torch.bfloat16 or rows <= 256
-        assert own_kernel(x, weight, gated=True) is (kernel if is_small else None)
-        if kernel is tall.tall:
-            assert own_kernel(x, weight) is None
 
 
 def test_where_power_is_the_limit_tiles_are_large() -> None:
@@ -224,17 +259,14 @@ def test_where_power_is_the_limit_tiles_are_large() -> None:
     ],
 )
 def test_what_is_tall(
-    rows: int,
-    outputs: int,
-    width: int,
-    dtype: torch.dtype,
-    is_taken: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: int, outputs: int, width: int, dtype: torch.dtype, is_taken: bool
 ) -> None:
-    monkeypatch.setattr(jit, "is_hopper", lambda device: True)
-    monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
-    x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(outputs, width, dtype=dtype)
-    assert tall.takes(x, weight) == is_taken
+    gate = {"gate": "silu"}
+    if dtype == FP8:
+        gate |= {"rows": torch.empty(rows), "columns": torch.empty(outputs)}
+    product = spec(rows, outputs, width, dtype, **gate)
+    assert (tall.takes(product) is None) == is_taken
+    assert tall.takes(product._replace(gate="")) == "makes SiLU gates alone"
     if is_taken:
         tile = tall.tile_rows(outputs, 132)
         assert tall._variant(dtype, tile) in set(tall.variants())
@@ -242,3 +274,8 @@ def test_what_is_tall(
         used = tall.num_slots(tile) * (tall.slot_bytes(tile) + 8) + 8 * tile + 8
         assert used + RESERVED <= CTA_MEMORY
         assert tile // 8 * 256 * 16 <= tall.num_slots(tile) * tall.slot_bytes(tile)  # half the sums
+
+
+def test_gemv_scales_weights_of_8_bits_alone() -> None:
+    assert gemv.takes(spec(1, 264, 512, torch.bfloat16, FP8, columns=SCALES)) is None
+    assert gemv.takes(spec(1, 264, 512, torch.bfloat16, FP8)) == "scales e4m3 weights, by column"

@@ -15,7 +15,8 @@ from fixtures.models.checkpoints import (
     save,
 )
 from slipstream.engine.scheduler import Limits
-from slipstream.layers.sliced import ROWS, Sliced
+from slipstream.fuse.slices import SlicedNormLinear
+from slipstream.layers.sliced import ROWS
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
@@ -106,9 +107,9 @@ def test_through_the_engine_with_preemptions(tmp_path: Path) -> None:
 
 def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
     runner = make(tmp_path)
-    assert isinstance(runner._model.blocks[0].attention.qkv, Sliced)
+    assert isinstance(runner._model.blocks[0].attention.qkv, SlicedNormLinear)
     plain = make_runner(tmp_path)
-    assert not isinstance(plain._model.blocks[0].attention.qkv, Sliced)
+    assert not isinstance(plain._model.blocks[0].attention.qkv, SlicedNormLinear)
     generation, other = generations(2, 8)[1], generations(2, 8)[1]
     Driver(runner).finish([generation])
     Driver(plain).finish([other])

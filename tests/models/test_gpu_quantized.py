@@ -24,6 +24,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 560}
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen3": {},
+    "gemma3": {},
 }
 # Rows of one token: few enough to leave activations in 16 bits, and not; then prompts.
 PROMPTS = [([1], 1), ([1] * 4, 2), ([1] * 40, 3), ([70, 3, 20], 4)]
@@ -44,7 +45,13 @@ def rms(x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "bfloat16"), ("llama", "float16"), ("qwen3", "bfloat16")]
+    ("family", "dtype"),
+    [
+        ("llama", "bfloat16"),
+        ("llama", "float16"),
+        ("qwen3", "bfloat16"),
+        ("gemma3", "bfloat16"),
+    ],
 )
 def test_error_is_that_of_the_cpu(family: str, dtype: str, tmp_path: Path) -> None:
     save(make_model(family, **SIZES, **FAMILIES[family]), tmp_path)

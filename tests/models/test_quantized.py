@@ -2,8 +2,8 @@
 
 import importlib.util
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +19,10 @@ from fixtures.models.parity import LENGTHS, engine_greedy
 from slipstream.config import EngineConfig
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
-from slipstream.kernels.gemm.sm90 import gemv
-from slipstream.kernels.runtime import jit
-from slipstream.layers.norm import Norm
-from slipstream.layers.quantized import QuantizedLinear
-from slipstream.layers.residual import Residual
-from slipstream.models.weights import RandomSource, Weights
+from slipstream.kernels.gemm.linear import choose
+from slipstream.kernels.gemm.op import E4M3 as FP8
+from slipstream.kernels.runtime.registry import KNOWN
+from slipstream.runner.matrices import Weight
 from slipstream.runner.plan import resolve
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -33,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 QUALITY = ROOT / "benchmarks" / "quality.py"
 FAMILIES = {
+    "gemma3": {},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {},
     "qwen3": {},
@@ -72,7 +71,7 @@ def rms(x: Tensor) -> float:
     ("dtype", "width", "num_rows", "keeps"),
     [
         (torch.bfloat16, 512, 1, True),
-        (torch.bfloat16, 512, 2, False),  # `wide` is faster
+        (torch.bfloat16, 512, 2, False),  # the skinny GEMM is faster
         (torch.bfloat16, 272, 2, True),  # and does not take this
         (torch.bfloat16, 272, 3, False),
         (torch.float16, 512, 2, True),  # it does not scale to float16
@@ -80,26 +79,14 @@ def rms(x: Tensor) -> float:
     ],
 )
 def test_few_rows_keep_their_16_bits(
-    dtype: torch.dtype, width: int, num_rows: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, width: int, num_rows: int, keeps: bool
 ) -> None:
-    seen: list[int] = []
-    reference = gemv.gemv.reference
-
-    def product(x: Tensor, weight: Tensor, **around: Any) -> Tensor:
-        seen.append(len(x))
-        return reference(x, weight, **around)
-
-    monkeypatch.setattr(gemv, "gemv", product)
-    monkeypatch.setattr(jit, "is_hopper", lambda device: True)
-    monkeypatch.setattr(jit, "num_multiprocessors", lambda device: 132)
-    device = torch.device("cpu")
-    w = Weights(RandomSource(device), device, dtype, "fp8", False)
-    layer, norm = QuantizedLinear(w, ["a"], [width], width), Norm(w, width, 1e-5)
-    x = torch.rand(num_rows, width).to(dtype)
-    layer.of_norm(norm, Residual(x))
-    layer.gate_of_norm(norm, Residual(x))
-    layer.add_to(Residual(x.clone()), x)
-    assert seen == ([num_rows] * 3 if keeps else [])
+    weight = Weight("w", "fp8", width, width, FP8, dtype, "norm", False, "", False)
+    for stages in ({}, {"gate": "silu"}, {"norm": "", "adds": True}):
+        spec = replace(weight, **stages).spec(num_rows, KNOWN["sm_90a"])
+        route = choose(spec)
+        assert (route.gemm.name == "gemv") == keeps
+        assert route.path.quantises == (not keeps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

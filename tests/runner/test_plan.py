@@ -134,12 +134,6 @@ def test_endless(checkpoint: Path) -> None:
     assert "of any length, the last 128 tokens of them with the first 4," in plan.banner(1000)
 
 
-def test_norms_plus_one_have_no_e4m3(tmp_path: Path) -> None:
-    save(make_model("gemma3"), tmp_path)
-    with pytest.raises(ConfigError, match=r"'fp8' is not implemented for Gemma3ForCausalLM"):
-        resolve(EngineConfig(checkpoint=str(tmp_path), device="cpu", quantization="fp8"))
-
-
 def test_defaults_on_a_cpu(checkpoint: Path) -> None:
     plan = resolve(EngineConfig(checkpoint=str(checkpoint), device="cpu"))
     assert plan.device == torch.device("cpu")

@@ -14,13 +14,16 @@ import pytest
 import torch
 from fixtures.models.checkpoints import FAMILIES, make_model, save
 from slipstream.config import EngineConfig
+from slipstream.kernels.gemm import op as gemm_op
 from slipstream.kernels.gemm import search, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, Shape
-from slipstream.kernels.gemm.sm90 import skinny
 from slipstream.kernels.gemm.tuning import Choices, Machine, Product
+from slipstream.kernels.runtime.registry import KNOWN, Target
 from slipstream.models.decoder import build
+from slipstream.models.hf import read_config
 from slipstream.models.weights import RandomSource, Weights
 from slipstream.runner import tune
+from slipstream.runner.matrices import weights_of
 from slipstream.runner.plan import resolve
 
 MACHINE = Machine(gpu="NVIDIA H200", num_sms=132, driver=13000, cublaslt=130100)
@@ -36,7 +39,8 @@ def test_matrices_are_those_of_the_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(make_model(family, tie_word_embeddings=False), tmp_path / family)
-    plan = resolve(EngineConfig(checkpoint=str(folder), device="cpu"))
+    config = EngineConfig(checkpoint=str(folder), device="cpu")
+    plan = resolve(config)
     made: Counter[tuple[int, ...]] = Counter()
     packed = Weights.packed
 
@@ -47,20 +51,23 @@ def test_matrices_are_those_of_the_model(
     monkeypatch.setattr(Weights, "packed", count)
     cpu = torch.device("cpu")
     build(plan.model, Weights(RandomSource(cpu), cpu, plan.dtype), plan.max_model_len)
+    monkeypatch.undo()
     dims = plan.model.dims
     made -= Counter([(dims.vocab_size, dims.hidden_size)])  # the embedding multiplies nothing
-    expected: Counter[tuple[int, ...]] = Counter()
-    for matrix in tune.matrices(plan):
-        expected[matrix.outputs, matrix.inputs] += matrix.count
-    assert made == expected
+    for options in ({}, {"load_format": "random"}):
+        asked = msgspec.structs.replace(config, **options)
+        expected: Counter[tuple[int, ...]] = Counter()
+        for weight in weights_of(asked, plan.model, plan.dtype):
+            expected[weight.outputs, weight.inputs] += weight.count
+        assert made == expected
 
 
 def test_fp8_leaves_the_head_alone(checkpoint: Path) -> None:
     config = EngineConfig(checkpoint=str(checkpoint), device="cpu", quantization="fp8")
-    plan = resolve(config)
-    assert not any(matrix.adds for matrix in tune.matrices(plan))  # scales come between
-    types = {matrix.name: matrix.dtype for matrix in tune.matrices(plan)}
-    assert types.pop("head") == torch.float32
+    weights = weights_of(config, read_config(checkpoint), torch.bfloat16)
+    assert not any(tune._adds(weight) for weight in weights)  # scales come between
+    types = {weight.name: weight.dtype for weight in weights}
+    assert types.pop("head") == torch.bfloat16
     assert set(types.values()) == {torch.float8_e4m3fn}
 
 
@@ -70,12 +77,16 @@ class FakeOperands:
     ) -> None:
         self.sizes = (inputs, outputs, dtype, dtype, (inputs, inputs, outputs), 16, adds)
         self.max_rows = max_rows
-        self.x = torch.empty(max_rows, inputs)
-        self.weights = [torch.empty(outputs, inputs)]
+        self.x = torch.empty(max_rows, inputs, dtype=dtype)
+        self.weights = [torch.empty(outputs, inputs, dtype=dtype)]
 
     def shape(self, rows: int) -> Shape:
         assert rows <= self.max_rows
         return Shape(rows, *self.sizes)
+
+
+def set_target(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    monkeypatch.setattr(gemm_op, "target_of", lambda device: target)
 
 
 @pytest.fixture
@@ -103,6 +114,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "describe", lambda algorithm: "64x32 swizzle 1")
     monkeypatch.setattr(Machine, "of", staticmethod(lambda device: MACHINE))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    set_target(monkeypatch, KNOWN["sm_80"])
 
 
 def run(monkeypatch: pytest.MonkeyPatch, config: bytes, *arguments: str) -> int:
@@ -133,17 +145,16 @@ def test_what_is_found_is_kept(
 
 @pytest.mark.usefixtures("gpu")
 def test_what_runs_by_our_own_kernels_is_left_out(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
-        return len(x) == 16 and len(weight) != 1009
-
-    monkeypatch.setattr(skinny, "takes", takes)
-    config = msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))
-    assert run(monkeypatch, config, "--rows", "16", "32") == 0
-    assert [choice.rows for choice in tuning.load(MACHINE)].count(16) == 1
+    set_target(monkeypatch, KNOWN["sm_90a"])
+    folder = save(make_model(hidden_size=256, tie_word_embeddings=False), tmp_path / "tiny")
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(folder)))
+    assert run(monkeypatch, config, "--rows", "16", "160") == 0
+    outputs = [choice.product.outputs for choice in tuning.load(MACHINE) if choice.rows == 16]
+    assert sorted(outputs) == [256, 354, 1009]  # 177 inputs, and no multiples of 8 outputs
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("step")] == ["32"]
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["160"]
 
 
 @pytest.mark.usefixtures("gpu")

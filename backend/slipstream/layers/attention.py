@@ -10,11 +10,11 @@ from slipstream.kernels.attention.backend import AttentionBackend, Chunks, Rows
 from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.cache.kv_format import Static
 from slipstream.kernels.elementwise import rope
-from slipstream.kernels.elementwise.fp8 import Scales
+from slipstream.kernels.elementwise.scales import Scales
 from slipstream.layers.cache_scales import static_scales
 from slipstream.layers.dims import Dims
+from slipstream.layers.linear import Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm
-from slipstream.layers.projection import normed, project
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
@@ -143,11 +143,12 @@ class Attention:
         self.cos_sin = cos_sin
         self.scale = size**-0.5 if scale is None else scale
         names = ("q_proj", "k_proj", "v_proj")
-        self.qkv = project(w, names, self.sizes, dims.hidden_size, qkv_bias)
-        out = project(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
-        self.out = normed(out, out_norm)
+        qkv = Linear.read(w, names, self.sizes, dims.hidden_size, qkv_bias)
+        out = Linear.read(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
         # Norms plus one come before the kernel of the rotation, all others are in it.
         self._early_norms = qk_norms if qk_norms and qk_norms[0].plus_one else None
+        self.qkv = NormLinear(qkv, leaves_scales=self._early_norms is None)
+        self.out = LinearAdd(out, out_norm)
         q_norm, k_norm = (None, None) if self._early_norms else qk_norms or (None, None)
         self.q_norm = None if q_norm is None else q_norm.weight
         self.k_norm = None if k_norm is None else k_norm.weight
@@ -167,7 +168,7 @@ class Attention:
         newest = self._rotate(q, k, v, scales, inputs, cache)
         q = inputs.keep_asked(q, residual)
         out = inputs.attend(q, newest, cache, self.scale_of(cache))
-        self.out.add_to(residual, self.unscaled(out, cache).flatten(1))
+        self.out(self.unscaled(out, cache).flatten(1), residual)
 
     def _rotate(
         self,
@@ -210,7 +211,7 @@ class Attention:
 
     def project(self, norm: Norm, residual: Residual) -> tuple[list[Tensor], Scales | None]:
         """Queries, keys and values of `norm(residual)`, `[n, heads, d]` each, and their scales."""
-        qkv, scales = self.qkv.of_norm(norm, residual)
+        qkv, scales = self.qkv(norm, residual)
         parts = torch.split(qkv, self.sizes, dim=-1)
         q, k, v = [part.view(len(residual), -1, self.head_size) for part in parts]
         if self._early_norms is not None:

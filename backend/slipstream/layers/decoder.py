@@ -69,4 +69,4 @@ class Decoder:
         residual = Residual(self.embedding(token_ids))
         for block, where, cache in zip(self.blocks, inputs, caches, strict=True):
             block(residual, where, cache)
-        return self.head.of_norm(self.norm, residual.values)
+        return self.head(self.norm, residual)

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.gemm.linear import norm_linear
+from slipstream import quant
+from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.dims import Dims
+from slipstream.layers.linear import Linear, NormLinear
 from slipstream.layers.norm import Norm
-from slipstream.layers.sliced import in_slices
+from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
 _log = logging.getLogger(__name__)
@@ -31,20 +33,16 @@ class Embedding:
 
 
 class Head:
-    """Logits of every token id: `weight [vocab, hidden]`."""
+    """Logits of every token id: `weight [vocab, hidden]`, which is never quantised."""
 
     def __init__(self, weight: Tensor, is_sliced: bool) -> None:
         self.weight = weight
-        self._is_sliced = is_sliced
+        self.product = NormLinear(Linear(quant.named("none"), Matrix(weight), None, is_sliced))
 
-    def of_norm(self, norm: Norm, x: Tensor) -> Tensor:
-        """Of `norm(x)`, `[n, hidden] -> [n, vocab]`."""
-
-        def product(rows: Tensor) -> Tensor:
-            settings = (norm.eps, None, norm.plus_one)
-            return norm_linear(rows, norm.weight, self.weight, *settings)
-
-        return in_slices(product, x) if self._is_sliced else product(x)
+    def __call__(self, norm: Norm, residual: Residual) -> Tensor:
+        """Logits of `norm(residual)`, `[n, hidden] -> [n, vocab]`."""
+        logits, _ = self.product(norm, residual)
+        return logits
 
 
 def embedding_and_head(

@@ -1,42 +1,129 @@
-"""A matrix product with a norm before it, or a residual sum or a gate after it."""
+"""Linear layers, and the three places where a block has one: behind a norm, before a gate, before
+the residual sum.
 
-from collections.abc import Sequence
+All of this is plain arithmetic, one step after the other. `slipstream.fuse` rewrites the places
+into GEMMs that fuse what stands around them; what it cannot fuse it leaves to the code here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from slipstream.kernels.elementwise.fp8 import Quantized
-from slipstream.kernels.gemm import linear
+from slipstream import quant
+from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.scales import Scales
+from slipstream.kernels.gemm.linear import Operand
+from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
+from slipstream.layers.sliced import sliced
 from slipstream.layers.source import WeightSource
+from slipstream.quant.scheme import Scheme
+
+STAGES = ("lora", "all-reduce")  # between bias and gate or residual, in this order
+Stage = Callable[[Tensor, Tensor], Tensor]
 
 
 class Linear:
-    """`y = x W^T + b`, `W [out, in]`; projections of one input are packed into one matrix."""
+    """`y = x W^T + b`, `W [out, in]` in some scheme; then the stages that were added.
+
+    Args:
+        scheme: of the weights.
+        weights: what the scheme read.
+        bias: `[out]`.
+        is_sliced: whether a row's product may not depend on the rows beside it.
+    """
 
     def __init__(
-        self,
+        self, scheme: Scheme, weights: Any, bias: Tensor | None = None, is_sliced: bool = False
+    ) -> None:
+        self.scheme = scheme
+        self.weights = weights
+        self.bias = bias
+        self.is_sliced = is_sliced
+        self.stages: dict[str, Stage] = {}
+        self._product = sliced(self._multiply) if is_sliced else self._multiply
+
+    @classmethod
+    def read(
+        cls,
         w: WeightSource,
         names: Sequence[str],
         outputs: Sequence[int],
         inputs: int,
         bias: bool = False,
-    ) -> None:
-        self.weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
-        self.bias = w.packed([f"{name}.bias" for name in names], outputs) if bias else None
+    ) -> "Linear":
+        """Read the layers `names`, of `outputs[i]` each; all are packed into one matrix."""
+        scheme = quant.scheme_of(w, names, w.quantization)
+        weights = scheme.read(w, names, outputs, inputs)
+        biases = w.packed([f"{name}.bias" for name in names], outputs) if bias else None
+        return cls(scheme, weights, biases, w.deterministic)
 
-    def of_norm(self, norm: Norm, residual: Residual) -> tuple[Tensor, None]:
-        """The product with `norm(residual)`, `[n, out]`; there are no scales."""
-        x = residual.values
-        settings = (norm.eps, self.bias, norm.plus_one)
-        return linear.norm_linear(x, norm.weight, self.weight, *settings), None
+    @property
+    def matrix(self) -> Matrix | None:
+        """The weights as GEMMs take them; None where only the scheme multiplies with them, or
+        where a stage comes between the product and what follows it.
+        """
+        return self.weights if isinstance(self.weights, Matrix) and not self.stages else None
 
-    def gate_of_norm(self, norm: Norm, residual: Residual) -> Tensor:
-        """`silu(gate) * up` of `[gate | up]`, the product with `norm(residual)`; `[n, out / 2]`."""
-        assert not norm.plus_one, "of_norm is for such norms"
-        return linear.norm_gate_up(residual.values, norm.weight, self.weight, norm.eps, self.bias)
+    def add_stage(self, name: str, stage: Stage) -> None:
+        """Apply `y = stage(y, x)` behind the bias; `name` is one of `STAGES`."""
+        assert name in STAGES, f"{name} is not one of {', '.join(STAGES)}"
+        found = self.stages | {name: stage}
+        self.stages = {each: found[each] for each in STAGES if each in found}
 
-    def add_to(self, residual: Residual, x: Tensor | Quantized) -> None:
-        """`residual [n, out] += ` the product with `x [n, in]`."""
-        assert isinstance(x, Tensor), "another projection quantised it"
-        linear.linear_add(x, self.weight, residual.values, self.bias)
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[n, in] -> [n, out]`."""
+        return self._product(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        y = self.scheme.matmul(x, self.weights, self.bias)
+        for stage in self.stages.values():
+            y = stage(y, x)
+        return y
+
+
+class NormLinear:
+    """A linear layer of a norm of the residual sum.
+
+    Args:
+        linear: the layer.
+        leaves_scales: whether the reader of the product applies scales that are left to it.
+    """
+
+    def __init__(self, linear: Linear, leaves_scales: bool = False) -> None:
+        self.linear = linear
+        self.leaves_scales = leaves_scales
+
+    def __call__(self, norm: Norm, residual: Residual) -> tuple[Tensor, Scales | None]:
+        """`linear(norm(residual))`, `[n, out]`, and the scales that are left to its reader."""
+        return self.linear(norm(residual.values)), None
+
+
+class GatedLinear:
+    """A linear layer of a norm, `[gate | up]`, with the gate applied: one of `GATES`."""
+
+    def __init__(self, linear: Linear, gate: str) -> None:
+        self.linear = linear
+        self.gate = gate
+
+    def __call__(self, norm: Norm, residual: Residual) -> Operand:
+        """`act(gate) * up` of `linear(norm(residual))`; `[n, out / 2]`, quantised if the layer that
+        reads it would quantise it.
+        """
+        return GATES[self.gate](self.linear(norm(residual.values)))
+
+
+class LinearAdd:
+    """A linear layer that is added to the residual sum, behind a norm if it has one (Gemma)."""
+
+    def __init__(self, linear: Linear, norm: Norm | None = None) -> None:
+        self.linear = linear
+        self.norm = norm
+
+    def __call__(self, x: Operand, residual: Residual) -> None:
+        """`residual [n, out] += norm(linear(x))`."""
+        assert isinstance(x, Tensor), "rows are quantised for a layer that takes such alone"
+        y = self.linear(x)
+        residual.values.add_(y if self.norm is None else self.norm(y))

@@ -16,11 +16,11 @@ class WeightSource(Protocol):
 
     @property
     def quantization(self) -> str:
-        """How the matrices of the blocks are to be kept: none or fp8."""
+        """The scheme of the blocks' matrices, one of `quant.names()`, unless they come in one."""
 
     @property
     def deterministic(self) -> bool:
-        """Whether a row's products may not depend on the rows beside it."""
+        """Whether a row's product may not depend on the rows beside it."""
 
     def at(self, prefix: str) -> "WeightSource":
         """The view below `prefix.`."""

@@ -43,11 +43,6 @@ class Axes:
     activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
 
-    @property
-    def has_fp8(self) -> bool:
-        """Whether the e4m3 kernels have this norm and this activation."""
-        return self.norm is NormKind.WEIGHT and self.activation is Activation.SILU
-
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.fuse.rewrite import rewrite
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Block, Decoder
 from slipstream.layers.mlp import GatedMLP, GeluMLP
@@ -18,11 +19,14 @@ _MLPS = {Activation.SILU: GatedMLP, Activation.GELU_TANH: GeluMLP}
 
 
 def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
-    """The decoder, weights in; `CheckpointError` if a tensor is missing, wrong or left over."""
+    """Build the decoder with its weights, and fuse its GEMMs.
+
+    Raises `CheckpointError` if a tensor is missing, wrong or left over.
+    """
     own = family_of(config.architecture).build
     decoder = (own or build_decoder)(config, weights, max_model_len)
     weights.finish()
-    return decoder
+    return rewrite(decoder)
 
 
 def build_decoder(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:

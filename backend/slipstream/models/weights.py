@@ -248,12 +248,12 @@ class Weights:
 
     @property
     def quantization(self) -> str:
-        """How the matrices of the blocks are to be kept: none or fp8."""
+        """The scheme of the blocks' matrices, one of `quant.names()`, unless they come in one."""
         return self._quantization
 
     @property
     def deterministic(self) -> bool:
-        """Whether a row's products may not depend on the rows beside it."""
+        """Whether a row's product may not depend on the rows beside it."""
         return self._deterministic
 
     def at(self, prefix: str) -> "Weights":

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from slipstream import quant
 from slipstream.config import (
     BLOCK_SIZES,
     LOAD_FORMATS,
     MIN_STUCK_AFTER_S,
-    QUANTIZATIONS,
     EngineConfig,
 )
 from slipstream.core.groups import LayerGroups, group_layers
@@ -21,7 +21,6 @@ from slipstream.core.window import AttentionWindow
 from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import AttentionBackend, backend_for
 from slipstream.kernels.cache.kv_spec import KVSpec
-from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.runtime import jit
 from slipstream.models.decoder import Sizes, sizes
 from slipstream.models.hf import ignored_keys, read_config, weights_dtype
@@ -120,7 +119,8 @@ class Plan:
             if self.window.num_sinks:
                 length += f" with the first {self.window.num_sinks}"
         dtype = str(self.dtype).removeprefix("torch.")
-        dtype += ", fp8 weights" if self.config.quantization == "fp8" else ""
+        scheme = self.config.quantization
+        dtype += "" if scheme == "none" else f", {scheme} weights"
         cache = "" if self.cache_dtype == self.dtype else f"{self.kv.format_name}, "
         host = f", {self.tokens_of(num_slots):,} tokens more in host memory" if num_slots else ""
         return (
@@ -174,45 +174,30 @@ def _check_gpu(device: torch.device) -> None:
         )
 
 
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """As asked; auto: the checkpoint's own on a GPU, float32 on a CPU."""
+def dtype_on(device: str, config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    """Return the dtype that is configured; auto: the checkpoint's on a GPU, float32 on a CPU."""
     if config.dtype != "auto":
         if config.dtype not in _DTYPES:
             raise ConfigError(f"dtype = {config.dtype!r} is not one of auto, {', '.join(_DTYPES)}")
         return _DTYPES[config.dtype]
-    if device.type == "cpu":
+    if device == "cpu":
         return torch.float32
     if model.dtype is None and config.load_format == "random":
         return torch.bfloat16
     return _DTYPES[model.dtype or weights_dtype(Path(config.checkpoint))]
 
 
-def _check_fp8(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """What the e4m3 kernels need of a GPU and a model; the CPU takes any size."""
-    if not model.axes.has_fp8:
-        raise ConfigError(
-            f"quantization = 'fp8' is not implemented for {model.architecture}: its norms or its "
-            "activation have no e4m3 kernels"
-        )
-    if device.type == "cpu":
-        return
-    asked, d = "quantization = 'fp8' on a GPU", model.dims
-    has_gpu = torch.cuda.is_available()
-    if has_gpu and torch.cuda.get_device_capability(device) < fp8.MIN_CAPABILITY:
-        raise ConfigError(f"{asked}: {torch.cuda.get_device_name(device)} has no e4m3 products")
-    if dtype not in fp8.DTYPES:
-        raise ConfigError(f"{asked} needs dtype float16 or bfloat16, not {dtype}")
-    sides = {
+def _check_scheme(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Hold the scheme of the weights against device, dtype and the inputs of the matrices."""
+    d = model.dims
+    inputs = {
         "hidden_size": d.hidden_size,
         "intermediate_size": d.intermediate_size,
         "num_attention_heads * head_dim": d.num_heads * d.head_size,
     }
-    for name, size in sides.items():
-        if size % fp8.MULTIPLE or size > fp8.MAX_WIDTH:
-            raise ConfigError(
-                f"{asked} needs sizes that are multiples of {fp8.MULTIPLE}, at most "
-                f"{fp8.MAX_WIDTH}: config.json has {name} = {size}"
-            )
+    quant.named(config.quantization).check(inputs, device, dtype)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -261,8 +246,8 @@ def _attention(
 def _weight_bytes(plan: Plan) -> int:
     """Return the bytes of all matrices; embedding and head are never quantised."""
     item = plan.dtype.itemsize
-    size = 1 if plan.config.quantization == "fp8" else item
-    return plan.sizes.outside * item + plan.sizes.blocks * size
+    size = quant.named(plan.config.quantization).bytes_per_weight(plan.dtype)
+    return plan.sizes.outside * item + int(plan.sizes.blocks * size)
 
 
 def available_on_host() -> int:
@@ -343,7 +328,7 @@ def _check_fields(config: EngineConfig) -> None:
         raise ConfigError(
             f"block_size = {config.block_size} is not a power of two between 8 and 256"
         )
-    for field, choices in (("load_format", LOAD_FORMATS), ("quantization", QUANTIZATIONS)):
+    for field, choices in (("load_format", LOAD_FORMATS), ("quantization", quant.names())):
         if (value := getattr(config, field)) not in choices:
             raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
 
@@ -356,9 +341,8 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
     _check_fields(config)
     checkpoint = Path(config.checkpoint)
     model = read_config(checkpoint)
-    dtype = _dtype(config, model, device)
-    if config.quantization == "fp8":
-        _check_fp8(model, device, dtype)
+    dtype = dtype_on(device.type, config, model)
+    _check_scheme(config, model, device, dtype)
     max_model_len = _max_model_len(config, model)
     _check_streaming(config, max_model_len)
     max_tokens = max_model_len if config.attention_window is None else ENDLESS

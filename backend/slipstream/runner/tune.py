@@ -12,48 +12,23 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, StartError
-from slipstream.kernels.gemm import linear, search, tuning
+from slipstream.kernels.gemm import search, tuning
 from slipstream.kernels.gemm.cublaslt import DTYPES
+from slipstream.kernels.gemm.linear import choose
+from slipstream.kernels.gemm.op import PLAIN, spec_of
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.runner.graphs import row_buckets
+from slipstream.runner.matrices import Weight, weights_of
 from slipstream.runner.plan import Plan, resolve
 
 _FEWEST_ROWS = 8  # fewer have kernels of their own, or are padded
 _MOST_DECODES = 512  # of a CUDA graph
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """Weights that a step multiplies with."""
-
-    name: str
-    outputs: int
-    inputs: int
-    count: int  # of such matrices in the model
-    dtype: torch.dtype
-    adds: bool  # its product, to the residual sum
-
-
-def matrices(plan: Plan) -> list[Matrix]:
-    """Those of the model, packed as its layers pack them."""
-    d, dtype = plan.model.dims, plan.dtype
-    inner = torch.float8_e4m3fn if plan.config.quantization == "fp8" else dtype
-    queries, keys = d.num_heads * d.head_size, d.num_kv_heads * d.head_size
-    adds = inner == dtype  # e4m3's products are scaled before they are added
-    return [
-        Matrix("qkv", queries + 2 * keys, d.hidden_size, d.num_layers, inner, False),
-        Matrix("o", d.hidden_size, queries, d.num_layers, inner, adds),
-        Matrix("gate_up", 2 * d.intermediate_size, d.hidden_size, d.num_layers, inner, False),
-        Matrix("down", d.hidden_size, d.intermediate_size, d.num_layers, inner, adds),
-        Matrix("head", d.vocab_size, d.hidden_size, 1, dtype, False),
-    ]
 
 
 def usual_rows(plan: Plan) -> list[int]:
@@ -68,7 +43,7 @@ def usual_rows(plan: Plan) -> list[int]:
 
 def tune(plan: Plan, rows: list[int]) -> None:
     """Search for every matrix and number of rows, print as it goes, and keep what is found."""
-    begin, wanted = time.perf_counter(), matrices(plan)
+    begin, wanted = time.perf_counter(), _matrices(plan)
     machine = tuning.Machine.of(torch.cuda.current_device())
     print(f"{machine.gpu}, cuBLASLt {machine.cublaslt}; times in microseconds")
     print(f"{'':8} rows     default       tuned   gain   TB/s  TFLOP/s  kernel")
@@ -92,11 +67,22 @@ def tune(plan: Plan, rows: list[int]) -> None:
     print(f"{tuning.path(machine)}: written in {time.perf_counter() - begin:.1f} s")
 
 
-def _tune(matrix: Matrix, rows: list[int]) -> Iterable[tuning.Choice]:
+def _matrices(plan: Plan) -> list[Weight]:
+    found = weights_of(plan.config, plan.model, plan.dtype)
+    return [weight for weight in found if weight.outputs]
+
+
+def _adds(matrix: Weight) -> bool:
+    """Whether cuBLASLt adds; e4m3's products are scaled first."""
+    return matrix.adds and matrix.dtype == matrix.model_dtype
+
+
+def _tune(matrix: Weight, rows: list[int]) -> Iterable[tuning.Choice]:
     sizes = (matrix.inputs, matrix.outputs)
-    operands = search.Operands(*sizes, matrix.dtype, max(rows), matrix.adds)
+    operands = search.Operands(*sizes, matrix.dtype, max(rows), _adds(matrix))
     for num_rows in rows:
-        if linear.own_kernel(operands.x[:num_rows], operands.weights[0]) is not None:
+        spec = spec_of(operands.x[:num_rows], operands.weights[0], PLAIN)
+        if choose(spec).gemm.name != "cublaslt":
             continue
         found = search.search(operands, num_rows)
         yield tuning.Choice(
@@ -109,7 +95,7 @@ def _tune(matrix: Matrix, rows: list[int]) -> Iterable[tuning.Choice]:
         )
 
 
-def _line(matrix: Matrix, choice: tuning.Choice) -> str:
+def _line(matrix: Weight, choice: tuning.Choice) -> str:
     seconds = choice.microseconds * 1e-6
     size = matrix.inputs * matrix.outputs
     rates = f"{size * matrix.dtype.itemsize / seconds / 1e12:5.2f}"

@@ -118,7 +118,7 @@ def decode_attention(call: DecodeCall) -> Tensor:
     if sinks is not None:
         starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         where = (cache, block_tables, starts, lengths, scale, 1, window, sinks.num_sinks, out)
-        return sink_attention.reference(q, sinks.angles, lengths.long(), *where)
+        return sink_attention.oracle(q, sinks.angles, lengths.long(), *where)
     out = torch.empty_like(q) if out is None else out
     out.zero_()
     num_kv_heads = cache.shape[1]

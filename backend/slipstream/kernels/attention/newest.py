@@ -32,7 +32,7 @@ def rotate_and_cache(
     slots = torch.where(lengths > 0, blocks * block_size + places % block_size, -1)
     rows = torch.arange(len(q), device=q.device) if streams else places
     q = q.clone()
-    rope_and_cache.reference(q, newest.k, newest.v, newest.cos_sin, rows, slots, cache)
+    rope_and_cache.oracle(q, newest.k, newest.v, newest.cos_sin, rows, slots, cache)
     return q
 
 

@@ -27,6 +27,9 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+GATES = {"silu": silu_mul, "gelu": gelu_mul}  # by the names that layers give them
+
+
 def _variant(dtype: torch.dtype, vector: int) -> jit.Variant:
     return jit.variant("elementwise/activation.cu", dtype, VECTOR=vector)
 

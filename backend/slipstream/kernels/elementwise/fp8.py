@@ -3,8 +3,8 @@
 A row's scale is its largest absolute value over 448, the largest number of the type; so nothing
 overflows, zeros stay zeros, and NaN or infinity makes the row's every product NaN. Rows are tokens
 (of activations) or outputs (of weights). A product is rounded to bfloat16 unscaled. Who consumes
-it multiplies by the scales of its row and its column, and adds the column's bias if any; `wide` and
-`tall` do that themselves if they are given them.
+it multiplies by the scales of its row and its column, and adds the column's bias if any; the skinny
+and the tall GEMM do that themselves if they are given them.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels.elementwise.scales import Scales, scaled
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
@@ -39,15 +40,7 @@ class Quantized(NamedTuple):
     scales: Tensor  # [n] f32
 
 
-class Scales(NamedTuple):
-    """What a product of `n` rows and `m` columns still lacks."""
-
-    rows: Tensor  # [n] f32
-    columns: Tensor  # [m] f32
-    bias: Tensor | None  # [m], added after
-
-
-# ---- references, which are the CPU path ----
+# ---- oracles ----
 
 
 def _quantized(values: Tensor) -> Quantized:
@@ -56,12 +49,6 @@ def _quantized(values: Tensor) -> Quantized:
     inverse = torch.full_like(largest, _LARGEST) / largest
     scaled = (values * inverse).clamp(-_LARGEST, _LARGEST)
     return Quantized(scaled.to(E4M3), (largest / _LARGEST).squeeze(-1))
-
-
-def scaled(product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
-    """A product of `n` rows and `m` columns in its place, `[n, m]` f32."""
-    values = product.float() * columns * rows[:, None]  # so ordered, large rows do not overflow
-    return values if bias is None else values + bias.float()
 
 
 @op("x[n,k]:T")
@@ -89,8 +76,8 @@ def add_norm_quantize(
     bias: Tensor | None = None,
 ) -> Quantized:
     """`x += ` the scaled product, in place and rounded; then `norm_quantize(x)`."""
-    add_scaled.reference(x, product, rows, columns, bias)
-    return norm_quantize.reference(x, norm, eps)
+    add_scaled.oracle(x, product, rows, columns, bias)
+    return norm_quantize.oracle(x, norm, eps)
 
 
 @op("product[n,m]:bf16, rows[n]:f32, columns[m]:f32")
@@ -118,7 +105,23 @@ def scale(
     return scaled(product, rows, columns, bias).to(dtype)
 
 
-# ---- the CUDA twins ----
+class Unscaled(NamedTuple):
+    """A product whose scales and bias, and all that follows, are left to its reader."""
+
+    product: Tensor  # [n, m] bf16
+    scales: Scales
+
+    def finish(self, dtype: torch.dtype) -> Tensor:
+        """Return the scaled product in `dtype`."""
+        rows, columns, bias = self.scales
+        return scale(self.product, rows, columns, dtype, bias)
+
+    def add_to(self, values: Tensor) -> None:
+        """Add the scaled product to `values [n, m]`, in place."""
+        add_scaled(values, self.product, *self.scales)
+
+
+# ---- on a GPU ----
 
 
 def _variant(dtype: torch.dtype, packs: int) -> jit.Variant:

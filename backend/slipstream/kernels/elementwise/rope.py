@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cache import kv_format
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.scales import Scales, scaled
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
@@ -21,11 +21,11 @@ def _normalised(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     return x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
 
 
-def _scaled(qkv: tuple[Tensor, ...], scales: fp8.Scales) -> list[Tensor]:
+def _scaled(qkv: tuple[Tensor, ...], scales: Scales) -> list[Tensor]:
     """Each head's numbers times their scales, rounded as a product of 16 bits would be."""
     flat = torch.cat([x.flatten(1) for x in qkv], dim=1)
-    scaled = fp8.scale.reference(flat, scales.rows, scales.columns, flat.dtype, scales.bias)
-    parts = torch.split(scaled, [x[0].numel() for x in qkv], dim=1)
+    values = scaled(flat, *scales).to(flat.dtype)
+    parts = torch.split(values, [x[0].numel() for x in qkv], dim=1)
     return [part.view(x.shape) for part, x in zip(parts, qkv, strict=True)]
 
 
@@ -50,13 +50,13 @@ def rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
-    scales: fp8.Scales | None = None,
+    scales: Scales | None = None,
     static: kv_format.Static | None = None,
 ) -> None:
     """Rotate `q` in place; write rotated `k`, and `v`, into `cache` at `slots`.
 
     With `q_norm` and `k_norm [d]`, every head of q and k is first normalised (`rms_norm`, Qwen3).
-    `scales`, of an e4m3 product `[q | k | v]` (fp8.py; all is bf16 then), come before that.
+    `scales`, which a product `[q | k | v]` still lacks (all is bf16 then), come before that.
     `static`, of an fp8 cache, are the layer's scales, instead of each token's own.
 
     `cos_sin[p]` holds d/2 cosines, then d/2 sines, of position p. `cache` is
@@ -132,7 +132,7 @@ def _rope_and_cache(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
-    scales: fp8.Scales | None = None,
+    scales: Scales | None = None,
     static: kv_format.Static | None = None,
 ) -> None:
     num_tokens, num_q_heads, head_size = q.shape

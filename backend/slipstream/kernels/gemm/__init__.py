@@ -1,1 +1,1 @@
-"""Matrix products: linear layers, cuBLASLt and its tuning; own kernels by architecture below."""
+"""GEMMs: the op and its stages, cuBLASLt and its tuning; own kernels by architecture below."""

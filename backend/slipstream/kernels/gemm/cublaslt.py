@@ -1,4 +1,4 @@
-"""Matrix products of many rows: cuBLASLt's kernels, chosen by us.
+"""GEMMs of many rows: cuBLASLt's kernels, chosen by us.
 
 The kernel of a shape is the one that `slipstream tune` measured as the fastest (`tuning.py`); if
 that was never done, cuBLASLt's own first guess among those that do not split the sum of an element.
@@ -15,10 +15,12 @@ from torch.nn import functional
 
 from slipstream.kernels.gemm import tuning
 from slipstream.kernels.gemm.cublaslt_api import WORKSPACE, Algorithm, Plan, Problem, Shape
+from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import KernelError, op
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+_WITHOUT_E4M3 = ("sm_80", "sm_86", "sm_87")
 _ALIGNED = 16  # bytes; all that a kernel asks for
 _log = logging.getLogger(__name__)
 
@@ -74,6 +76,34 @@ def _out(x: Tensor, weight: Tensor, dtype: torch.dtype | None, accumulate: bool)
     if dtype is None:
         dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
     return torch.empty((len(x), len(weight)), dtype=dtype, device=x.device)
+
+
+def takes(spec: Spec) -> str | None:
+    """Say why cuBLASLt does not compute a product with what is around it; None: it does."""
+    if spec.weight != spec.x:
+        return "takes rows and weights of one type"
+    if spec.norm or spec.gate:
+        return "has no norms and gates"
+    if spec.scales:
+        return "has no scales"
+    if spec.x == torch.float8_e4m3fn and spec.target.architecture in _WITHOUT_E4M3:
+        return f"has no e4m3 on {spec.target.architecture}"
+    if spec.x == torch.float8_e4m3fn and (spec.bias or spec.residual):
+        return "adds nothing to what has no scales yet"
+    return None
+
+
+@gemm.implementation("cublaslt", "cuda", takes=takes, cost=2)
+def cublaslt(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`gemm` on any GPU: a product, added to biases or the residual sum."""
+    bias, residual = around.bias, around.residual
+    if residual is not None:
+        if bias is not None:
+            residual += bias
+        return matmul(x, weight, residual, accumulate=True)
+    if bias is None:
+        return matmul(x, weight)
+    return matmul(x, weight, bias.repeat(len(x), 1), accumulate=True)
 
 
 # ---- plans ----

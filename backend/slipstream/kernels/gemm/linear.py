@@ -1,113 +1,191 @@
-"""Matrix products with a checkpoint's weights, and what stands before and after them in a block.
+"""Linear layers by GEMMs: which kernels compute a product and the stages around it.
 
-`weight` is `[outputs, inputs]` as in the checkpoint. The product is accumulated in fp32 and rounded
-once, after what follows it.
+`op.py` says which stages there are, and in which order. A route computes them by at most one kernel
+before the GEMM (norm, quantise), the GEMM with what it fuses, and one kernel behind it. The
+cheapest route of a spec is chosen once; after that the choice is one look into a dict.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn import functional
 
-from slipstream.kernels.elementwise.activation import silu_mul
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.gemm.cublaslt import matmul
-from slipstream.kernels.gemm.sm90 import gemv, skinny, tall
-from slipstream.kernels.runtime.op import op
+from slipstream.kernels.gemm.op import ALIGNED, E4M3, PLAIN, Around, Matrix, Spec, gemm, spec_of
+from slipstream.kernels.runtime.op import KernelError
+from slipstream.kernels.runtime.registry import Implementation, target_of
+
+Operand = Tensor | Quantized  # rows that a GEMM reads
+_MOST_ROUTES = 4096
 
 
-@op("x[n,k]:T, weight[m,k]:T")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x W^T + b`, `[n, m]`."""
-    return functional.linear(x, weight, bias)
+class Path(NamedTuple):
+    """Which stages a route computes by kernels of their own; the GEMM computes the others."""
+
+    norms: bool = False
+    quantises: bool = False  # and the norm, if that is not done
+    finishes: bool = False  # what follows the product: all of it if scaled, else gate and sum
+    cost: float = 0.0  # kernels
+
+    def __str__(self) -> str:
+        before = [word for word, on in (("norm", self.norms), ("quantise", self.quantises)) if on]
+        return " + ".join([*before, "GEMM", *(["behind"] if self.finishes else [])])
 
 
-@op("x[n,k]:T, weight[m,k]:T, residual[n,m]:T")
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
-    """`residual += x W^T + b`, in place."""
-    if bias is not None:
-        residual += bias
-    residual.addmm_(x, weight.t())
+class Route(NamedTuple):
+    """The kernels of a product and its stages."""
+
+    path: Path
+    gemm: Implementation[Spec]
 
 
-@op("x[n,k]:T, norm[k]:T, weight[m,k]:T")
-def norm_linear(
-    x: Tensor,
-    norm: Tensor,
-    weight: Tensor,
-    eps: float,
-    bias: Tensor | None = None,
-    plus_one: bool = False,
-) -> Tensor:
-    """`linear(rms_norm(x))`."""
-    return functional.linear(rms_norm.reference(x, norm, eps, plus_one), weight, bias)
+class Answer(NamedTuple):
+    """What a GEMM says to a path: the kernels that it comes to, or why it does not take it."""
+
+    path: Path
+    gemm: Implementation[Spec]
+    cost: float
+    refusal: str | None
 
 
-@op("x[n,k]:T, norm[k]:T, weight[_,k]:T")
-def norm_gate_up(
-    x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
-) -> Tensor:
-    """`silu(gate) * up` of `[gate | up] = linear(rms_norm(x))`; `[n, outputs / 2]`."""
-    return silu_mul.reference(norm_linear.reference(x, norm, weight, eps, bias))
+_routes: dict[tuple[object, ...], Route] = {}
 
 
-# ---- on a GPU ----
-# One or two rows are multiplied by `gemv`, all in one kernel; up to 128 by `wide`, and gates and
-# ups of some 200 to 256 by `tall`, behind that of the norm; others by cuBLASLt, between those of
-# the norm and the gate.
+def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
+    """All ways to a product, and what is left of its spec for the GEMM."""
+    befores = [(Path(), spec)]
+    is_scaled = spec.weight == E4M3
+    if is_scaled and spec.x != E4M3:
+        norms = spec.norm == "norm plus one"  # no kernel quantises such
+        inner = spec._replace(x=E4M3, norm="", norm_aligned=True, scales="both", x_aligned=True)
+        inner = inner._replace(x_pitch=spec.inputs % ALIGNED == 0)
+        befores.append((Path(norms=norms, quantises=True, cost=1 + norms), inner))
+    elif spec.norm:
+        pitch = spec.inputs * spec.x.itemsize % ALIGNED == 0
+        inner = spec._replace(norm="", norm_aligned=True, x_aligned=True, x_pitch=pitch)
+        befores.append((Path(norms=True, cost=1), inner))
+    yield from befores
+    for path, inner in befores:
+        behind = path._replace(finishes=True, cost=path.cost + 1)
+        if inner.scales == "both":
+            bare = inner._replace(scales="", bias=False, gate="", residual=False)
+            yield behind, bare
+        elif inner.gate and not is_scaled:
+            yield behind, inner._replace(gate="", residual=False)
 
 
-def own_kernel(x: Tensor, weight: Tensor, gated: bool = False) -> Callable[..., Tensor] | None:
-    """`wide` or `tall`, the one that takes this product; None: it is cuBLASLt's."""
-    if skinny.takes(x, weight, gated):
-        return skinny.wide
-    return tall.tall if tall.takes(x, weight, gated) else None
+def answers(spec: Spec) -> list[Answer]:
+    """Ask all GEMMs about all paths; the cheapest that is taken comes first."""
+    found = []
+    for path, inner in paths(spec):
+        for each in gemm.implementations.answers(inner, spec.target):
+            cost = path.cost + each.cost
+            found.append(Answer(path, each.implementation, cost, each.refusal))
+    return sorted(found, key=lambda answer: (answer.refusal is not None, answer.cost))
 
 
-@linear.cuda
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if gemv.takes(x, weight):
-        return gemv.gemv(x, weight, bias=bias)
-    if (own := own_kernel(x, weight)) is not None:
-        return own(x, weight, bias=bias)
-    if bias is None:
-        return matmul(x, weight)
-    return matmul(x, weight, bias.repeat(len(x), 1), accumulate=True)
+def choose(spec: Spec) -> Route:
+    """Return the cheapest route; `KernelError` with all reasons if there is none."""
+    best, *_ = found = answers(spec)
+    if best.refusal is not None:
+        why = "; ".join(f"{each.path}: {each.gemm.name} {each.refusal}" for each in found)
+        raise KernelError(f"no kernels for {spec}: {why}")
+    return Route(best.path, best.gemm)
 
 
-@linear_add.cuda
-def _linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
-    if gemv.takes(x, weight):
-        gemv.gemv(x, weight, bias=bias, residual=residual)
-    elif (own := own_kernel(x, weight)) is not None:
-        own(x, weight, bias=bias, residual=residual)
-    else:
-        if bias is not None:
-            residual += bias
-        matmul(x, weight, residual, accumulate=True)
+def route_of(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Route:
+    """Return the route that was chosen for tensors that lie in memory like these."""
+    rows = x.values if isinstance(x, Quantized) else x
+    values, norm, residual = matrix.values, around.norm, around.residual
+    key = (
+        *(rows.shape, rows.stride(), rows.data_ptr() % ALIGNED, rows.dtype),
+        *(values.shape, values.dtype, values.data_ptr() % ALIGNED, values.is_contiguous()),
+        *(norm is None or norm.data_ptr() % ALIGNED, around.plus_one, around.bias is None),
+        *(around.gate, residual is None or residual.dtype, target_of(rows.device)),
+    )
+    route = _routes.get(key)
+    if route is None:
+        gemm.check((rows, values))
+        spec = spec_of(rows, values, _with_scales(x, matrix, around))
+        if len(_routes) >= _MOST_ROUTES:
+            _routes.clear()
+        route = _routes[key] = choose(spec)
+    return route
 
 
-@norm_linear.cuda
-def _norm_linear(
-    x: Tensor,
-    norm: Tensor,
-    weight: Tensor,
-    eps: float,
-    bias: Tensor | None = None,
-    plus_one: bool = False,
-) -> Tensor:
-    if not plus_one and gemv.takes(x, weight, norm):
-        return gemv.gemv(x, weight, norm=norm, eps=eps, bias=bias)
-    return _linear(rms_norm(x, norm, eps, plus_one), weight, bias)
+def multiply(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Tensor | Unscaled:
+    """`x W^T` with all that is around it: `[n, m]`, `[n, m / 2]` behind a gate.
+
+    `around.residual` is added to, and returned. `Unscaled` where no kernel scales the product
+    itself; neither gate nor sum are made then.
+
+    Args:
+        x: rows of 16 or 32 bits, or quantised ones.
+        matrix: the weights.
+        around: the stages, without scales: these come with `x` and `matrix`.
+    """
+    return follow(route_of(x, matrix, around), x, matrix, around)
 
 
-@norm_gate_up.cuda
-def _norm_gate_up(
-    x: Tensor, norm: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None
-) -> Tensor:
-    if gemv.takes(x, weight, norm, gated=True):
-        return gemv.gemv(x, weight, norm=norm, eps=eps, bias=bias, gated=True)
-    normed = rms_norm(x, norm, eps)
-    if (own := own_kernel(normed, weight, gated=True)) is not None:
-        return own(normed, weight, bias=bias, gated=True)
-    return silu_mul(_linear(normed, weight, bias))
+def linear(x: Tensor, matrix: Matrix, around: Around = PLAIN) -> Tensor:
+    """`multiply`, finished by kernels behind the product where it is left unscaled."""
+    y = multiply(x, matrix, around)
+    if isinstance(y, Tensor):
+        return y
+    if around.residual is None or around.gate:
+        return _finish(y.finish(x.dtype), around)
+    y.add_to(around.residual)
+    return around.residual
+
+
+def follow(route: Route, x: Operand, matrix: Matrix, around: Around) -> Tensor | Unscaled:
+    """`multiply` by a route."""
+    path, run = route.path, route.gemm.run
+    rows = _before(path, x, matrix, around)
+    if isinstance(rows, Quantized) or matrix.scales is not None:
+        around = _with_scales(rows, matrix, around)
+    elif path.norms:
+        around = around._replace(norm=None, eps=0.0)
+    values = rows.values if isinstance(rows, Quantized) else rows
+    if not path.finishes:
+        y: Tensor = run(values, matrix.values, around)
+        return y
+    if around.scales is not None:
+        return Unscaled(run(values, matrix.values, PLAIN), around.scales)
+    return _finish(run(values, matrix.values, around._replace(gate="", residual=None)), around)
+
+
+def _finish(y: Tensor, around: Around) -> Tensor:
+    """Apply gate and sum, each by a kernel of its own."""
+    y = GATES[around.gate](y) if around.gate else y
+    return y if around.residual is None else around.residual.add_(y)
+
+
+def _before(path: Path, x: Operand, matrix: Matrix, around: Around) -> Operand:
+    """Compute what comes before the product by kernels of its own."""
+    if isinstance(x, Quantized):
+        return x
+    norm, addend = around.norm, around.addend
+    if path.quantises and not path.norms and norm is not None:
+        if isinstance(addend, Unscaled):
+            product, (rows, columns, bias) = addend
+            return fp8.add_norm_quantize(x, norm, product, rows, columns, around.eps, bias)
+        if addend is not None:
+            addend.add_to(x)
+        return fp8.norm_quantize(x, norm, around.eps)
+    if addend is not None:
+        addend.add_to(x)
+    if path.norms:
+        assert norm is not None
+        x = rms_norm(x, norm, around.eps, around.plus_one)
+    return fp8.quantize(x) if path.quantises else x
+
+
+def _with_scales(x: Operand, matrix: Matrix, around: Around) -> Around:
+    """Say which scales the product has; the norm of quantised rows is computed."""
+    if isinstance(x, Quantized):
+        return around._replace(norm=None, rows=x.scales, columns=matrix.scales)
+    return around._replace(columns=matrix.scales)

@@ -25,12 +25,14 @@ from torch import Tensor
 
 from slipstream.kernels.runtime import disk_cache
 from slipstream.kernels.runtime.op import KernelError
+from slipstream.kernels.runtime.registry import architecture_of
 
 DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 HEAD_SIZES = (64, 80, 96, 128, 256)
 MIN_CAPABILITY = (8, 0)  # cp.async, bf16 mma
 
 FOLDER = Path(__file__).parents[1]  # names of sources and headers are relative to it
+_FOLDERS = {"sm90": "sm_90a"}  # of sources for one architecture
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _log = logging.getLogger(__name__)
 
@@ -58,7 +60,12 @@ class Variant:
 def variant(
     source: str, dtype: torch.dtype | None = None, only: str = "", **defines: int | str
 ) -> Variant:
-    """The variant of `source` with `-D ELEMENT=` the CUDA name of `dtype`, and `defines`."""
+    """Name the variant of `source` with `-D ELEMENT=` the CUDA name of `dtype`, and `defines`.
+
+    Sources in a folder of an architecture are for that alone.
+    """
+    folder = Path(source).parent.name
+    only = only or _FOLDERS.get(folder, "")
     pairs = [] if dtype is None else [("ELEMENT", type_name(dtype))]
     values = ((name, str(value)) for name, value in defines.items())
     return Variant(source, (*pairs, *values), only)
@@ -251,8 +258,7 @@ def _architecture(device: int) -> str:
         capability >= MIN_CAPABILITY,
         f"{name} has compute capability {capability}; the kernels need {MIN_CAPABILITY} or newer",
     )
-    suffix = "a" if capability >= (9, 0) else ""  # wgmma and setmaxnreg are sm_90a's own
-    return "sm_{}{}{}".format(*capability, suffix)
+    return architecture_of(capability)
 
 
 @functools.cache

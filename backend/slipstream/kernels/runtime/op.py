@@ -1,16 +1,24 @@
-"""Twin dispatch: a kernel's public function is its torch reference; on a GPU its CUDA twin runs.
+"""Ops: a signature, a torch oracle that says what is computed, and implementations by device.
 
-The signature string is checked for both twins, so a mistake shows on a laptop:
+The oracle is what tests compare with. It also is the implementation on a CPU until another is
+registered. The signature string is checked whatever the device, so a mistake shows on a laptop:
 `"x[n,d]:T, weight[d]:T"` binds n, d and T at first sight and demands the same ever after.
 A dtype is a variable (capitals) or one of `f32 bf16 e4m3 bool i16 i32 i64 any`; `_` is any size.
 """
 
 import functools
 import re
-from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+
+from slipstream.kernels.runtime.registry import (
+    Implementation,
+    Implementations,
+    takes_all,
+    target_of,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,8 +38,7 @@ _DTYPES = {
     "i64": torch.int64,
 }
 _SPEC = re.compile(r"(\w+)\[([\w,]*)\]:(\w+)")
-_MOST_FITTING = 1024  # of an op
-_Traits = tuple[tuple[object, ...] | None, ...]
+_MOST_CHOICES = 1024  # of an op
 
 
 def _traits(x: object) -> tuple[object, ...] | None:
@@ -40,44 +47,96 @@ def _traits(x: object) -> tuple[object, ...] | None:
 
 
 class Op(Generic[P, R]):
-    """A function with two bodies and one checked signature; tensors are its leading arguments."""
+    """An oracle, a checked signature and implementations; tensors are the leading arguments.
 
-    def __init__(self, reference: Callable[P, R], signature: str) -> None:
-        functools.update_wrapper(self, reference)
-        self.reference = reference
-        self.launcher: Callable[P, R] | None = None
-        self._fitting: set[_Traits] = set()  # what was found to fit the signature
+    Args:
+        oracle: what the op computes; the implementation on a CPU if there is no `spec`.
+        signature: of the tensors.
+        spec: all that implementations choose by; shapes, dtypes and device of the tensors if None.
+        package: its modules register implementations.
+    """
+
+    def __init__(
+        self,
+        oracle: Callable[P, R],
+        signature: str,
+        spec: Callable[..., Hashable] | None = None,
+        package: str = "",
+    ) -> None:
+        functools.update_wrapper(self, oracle)
+        self.oracle = oracle
+        self.implementations: Implementations[Any] = Implementations(package)
+        if spec is None:
+            self.implementations.add(Implementation("torch", oracle, "cpu"))
+        self._spec = spec
+        self._chosen: dict[Hashable, Callable[P, R]] = {}  # for what was found to fit
         self._tensors = [
             (name, dims.split(",") if dims else [], dtype)
             for name, dims, dtype in _SPEC.findall(signature)
         ]
 
+    def implementation(
+        self,
+        name: str,
+        device: str,
+        architecture: str = "",
+        takes: Callable[[Any], str | None] = takes_all,
+        cost: Callable[[Any], float] | float = 1.0,
+    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Register an implementation (decorator)."""
+        price = cost if callable(cost) else lambda _: cost
+
+        def register(run: Callable[P, R]) -> Callable[P, R]:
+            made = Implementation(name, run, device, architecture, takes, price)
+            self.implementations.add(made)
+            self._chosen.clear()
+            return run
+
+        return register
+
     def cuda(self, launcher: Callable[P, R]) -> Callable[P, R]:
-        """Register the GPU twin (decorator)."""
-        self.launcher = launcher
-        return launcher
+        """Register the implementation for all GPUs (decorator)."""
+        return self.implementation("cuda", "cuda")(launcher)
+
+    @property
+    def launcher(self) -> Callable[P, R] | None:
+        """The implementation for GPUs."""
+        return next((each.run for each in self.implementations if each.device == "cuda"), None)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Check the tensors, then run the twin of their device."""
-        traits = tuple([_traits(tensor) for tensor in args[: len(self._tensors)]])
-        if traits not in self._fitting:
-            self._check(args)
-            if len(self._fitting) == _MOST_FITTING:
-                self._fitting.clear()
-            self._fitting.add(traits)
+        """Check the tensors, then run the implementation that was chosen for such."""
+        spec: Hashable
+        if self._spec is None:
+            spec = tuple([_traits(tensor) for tensor in args[: len(self._tensors)]])
+        else:
+            spec = self._spec(*args, **kwargs)
+        run = self._chosen.get(spec)
+        if run is None:
+            run = self._choose(spec, args)
+        return run(*args, **kwargs)
+
+    def _choose(self, spec: Hashable, args: tuple[object, ...]) -> Callable[P, R]:
+        self.check(args)
         first = args[0]
         assert isinstance(first, torch.Tensor)
-        if first.is_cuda:
-            if self.launcher is None:
-                raise KernelError(f"{self.reference.__name__} has no CUDA twin")
-            return self.launcher(*args, **kwargs)
-        return self.reference(*args, **kwargs)
+        target = target_of(first.device)
+        chosen = self.implementations.choose(spec, target)
+        if chosen is None:
+            answers = self.implementations.answers(spec, target)
+            why = "; ".join(f"{each.implementation.name} {each.refusal}" for each in answers)
+            raise KernelError(f"{self.oracle.__name__} has no implementation for {spec}: {why}")
+        if len(self._chosen) >= _MOST_CHOICES:
+            self._chosen.clear()
+        run: Callable[P, R] = chosen.implementation.run
+        self._chosen[spec] = run
+        return run
 
-    def _check(self, args: tuple[object, ...]) -> None:
+    def check(self, args: tuple[object, ...]) -> None:
+        """Hold arguments against the signature; AssertionError names what disagrees."""
         sizes: dict[str, int] = {}
         dtypes: dict[str, torch.dtype] = {}
         devices: set[torch.device] = set()
-        op = self.reference.__name__
+        op = self.oracle.__name__
         for (name, dims, dtype), tensor in zip(self._tensors, args, strict=False):
             assert isinstance(tensor, torch.Tensor), f"{op}: {name} is not a tensor"
             assert tensor.ndim == len(dims), f"{op}: {name} has {tensor.ndim} dims, not {dims}"
@@ -93,6 +152,8 @@ class Op(Generic[P, R]):
         assert len(devices) == 1, f"{op}: tensors on several devices: {devices}"
 
 
-def op(signature: str) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make a reference function an `Op`."""
-    return lambda reference: Op(reference, signature)
+def op(
+    signature: str, spec: Callable[..., Hashable] | None = None, package: str = ""
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make an oracle an `Op`."""
+    return lambda oracle: Op(oracle, signature, spec, package)

@@ -1,7 +1,7 @@
-"""Products of one or two rows with a weight matrix, as fast as the matrix can be read (sm_90).
+"""GEMMs of one or two rows, as fast as the matrix can be read (sm_90).
 
 What stands around a product in a block is part of it: the norm of its input, bias, scales of 8-bit
-weights, `silu(gate) * up`, the residual sum. Weights lie as in the checkpoint.
+weights, `silu(gate) * up`, the residual sum.
 """
 
 import functools
@@ -11,10 +11,9 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit
-from slipstream.kernels.runtime.op import op
 
 MAX_ROWS = 2
 FP8 = torch.float8_e4m3fn
@@ -29,39 +28,6 @@ SLOT_BYTES = 32 << 10
 # must not fit: CTAs of a kernel that starts late would crowd on the multiprocessors free first.
 RING_BYTES = {1: 200 << 10, 2: 104 << 10}
 MIN_BYTES = {1: 110 << 10, 2: 78 << 10}
-
-
-@op("x[n,k]:T, weight[_,k]:W")
-def gemv(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    gated: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """`x W^T`, accumulated in fp32 and rounded once; `[n, m]`, `[n, m / 2]` if `gated`.
-
-    With `norm`, of `rms_norm(x)`. `scales [m] f32` belong to the rows of an e4m3 `weight`. `gated`
-    makes `silu(gate) * up` of `[gate | up]`. With `residual`, that is what is changed and returned.
-    """
-    y = x.float()
-    if norm is not None:
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
-    y = y @ weight.float().t()
-    if scales is not None:
-        y = y * scales
-    if bias is not None:
-        y = y + bias.float()
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = functional.silu(gate) * up
-    if residual is not None:
-        return residual.copy_(residual + y)
-    return y.to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +47,7 @@ class Tiling:
         return self.chunks > 7
 
     def bytes(self, row_bytes: int) -> int:
-        """Of dynamic shared memory; no less than keeps another CTA out."""
+        """Return bytes of dynamic shared memory; no less than keeps another CTA out."""
         return max(self.num_slots * self.slot_rows * row_bytes, MIN_BYTES[self.ctas])
 
 
@@ -105,27 +71,47 @@ def tiling(num_rows: int, width: int, row_bytes: int, gated: bool) -> Tiling | N
     return None
 
 
-def takes(x: Tensor, weight: Tensor, norm: Tensor | None = None, gated: bool = False) -> bool:
-    """Whether the kernel is built for this product."""
-    num_rows, width = x.shape
-    row_bytes = width * weight.itemsize
-    if not (1 <= num_rows <= MAX_ROWS and x.dtype in DTYPES and weight.dtype in (x.dtype, FP8)):
-        return False
-    if width % PIECE or row_bytes % 16 or weight.shape[0] % (2 if gated else 1):
-        return False
-    is_aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight, norm) if t is not None)
-    has_rows = x.stride(1) == 1 and (num_rows == 1 or x.stride(0) % PIECE == 0)
-    if not (is_aligned and has_rows and weight.is_contiguous() and jit.is_hopper(x.device)):
-        return False
-    tiles = tiling(num_rows, width, row_bytes, gated)
-    return tiles is not None and (norm is None or not tiles.is_packed)
+def refusal(spec: Spec) -> str | None:
+    """Say why the kernel is not built for a product; None: it is."""
+    row_bytes = spec.inputs * spec.weight.itemsize
+    if not 1 <= spec.rows <= MAX_ROWS:
+        return f"takes 1 to {MAX_ROWS} rows"
+    if spec.x not in DTYPES or spec.weight not in (spec.x, FP8):
+        return "takes 16-bit rows, and weights of their type or e4m3"
+    if (spec.weight == FP8) != (spec.scales == "columns") or spec.scales == "both":
+        return "scales e4m3 weights, by column"
+    if spec.norm == "norm plus one":
+        return "has no norms plus one"
+    if spec.gate not in ("", "silu"):
+        return "gates by SiLU alone"
+    if spec.inputs % PIECE or row_bytes % 16 or spec.outputs % (2 if spec.gate else 1):
+        return f"takes multiples of {PIECE} inputs whose weights are multiples of 16 bytes"
+    if not (spec.x_aligned and spec.weight_aligned and spec.norm_aligned):
+        return "takes what is aligned to 16 bytes"
+    if spec.rows > 1 and not spec.x_pitch:
+        return "takes rows that are aligned to 16 bytes"
+    tiles = tiling(spec.rows, spec.inputs, row_bytes, bool(spec.gate))
+    if tiles is None or (spec.norm and tiles.is_packed):
+        return "finds no registers for so many inputs"
+    return None
+
+
+def takes(spec: Spec) -> str | None:
+    """Say why another is better; None: this is the fastest."""
+    if spec.gate and not spec.norm:
+        return "gates where it also computes the norm"
+    return refusal(spec)
+
+
+def cost(spec: Spec) -> float:
+    """Return the cost, in kernels: two rows are slower by e4m3 weights than the skinny GEMM is."""
+    return 2.5 if spec.weight == FP8 and spec.rows > 1 else 0.0
 
 
 def _variant(dtype: torch.dtype, fp8: bool, tiles: Tiling) -> jit.Variant:
     return jit.variant(
         "gemm/sm90/gemv.cu",
         dtype,
-        only="sm_90a",
         FP8=int(fp8),
         ROWS=tiles.rows,
         CHUNKS=tiles.chunks,
@@ -147,48 +133,28 @@ def variants() -> Iterator[jit.Variant]:
     yield from found
 
 
-@gemv.cuda
-def _gemv(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    gated: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
+@gemm.implementation("gemv", "cuda", "sm_90a", takes=takes, cost=cost)
+def gemv(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`gemm` on the GPU, everything in one kernel."""
     num_rows, width = x.shape
-    tiles = tiling(num_rows, width, width * weight.itemsize, gated)
+    tiles = tiling(num_rows, width, width * weight.itemsize, bool(around.gate))
     jit.require(
-        tiles is not None and takes(x, weight, norm, gated),
-        f"gemv: no kernel for {num_rows} rows of {width} {x.dtype} and weights {weight.dtype}",
+        tiles is not None, "gemv: no kernel for {} and {} {}", x.shape, weight.shape, weight.dtype
     )
     assert tiles is not None
-    return launch(tiles, x, weight, norm, eps, bias, scales, gated, residual)
+    return launch(tiles, x, weight, around)
 
 
-def launch(
-    tiles: Tiling,
-    x: Tensor,
-    weight: Tensor,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None = None,
-    scales: Tensor | None = None,
-    gated: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """`gemv` on the GPU with tiles of choice."""
+def launch(tiles: Tiling, x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`gemv` with tiles of choice."""
     num_rows, width = x.shape
-    streams = 2 if gated else 1
+    streams = 2 if around.gate else 1
     num_outputs = weight.shape[0] // streams
-    out = residual
+    out = around.residual
     if out is None:
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     jit.require(out.stride(1) == 1, "gemv: elements of a row of the residual must be contiguous")
-    pointers = (0 if t is None else t for t in (norm, bias, scales))
+    pointers = (0 if t is None else t for t in (around.norm, around.bias, around.columns))
     num_ctas = min(tiles.ctas * jit.num_multiprocessors(x.get_device()), num_outputs)
     share = tiles.slot_rows // streams
     jit.launch(
@@ -210,8 +176,8 @@ def launch(
         THREADS // (tiles.rows * tiles.slot_rows) * share,
         tiles.num_slots,
         *divmod(num_outputs, num_ctas),
-        int(residual is not None),
-        eps,
+        int(around.residual is not None),
+        around.eps,
         1.0 / width,
         shared_memory=tiles.bytes(width * weight.itemsize),
         overlaps=True,

@@ -226,7 +226,7 @@ struct Output {
 };
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
-    wide(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
+    skinny(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const float* row_scales, const float* column_scales, const T* bias, T* out, i64 out_stride,
          i64 num_rows, i64 num_outputs, i64 num_steps, i64 gated, i64 num_slots, i64 x_rows, i64 adds) {
   const u32 rank = blockIdx.x % CLUSTER;

@@ -1,4 +1,4 @@
-"""Products of up to 128 rows with a weight matrix on Hopper's tensor cores (sm_90a), memory-bound.
+"""Skinny GEMMs, of up to 128 rows, on Hopper's tensor cores (sm_90a): memory-bound.
 
 A tile of weight rows belongs to one CTA, or to a cluster of CTAs that share out the width where
 there are few rows.
@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.gemm.cublaslt import matmul
-from slipstream.kernels.gemm.sm90.gemv import gemv
+from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit, tensor_map
-from slipstream.kernels.runtime.op import op
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 MAX_ROWS = 128
@@ -36,56 +33,6 @@ PIECE_BYTES = 64 * 8 * 4  # of a group's sums for eight weight rows
 MEMORY = 226 << 10  # of a CTA; a kernel of a norm finds room beside it
 
 
-@op("x[n,k]:T, weight[_,k]:T")
-def wide(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    gated: bool = False,
-    residual: Tensor | None = None,
-    scales: fp8.Scales | None = None,
-) -> Tensor:
-    """`x W^T + b`, accumulated in fp32 and rounded once; `[n, m]`, `[n, m / 2]` if `gated`.
-
-    `gated` makes `silu(gate) * up` of `[gate | up]`. With `residual`, that is what is changed and
-    returned. Of e4m3 the product is rounded to bf16; all else needs `scales`, which have its bias
-    and make `fp8.scale` of it first, not rounded once more before a sum or a gate.
-    """
-    require_around(x, bias, gated, residual, scales)
-    if x.dtype != fp8.E4M3:
-        return gemv.reference(x, weight, bias=bias, gated=gated, residual=residual)
-    product = matmul.reference(x, weight)
-    if scales is None:
-        return product
-    values = fp8.scaled(product, *scales)
-    if gated:
-        gate, up = values.chunk(2, dim=-1)
-        values = functional.silu(gate) * up
-    if residual is None:
-        return values.to(product.dtype)
-    return residual.copy_(residual.float() + values)
-
-
-def require_around(
-    x: Tensor,
-    bias: Tensor | None = None,
-    gated: bool = False,
-    residual: Tensor | None = None,
-    scales: fp8.Scales | None = None,
-) -> None:
-    """Raise `KernelError` unless these go with a product of `x`."""
-    if x.dtype != fp8.E4M3:
-        jit.require(scales is None, f"wide: {x.dtype} has no scales")
-        return
-    jit.require(bias is None, "wide: of e4m3, biases are in the scales")
-    is_plain = residual is None and not gated
-    jit.require(is_plain or scales is not None, "wide: of e4m3, gates and sums need scales")
-    others = (residual, None if scales is None else scales.bias)
-    is_bf16 = all(t is None or t.dtype == torch.bfloat16 for t in others)
-    jit.require(is_bf16, "wide: of e4m3, biases and residuals are bfloat16")
-
-
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a product is shared out: tiles of `rows` weight rows, a cluster of CTAs for each."""
@@ -96,12 +43,12 @@ class Tiling:
 
     @property
     def chunks(self) -> int:
-        """Of 128 bytes of each row, in a slot."""
+        """Count the pieces of 128 bytes of each row in a slot."""
         return 2 if self.groups == 1 else 1
 
     @property
     def slot_bytes(self) -> int:
-        """Of the weights and of x."""
+        """Bytes of a slot, weights and x."""
         return (self.rows + GROUP_ROWS * self.groups) * self.chunks * CHUNK_BYTES
 
     @property
@@ -124,7 +71,7 @@ class Tiling:
 
     @property
     def bytes(self) -> int:
-        """Of shared memory."""
+        """Bytes of shared memory."""
         return self.num_slots * (self.slot_bytes + BARRIER_BYTES) + self.end_bytes
 
 
@@ -154,24 +101,40 @@ def tiling(num_rows: int, num_weight_rows: int, num_chunks: int, multiprocessors
     return Tiling(tilings[chosen][0], groups, chosen)
 
 
-def takes(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Whether the kernel is built for this product, and the fastest."""
-    num_rows, width = x.shape
-    num_weight_rows = weight.shape[0]
-    if x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
-        return False
-    if not 1 <= num_rows <= MAX_ROWS:
-        return False
-    chunk = CHUNK_BYTES // x.itemsize
-    if width % chunk or width < chunk * max(CLUSTERS) or num_weight_rows % (16 if gated else 8):
-        return False
-    if num_rows > GROUP_ROWS and num_weight_rows > TILE_ROWS[-1] * _multiprocessors(x):
-        return False  # in several waves they are slower than cuBLASLt's
-    return tensor_map.can_map(x, weight)
+def takes(spec: Spec) -> str | None:
+    """Say why the kernel is not built for a product, or not the fastest; None: it is."""
+    if not 1 <= spec.rows <= MAX_ROWS:
+        return f"takes 1 to {MAX_ROWS} rows"
+    if (why := shared_refusal(spec)) is not None:
+        return why
+    chunk = CHUNK_BYTES // spec.x.itemsize
+    if spec.inputs % chunk or spec.inputs < chunk * max(CLUSTERS):
+        return f"takes multiples of {chunk} inputs, {chunk * max(CLUSTERS)} at least"
+    multiple = 16 if spec.gate else 8
+    if spec.outputs % multiple:
+        return f"takes multiples of {multiple} outputs"
+    multiprocessors = spec.target.multiprocessors
+    if spec.rows > GROUP_ROWS and spec.outputs > TILE_ROWS[-1] * multiprocessors:
+        return f"is slower than cuBLASLt in several waves of more than {GROUP_ROWS} rows"
+    return None
 
 
-def _multiprocessors(x: Tensor) -> int:
-    return jit.num_multiprocessors(x.get_device())
+def shared_refusal(spec: Spec) -> str | None:
+    """Say what of a product no kernel of wgmma and tensor maps takes."""
+    if spec.x not in DTYPES or spec.weight != spec.x:
+        return "takes rows and weights of one type: fp16, bf16 or e4m3"
+    if spec.norm:
+        return "has no norm"
+    if spec.gate not in ("", "silu"):
+        return "gates by SiLU alone"
+    if spec.x == fp8.E4M3:
+        if spec.scales and spec.out != torch.bfloat16:
+            return "scales to bf16 alone"
+        if not spec.scales and (spec.bias or spec.gate or spec.residual):
+            return "adds and gates what it scales"
+    if not (spec.x_aligned and spec.x_pitch and spec.weight_aligned):
+        return "takes what is aligned to 16 bytes"
+    return None
 
 
 def _variant(dtype: torch.dtype, tiles: Tiling) -> jit.Variant:
@@ -179,7 +142,6 @@ def _variant(dtype: torch.dtype, tiles: Tiling) -> jit.Variant:
     return jit.variant(
         "gemm/sm90/skinny.cu",
         torch.bfloat16 if is_fp8 else dtype,
-        only="sm_90a",
         FP8=int(is_fp8),
         ROWS=tiles.rows,
         GROUPS=tiles.groups,
@@ -195,38 +157,30 @@ def variants() -> Iterator[jit.Variant]:
             yield _variant(dtype, Tiling(rows, groups, cluster))
 
 
-@wide.cuda
-def _wide(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    gated: bool = False,
-    residual: Tensor | None = None,
-    scales: fp8.Scales | None = None,
-) -> Tensor:
-    is_taken = takes(x, weight, gated)
-    jit.require(is_taken, "wide: no kernel for {} {}, {}", x.shape, x.dtype, weight.dtype)
-    require_around(x, bias, gated, residual, scales)
-    by_row, by_column, bias = (0, 0, bias) if scales is None else scales
+@gemm.implementation("skinny", "cuda", "sm_90a", takes=takes)
+def skinny(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`gemm` on the GPU, without a norm."""
+    scales, gated = around.scales, bool(around.gate)
+    by_row, by_column, bias = (0, 0, around.bias) if scales is None else scales
     num_rows, width = x.shape
     num_weight_rows = weight.shape[0]
     num_outputs = num_weight_rows // (2 if gated else 1)
-    out = residual
-    if out is None:
+    y = around.residual
+    if y is None:
         dtype = torch.bfloat16 if x.dtype == fp8.E4M3 else x.dtype
-        out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
+        y = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     jit.require(
-        out.stride(1) == 1 and out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0,
-        "wide: rows of the residual must be contiguous, and aligned to 16 bytes",
+        y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0,
+        "skinny: rows of the residual must be contiguous, and aligned to 16 bytes",
     )
     num_chunks = width * x.itemsize // CHUNK_BYTES
-    tiles = tiling(num_rows, num_weight_rows, num_chunks, _multiprocessors(x))
+    multiprocessors = jit.num_multiprocessors(x.get_device())
+    tiles = tiling(num_rows, num_weight_rows, num_chunks, multiprocessors)
     share = tiles.rows // (2 if gated else 1)
     copied = -(-num_rows // 8) * 8
     jit.launch(
         _variant(x.dtype, tiles),
-        "wide",
+        "skinny",
         (-(-num_outputs // share) * tiles.cluster,),
         128 * tiles.groups + 64,
         tensor_map.eights(weight, tiles.chunks, share),
@@ -234,16 +188,16 @@ def _wide(
         by_row,
         by_column,
         0 if bias is None else bias,
-        out,
-        out.stride(0),
+        y,
+        y.stride(0),
         num_rows,
         num_outputs,
         -(-num_chunks // tiles.chunks),
         int(gated),
         tiles.num_slots,
         copied,
-        int(residual is not None),
+        int(around.residual is not None),
         shared_memory=tiles.bytes,
         overlaps=True,
     )
-    return out
+    return y

@@ -1,4 +1,4 @@
-"""The gated product of some 200 rows and more on Hopper's tensor cores (sm_90a), one tile a CTA.
+"""Tall GEMMs: gated, of some 200 rows and more, on Hopper's tensor cores (sm_90a); a tile a CTA.
 
 So many rows are bound by power. Of 256 rows cuBLASLt's tiles of usual size leave a third of the
 multiprocessors idle in their second wave; of thousands its product is as fast, but its gate is a
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.gemm.sm90.skinny import CHUNK_BYTES, DTYPES, MEMORY, require_around, wide
+from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
+from slipstream.kernels.gemm.sm90.skinny import CHUNK_BYTES, DTYPES, MEMORY, shared_refusal
 from slipstream.kernels.runtime import jit, tensor_map
-from slipstream.kernels.runtime.op import op
 
 MIN_ROWS = dict.fromkeys(DTYPES, 193) | {fp8.E4M3: 177}  # cuBLASLt is faster with fewer
 X_ROWS = 256  # of a tile
@@ -26,22 +26,8 @@ TILE_ROWS = range(176, 225, 16)  # in narrower ones shared memory is the bound
 _BARRIER_BYTES = 8  # of a slot
 
 
-@op("x[n,k]:T, weight[_,k]:T")
-def tall(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    gated: bool = True,
-    scales: fp8.Scales | None = None,
-) -> Tensor:
-    """What `wide` makes of it, `[n, m / 2]`; there is no product that is not `gated`."""
-    jit.require(gated, "tall: all products are gated")
-    return wide.reference(x, weight, bias=bias, gated=True, scales=scales)
-
-
 def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
-    """Of the weights, for each multiprocessor."""
+    """Count the weight rows of a tile, one tile for each multiprocessor."""
     return -(-num_weight_rows // (multiprocessors * TILE_ROWS.step)) * TILE_ROWS.step
 
 
@@ -54,26 +40,32 @@ def share(num_rows: int, num_weight_rows: int, multiprocessors: int) -> float:
     return num_rows * num_weight_rows / room
 
 
-def takes(x: Tensor, weight: Tensor, gated: bool = True) -> bool:
-    """Whether the kernel is built for this product, and the fastest."""
-    num_rows, width = x.shape
-    num_weight_rows = weight.shape[0]
-    if not gated or x.dtype not in DTYPES or weight.dtype != x.dtype or not jit.is_hopper(x.device):
-        return False
-    if num_rows < MIN_ROWS[x.dtype] or width * x.itemsize % CHUNK_BYTES or num_weight_rows % 16:
-        return False
-    multiprocessors = jit.num_multiprocessors(x.get_device())
-    if tile_rows(num_weight_rows, multiprocessors) not in TILE_ROWS:
-        return False
-    if num_rows > X_ROWS and (
-        x.dtype == fp8.E4M3 or share(num_rows, num_weight_rows, multiprocessors) < MIN_SHARE
-    ):
-        return False  # of e4m3 the gate has to be quantised behind either, so nothing is gained
-    return tensor_map.can_map(x, weight)
+def takes(spec: Spec) -> str | None:
+    """Say why the kernel is not built for a product, or not the fastest; None: it is."""
+    if spec.gate != "silu":
+        return "makes SiLU gates alone"
+    if spec.residual:
+        return "has no residual"
+    if (why := shared_refusal(spec)) is not None:
+        return why
+    if spec.rows < MIN_ROWS[spec.x]:
+        return f"is slower than cuBLASLt below {MIN_ROWS[spec.x]} rows"
+    if spec.inputs * spec.x.itemsize % CHUNK_BYTES or spec.outputs % 16:
+        return f"takes rows of multiples of {CHUNK_BYTES} bytes and multiples of 16 outputs"
+    multiprocessors = spec.target.multiprocessors
+    if tile_rows(spec.outputs, multiprocessors) not in TILE_ROWS:
+        return f"takes {TILE_ROWS[0]} to {TILE_ROWS[-1]} outputs a multiprocessor"
+    if spec.rows <= X_ROWS:
+        return None
+    if spec.x == fp8.E4M3:  # the gate has to be quantised behind either
+        return f"gains nothing with more than {X_ROWS} rows of e4m3"
+    if share(spec.rows, spec.outputs, multiprocessors) < MIN_SHARE:
+        return "is slower than cuBLASLt where its last wave is nearly empty"
+    return None
 
 
 def slot_bytes(rows: int) -> int:
-    """Of a chunk of x and of a tile's weights."""
+    """Bytes of a slot: a chunk of x and of a tile's weights."""
     return (X_ROWS + rows) * CHUNK_BYTES
 
 
@@ -91,9 +83,7 @@ def _variant(dtype: torch.dtype, rows: int) -> jit.Variant:
     is_fp8 = dtype == fp8.E4M3
     element = torch.bfloat16 if is_fp8 else dtype
     slots = num_slots(rows)
-    return jit.variant(
-        "gemm/sm90/tall.cu", element, only="sm_90a", FP8=int(is_fp8), ROWS=rows, SLOTS=slots
-    )
+    return jit.variant("gemm/sm90/tall.cu", element, FP8=int(is_fp8), ROWS=rows, SLOTS=slots)
 
 
 def variants() -> Iterator[jit.Variant]:
@@ -102,23 +92,15 @@ def variants() -> Iterator[jit.Variant]:
         yield _variant(dtype, rows)
 
 
-@tall.cuda
-def _tall(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    gated: bool = True,
-    scales: fp8.Scales | None = None,
-) -> Tensor:
-    is_taken = takes(x, weight, gated)
-    jit.require(is_taken, "tall: no kernel for {} {}, {}", x.shape, x.dtype, weight.dtype)
-    require_around(x, bias, scales=scales, gated=True)
-    by_row, by_column, bias = (0, 0, bias) if scales is None else scales
+@gemm.implementation("tall", "cuda", "sm_90a", takes=takes)
+def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`gemm` on the GPU, with a gate."""
+    scales = around.scales
+    by_row, by_column, bias = (0, 0, around.bias) if scales is None else scales
     num_rows, width = x.shape
     num_outputs = len(weight) // 2
     dtype = torch.bfloat16 if scales is not None else x.dtype
-    out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
+    y = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     rows = tile_rows(len(weight), jit.num_multiprocessors(x.get_device()))
     copied = min(X_ROWS, -(-num_rows // 8) * 8)
     row_tiles, column_tiles = -(-num_rows // X_ROWS), -(-num_outputs // (rows // 2))
@@ -132,8 +114,8 @@ def _tall(
         by_row,
         by_column,
         0 if bias is None else bias,
-        out,
-        out.stride(0),
+        y,
+        y.stride(0),
         num_rows,
         num_outputs,
         width * x.itemsize // CHUNK_BYTES,
@@ -143,4 +125,4 @@ def _tall(
         shared_memory=num_slots(rows) * (slot_bytes(rows) + _BARRIER_BYTES) + _end_bytes(rows),
         overlaps=True,
     )
-    return out
+    return y

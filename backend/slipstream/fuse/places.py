@@ -1,0 +1,111 @@
+"""The places of linear layers in a block, by GEMMs that fuse what stands around them.
+
+Each falls back to the plain place where its layer has no matrix for GEMMs: a scheme that multiplies
+by itself, or a stage between the product and what follows.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.scales import Scales
+from slipstream.kernels.gemm.linear import Operand, follow, multiply, route_of
+from slipstream.kernels.gemm.op import E4M3, Around
+from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
+from slipstream.layers.norm import Norm
+from slipstream.layers.residual import Addend, Residual
+
+
+def _behind_norm(linear: Linear, norm: Norm, addend: Addend | None, gate: str = "") -> Around:
+    """Say what stands around a product with a norm: of `addend` and the residual sum."""
+    return Around(norm.weight, norm.eps, norm.plus_one, bias=linear.bias, gate=gate, addend=addend)
+
+
+class FusedNormLinear(NormLinear):
+    """(residual, norm, quantise, linear): scales are left to a reader that applies them."""
+
+    def __call__(self, norm: Norm, residual: Residual) -> tuple[Tensor, Scales | None]:
+        """Compute what `NormLinear` computes."""
+        matrix = self.linear.matrix
+        if matrix is None:
+            return super().__call__(norm, residual)
+        x, addend = residual.take()
+        y = multiply(x, matrix, _behind_norm(self.linear, norm, addend))
+        if isinstance(y, Tensor):
+            return y, None
+        if self.leaves_scales and y.product.dtype == x.dtype:
+            return y
+        return y.finish(x.dtype), None
+
+
+class FusedGatedLinear(GatedLinear):
+    """(residual, norm, quantise, linear, gate, quantise).
+
+    Args:
+        feeds: the layer that reads the result; None: several, or unknown.
+    """
+
+    def __init__(self, linear: Linear, gate: str, feeds: Linear | None) -> None:
+        super().__init__(linear, gate)
+        self.feeds = feeds
+
+    def __call__(self, norm: Norm, residual: Residual) -> Operand:
+        """Compute what `GatedLinear` computes."""
+        matrix = self.linear.matrix
+        if matrix is None:
+            return super().__call__(norm, residual)
+        x, addend = residual.take()
+        around = _behind_norm(self.linear, norm, addend, self.gate)
+        route = route_of(x, matrix, around)
+        y = follow(route, x, matrix, around)
+        next_matrix = None if self.feeds is None else self.feeds.matrix
+        quantises = next_matrix is not None and next_matrix.values.dtype == E4M3
+        if isinstance(y, Tensor):
+            return fp8.quantize(y) if quantises and route.path.quantises else y
+        if quantises:
+            return fp8.silu_mul_quantize(y.product, *y.scales)
+        return GATES[self.gate](y.finish(x.dtype))
+
+
+class Gated(GatedLinear):
+    """A gate that no GEMM fuses, behind a place that may be fused."""
+
+    def __init__(self, place: NormLinear, gate: str) -> None:
+        super().__init__(place.linear, gate)
+        self._place = place
+
+    def __call__(self, norm: Norm, residual: Residual) -> Operand:
+        """Compute what `GatedLinear` computes."""
+        y, scales = self._place(norm, residual)
+        assert scales is None, "a gate applies no scales"
+        return GATES[self.gate](y)
+
+
+class FusedLinearAdd(LinearAdd):
+    """(quantise, linear, residual): an unscaled product is added on the way to the next norm."""
+
+    def __call__(self, x: Operand, residual: Residual) -> None:
+        """Add what `LinearAdd` without a norm adds."""
+        matrix = self.linear.matrix
+        if matrix is None:
+            super().__call__(x, residual)
+            return
+        y = multiply(x, matrix, Around(bias=self.linear.bias, residual=residual.values))
+        if not isinstance(y, Tensor):
+            residual.add_later(y)
+
+
+class NormedAdd(LinearAdd):
+    """A norm that no GEMM fuses, between a place that may be fused and the residual sum."""
+
+    def __init__(self, place: LinearAdd, norm: Norm) -> None:
+        super().__init__(place.linear, norm)
+        self._place, self._norm = place, norm
+
+    def __call__(self, x: Operand, residual: Residual) -> None:
+        """Add what `LinearAdd` adds."""
+        values = residual.values
+        product = Residual(torch.zeros_like(values))
+        self._place(x, product)
+        values += self._norm(product.values)

@@ -1,0 +1,74 @@
+"""The rewrite: find the places of linear layers in a model and put fused ones there."""
+
+from collections.abc import Iterator
+
+from slipstream.fuse.places import (
+    FusedGatedLinear,
+    FusedLinearAdd,
+    FusedNormLinear,
+    Gated,
+    NormedAdd,
+)
+from slipstream.fuse.slices import SlicedGatedLinear, SlicedLinearAdd, SlicedNormLinear
+from slipstream.layers.decoder import Decoder
+from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
+
+FUSED_GATES = ("silu",)  # that a GEMM may fuse
+Place = NormLinear | GatedLinear | LinearAdd
+
+
+def rewrite(decoder: Decoder) -> Decoder:
+    """Fuse all places of a decoder's blocks and head, in place; what it computes is the same."""
+    for layer in _layers(decoder):
+        found = dict(_places(layer))
+        readers = [place.linear for place in found.values() if isinstance(place, LinearAdd)]
+        feeds = readers[0] if len(readers) == 1 else None
+        for name, place in found.items():
+            setattr(layer, name, fused(place, feeds))
+    return decoder
+
+
+def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
+    """All places of a decoder by their names in its layers."""
+    for layer in _layers(decoder):
+        for name, place in _places(layer):
+            yield "head" if layer is decoder.head else name, place
+
+
+def fused(place: Place, feeds: Linear | None = None) -> Place:
+    """Return the fused form of a plain place; `feeds` reads what is gated."""
+    if isinstance(place, NormLinear):
+        return _norm_linear(place)
+    if isinstance(place, GatedLinear):
+        return _gated_linear(place, feeds)
+    return _linear_add(place)
+
+
+def _norm_linear(place: NormLinear) -> NormLinear:
+    made = FusedNormLinear(place.linear, place.leaves_scales)
+    return SlicedNormLinear(made) if place.linear.is_sliced else made
+
+
+def _gated_linear(place: GatedLinear, feeds: Linear | None) -> GatedLinear:
+    if place.gate not in FUSED_GATES:
+        return Gated(_norm_linear(NormLinear(place.linear)), place.gate)
+    made = FusedGatedLinear(place.linear, place.gate, feeds)
+    return SlicedGatedLinear(made) if place.linear.is_sliced else made
+
+
+def _linear_add(place: LinearAdd) -> LinearAdd:
+    made: LinearAdd = FusedLinearAdd(place.linear)
+    made = SlicedLinearAdd(made) if place.linear.is_sliced else made
+    return made if place.norm is None else NormedAdd(made, place.norm)
+
+
+def _layers(decoder: Decoder) -> Iterator[object]:
+    for block in decoder.blocks:
+        yield from (block.attention, block.mlp)
+    yield decoder.head
+
+
+def _places(layer: object) -> Iterator[tuple[str, Place]]:
+    for name, part in vars(layer).items():
+        if isinstance(part, Place):
+            yield name, part

@@ -1,0 +1,36 @@
+"""GEMMs on a CPU: torch's."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm
+
+
+def takes(spec: Spec) -> str | None:
+    """Say why torch does not compute a product with what is around it; None: it does."""
+    if spec.weight != spec.x:
+        return "takes rows and weights of one type"
+    if spec.x == E4M3 and (spec.scales or spec.bias or spec.gate or spec.residual):
+        return "makes products of e4m3 alone"
+    return None
+
+
+@gemm.implementation("torch", "cpu", takes=takes)
+def cpu(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`gemm` by torch, each stage rounded to the dtype of `x`; e4m3 to bf16."""
+    if x.dtype == E4M3:
+        return functional.linear(x.float(), weight.float()).to(torch.bfloat16)
+    bias, residual = around.bias, around.residual
+    if around.norm is not None:
+        x = rms_norm(x, around.norm, around.eps, around.plus_one)
+    if residual is not None and not around.gate:
+        if bias is not None:
+            residual += bias
+        return residual.addmm_(x, weight.t())
+    y = functional.linear(x, weight, bias)
+    if around.gate:
+        y = GATES[around.gate](y)
+    return y if residual is None else residual.add_(y)

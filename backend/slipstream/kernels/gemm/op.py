@@ -1,0 +1,140 @@
+"""The GEMM of a linear layer, with the stages that may stand around the product.
+
+The order of the stages, wherever they are computed:
+
+    addend -> norm -> quantise -> PRODUCT -> scales -> bias -> lora -> all-reduce -> gate | residual
+
+An implementation says which of them it takes (fuses). What none takes is computed around it, by
+`linear.py`. `lora` and `all-reduce` are room for what no implementation takes yet: a layer with
+such a stage computes it, and all that follows, behind the plain product (`layers/linear.py`).
+
+`weight` is `[outputs, inputs]` as in a checkpoint. Products are accumulated in fp32 and rounded
+once, behind the last stage that an implementation takes.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.scales import Scales, scaled
+from slipstream.kernels.runtime.op import op
+from slipstream.kernels.runtime.registry import Target, target_of
+
+E4M3 = torch.float8_e4m3fn
+ALIGNED = 16  # bytes
+
+
+class Matrix(NamedTuple):
+    """Weights of a linear layer in the form that GEMMs take."""
+
+    values: Tensor  # [m, k]
+    scales: Tensor | None = None  # [m] f32, of rows of e4m3 values
+
+
+class Addend(Protocol):
+    """What is still to be added to the residual sum, in place."""
+
+    def add_to(self, values: Tensor) -> None:
+        """Add it to `values [n, k]`."""
+
+
+class Around(NamedTuple):
+    """The stages around a product of `n` rows and `m` columns; the kernels' argument struct."""
+
+    norm: Tensor | None = None  # [k]: of the RMS norm of x
+    eps: float = 0.0
+    plus_one: bool = False  # the norm's weight is 1 + norm
+    rows: Tensor | None = None  # [n] f32: scales of e4m3 x
+    columns: Tensor | None = None  # [m] f32: scales of e4m3 weights
+    bias: Tensor | None = None  # [m]
+    gate: str = ""  # "silu", "gelu": of [gate | up], whose product of m / 2 columns is left
+    residual: Tensor | None = None  # [n, m]: added to in place
+    addend: Addend | None = None  # added to x, in place, before all else
+
+    @property
+    def scales(self) -> Scales | None:
+        """What a product in e4m3 lacks; None without scales of rows."""
+        if self.rows is None:
+            return None
+        assert self.columns is not None, "e4m3 rows multiply e4m3 weights"
+        return Scales(self.rows, self.columns, self.bias)
+
+
+PLAIN = Around()
+
+
+class Spec(NamedTuple):
+    """All that implementations of `gemm` choose by."""
+
+    rows: int
+    inputs: int
+    outputs: int  # rows of the weights
+    x: torch.dtype
+    weight: torch.dtype
+    out: torch.dtype  # that the model's layers have
+    norm: str  # "", "norm", "norm plus one"
+    scales: str  # "", "columns" (of weights), "both" (of x, too)
+    bias: bool
+    gate: str
+    residual: bool
+    x_aligned: bool  # x begins at 16 bytes, and elements of a row are contiguous
+    x_pitch: bool  # its rows are a multiple of 16 bytes apart
+    weight_aligned: bool  # contiguous, from 16 bytes on
+    norm_aligned: bool
+    target: Target
+
+
+def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
+    """Say what a GEMM is to an implementation."""
+    norm = around.norm
+    kind = "" if norm is None else "norm plus one" if around.plus_one else "norm"
+    scales = "both" if around.rows is not None else "" if around.columns is None else "columns"
+    out = x.dtype if around.residual is None else around.residual.dtype
+    return Spec(
+        rows=x.shape[0],
+        inputs=x.shape[1],
+        outputs=weight.shape[0],
+        x=x.dtype,
+        weight=weight.dtype,
+        out=torch.bfloat16 if out == E4M3 else out,
+        norm=kind,
+        scales=scales,
+        bias=around.bias is not None,
+        gate=around.gate,
+        residual=around.residual is not None,
+        x_aligned=x.data_ptr() % ALIGNED == 0 and x.stride(1) == 1,
+        x_pitch=x.stride(0) * x.itemsize % ALIGNED == 0,
+        weight_aligned=weight.data_ptr() % ALIGNED == 0 and weight.is_contiguous(),
+        norm_aligned=norm is None or norm.data_ptr() % ALIGNED == 0,
+        target=target_of(x.device),
+    )
+
+
+@op("x[n,k]:T, weight[_,k]:W", spec=spec_of, package=__package__)
+def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`x W^T` with what is around it, `[n, m]`, `[n, m / 2]` behind a gate; `residual` if given.
+
+    Args:
+        x: fp32, fp16, bf16 or e4m3.
+        weight: of the type of `x`, or e4m3.
+        around: the stages; a product of e4m3 by e4m3 is rounded to bf16 before its scales.
+    """
+    y = x.float()
+    if around.norm is not None:
+        factor = around.norm.float() + (1 if around.plus_one else 0)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + around.eps) * factor
+    y = functional.linear(y, weight.float())
+    dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
+    if around.scales is not None:
+        y = scaled(y.to(dtype), *around.scales)
+    else:
+        y = y if around.columns is None else y * around.columns
+        y = y if around.bias is None else y + around.bias.float()
+    if around.gate:
+        y = GATES[around.gate].oracle(y)
+    if around.residual is not None:
+        return around.residual.copy_(around.residual.float() + y)
+    return y.to(dtype)

@@ -1,0 +1,59 @@
+"""Schemes in which weights are kept: one module each, named as `quantization` names it.
+
+A scheme reads a layer's weights, packs them and multiplies with them; `scheme.py` says what it is
+made of. It knows nothing of what stands around a product. No torch is imported before a scheme is
+asked for.
+"""
+
+import functools
+import pkgutil
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.quant.scheme import Scheme, Source
+
+_registered: "dict[str, Scheme]" = {}  # beside the modules
+
+
+@functools.cache
+def _modules() -> frozenset[str]:
+    """Find the modules of this package that are schemes."""
+    return frozenset(module.name for module in pkgutil.iter_modules(__path__)) - {"scheme"}
+
+
+def names() -> tuple[str, ...]:
+    """List all schemes: `none`, which keeps weights in the dtype of the model, then the others."""
+    return ("none", *sorted((_modules() | _registered.keys()) - {"none"}))
+
+
+def register(scheme: "Scheme") -> None:
+    """Add a scheme that is no module of this package."""
+    _registered[scheme.name] = scheme
+
+
+def unregister(name: str) -> None:
+    """Take out a scheme that was registered."""
+    del _registered[name]
+
+
+def named(name: str) -> "Scheme":
+    """Return one of `names()`."""
+    assert name in names(), f"{name} is not one of {', '.join(names())}"
+    return _registered.get(name) or _of_module(name)
+
+
+@functools.cache
+def _of_module(name: str) -> "Scheme":
+    scheme: Scheme = import_module(f"{__name__}.{name}").SCHEME
+    return scheme
+
+
+def scheme_of(w: "Source", matrices: Sequence[str], default: str) -> "Scheme":
+    """Return the scheme in which the checkpoint stores these matrices; `default` if it says none.
+
+    `default` is what the operator asked for: weights of 16 and 32 bits can be packed by any.
+    """
+    schemes = (named(name) for name in names())
+    return next((each for each in schemes if each.detects(w, matrices)), named(default))

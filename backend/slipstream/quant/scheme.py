@@ -1,0 +1,52 @@
+"""What a scheme is made of."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Source(Protocol):
+    """Tensors of a checkpoint below a prefix; each comes in the engine's dtype, on its device."""
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds this tensor."""
+
+    def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
+        """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
+
+
+class Scheme(ABC):
+    """A way to keep the weights of linear layers, and to multiply with them."""
+
+    name: ClassVar[str]
+
+    def detects(self, w: Source, names: Sequence[str]) -> bool:
+        """Whether the checkpoint stores the matrices `names` in this scheme already."""
+        return False
+
+    @abstractmethod
+    def read(self, w: Source, names: Sequence[str], outputs: Sequence[int], inputs: int) -> Any:
+        """Read matrices `[outputs[i], inputs]` and pack them into one.
+
+        A `Matrix` (`kernels/gemm/op.py`) lets GEMMs fuse what stands around the product; anything
+        else is multiplied by `matmul` alone.
+        """
+
+    @abstractmethod
+    def matmul(self, x: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
+        """`x W^T + b`, `[n, m]` in the dtype of `x`; `weights` are what `read` returned."""
+
+    @abstractmethod
+    def bytes_per_weight(self, dtype: torch.dtype) -> float:
+        """Bytes of a weight with all that belongs to it, in a model of this dtype."""
+
+    def check(  # noqa: B027
+        self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Raise `ConfigError` where a device, a dtype or a size cannot be had.
+
+        `sizes` are inputs of matrices by their name in config.json.
+        """
