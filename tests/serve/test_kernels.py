@@ -1,0 +1,129 @@
+"""The command `slipstream kernels`: what is printed of a model, and of which configuration."""
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from fixtures.models.checkpoints import make_model, save
+from slipstream.config import EngineConfig
+from slipstream.runner import kernels as printer
+from slipstream_client.cli import OneLineParser
+from slipstream_serve import kernels
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024}
+    return save(make_model("llama", **sizes), tmp_path_factory.mktemp("kernels"))
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = OneLineParser()
+    kernels.add_parser(parser.add_subparsers())
+    return parser.parse_args(["kernels", *arguments])
+
+
+def printed(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: EngineConfig,
+    *arguments: str,
+) -> tuple[int, list[str], str]:
+    """The exit code, the lines of the table, and stderr."""
+    stdin = SimpleNamespace(buffer=io.BytesIO(msgspec.json.encode(config)))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    code = printer.main([*arguments])
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err
+
+
+def test_which_kernel_for_which_matrix_and_why_not_the_others(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig(checkpoint=str(checkpoint), dtype="bfloat16")
+    arguments = ("--architecture", "sm_90a", "--rows", "1", "64", "256")
+    code, lines, _ = printed(monkeypatch, capsys, config, *arguments)
+    assert code == 0
+    assert lines[0] == "LlamaForCausalLM, bfloat16, on sm_90a, 132 multiprocessors"
+    heads = [line for line in lines if not line.startswith(" ")]
+    assert [line.split(":")[0] for line in heads[1:]] == ["qkv", "out", "gate_up", "down", "head"]
+    assert heads[3] == "gate_up: 2 x [2048, 512] bfloat16: norm, GEMM, silu"
+    chosen = [line.split(maxsplit=1) for line in lines if line[:8].strip().isdigit()]
+    assert chosen[:3] == [["1", "gemv"], ["64", "norm + skinny"], ["256", "norm + cublaslt"]]
+    assert "         not gemv: takes 1 to 2 rows" in lines
+    assert "         not cublaslt: norm + cublaslt costs 3, not 2" in lines
+
+
+def test_of_other_machines_and_schemes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig(checkpoint=str(checkpoint), quantization="fp8", dtype="bfloat16")
+    for architecture, line in {
+        "sm_89": "      3  quantise + cublaslt + behind",
+        "sm_90a": "      3  quantise + skinny",
+        "cpu": "      3  quantise + torch + behind",
+        "sm_80": "      3  none",  # it has no e4m3
+    }.items():
+        arguments = ("--architecture", architecture, "--rows", "3")
+        code, lines, _ = printed(monkeypatch, capsys, config, *arguments)
+        assert (code, lines[2]) == (0, line)
+
+
+def test_a_gate_that_no_gemm_fuses_and_random_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(make_model("gemma3", hidden_size=256), tmp_path)
+    config = EngineConfig(checkpoint=str(folder), dtype="bfloat16", load_format="random")
+    arguments = ("--architecture", "sm_90a", "--rows", "1")
+    code, lines, _ = printed(monkeypatch, capsys, config, *arguments)
+    assert code == 0
+    assert "      1  norm + gemv + gelu" in lines
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({}, ("--architecture", "sm_1"), "--architecture sm_1: not one of cpu, sm_80"),
+        ({"quantization": "int5"}, (), "quantization = 'int5' is not one of none, fp8"),
+        ({"checkpoint": "/nowhere"}, (), "/nowhere: no such directory"),
+    ],
+)
+def test_what_cannot_be_printed(
+    changes: dict[str, str],
+    arguments: tuple[str, ...],
+    words: str,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = EngineConfig(**{"checkpoint": str(checkpoint)} | changes)
+    code, lines, error = printed(monkeypatch, capsys, config, *arguments)
+    assert (code, lines) == (2, [])
+    assert error.startswith("slipstream kernels: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_the_command_asks_the_engines_python(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, heard = tmp_path / "python", tmp_path / "heard"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import json, sys\n"
+        f"json.dump([sys.argv[1:], json.load(sys.stdin)], open({str(heard)!r}, 'w'))\n"
+        "sys.exit(3)\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("SLIPSTREAM_PYTHON", str(script))
+    line = ("--architecture", "sm_90a", "--rows", "8", "64", "--quantization", "fp8")
+    assert kernels.run(parse("--checkpoint", str(checkpoint), *line)) == 3
+    arguments, config = json.loads(heard.read_text())
+    asked = ["--architecture", "sm_90a", "--rows", "8", "64"]
+    assert arguments == ["-P", "-m", "slipstream.runner.kernels", *asked]
+    assert (config["checkpoint"], config["quantization"]) == (str(checkpoint), "fp8")
