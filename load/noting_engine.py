@@ -81,7 +81,7 @@ class NotingEngine(Engine):
         found = self._requests.get((bridge, request))
         if found is None:
             return super().cancel(bridge, request, *why)
-        held = [block for s in found.sequences for table in s.tables for block in table]
+        held = [block for s in found.sequences for table in s.cache.tables for block in table]
         facts = {"state": state_of(found), "held": len(held)}
         is_known = super().cancel(bridge, request, *why)
         self._left[str(found.sampling.seed)] = set(held)
@@ -111,7 +111,7 @@ class NotingEngine(Engine):
             block
             for request in self._requests.values()
             for sequence in request.sequences
-            for table in sequence.tables
+            for table in sequence.cache.tables
             for block in table
         }
         for seed, held in self._left.items():

@@ -1,7 +1,11 @@
 """A sequence's tokens, by their places."""
 
+import ast
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.core import cache_state
 from slipstream.core.sequence import Request, Sequence
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
@@ -23,3 +27,19 @@ def test_prompt_and_outputs_are_one_row_of_tokens(
     begin = data.draw(st.integers(0, end))
     assert sequence.ids(begin, end).tolist() == both[begin:end]
     assert sequence.ids(begin, end).typecode == "i"
+
+
+def test_only_the_cache_changes_what_is_its_own() -> None:
+    """No assignment to a field of `sequence.cache` stands outside of `slipstream.kvcache`."""
+    package = Path(cache_state.__file__).parents[1]
+    fields = set(cache_state.CacheState.__dataclass_fields__)
+    writers = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+                continue
+            owner = node.value
+            is_state = isinstance(owner, ast.Attribute) and owner.attr == "cache"
+            if is_state and node.attr in fields:
+                writers.add(str(path.relative_to(package).parent))
+    assert writers == {"kvcache"}

@@ -42,7 +42,7 @@ def seen(max_in_flight: int, victim: int, num_steps: int) -> str:
     if request is None:
         return "ended"
     was = state(request.sequences[0])
-    held = {block for s in request.sequences for table in s.tables for block in table}
+    held = {block for s in request.sequences for table in s.cache.tables for block in table}
     assert engine.cancel(client.name, victim)
     blocks = engine._scheduler.cache._blocks
     fenced = {block for _, block in blocks._fenced}

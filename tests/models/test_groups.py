@@ -44,7 +44,7 @@ class Watched:
             for cache in self._runner._caches:
                 cache[scheduler.cache._blocks._empty] = torch.nan
         sequence = scheduler._running[batch.rows[0].sequence_id]
-        self.held.append(list(map(len, scheduler.cache._held(sequence))))
+        self.held.append(list(map(len, scheduler.cache._live_blocks(sequence.cache))))
         return self._runner.launch(batch)
 
 

@@ -23,7 +23,7 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         sequence.slot,
         _IN_FLIGHT,
         start,
-        sequence.tables,
+        sequence.cache.tables,
         True,
         sequence.sampling,
         sequence.seed,
@@ -32,7 +32,7 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         sequence.sample,
         sequence.is_new,
         sequence.num_prompt,
-        gap=sequence.gap,
+        gap=sequence.cache.gap,
     )
     sequence.num_scheduled = start + 1
     sequence.is_new = False
@@ -53,7 +53,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         sequence.slot,
         sequence.ids(start, end),
         start,
-        sequence.tables,
+        sequence.cache.tables,
         samples,
         sequence.sampling,
         sequence.seed,
@@ -63,7 +63,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         sequence.is_new,
         sequence.num_prompt,
         sequence.ids(0, end) if samples and sequence.needs_history else None,
-        sequence.gap,
+        sequence.cache.gap,
     )
     sequence.num_scheduled = end
     sequence.num_in_flight += 1

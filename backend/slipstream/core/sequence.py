@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from sys import maxsize
 
 from slipstream_contract.ids import TokenIds, pack
 from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-from slipstream.core.batch import BlockCopy
+from slipstream.core.cache_state import CacheState
 from slipstream.core.edits import Edits, counts_tokens, needs_edits
 from slipstream.core.prefix import DigestChain
 from slipstream.core.stop import Ending, RawBytes, StopChecker
@@ -65,55 +64,40 @@ class Sequence:
         prompt, then outputs:  [ computed | in flight | not yet ]  + `num_pending` unknown
                            num_computed ^           ^ num_scheduled             num_tokens ^
 
-    `tables` holds the blocks of each layer group, with room for `capacity` positions in each; it is
-    empty unless the sequence runs. In the tables of windowed layers the first `num_outside` entries
-    have left the window and are no longer the sequence's, or, with a `gap`, the entries of that
-    many tokens behind the sinks were removed.
-
     A token is pending while the step that samples it is in flight: it counts in `num_tokens` and
     `num_scheduled`, but its id is not in `outputs` yet.
     """
 
     __slots__ = (
-        "capacity",
-        "chain",
-        "copies",
+        "cache",
         "device_s",
         "edits",
         "ending",
         "first_scheduled_ns",
         "first_token_ns",
-        "gap",
         "id",
         "index",
         "is_due",
         "is_new",
-        "is_proven",
         "is_reported",
         "is_spared",
         "last_token_ns",
-        "lead_digest",
         "length",
         "log_probs",
         "needs_every_token",
         "needs_history",
-        "num_allocated_blocks",
         "num_computed",
         "num_deferrals",
         "num_final",
         "num_in_flight",
-        "num_outside",
         "num_pending",
         "num_preemptions",
         "num_prompt",
-        "num_registered",
         "num_scheduled",
         "num_sent",
-        "num_shared_blocks",
         "num_tokens",
         "outputs",
         "prompt",
-        "register_at",
         "request",
         "sample",
         "sampling",
@@ -121,7 +105,6 @@ class Sequence:
         "slot",
         "status",
         "stop",
-        "tables",
     )
 
     def __init__(
@@ -151,17 +134,8 @@ class Sequence:
         self.num_pending = 0
         self.num_in_flight = 0  # its rows in steps that are scheduled and not committed
         self.sample = 0  # number of its sample in the last step
-        self.tables: tuple[list[int], ...] = ()
-        self.capacity = 0
-        self.num_outside = self.gap = 0
+        self.cache = CacheState()  # of the KV cache, which alone changes it
         self.is_spared = False  # never preempted again
-        # Owned by the cache while the sequence runs:
-        self.chain: DigestChain | None = None  # kept when preempted
-        self.copies: list[BlockCopy] = []  # into its blocks
-        self.is_proven = False  # sampled since it was admitted, and all samples were finite
-        self.register_at = maxsize  # `num_computed` at which the cache registers blocks
-        self.num_registered = 0  # blocks in the prefix index
-        self.lead_digest = b""  # digest of the first block that it computes itself
         self.num_deferrals = 0  # times that it waited for another's prefix
         self.is_due = False  # it missed its turn as the oldest while deferred
         self.slot = -1
@@ -178,8 +152,6 @@ class Sequence:
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
         self.last_token_ns = 0
-        self.num_allocated_blocks = 0
-        self.num_shared_blocks = 0
         self.device_s = 0.0  # its share of the steps' time, if time has a price
         self.is_reported = False  # its end was sent
         self.length = 0  # of the output, once `is_reported`
@@ -275,7 +247,7 @@ class Sequence:
         return Tokens(number, self.index, token_ids, log_probs, drop_bytes, finished, start)
 
     def _finished(self, ending: Ending) -> Finished:
-        new, shared = self.num_allocated_blocks, self.num_shared_blocks
+        new, shared = self.cache.num_allocated_blocks, self.cache.num_shared_blocks
         perf = Perf(
             arrival_ns=self.request.arrival_ns,
             first_scheduled_ns=self.first_scheduled_ns,

@@ -154,7 +154,7 @@ class Scheduler:
     def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
         num_preemptions = self.num_preemptions
         running: Iterable[Sequence] = self._running.values()
-        for sequence in [s for s in running if s.num_scheduled >= s.capacity]:
+        for sequence in [s for s in running if s.num_scheduled >= s.cache.capacity]:
             self._grow(sequence)
         if self.cache.tier.is_moving:
             running = [s for s in running if s.id not in self.cache.tier.not_arrived]
@@ -169,7 +169,7 @@ class Scheduler:
                 prefills.append(sequence)
             elif (
                 num_tokens < sequence.num_final  # else its last token is in flight
-                and num_tokens <= sequence.capacity  # else it waits for a fence
+                and num_tokens <= sequence.cache.capacity  # else it waits for a fence
                 and not (sequence.num_pending and sequence.needs_every_token)
             ):
                 decodes.append(sequence)
@@ -216,7 +216,7 @@ class Scheduler:
                 self._telemetry.not_a_token(sequence)
                 self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
                 continue
-            if sequence.num_computed >= sequence.register_at:
+            if sequence.num_computed >= sequence.cache.register_at:
                 self.cache.computed(sequence)
             if has_held:
                 self.waiting.wake(sequence.id)
@@ -249,7 +249,7 @@ class Scheduler:
     def _cut(self, sequence: Sequence, work: _Work) -> None:
         """Take as much of a sequence as the budget allows."""
         num_left = sequence.num_tokens - sequence.num_scheduled
-        num_tokens = min(num_left, work.budget, sequence.capacity - sequence.num_scheduled)
+        num_tokens = min(num_left, work.budget, sequence.cache.capacity - sequence.num_scheduled)
         if num_left > 1 and sequence.num_tokens > self._long_tokens:
             if work.long_budget is None:
                 work.long_budget = self._pace.take(max(1, work.num_long), sequence.num_scheduled)
@@ -373,7 +373,7 @@ class Scheduler:
         idle = list(self.waiting)
         assert all(s.status is SequenceStatus.RUNNING for s in running)
         assert all(s.status is SequenceStatus.WAITING for s in idle)
-        assert all(not s.tables and s.num_scheduled == 0 for s in idle), "waiting with blocks"
+        assert all(not s.cache.tables and s.num_scheduled == 0 for s in idle), "waiting with blocks"
         assert len(running) <= self._max_running
         slots = [*self._free_slots, *(s.slot for s in running)]
         assert sorted(slots) == list(range(self._max_running)), "a slot is lost or taken twice"

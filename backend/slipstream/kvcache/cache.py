@@ -23,12 +23,12 @@ handed out. Blocks that left the device may be in host memory: see `tier.py`.
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain, islice
-from sys import maxsize
 from time import monotonic_ns
 
 from slipstream_contract.retention import DEFAULT_RETENTION
 
 from slipstream.core.batch import BlockCopy
+from slipstream.core.cache_state import CacheState
 from slipstream.core.prefix import PrefixIndex
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
@@ -144,19 +144,19 @@ class KVCache:
             if num_fetched[table]:
                 self._reuse.fetch(sequence, table, found, own)
             found += islice(own, num_more[table])
-        sequence.tables = tuple(match.tables)
+        sequence.cache.tables = tuple(match.tables)
         sequence.num_computed = match.num_blocks * size
         if is_copied:
             pairs = zip(match.sources, match.tables, strict=True)
             number = match.num_blocks
-            sequence.copies = [BlockCopy(source, table[number]) for source, table in pairs]
-            self._copies += sequence.copies
+            sequence.cache.copies = [BlockCopy(source, table[number]) for source, table in pairs]
+            self._copies += sequence.cache.copies
             sequence.num_computed += match.num_copied
         sequence.num_scheduled = sequence.num_computed
-        sequence.num_outside = match.num_outside
-        sequence.capacity = min(map(len, sequence.tables)) * size
-        sequence.num_shared_blocks += len(shared) + sum(num_fetched)
-        sequence.num_allocated_blocks += sum(num_more)
+        sequence.cache.num_outside = match.num_outside
+        sequence.cache.capacity = min(map(len, sequence.cache.tables)) * size
+        sequence.cache.num_shared_blocks += len(shared) + sum(num_fetched)
+        sequence.cache.num_allocated_blocks += sum(num_more)
         self._reuse.admitted(sequence, match.num_blocks)
         self.tier.admitted(sequence, max(num_fetched) * size)
         return True
@@ -213,20 +213,20 @@ class KVCache:
     def free_outside_window(self, sequence: Sequence) -> None:
         """Free the blocks that no later token of the sequence sees."""
         outside = self.window.outside(sequence.num_computed, self.block_size)
-        start = max(outside.start, sequence.num_outside)
-        end = outside.stop - sequence.gap // self.block_size
+        start = max(outside.start, sequence.cache.num_outside)
+        end = outside.stop - sequence.cache.gap // self.block_size
         if start >= end:
             return
-        tables = list(sequence.tables)
+        tables = list(sequence.cache.tables)
         for number in range(self._num_full, len(tables)):
             tables[number] = self._shrink_table(sequence, tables[number], start, end)
-        sequence.tables = tuple(tables)
+        sequence.cache.tables = tuple(tables)
         if self.window.has_gaps:
-            sequence.gap += (end - start) * self.block_size
+            sequence.cache.gap += (end - start) * self.block_size
             sequence.is_new = True  # the runner needs the whole new table
         else:
-            sequence.num_outside = end
-        sequence.capacity = min(map(len, tables)) * self.block_size + sequence.gap
+            sequence.cache.num_outside = end
+        sequence.cache.capacity = min(map(len, tables)) * self.block_size + sequence.cache.gap
 
     def _shrink_table(
         self, sequence: Sequence, table: list[int], start: int, end: int
@@ -238,7 +238,7 @@ class KVCache:
         them.
         """
         size, blocks, old = self.block_size, self._blocks, table[start:end]
-        capacity = len(table) * size + sequence.gap
+        capacity = len(table) * size + sequence.cache.gap
         num_tokens = min(sequence.num_tokens, sequence.num_computed + self.window.num_ahead)
         num_wanted = max(0, -(-(num_tokens - capacity) // size))
         own = [block for block in old if blocks.is_exclusive(block)]
@@ -250,18 +250,18 @@ class KVCache:
 
     def shortest_tables(self, sequence: Sequence) -> Collection[list[int]]:
         """Return the tables that must grow before the sequence has room for more tokens."""
-        tables = sequence.tables
+        tables = sequence.cache.tables
         if len(tables) == 1:
             return tables
-        size = (sequence.capacity - sequence.gap) // self.block_size
+        size = (sequence.cache.capacity - sequence.cache.gap) // self.block_size
         return [table for table in tables if len(table) == size]
 
     def grow(self, sequence: Sequence, tables: Collection[list[int]]) -> None:
         """Add a free block to each of the sequence's `shortest_tables`."""
         for table in tables:
             table += self._blocks.allocate(1)
-        sequence.capacity += self.block_size
-        sequence.num_allocated_blocks += len(tables)
+        sequence.cache.capacity += self.block_size
+        sequence.cache.num_allocated_blocks += len(tables)
 
     def release(self, sequence: Sequence, is_sound: bool = True) -> None:
         """Free all blocks of a sequence, which has nothing computed from then on.
@@ -270,23 +270,19 @@ class KVCache:
         """
         self._reuse.released(sequence, is_sound)
         self.tier.released(sequence.id)
-        for copy in sequence.copies:
+        for copy in sequence.cache.copies:
             copy.is_void = True
             if copy in self._copies:
                 self._copies.remove(copy)
                 self._blocks.free([copy.source])
-        sequence.copies = []
         # The last blocks first: they are evicted first, as they are useless without the others.
-        for blocks in self._live_blocks(sequence):
+        for blocks in self._live_blocks(sequence.cache):
             self._blocks.free(reversed(blocks))
-        sequence.tables = ()  # a new tuple: rows in flight keep the old lists
-        sequence.num_outside = sequence.gap = 0
-        sequence.capacity = sequence.num_computed = sequence.num_scheduled = 0
-        sequence.is_proven = False
-        sequence.register_at = maxsize
+        sequence.cache.clear()
+        sequence.num_computed = sequence.num_scheduled = 0
 
     def _live_blocks(
-        self, owner: Sequence | PrefixMatch
+        self, owner: CacheState | PrefixMatch
     ) -> list[list[int]] | tuple[list[int], ...]:
         """Return the blocks of each table, without entries that have left the window."""
         tables, start = owner.tables, owner.num_outside
@@ -328,7 +324,7 @@ class KVCache:
         """Assert that every block is accounted for and no shared block is written. O(blocks)."""
         running = list(running)
         sources = [copy.source for copies in (self._copies, *self._launched) for copy in copies]
-        held = {sequence.id: self._live_blocks(sequence) for sequence in running}
+        held = {sequence.id: self._live_blocks(sequence.cache) for sequence in running}
         self._blocks.check_integrity(
             [*(blocks for tables in held.values() for blocks in tables), sources]
         )
@@ -337,11 +333,11 @@ class KVCache:
         owners: dict[int, int] = {}
         read: list[tuple[int, int]] = []  # (block, sequence that only reads it)
         for sequence in running:
-            place = (sequence.num_computed - sequence.gap) // self.block_size
-            shortest = min(map(len, sequence.tables))
-            assert sequence.num_scheduled <= sequence.capacity
-            assert sequence.capacity == shortest * self.block_size + sequence.gap
-            for table, blocks in zip(sequence.tables, held[sequence.id], strict=True):
+            place = (sequence.num_computed - sequence.cache.gap) // self.block_size
+            shortest = min(map(len, sequence.cache.tables))
+            assert sequence.num_scheduled <= sequence.cache.capacity
+            assert sequence.cache.capacity == shortest * self.block_size + sequence.cache.gap
+            for table, blocks in zip(sequence.cache.tables, held[sequence.id], strict=True):
                 num_read = place - len(table) + len(blocks)
                 read += [(block, sequence.id) for block in blocks[:num_read]]
                 for block in blocks[num_read:]:

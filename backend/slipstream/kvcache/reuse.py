@@ -145,13 +145,13 @@ class Reuse:
 
     def _chain(self, sequence: Sequence) -> DigestChain:
         """The digests of a sequence's whole blocks; those of a prompt are made once a request."""
-        request, chain = sequence.request, sequence.chain
+        request, chain = sequence.request, sequence.cache.chain
         if chain is None:
             if request.chain is None:
                 request.chain = self._index.chain(request.cache_salt)
                 self._extend(request.chain, sequence, sequence.num_prompt)
             is_alone = len(request.sequences) == 1
-            chain = sequence.chain = request.chain if is_alone else request.chain.copy()
+            chain = sequence.cache.chain = request.chain if is_alone else request.chain.copy()
         self._extend(chain, sequence, sequence.num_known)
         return chain
 
@@ -178,18 +178,18 @@ class Reuse:
         if not self.can_share(sequence):
             return
         self._retain(sequence, 0, num_found)
-        sequence.num_registered = num_found
-        sequence.register_at = 0
+        sequence.cache.num_registered = num_found
+        sequence.cache.register_at = 0
         digests = self._chain(sequence).digests
         if num_found + 1 < len(digests):
-            sequence.lead_digest = digests[num_found + 1]
-            self._leaders.setdefault(sequence.lead_digest, sequence)
+            sequence.cache.lead_digest = digests[num_found + 1]
+            self._leaders.setdefault(sequence.cache.lead_digest, sequence)
 
     def computed(self, sequence: Sequence) -> None:
         """Register what a sequence has computed; see `KVCache.computed`."""
         self._register(sequence)
-        if not sequence.is_proven:
-            sequence.is_proven = True
+        if not sequence.cache.is_proven:
+            sequence.cache.is_proven = True
             self._register_rest(sequence)
             self._remove_leader(sequence)
 
@@ -201,36 +201,36 @@ class Reuse:
         """
         if not is_sound:
             self._withdraw(sequence)
-        elif sequence.is_proven:
+        elif sequence.cache.is_proven:
             self._register(sequence)
             self._register_rest(sequence)
         self._remove_leader(sequence)
 
     def _withdraw(self, sequence: Sequence) -> None:
-        for table, blocks in enumerate(sequence.tables):
+        for table, blocks in enumerate(sequence.cache.tables):
             for block in blocks[self._first(sequence, table) :]:
                 if block in self._index:
                     self._index.remove(block)
                     self._blocks.uncache(block)
 
     def _remove_leader(self, sequence: Sequence) -> None:
-        if self._leaders.get(sequence.lead_digest) is sequence:
-            del self._leaders[sequence.lead_digest]
+        if self._leaders.get(sequence.cache.lead_digest) is sequence:
+            del self._leaders[sequence.cache.lead_digest]
 
     def _first(self, sequence: Sequence, table: int) -> int:
         """Return the first block of a table that the sequence still holds."""
-        return sequence.num_outside if table in self._local else 0
+        return sequence.cache.num_outside if table in self._local else 0
 
     def _register(self, sequence: Sequence) -> None:
         """Make the whole blocks that a sequence has computed findable."""
-        start, end = sequence.num_registered, sequence.num_computed // self._size
-        sequence.register_at = (end + 1) * self._size
+        start, end = sequence.cache.num_registered, sequence.num_computed // self._size
+        sequence.cache.register_at = (end + 1) * self._size
         if start == end:
             return
-        for table, blocks in enumerate(sequence.tables):
+        for table, blocks in enumerate(sequence.cache.tables):
             self._put(sequence, table, blocks, range(max(start, self._first(sequence, table)), end))
         self._retain(sequence, start, end)
-        sequence.num_registered = end
+        sequence.cache.num_registered = end
 
     def _put(self, sequence: Sequence, table: int, held: list[int], numbers: range) -> None:
         """Put the blocks `numbers` of a table into the index."""
@@ -261,13 +261,13 @@ class Reuse:
 
     def _register_rest(self, sequence: Sequence) -> None:
         """Make a partly filled block findable, unless another block starts with the same tokens."""
-        number = sequence.num_registered
+        number = sequence.cache.num_registered
         start, end = number * self._size, sequence.num_computed
         if start == end:
             return
         tokens = sequence.ids(start, end).tobytes()
         digest = self._chain(sequence).digests[number]
-        for table, blocks in enumerate(sequence.tables):
+        for table, blocks in enumerate(sequence.cache.tables):
             parent = _key(digest, table)
             _, num_known = self._index.closest(parent, tokens)
             if num_known < end - start:
@@ -280,7 +280,7 @@ class Reuse:
         retention = sequence.request.retention
         if retention is None:
             return
-        for table, blocks in enumerate(sequence.tables):
+        for table, blocks in enumerate(sequence.cache.tables):
             for i in range(max(start, self._first(sequence, table)), end):
                 found = retention.of(i * self._size, sequence.num_prompt)
                 if found is not None and blocks[i] in self._index:

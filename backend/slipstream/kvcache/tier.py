@@ -128,7 +128,7 @@ class HostTier:
         if self._host is None:
             return
         arriving = self._host.arriving
-        if not all(map(arriving.isdisjoint, sequence.tables)):
+        if not all(map(arriving.isdisjoint, sequence.cache.tables)):
             self._arrivals[sequence.id] = self._host.last_arrival
 
     def released(self, sequence_id: int) -> None:
