@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BASELINE = Path(__file__).with_name("style_baseline.json")
 PRODUCT = ("backend", "client", "ensemble", "gateway", "preprocessing", "postprocessing")
 WITHOUT_FAMILIES = tuple(
-    f"backend/slipstream/{name}/" for name in ("bridge", "core", "engine", "kvcache", "runner")
+    f"backend/slipstream/{name}/"
+    for name in ("bridge", "core", "engine", "fuse", "kvcache", "quant", "runner")
 )
 MODELS = "backend/slipstream/models"
 
