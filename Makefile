@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits attention compose-check figures clean loc
+.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits attention compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # Where bytecode is kept, tests are rewritten for their assertions once and not in each run.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
-BESIDE = -n $(WORKERS) --dist loadgroup
+BESIDE = -n $(WORKERS) --dist loadfile
 ARGS ?=
 PERF_ARGS ?=
 LOCUST_ARGS ?=
@@ -60,6 +60,10 @@ test-slow: install ## the tests that take minutes each: long faults, long stream
 
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@$(PYTEST) -m gpu $(PYTEST_ARGS)
+
+test-gpu-smoke: install ## two cases of each of them, a kernel twice: minutes, before the whole
+	@SLIPSTREAM_TEST_CASES=2 SLIPSTREAM_TEST_REPETITIONS=2 \
+	$(PYTEST) -m "gpu and not slow" $(PYTEST_ARGS)
 
 bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... NAME ...")
 	@$(BIN)/python benchmarks/engine.py $(ARGS)

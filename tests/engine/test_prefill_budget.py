@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from fixtures.engine.counting import Client, Counted, CountingRunner, Words
+from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.batch import Batch, Sampled
@@ -140,7 +141,7 @@ def beside(costs: Costs, num_streams: int, long_prompt_tokens: int = 1024) -> tu
 
 
 @pytest.mark.parametrize("costs", [H200, CPU], ids=["H200", "CPU"])
-@pytest.mark.parametrize("num_streams", [1, 8, pytest.param(32, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("num_streams", quick_of([1, 8, 32], [1, 8]))
 def test_a_long_prompt_at_most_doubles_the_time_to_the_next_token(costs, num_streams):
     stretch, delay = beside(costs, num_streams)
     assert 1.4 < stretch <= 2.0
@@ -148,7 +149,7 @@ def test_a_long_prompt_at_most_doubles_the_time_to_the_next_token(costs, num_str
 
 
 @pytest.mark.parametrize("costs", [DEAR_H200, DEAR_CPU], ids=["H200", "CPU"])
-@pytest.mark.parametrize("num_streams", [4, 8, pytest.param(32, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("num_streams", quick_of([4, 8, 32], [4]))
 def test_small_chunks_and_late_ones_cost_more_a_token_and_get_fewer(costs, num_streams):
     stretch, delay = beside(costs, num_streams)
     assert 1.4 < stretch <= 2.0
@@ -167,6 +168,7 @@ def test_many_long_prompts_are_computed_nearly_as_fast_as_without_the_rule():
     assert took_ms(1024) < 1.3 * took_ms(10**6)
 
 
+@pytest.mark.rest
 def test_without_the_rule_it_would_stand_still():
     stretch, _ = beside(H200, 64, long_prompt_tokens=10**6)
     assert stretch > 10

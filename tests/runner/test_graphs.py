@@ -135,7 +135,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return make_runner(save(make_model("llama", hidden_size=64), directory))
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[1, pytest.param(3, marks=pytest.mark.rest)])
 def tables(
     request: pytest.FixtureRequest,
     runner: ModelRunner,

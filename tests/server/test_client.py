@@ -276,7 +276,7 @@ def test_the_curl_lines_of_the_document_answer(idle, line):
 
 
 def test_the_document_shows_every_way():
-    assert len(CURLS) == 6
+    assert len(CURLS) == 7
 
 
 def test_the_python_of_the_document_runs(idle, capsys):
