@@ -38,7 +38,7 @@ _COUNTS = (
 
 
 def _gigabytes(text: str) -> int:
-    """So many as bytes."""
+    """Parse a number of GB (10^9 bytes) to bytes."""
     try:
         return round(float(text) * 1e9)
     except (ValueError, OverflowError):
@@ -46,7 +46,7 @@ def _gigabytes(text: str) -> int:
 
 
 def _instances(text: str) -> tuple[str, int]:
-    """A model, and its processes."""
+    """Parse MODEL=N to a model and its number of processes."""
     model, _, number = text.partition("=")
     if not (number.isdecimal() and number.isascii() and len(number) < 10):
         raise argparse.ArgumentTypeError(f"{clip(text)} is not MODEL=N")
@@ -69,7 +69,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--wiring",
         choices=WIRINGS,
         default="composed",
-        help="`ensemble` as Triton's ensemble of three models, or served by one (%(default)s)",
+        help="serve `ensemble` as Triton's ensemble of three models, or by one model (%(default)s)",
     )
     parser.add_argument(
         "--instances",
@@ -82,12 +82,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; exit code 1 if anything there differs, and say what",
+        help="write nothing; print what differs from the output, exit code 1 if anything does",
     )
 
 
 def _add_precision(parser: argparse.ArgumentParser) -> None:
-    """Declare the dtypes, and which bits of a token may vary."""
+    """Declare the dtypes, and whether results must be deterministic."""
     for name, choices in (
         ("dtype", DTYPES),
         ("quantization", quant.names()),
@@ -100,13 +100,13 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    """Declare the bounds, the cache, and what is recorded of requests."""
+    """Declare the limits, the cache, and the records of requests."""
     parser.add_argument(
         "--no-kv-cache-reuse",
         action="store_const",
         const=False,
         dest="kv_cache_reuse",
-        help="compute every prompt anew, even what the KV cache still has of it",
+        help="compute every prompt in full, ignoring cached prefixes",
     )
     for name in _COUNTS:
         parser.add_argument(_flag(name), type=int, metavar="N", help=help_of(name))
@@ -128,12 +128,14 @@ def _flag(name: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Compose or check.
 
-    Raises ComposeError, ConfigError, CheckpointError or UnsupportedTokenizerError: what cannot be
-    served is refused here already.
+    Raises ComposeError, ConfigError, CheckpointError or UnsupportedTokenizerError: a checkpoint
+    that cannot be served is refused here.
     """
     if needs_conversion(args.checkpoint):
         if args.check:
-            raise ComposeError(f"{args.checkpoint} has no tokenizer.json yet: compose makes it")
+            raise ComposeError(
+                f"{args.checkpoint} has no tokenizer.json yet: compose without --check writes it"
+            )
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
     others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *_COUNTS)

@@ -1,7 +1,7 @@
-"""A checkpoint to a model repository: for as many cores the same bytes every time, data only.
+"""Turn a checkpoint into a model repository: data only, the same bytes for the same core count.
 
-A model is `config.pbtxt` and `1/model.json`. What the checkpoint cannot do, it is not given a model
-for: without a tokenizer there are no text models.
+A model is `config.pbtxt` and `1/model.json`. Models that the checkpoint cannot serve are left out:
+without a tokenizer there are no text models.
 """
 
 import json
@@ -25,7 +25,7 @@ ENGINE_MODEL = "tensorrt_llm"
 WIRINGS = ("composed", "fused")
 _CONFIG, _SETTINGS = "config.pbtxt", "model.json"
 
-# Which models need no tokenizer, and what `1/model.json` says of the bridge's.
+# Models that need no tokenizer, and the `wiring` in `1/model.json` of the bridge's models.
 _WITHOUT_TOKENIZER = (ENGINE_MODEL, "slipstream_health")
 _WIRING_OF = {
     ENGINE_MODEL: "composed",
@@ -34,28 +34,28 @@ _WIRING_OF = {
     "slipstream_health": "health",
 }
 
-# A third process of `postprocessing` carries half as many streams again, if it has a core to itself
+# A third process of `postprocessing` adds half as many streams again, if it has a core to itself
 # beside the server's threads, the bridge, the engine and two processes of each model. On two cores
-# a second process of a model that serves alone takes a seventh more of them, and tokens are later.
+# a second process of a model that serves alone uses a seventh more of them and delays tokens.
 _MANY_CORES, _FEW_CORES = 12, 2
 _ON_MANY_CORES = {"postprocessing": 3}
 _ON_FEW_CORES = {"ensemble": 1, "tensorrt_llm_bls": 1, "vllm_model": 1}
 INSTANCES_HELP = (
     "processes of preprocessing, postprocessing, tensorrt_llm_bls, vllm_model, or of ensemble with "
     "--wiring fused (default: 2; "
-    f"{_ON_MANY_CORES['postprocessing']} of postprocessing where this machine has {_MANY_CORES} "
-    f"cores or more, 1 of the last three where it has at most {_FEW_CORES}); more carry more "
-    "streams where there are cores for them"
+    f"{_ON_MANY_CORES['postprocessing']} of postprocessing on a machine with {_MANY_CORES} "
+    f"cores or more, 1 of the last three with at most {_FEW_CORES}); more processes serve more "
+    "streams if each has a core"
 )
 
 
 class ComposeError(Exception):
-    """A repository that cannot be written, for the one who asked for it."""
+    """A repository cannot be written; the message is for users."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """What is to lie under `root`: relative path -> content."""
+    """The files that belong under `root`: relative path -> content."""
 
     root: Path
     info: CheckpointInfo
@@ -71,15 +71,15 @@ def compose(
     instances: Mapping[str, int] | None = None,
     cores: int = _MANY_CORES - 1,
 ) -> Repository:
-    """The files of a repository; nothing is written yet.
+    """Make the files of a repository, without writing them.
 
     Args:
         checkpoint: a Hugging Face directory.
         output: the repository.
-        options: fields of EngineConfig; those that are None are left at their defaults.
-        wiring: of the model `ensemble`: the true ensemble, or the bridge alone.
-        instances: model -> its processes, where they are not the default's number.
-        cores: of the machine that is to serve it, for that number.
+        options: fields of EngineConfig; None: the default.
+        wiring: of the model `ensemble`: "composed" of three models, or "fused" in the bridge.
+        instances: model -> its number of processes, instead of the default.
+        cores: of the machine that will serve it; sets the default of `instances`.
 
     Raises ComposeError; ConfigError or CheckpointError for what the engine would refuse.
     """
@@ -107,14 +107,14 @@ def compose(
 
 
 def _instances(cores: int) -> Mapping[str, int]:
-    """Processes of the models that should not have the default's number on so many cores."""
+    """Return model -> processes for the models whose default depends on the cores."""
     if cores >= _MANY_CORES:
         return _ON_MANY_CORES
     return _ON_FEW_CORES if cores <= _FEW_CORES else {}
 
 
 def _check_instances(instances: Mapping[str, int], info: CheckpointInfo, is_fused: bool) -> None:
-    """Of the others there is one process: it holds what all requests of a model share."""
+    """Raise ComposeError for a wrong number, or a model whose requests must share one process."""
     several = [m.name for m in MODELS.values() if m.num_instances > 1 and (m.backend or is_fused)]
     for name, number in instances.items():
         if name not in several:
@@ -127,7 +127,7 @@ def _check_instances(instances: Mapping[str, int], info: CheckpointInfo, is_fuse
 
 
 def _name(checkpoint: Path) -> str:
-    """What users are shown: what the checkpoint calls itself, else its folder."""
+    """Return the model's public name: the checkpoint's own, else its folder's."""
     config = json.loads((checkpoint / "config.json").read_bytes())
     own = config.get("_name_or_path")
     text = own if isinstance(own, str) else ""
@@ -135,9 +135,9 @@ def _name(checkpoint: Path) -> str:
 
 
 def _reference(checkpoint: Path, output: Path) -> str:
-    """Relative to the engine's model.json where the checkpoint lies in the repository.
+    """Return the path of the checkpoint, relative to model.json if it is in the repository.
 
-    Links are not followed, so that a link in the repository stays what is referred to.
+    Links are not resolved: a link inside the repository remains the reference.
     """
     target, root = Path(os.path.abspath(checkpoint)), Path(os.path.abspath(output))
     if not target.is_relative_to(root):
@@ -145,14 +145,14 @@ def _reference(checkpoint: Path, output: Path) -> str:
     place = target.relative_to(root)
     if place.parts[:1] not in [(name,) for name in MODELS]:
         raise ComposeError(
-            f"{checkpoint} lies where Triton takes it for a model: move it out of {output}, or to "
+            f"{checkpoint} is where Triton takes it for a model: move it out of {output}, or to "
             f"{output / ENGINE_MODEL / '1'}"
         )
     return Path(os.path.relpath(place, Path(ENGINE_MODEL, "1"))).as_posix()
 
 
 def _settings(model: Model, engine: EngineConfig, is_fused: bool) -> dict[str, Any]:
-    """`1/model.json`."""
+    """Return the contents of `1/model.json`."""
     wiring = _WIRING_OF.get(model.name)
     if model.name == "ensemble" and is_fused:
         wiring = "fused"
@@ -167,7 +167,7 @@ def _settings(model: Model, engine: EngineConfig, is_fused: bool) -> dict[str, A
 
 
 def _parameters(model: Model, checkpoint: str, is_fused: bool) -> dict[str, str]:
-    """Those of config.pbtxt, by their old names, at their defaults."""
+    """Return the parameters of config.pbtxt, with TensorRT-LLM's names, at their defaults."""
     is_text = model.name == "tensorrt_llm_bls" or (model.name == "ensemble" and is_fused)
     parameters = {}
     if model.name in ("preprocessing", "postprocessing"):
@@ -178,7 +178,7 @@ def _parameters(model: Model, checkpoint: str, is_fused: bool) -> dict[str, str]
         parameters["tokenizer_dir"] = Path(text).as_posix()
     if model.name == "preprocessing" or is_text:
         parameters["add_special_tokens"] = "true"
-    # The engine's bridge follows what postprocessing makes visible: change both alike.
+    # The engine's bridge predicts which text postprocessing returns: keep both values equal.
     if model.name in ("postprocessing", ENGINE_MODEL) or is_text:
         parameters["skip_special_tokens"] = "true"
     if model.name == ENGINE_MODEL:
@@ -192,11 +192,11 @@ def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-# --- what is there --------------------------------------------------------------------------------
+# --- compare and write ----------------------------------------------------------------------------
 
 
 def differences(repository: Repository) -> Iterator[str]:
-    """One line for each file that is not as it would be written."""
+    """Yield one line for each file that differs from what would be written."""
     for path, content in repository.files.items():
         there = _read(repository.root / path)
         if there is None:
@@ -208,7 +208,7 @@ def differences(repository: Repository) -> Iterator[str]:
 
 
 def _first_difference(there: str, content: str) -> str:
-    """The first line that differs."""
+    """Describe the first line that differs."""
     old, new = there.splitlines(), content.splitlines()
     for number, (left, right) in enumerate(zip(old, new, strict=False), 1):
         if left != right:
@@ -217,10 +217,10 @@ def _first_difference(there: str, content: str) -> str:
 
 
 def write(repository: Repository) -> list[str]:
-    """Write what differs and remove models of ours that are not part of it any more.
+    """Write the files that differ; remove our models that are no longer part of the repository.
 
-    Returns what was done. Raises ComposeError, before anything is written, if a file there is not
-    ours.
+    Returns what was done. Raises ComposeError, before anything is written, for a file that compose
+    did not write.
     """
     root = repository.root
     superfluous = list(_superfluous(repository))
@@ -247,7 +247,7 @@ def write(repository: Repository) -> list[str]:
 
 
 def _superfluous(repository: Repository) -> Iterator[Path]:
-    """Files of models that an earlier call wrote and this one does not."""
+    """Yield the files of models that an earlier call wrote and this one does not."""
     for name in MODELS:
         if Path(name) / _CONFIG not in repository.files and _is_ours(repository.root / name):
             paths = (Path(name) / "1" / _SETTINGS, Path(name) / _CONFIG)
@@ -255,7 +255,7 @@ def _superfluous(repository: Repository) -> Iterator[Path]:
 
 
 def _is_ours(model: Path) -> bool:
-    """Whether config.pbtxt carries our mark; where there is none, nothing is at stake."""
+    """Return whether config.pbtxt has our mark, or there is no file to overwrite."""
     text = _read(model / _CONFIG)
     if text is None:
         return not (model / "1" / _SETTINGS).exists()
@@ -270,7 +270,7 @@ def _read(path: Path) -> str | None:
 
 
 def _replace(path: Path, content: str) -> None:
-    """Write beside and rename: a server that polls never sees half a file."""
+    """Write to a new file and rename it: a polling server never sees half a file."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(content, encoding="utf-8", newline="\n")
     beside.replace(path)

@@ -1,4 +1,4 @@
-"""A SentencePiece model to `tokenizer.json`, which is what everything here reads."""
+"""Convert a SentencePiece model to `tokenizer.json`, the only format that is served."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,22 +7,22 @@ from typing import Any
 from slipstream_compose.compose import ComposeError
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
-# Module -> what pip is told. Newer ones of sentencepiece need a protobuf that tritonclient refuses.
+# Module -> requirement for pip. Newer sentencepiece needs a protobuf that tritonclient refuses.
 _NEEDS = {"transformers": "transformers>=5", "sentencepiece": "sentencepiece<=0.2.1"}
-# No leading space: transformers reads one as the model's own, which is how its users know it.
+# None starts with a space, which transformers treats in its own way.
 _PROBES = ("def f(x):\n\treturn x", "two  spaces", "naïve café", "漢字 😀", "1234567 <a> \\")
 
 
 def needs_conversion(checkpoint: Path) -> bool:
-    """Whether there is a SentencePiece model and nothing else."""
+    """Return whether the checkpoint has a SentencePiece model but no `tokenizer.json`."""
     return (checkpoint / SENTENCEPIECE).is_file() and not (checkpoint / TOKENIZER).exists()
 
 
 def convert_tokenizer(checkpoint: Path) -> Path:
-    """Write `tokenizer.json` into the checkpoint; its path.
+    """Write `tokenizer.json` into the checkpoint and return its path.
 
-    Raises ComposeError if a package is missing, nothing can be read or written, or the result does
-    not encode texts as the model does.
+    Raises ComposeError if a package is missing, a file cannot be read, or the result does
+    not encode texts as the SentencePiece model does.
     """
     missing = [package for module, package in _NEEDS.items() if find_spec(module) is None]
     if missing:
@@ -44,7 +44,7 @@ def convert_tokenizer(checkpoint: Path) -> Path:
 
 
 def _converted(checkpoint: Path) -> Any:
-    """The tokenizer. Raises ValueError if it and the model disagree, or what its reader does."""
+    """Convert the tokenizer. Raises ValueError if it encodes a text differently."""
     from sentencepiece import SentencePieceProcessor
     from transformers import AutoTokenizer
 

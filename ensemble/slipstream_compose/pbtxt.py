@@ -1,4 +1,4 @@
-"""config.pbtxt, written from the declaration of the tensors: readable, and the same every time."""
+"""Write config.pbtxt from the declared tensors: readable and reproducible."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -39,17 +39,17 @@ _PRE_TO_LLM = {
     "embedding_bias": "EMBEDDING_BIAS",
     "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
 }
-# Input of postprocessing -> output of tensorrt_llm. Whole texts have two others.
+# Input of postprocessing -> output of tensorrt_llm. The inputs for whole texts are not connected.
 _LLM_TO_POST = {"STREAM_STATE": "STREAM_STATE"}
 
 
 def model_config(model: Model, parameters: Mapping[str, str], is_fused: bool = False) -> str:
-    """The whole file.
+    """Return the whole file.
 
     Args:
-        model: what is declared.
+        model: the declaration.
         parameters: key -> string value.
-        is_fused: whether `ensemble` is served by the bridge itself.
+        is_fused: whether the bridge itself serves `ensemble`.
     """
     is_ensemble = not model.backend and not is_fused
     lines = [MARK, "", f'name: "{model.name}"']
@@ -72,10 +72,10 @@ def model_config(model: Model, parameters: Mapping[str, str], is_fused: bool = F
 
 
 def _batching(model: Model) -> str:
-    """Triton's queue in front of a model, which hands over many requests at a time.
+    """Write Triton's queue in front of a model, which passes on many requests at a time.
 
-    Not of a model that takes texts: one that is shorter than it says fails in Triton's Python
-    backend, with all requests that it is handed over with. So each goes alone there.
+    For a model that takes text it passes on one at a time: a text shorter than its declared
+    size fails in Triton's Python backend, together with all requests beside it.
     """
     takes_text = any(tensor.dtype is DType.STRING for tensor in model.inputs)
     return f"dynamic_batching {{ {'preferred_batch_size: [ 1 ] ' if takes_text else ''}}}"
@@ -104,8 +104,8 @@ def _tensor(tensor: Tensor, is_input: bool) -> str:
 
 
 def _scheduling(ensemble: Model) -> list[str]:
-    """The three steps. Postprocessing takes nothing from preprocessing: only the first response of
-    a decoupled step would find it.
+    """Write the three steps. Postprocessing gets no input from preprocessing: only the first
+    response of a decoupled step would receive it.
     """
     lines = ["", "ensemble_scheduling {", "  step ["]
     lines += _step(_PRE, _PRE_INPUTS.items(), _internal(_PRE_TO_LLM.values()))
@@ -121,7 +121,7 @@ def _scheduling(ensemble: Model) -> list[str]:
 
 
 def _internal(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Tensors that clients of the ensemble do not see start with an underscore."""
+    """Map names to internal tensors, which start with an underscore and clients do not see."""
     return [(name, f"_{name}") for name in names]
 
 

@@ -1,1 +1,1 @@
-"""Token ids to text: pure functions of one response."""
+"""Token ids to text: a pure function of one response, and its Triton stage."""

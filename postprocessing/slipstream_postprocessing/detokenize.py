@@ -1,4 +1,4 @@
-"""Tokens of one response as text: a pure function, since all state travels with the response."""
+"""Decode the tokens of a response to text: pure, since all state travels with the response."""
 
 import codecs
 import math
@@ -20,10 +20,10 @@ def detokenize(
     state: StreamState = ONE_SHOT,
     skip_special: bool = True,
 ) -> str:
-    """Text that these tokens complete; the default state is a whole text.
+    """Return the text that these tokens complete; the default state is for a whole text.
 
-    Bytes of a character that has only begun are left to the next response, whose state holds them
-    as its tail (`slipstream_contract.vocab.state_after`); at the end they become U+FFFD.
+    Bytes of an incomplete character are left to the next response, whose state carries them as its
+    tail (`slipstream_contract.vocab.state_after`); at the end they become U+FFFD.
     """
     return detokenize_next(vocab, token_ids, state, skip_special)[0]
 
@@ -31,9 +31,9 @@ def detokenize(
 def detokenize_next(
     vocab: TokenBytes, token_ids: Iterable[int], state: StreamState, skip_special: bool = True
 ) -> tuple[str, StreamState]:
-    """As `detokenize`, and the state with what these tokens change of it.
+    """Return the text as `detokenize` does, and the state after these tokens.
 
-    That is `is_first` and `tail`, the same object where neither changes, as in most responses.
+    Only `is_first` and `tail` can change; most often neither does, and `state` itself is returned.
     """
     data, is_first = vocab.join(token_ids, state.is_first, skip_special, state.drop_bytes)
     data = state.tail + data
@@ -50,15 +50,15 @@ def detokenize_batch(
     lengths: NDArray[np.int32],
     skip_special: bool = True,
 ) -> list[str]:
-    """Every row as a whole text.
+    """Decode every row as a whole text.
 
     Args:
         vocab: the bytes of every token.
         tokens: int32[..., length], rows padded at the end.
-        lengths: int32[...], tokens that count in each row.
+        lengths: int32[...], the number of tokens of each row.
         skip_special: leave special tokens out.
 
-    Raises ContractError for too many, for lengths that do not fit and for negative ids.
+    Raises ContractError for too many tokens, lengths that do not fit, and negative ids.
     """
     if tokens.ndim == 0:
         raise ContractError("TOKENS_BATCH is a scalar")
@@ -78,6 +78,6 @@ def detokenize_batch(
 
 
 def check_ids(tensor: str, token_ids: Sequence[int]) -> None:
-    """Raises ContractError for negative ids; those beyond the vocabulary add nothing."""
+    """Raise ContractError for negative ids; ids beyond the vocabulary decode to nothing."""
     if token_ids and min(token_ids) < 0:
         raise ContractError(f"{tensor} holds the negative id {clip(min(token_ids))}")

@@ -24,18 +24,18 @@ from slipstream_postprocessing.detokenize import check_ids, detokenize, detokeni
 log = logging.getLogger(__name__)
 
 _STATE = "STREAM_STATE"
-# Whether a client is gone is a round trip to the server. Every third response of a stream asks, but
-# none so soon after the last that did as the first of these times, and any after the second.
-# `tensorrt_llm` asks before a stream begins.
-_ASK_EVERY, _MIN_ASK_NS, _MAX_ASK_NS = 3, 30_000_000, 120_000_000
+# Querying for a cancel is a round trip to the server. Every third response of a stream does so, not
+# sooner after the last query than the first of these times, and any response after the second.
+# `tensorrt_llm` queries before a stream starts.
+_CHECK_EVERY, _MIN_CHECK_NS, _MAX_CHECK_NS = 3, 30_000_000, 120_000_000
 
 
 class _Responses(list[Any]):
-    """What one call returns. When nobody has it any more, its streams get their credits back.
+    """The responses of one call. When the list is deleted, its streams get their credits back.
 
-    The Python backend's stub lets go of it when the server has sent all of it: until then the
-    responses' memory is this process's. So a stream's next response meets none on its way, also
-    where another process takes that one.
+    The Python backend's stub deletes it once the server has sent everything: until then this
+    process owns the memory of the responses. So the next response of a stream never overtakes this
+    one, even through another process.
     """
 
     def __init__(self, taker: Taker) -> None:
@@ -51,10 +51,10 @@ class _Responses(list[Any]):
 
 
 class TritonPythonModel:
-    """Model `postprocessing`. Stateless: what a stream needs comes with each of its responses."""
+    """Model `postprocessing`. Stateless: a stream's state travels with each response."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Read the vocabulary and map the credit file. Raises where either cannot be had."""
+        """Read the vocabulary and map the credit file. Raises OSError or ValueError."""
         hide_shared_memory()
         close_inherited()
         wake_gently()
@@ -62,8 +62,8 @@ class TritonPythonModel:
         parameters = StageParameters(args)
         self._vocab = TokenBytes.load(parameters.tokenizer_directory())
         self._skip_special = parameters.flag("skip_special_tokens", True)
-        # With dynamic batching the server itself drops requests whose client is gone.
-        self._sees_cancelled = not parameters.has_dynamic_batching
+        # With dynamic batching the server itself drops requests of disconnected clients.
+        self._checks_cancel = not parameters.has_dynamic_batching
         runtime = open_runtime(os.getppid())
         self._credits = CreditFile(runtime.credits)
         self._taker = Taker(self._credits)
@@ -71,7 +71,7 @@ class TritonPythonModel:
         rest_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response a request, in their order."""
+        """Return one response per request, in order."""
         responses = _Responses(self._taker)
         for request in requests:
             responses.append(self._respond(request, responses.taken))
@@ -84,14 +84,14 @@ class TritonPythonModel:
         self._credits.close()
 
     def _respond(self, request: Any, taken: list[tuple[int, int]]) -> Any:
-        """The text of one request, or its error. Its stream gets its credit back either way."""
+        """Return the text of one request, or its error. Either returns the stream's credit."""
         state = None
         self._vitals.start()
         try:
             inputs = {tensor.name(): tensor for tensor in request.inputs()}
             if _STATE in inputs:
                 state, token_ids = self._streamed(inputs)
-                if state.slot >= 0 and self._sees_cancelled and self._is_gone(request, state):
+                if state.slot >= 0 and self._checks_cancel and self._is_cancelled(request, state):
                     self._credits.mark_cancelled(state.slot, state.number)
                 check_ids(_STATE, token_ids)
                 texts = [detokenize(self._vocab, token_ids, state, self._skip_special)]
@@ -110,18 +110,18 @@ class TritonPythonModel:
                 taken.append((state.slot, state.number))
             self._vitals.finish()
 
-    def _is_gone(self, request: Any, state: StreamState) -> bool:
-        """Whether its client is, as far as that is asked."""
+    def _is_cancelled(self, request: Any, state: StreamState) -> bool:
+        """Return whether the client has disconnected; False when it is not time to query."""
         now_ns = time.monotonic_ns()
-        number, asked_ns = self._credits.last_check(state.slot)
-        is_soon = state.number - number < _ASK_EVERY
-        if now_ns - asked_ns < (_MAX_ASK_NS if is_soon else _MIN_ASK_NS):
+        number, checked_ns = self._credits.last_check(state.slot)
+        is_soon = state.number - number < _CHECK_EVERY
+        if now_ns - checked_ns < (_MAX_CHECK_NS if is_soon else _MIN_CHECK_NS):
             return False
         self._credits.note_check(state.slot, state.number, now_ns)
         return bool(request.is_cancelled())
 
     def _streamed(self, inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
-        """State and tokens of a response that was sent. Raises ContractError."""
+        """Return state and tokens of a streamed response. Raises ContractError if none was sent."""
         state, token_ids = _read_state(inputs)
         if state.slot >= 0 and not self._credits.is_expected(state.slot, state.number):
             raise ContractError(
@@ -133,7 +133,7 @@ class TritonPythonModel:
 def _read_state(inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
     others = inputs.keys() - {_STATE}
     if others:
-        raise ContractError(f"{_STATE} holds its tokens itself: leave out {min(others)}")
+        raise ContractError(f"{_STATE} contains its tokens: leave out {min(others)}")
     rows = inputs[_STATE].as_numpy()
     limits.check_count(_STATE, rows.size, limits.MAX_DETOKENIZED, "integers")
     values = rows.tolist()

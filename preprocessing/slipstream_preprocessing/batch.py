@@ -1,4 +1,4 @@
-"""One request of model `preprocessing`, arrays in, arrays out: a pure function."""
+"""Compute the outputs of one request of model `preprocessing`: arrays in, arrays out, pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from slipstream_preprocessing.encode import Encoder
 Array = NDArray[Any]
 _NONE: Mapping[str, object] = {}
 
-# Inputs of later work that the ensemble has too are refused by the name that its clients know.
+# Inputs not implemented yet; the error names them as clients of the ensemble do.
 _KNOWN_AS = {
     "DECODER_QUERY": "decoder_text_input",
     "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
@@ -32,15 +32,15 @@ _LATER = {
 def encode_batch(
     encoder: Encoder, inputs: Mapping[str, Array], parameters: Mapping[str, object] = _NONE
 ) -> dict[str, Array]:
-    """Outputs of model `preprocessing` for the given inputs, all with a leading batch dimension B.
+    """Encode a request of model `preprocessing`; all arrays have a leading batch dimension B.
 
     Args:
-        encoder: the checkpoint's.
+        encoder: of the checkpoint.
         inputs: QUERY bytes[B, 1] and REQUEST_OUTPUT_LEN int32[B, 1]; optionally END_ID and PAD_ID
             int32[B, 1], BAD_WORDS_DICT, STOP_WORDS_DICT and EMBEDDING_BIAS_WORDS bytes[B, n],
             EMBEDDING_BIAS_WEIGHTS float32[B, n], ADD_SPECIAL_TOKENS bool[B, 1].
-        parameters: the request's. `add_special_tokens` may stand for the input; the others are for
-            the next step.
+        parameters: request parameters; `add_special_tokens` may replace the input, the next step
+            of the ensemble reads the others.
 
     Returns:
         INPUT_ID int32[B, length] padded with the pad id, REQUEST_INPUT_LEN, REQUEST_OUTPUT_LEN,
@@ -85,7 +85,7 @@ def encode_batch(
 def _add_special_tokens(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], size: int
 ) -> list[bool | None]:
-    """One a row; None: as the model is configured."""
+    """Return one value per row; None: the model's default."""
     tensor, name = "ADD_SPECIAL_TOKENS", "add_special_tokens"
     if name not in parameters:
         return _column(inputs, tensor, name, size) if tensor in inputs else [None] * size
@@ -95,14 +95,14 @@ def _add_special_tokens(
 
 
 def _encode(encoder: Encoder, query: object, add: bool | None) -> list[int]:
-    """A prompt's ids; one that is far too long is refused by its length alone."""
+    """Encode a prompt; refuse one of far too many bytes before tokenising it."""
     if isinstance(query, bytes):
         encoder.check_size(len(query))
     return encoder.encode(decode("text_input", query), add)
 
 
 def _pack(batch: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
-    """Word lists int32[B, 2, n] of all rows, padded to the longest."""
+    """Pack the word lists of all rows, int32[B, 2, n], padded to the longest."""
     lists = [pack_word_list(words) for words in batch]
     packed = np.zeros((len(lists), 2, max(words.shape[1] for words in lists)), np.int32)
     packed[:, 1] = -1
@@ -114,7 +114,7 @@ def _pack(batch: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.int32]:
 def _bias(
     encoder: Encoder, inputs: Mapping[str, Array], adds: Sequence[bool | None]
 ) -> NDArray[np.float32] | None:
-    """Every token of a word is given the word's weight; weights of several words add up."""
+    """Return float32[B, vocabulary]: each token of a word gets its weight; weights add up."""
     size = len(adds)
     words = _words(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words", size)
     weights = _rows(inputs, "EMBEDDING_BIAS_WEIGHTS", "embedding_bias_weights", size)
@@ -123,7 +123,7 @@ def _bias(
     bias = np.zeros((size, encoder.vocab.size), np.float32)
     for row, row_words, row_weights, add in zip(bias, words, weights, adds, strict=True):
         if not any(row_words) and not any(row_weights):
-            continue  # clients that do not use the field send one empty word and one zero
+            continue  # clients without a bias send one empty word and one zero
         if len(row_words) != len(row_weights):
             raise ContractError(
                 f"embedding_bias_weights has {len(row_weights)} values "
@@ -145,7 +145,7 @@ def _column(
     size: int | None,
     default: int | None = None,
 ) -> list[Any]:
-    """One value a row of an input [B, 1]."""
+    """Return one value per row of an input [B, 1]."""
     value = inputs.get(name)
     if value is None:
         if size is None or default is None:
@@ -158,7 +158,7 @@ def _column(
 
 
 def _rows(inputs: Mapping[str, Array], name: str, known_as: str, size: int) -> list[list[Any]]:
-    """The rows of an input [B, n]; empty ones where it is not given."""
+    """Return the rows of an input [B, n]; empty rows if it is missing."""
     value = inputs.get(name)
     if value is None:
         return [[] for _ in range(size)]
@@ -175,7 +175,7 @@ def _words(
     size: int,
     most_bytes: int = limits.MAX_LIST_BYTES,
 ) -> list[list[bytes]]:
-    """The rows of words of an input [B, n], of at most so many bytes each."""
+    """Return the rows of words of an input [B, n], each of at most `most_bytes` bytes."""
     rows = _rows(inputs, name, known_as, size)
     for row in rows:
         limits.check_word_bytes(known_as, [word for word in row if word], most_bytes)
@@ -187,7 +187,7 @@ def _int32_column(values: Sequence[int]) -> NDArray[np.int32]:
 
 
 def _rectangle(rows: Sequence[Sequence[int]], fill: Sequence[int]) -> NDArray[np.int32]:
-    """Rows of any length as one array, each filled up at its end with its own value."""
+    """Return rows of any length as one array, each padded at its end with its own value."""
     filled = np.empty((len(rows), max(map(len, rows))), np.int32)
     filled[:] = np.array(fill, np.int32)[:, None]
     for target, row in zip(filled, rows, strict=True):

@@ -1,4 +1,4 @@
-"""A checkpoint's own chat template, rendered as transformers renders it, in a sandbox.
+"""Render a checkpoint's chat template as transformers does, in a sandbox.
 
 Templates come with the checkpoint, never with a request.
 """
@@ -20,10 +20,10 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """The templates of one checkpoint: `default`, and perhaps `tool_use` for chats with tools."""
+    """The templates of a checkpoint: `default`, and optionally `tool_use` for chats with tools."""
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
-        """Compile. `variables` are what every template sees, such as `bos_token`.
+        """Compile the templates. `variables`, such as `bos_token`, are defined in all of them.
 
         Raises ContractError (UNSUPPORTED) for a source that is no template.
         """
@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
-        """Read `chat_template.jinja`, else `tokenizer_config.json`; there may be none."""
+        """Read `chat_template.jinja`, else `tokenizer_config.json`; both may have no template."""
         config = TokenizerConfig.load(directory)
         variables = {role: token.content for role, token in config.roles.items()}
         return cls(_sources(directory, config.chat_template), variables)
@@ -51,10 +51,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation.
+        """Render the prompt of a conversation.
 
-        Raises ContractError for a conversation that the template refuses (INVALID_ARGUMENT) and
-        where the checkpoint has no template (UNSUPPORTED).
+        Raises ContractError if the template refuses the conversation (INVALID_ARGUMENT) or
+        the checkpoint has no template (UNSUPPORTED).
         """
         if not messages:
             raise ContractError("messages is empty")
@@ -78,7 +78,7 @@ class ChatTemplate:
 
 
 def _normalised(message: Message) -> dict[str, Any]:
-    """A message without its empty fields, its reasoning under both names that templates read."""
+    """Return a message without None fields, with its reasoning under both names in use."""
     given = {name: value for name, value in message.items() if value is not None}
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((given[name] for name in names if name in given), None)
@@ -88,7 +88,7 @@ def _normalised(message: Message) -> dict[str, Any]:
 
 
 def _sources(directory: Path, configured: Any) -> dict[str, str]:
-    """Template name -> source. Files go before the configuration, as in transformers."""
+    """Return template name -> source; files win over the configuration, as in transformers."""
     single = directory / "chat_template.jinja"
     others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
     if single.is_file() or others:
@@ -103,7 +103,7 @@ def _sources(directory: Path, configured: Any) -> dict[str, str]:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant said, for training; it renders as its body."""
+    """The tag `{% generation %}`, which marks assistant text for training; renders its body."""
 
     tags = {"generation"}
 
@@ -131,7 +131,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter would escape it for HTML."""
+    """Write plain JSON: Jinja's own filter would escape it for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

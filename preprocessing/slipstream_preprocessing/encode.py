@@ -1,4 +1,4 @@
-"""Text to token ids, for both wirings: the preprocessing stage and the bridge that serves text."""
+"""Encode texts to token ids, for the preprocessing stage and for the bridge that serves text."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,16 +16,16 @@ from slipstream_preprocessing.tokenizer import (
 )
 from slipstream_preprocessing.words import decode_words, encode_exact, encode_words
 
-_PROBE = 8  # characters that a token has at most, as a first guess
+_PROBE = 8  # characters per token: a first guess of the most
 
 
 class Encoder:
-    """One checkpoint's tokenizer, word encodings, chat template, and end and pad ids.
+    """A checkpoint's tokenizer, word encodings, chat template, and end and pad ids.
 
     Attributes:
         vocab: the bytes of every token.
-        end_ids: ids that end a text, the tokenizer's own first; perhaps none.
-        pad_id: fills up rectangular tensors.
+        end_ids: ids that end a text, the tokenizer's EOS first; may be empty.
+        pad_id: pads rectangular tensors.
     """
 
     def __init__(
@@ -51,36 +51,36 @@ class Encoder:
         """Read a checkpoint directory.
 
         Args:
-            directory: holds `tokenizer.json`; `tokenizer_config.json`, `generation_config.json`,
-                `config.json` and `chat_template.jinja` are read where they exist.
-            add_special_tokens: whether prompts get the tokens that the tokenizer puts around them,
-                where a request does not say.
-            max_model_len: tokens of the model's context, if known: longer texts are refused early.
+            directory: has `tokenizer.json`, and optionally `tokenizer_config.json`,
+                `generation_config.json`, `config.json` and `chat_template.jinja`.
+            add_special_tokens: whether prompts get the tokenizer's special tokens, unless a
+                request says otherwise.
+            max_model_len: tokens of the model's context, if known; longer texts are refused.
 
         Raises FileNotFoundError, UnsupportedTokenizerError, ContractError (a broken chat template).
         """
         return cls(directory, load_tokenizer(directory), add_special_tokens, max_model_len)
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Token ids of a prompt. Raises ContractError if it is empty or cannot fit.
+        """Return the token ids of a prompt. Raises ContractError if it is empty or cannot fit.
 
-        `add_special_tokens` False: the text holds its special tokens already; None: as `load` says.
+        `add_special_tokens` False: the text contains its special tokens; None: the default.
         """
         if not text:
             raise ContractError("text_input is empty")
         self.check_size(len(text.encode()))
-        self._check_beginning(text)
+        self._check_start(text)
         add = self._adds(add_special_tokens)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add).ids
         if not ids:
-            raise ContractError("text_input holds no token of this model")
+            raise ContractError("text_input has no token of this model")
         return ids
 
     def _adds(self, wanted: bool | None) -> bool:
         return self._add_special_tokens if wanted is None else wanted
 
     def check_size(self, num_bytes: int) -> None:
-        """Raise ContractError if no text of so many bytes fits, before anything is made of it."""
+        """Raise ContractError if no text of `num_bytes` bytes fits, before tokenising it."""
         if self._max_model_len is None or self._bytes_per_token is None:
             return
         if num_bytes > self._max_model_len * self._bytes_per_token:
@@ -90,10 +90,10 @@ class Encoder:
                 f"the context has {self._max_model_len}"
             )
 
-    def _check_beginning(self, text: str) -> None:
-        """Refuse a text whose beginning alone has too many tokens, without encoding it all.
+    def _check_start(self, text: str) -> None:
+        """Raise ContractError if the start of a text alone has too many tokens.
 
-        A cut changes the tokens about it, so a beginning must have a quarter more than fit.
+        Cutting a text changes the tokens at the cut, so a start must have a quarter more than fit.
         """
         if self._max_model_len is None:
             return
@@ -108,14 +108,14 @@ class Encoder:
             size *= _PROBE
 
     def words(self, words: Iterable[bytes | str], field: str = "stop_words") -> list[list[int]]:
-        """Ids that stand for exactly the bytes of each word, for stop words.
+        """Return ids that stand for exactly the bytes of each word, for stop words.
 
         Empty words are skipped. Raises ContractError naming `field`.
         """
         return encode_exact(self.tokenizer, self.vocab, decode_words(words, field), field)
 
     def bad_words(self, words: Iterable[bytes | str], field: str = "bad_words") -> list[list[int]]:
-        """Ids of each word as the tokenizer encodes it alone; empty words are skipped."""
+        """Return the ids of each word as the tokenizer encodes it alone, without empty words."""
         return encode_words(self.tokenizer, decode_words(words, field))
 
     def bias_words(
@@ -124,17 +124,17 @@ class Encoder:
         field: str = "embedding_bias_words",
         add_special_tokens: bool | None = None,
     ) -> list[list[int]]:
-        """Ids of each word, with the special tokens that a prompt gets, as old clients have it.
+        """Return the ids of each word, with the special tokens of a prompt, as in TensorRT-LLM.
 
-        An empty word has an empty entry, so that the list still matches its weights.
+        An empty word gets an empty entry, so that the list matches its weights.
         """
         texts = decode_words(words, field, keep_empty=True)
         encoded = encode_words(self.tokenizer, texts, self._adds(add_special_tokens))
         return [ids if text else [] for text, ids in zip(texts, encoded, strict=True)]
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The prompt of a conversation, by the checkpoint's template.
+        """Render the prompt of a conversation with the checkpoint's template.
 
-        Templates write special tokens themselves: encode it with `add_special_tokens=False`.
+        The template writes special tokens itself: encode with `add_special_tokens=False`.
         """
         return self._chat.render(messages, add_generation_prompt=add_generation_prompt)

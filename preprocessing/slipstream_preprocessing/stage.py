@@ -1,4 +1,4 @@
-"""The Triton side of preprocessing: text in, token ids out, many requests at a time."""
+"""The Triton side of preprocessing: text in, token ids out, for many requests at a time."""
 
 import json
 import logging
@@ -25,21 +25,21 @@ from slipstream_preprocessing.encode import Encoder
 
 log = logging.getLogger(__name__)
 
-# What was given comes back: of use to nobody but the next step of an ensemble.
+# An output that echoes an input: only the next step of an ensemble needs it.
 _STEP_OUTPUT = "REQUEST_OUTPUT_LEN"
-_TELL_S = 1.0
+_REPORT_S = 1.0
 
 
 class TritonPythonModel:
     """Model `preprocessing`.
 
-    Where the engine has said that no more may wait, steps of an ensemble are refused, before they
-    are tokenised if possible. A caller who asks for `REQUEST_OUTPUT_LEN`, but not for every output,
-    is an ensemble; who only wants token ids gets them.
+    If the engine's queue is full, requests of an ensemble's step are refused here, before they are
+    tokenised if possible. A request for `REQUEST_OUTPUT_LEN`, but not for every output, comes from
+    an ensemble; requests for the token ids themselves are always served.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Read the tokenizer. Raises where it cannot be had."""
+        """Read the tokenizer. Raises OSError, UnsupportedTokenizerError or ContractError."""
         hide_shared_memory()
         close_inherited()
         wake_gently()
@@ -60,11 +60,11 @@ class TritonPythonModel:
         rest_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response a request, in their order."""
+        """Return one response per request, in order."""
         return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._refusals.close()
         self._vitals.close()
 
@@ -95,25 +95,25 @@ class TritonPythonModel:
 
 
 class Refusals:
-    """What is refused here, on the server's metrics page, by reason: one of `REASONS`.
+    """Counter of refusals on the server's metrics page, by reason: one of `REASONS`.
 
-    Told once a second by a thread: each word to the server costs a tenth of a refusal.
+    A thread reports once a second: each call into the server costs a tenth of a refusal.
     """
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._counts: Counter[str] = Counter()
-        self._told: dict[str, tuple[Any, int]] = {}  # the metric, and its value
+        self._reported: dict[str, tuple[Any, int]] = {}  # metric and its value
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="refusals", daemon=True)
         self._thread.start()
 
     def count(self, reason: str) -> None:
-        """One more; by one thread."""
+        """Count one refusal; call from one thread only."""
         self._counts[label_of(reason)] += 1
 
     def close(self) -> None:
-        """Tell no more."""
+        """Stop reporting."""
         self._closed.set()
         self._thread.join()
 
@@ -124,25 +124,25 @@ class Refusals:
                 description="Requests that were not begun, by why",
                 kind=pb.MetricFamily.COUNTER,
             )
-            while not self._closed.wait(_TELL_S):
+            while not self._closed.wait(_REPORT_S):
                 with must_end():
-                    self._tell(family)
+                    self._report(family)
         except Exception as error:  # `--allow-metrics=false`
             log.warning("no metrics: %s", error)
 
-    def _tell(self, family: Any) -> None:
+    def _report(self, family: Any) -> None:
         for reason, number in list(self._counts.items()):
-            if reason not in self._told:
+            if reason not in self._reported:
                 labels = {"model": self._model, "reason": reason}
-                self._told[reason] = family.Metric(labels=labels), 0
-            metric, told = self._told[reason]
-            if number > told:
-                metric.increment(number - told)
-                self._told[reason] = metric, number
+                self._reported[reason] = family.Metric(labels=labels), 0
+            metric, reported = self._reported[reason]
+            if number > reported:
+                metric.increment(number - reported)
+                self._reported[reason] = metric, number
 
 
 def context_limit(parameters: StageParameters, checkpoint: Path) -> int | None:
-    """Tokens that the model's context certainly does not exceed, if they are known."""
+    """Return an upper bound of the model's context in tokens; None if unknown."""
     limit = parameters.engine().get("max_model_len")
     if limit is not None:
         return int(limit)
@@ -155,10 +155,10 @@ def context_limit(parameters: StageParameters, checkpoint: Path) -> int | None:
 
 
 def _is_probe(request: Any) -> bool:
-    """Whether the request parameters say so; those that cannot be read are a client's."""
+    """Return whether the request is a probe; one with unreadable parameters is a client's."""
     try:
         return PROBE in json.loads(request.parameters() or "{}")
-    except ValueError:  # no UTF-8, for one
+    except ValueError:  # invalid UTF-8, for example
         return False
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint's tokenizer as the `tokenizers` library runs it, and the ids that end and pad.
+"""Load a checkpoint's tokenizer for the `tokenizers` library; find its end and pad ids.
 
-Only `tokenizer.json` is executed. As in transformers 5 its own post-processor decides whether a BOS
-token is put in front; `tokenizer_config.json` adds special tokens and names their roles.
+Only `tokenizer.json` is executed. As in transformers 5, its own post-processor decides whether a
+BOS token is added; `tokenizer_config.json` adds special tokens and names their roles.
 """
 
 import json
@@ -19,7 +19,7 @@ _FIELDS = AddedToken.__struct_fields__
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer, never truncating or padding.
+    """Load the tokenizer, without truncation or padding.
 
     Raises FileNotFoundError without a `tokenizer.json`, UnsupportedTokenizerError for a bad one.
     """
@@ -40,7 +40,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def _add_configured_tokens(tokenizer: Tokenizer, config: TokenizerConfig, path: Path) -> None:
-    """Add tokens that only the configuration has."""
+    """Add the tokens that only `tokenizer_config.json` has."""
     present = {
         token_id: AddedToken(**{name: getattr(token, name) for name in _FIELDS})
         for token_id, token in tokenizer.get_added_tokens_decoder().items()
@@ -57,10 +57,10 @@ def _add_configured_tokens(tokenizer: Tokenizer, config: TokenizerConfig, path: 
 
 
 def read_end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end a text: the tokenizer's EOS first, then those of the model's own configuration.
+    """Return the ids that end a text: the tokenizer's EOS first, then those of the model.
 
-    `generation_config.json` goes before `config.json`; either may hold one id or a list. An id
-    outside the model's vocabulary, which the model never makes, is left out.
+    The model's are in `generation_config.json`, else `config.json`: one id or a list. Ids outside
+    the model's vocabulary, which it cannot generate, are left out.
     """
     eos = TokenizerConfig.load(directory).text("eos_token")
     ids = [] if eos is None else [tokenizer.token_to_id(eos)]
@@ -76,12 +76,12 @@ def read_end_ids(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file does not exist."""
+    """Read a JSON object; empty if the file does not exist."""
     return dict(json.loads(path.read_bytes())) if path.is_file() else {}
 
 
 def read_pad_id(directory: Path, tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> int:
-    """The tokenizer's pad token, else its first end id, else 0."""
+    """Return the id of the tokenizer's pad token, else the first end id, else 0."""
     pad = TokenizerConfig.load(directory).text("pad_token")
     token_id = None if pad is None else tokenizer.token_to_id(pad)
     if token_id is None:
@@ -90,9 +90,9 @@ def read_pad_id(directory: Path, tokenizer: Tokenizer, end_ids: tuple[int, ...])
 
 
 def max_text_bytes_per_token(tokenizer: Tokenizer, vocab: TokenBytes) -> int | None:
-    """More UTF-8 bytes of a text than this never go into one token; None where no bound is known.
+    """Return the most UTF-8 bytes of a text that one token can stand for; None: no known bound.
 
-    So a text of far too many bytes can be refused before it is tokenised. There is no bound where a
+    With a bound, a text of too many bytes is refused before it is tokenised. There is none if a
     normaliser, a pre-tokenizer, an unknown token or an added token can swallow any number of bytes.
     """
     factor = _shrinking(_state(tokenizer.normalizer)) * _dropping(_state(tokenizer.pre_tokenizer))
@@ -103,17 +103,17 @@ def max_text_bytes_per_token(tokenizer: Tokenizer, vocab: TokenBytes) -> int | N
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """JSON of a normaliser or pre-tokenizer."""
+    """Return the JSON of a normaliser or pre-tokenizer."""
     return {"type": None} if part is None else json.loads(part.__getstate__())
 
 
 def _shrinking(spec: dict[str, Any]) -> int:
-    """How many times shorter a normaliser can make a text; 0: no limit is known."""
+    """Return by what factor a normaliser can shorten a text at most; 0: no known limit."""
     match spec:
         case {"type": None | "Prepend" | "ByteLevel"}:
             return 1
         case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
-            return 3  # a "▁" of the text takes 3 bytes and becomes a space
+            return 3  # a "▁" in the text has 3 bytes and becomes a space of 1
         case {"type": "NFC"}:
             return 9  # decomposing and composing change the bytes by a factor of 3 each
         case {"type": "Sequence", "normalizers": list(parts)}:
@@ -125,7 +125,7 @@ def _shrinking(spec: dict[str, Any]) -> int:
 
 
 def _dropping(spec: dict[str, Any]) -> int:
-    """As `_shrinking`, for pre-tokenizers: 0 for those that drop characters."""
+    """Return the factor of `_shrinking` for pre-tokenizers; 0 if they drop characters."""
     match spec:
         case {"type": None | "ByteLevel" | "Digits"}:
             return 1

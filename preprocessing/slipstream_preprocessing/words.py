@@ -1,8 +1,8 @@
-"""Words of a request (stop, bad, bias) as token ids.
+"""Encode the words of a request (stop, bad, bias) as token ids.
 
-Stop words are matched on bytes, so their ids must stand for exactly the bytes of the word: the
-space that SentencePiece models put before a text (`"\\n"` would become `" \\n"`) is avoided.
-Bad words and bias words act on tokens and are encoded as the model meets them in a text.
+Stop words are matched on bytes, so their ids must stand for exactly the bytes of the word, without
+the space that SentencePiece models put before a text (`"\\n"` would become `" \\n"`). Bad words and
+bias words act on tokens and are encoded as the model sees them in a text.
 """
 
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ from slipstream_contract.inputs import decode
 from slipstream_contract.vocab import TokenBytes
 from tokenizers import Tokenizer
 
-# Put before a word to see its tokens inside a text: one of them will not merge with it.
+# Put before a word to get its tokens inside a text: at least one does not merge with it.
 _ANCHORS = ("\n", "a", ".", "0")
 
 
 def decode_words(words: Iterable[bytes | str], field: str, keep_empty: bool = False) -> list[str]:
-    """Words as text, empty ones skipped unless they are to be kept.
+    """Decode words from UTF-8, without empty words unless `keep_empty`.
 
-    Raises ContractError for invalid UTF-8. How many and how long they may be is not its business.
+    Raises ContractError for invalid UTF-8. Limits of number and length are checked elsewhere.
     """
     texts = [decode(f"{field}[{index}]", word) for index, word in enumerate(words)]
     return texts if keep_empty else [text for text in texts if text]
@@ -28,16 +28,16 @@ def decode_words(words: Iterable[bytes | str], field: str, keep_empty: bool = Fa
 def encode_words(
     tokenizer: Tokenizer, words: Iterable[str], add_special_tokens: bool = False
 ) -> list[list[int]]:
-    """Token ids of each word as the tokenizer encodes it alone."""
+    """Return the token ids of each word as the tokenizer encodes it alone."""
     return [tokenizer.encode(word, add_special_tokens=add_special_tokens).ids for word in words]
 
 
 def encode_exact(
     tokenizer: Tokenizer, vocab: TokenBytes, words: Iterable[str], field: str
 ) -> list[list[int]]:
-    """Token ids of each word that stand for exactly its bytes.
+    """Return token ids that stand for exactly the bytes of each word.
 
-    Raises ContractError for a word that no tokens of this model can spell.
+    Raises ContractError if the model's tokens cannot spell a word.
     """
     encoded = []
     for word in words:
@@ -62,7 +62,7 @@ def _exact(tokenizer: Tokenizer, vocab: TokenBytes, word: str) -> list[int] | No
     single = vocab.single_bytes
     if all(byte in single for byte in data):
         return [single[byte] for byte in data]
-    # Where every token starts with a space (WordPiece), the word with it is what a text can hold.
+    # With WordPiece every token starts with a space: texts contain the word only with it.
     return alone if _bytes(vocab, alone).lstrip(b" ") == data else None
 
 

@@ -273,7 +273,7 @@ def test_a_checkpoint_inside_is_referred_to_relatively(checkpoint, tmp_path, mon
 
 def test_a_checkpoint_where_triton_expects_a_model_is_refused(checkpoint, tmp_path):
     (tmp_path / "weights").symlink_to(checkpoint)
-    with pytest.raises(ComposeError, match="lies where Triton takes it for a model"):
+    with pytest.raises(ComposeError, match="is where Triton takes it for a model"):
         run(tmp_path / "weights", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 

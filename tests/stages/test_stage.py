@@ -280,7 +280,7 @@ def test_tokens_come_in_one_way_and_not_too_many(repository: Path, runtime: Path
     both.tensors |= half.tensors
     del half.tensors["SEQUENCE_LENGTH"]
     for request, message in (
-        (both, "STREAM_STATE holds its tokens itself: leave out SEQUENCE_LENGTH"),
+        (both, "STREAM_STATE contains its tokens: leave out SEQUENCE_LENGTH"),
         (half, "SEQUENCE_LENGTH is missing"),
         (Request(), "TOKENS_BATCH is missing"),
         (Request(STREAM_STATE=np.zeros((1, 2**20 + 1), np.int64)), "1048577 integers, at most"),
@@ -378,8 +378,8 @@ def test_refusals_have_labels_of_a_known_set(monkeypatch: pytest.MonkeyPatch) ->
     refusals.close()
     for reason in (*REASONS, "new", *(f"text of a client {number}" for number in range(9))):
         refusals.count(reason)
-    refusals._tell(family)
-    refusals._tell(family)
+    refusals._report(family)
+    refusals._report(family)
     told = {each.kwargs["labels"]["reason"]: each for each in family.Metric.call_args_list}
     assert told.keys() == set(REASONS)
     increments = [each.args[0] for each in family.Metric.return_value.increment.call_args_list]
