@@ -20,7 +20,7 @@ from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Request, Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
-from slipstream.engine.request_checks import Bounds
+from slipstream.engine.request_checks import RequestBounds
 from slipstream.engine.scheduler import Limits
 from slipstream.kvcache.cache import KVCache
 from slipstream.runner.step_arrays import Slots, StepBuilder
@@ -120,7 +120,9 @@ def cache_times(num_tokens: int = 100_000, num_rounds: int = 200) -> dict[str, l
     """Seconds that a prompt takes outside of steps: unknown, and known but for its end."""
     size = -(-num_tokens // BLOCK_SIZE)
     cache = KVCache(2 * size, BLOCK_SIZE)
-    bounds = Bounds(128_256, num_tokens + 2, 2 * size, 2 * num_tokens, cache.blocks_for, False)
+    bounds = RequestBounds(
+        128_256, num_tokens + 2, 2 * size, 2 * num_tokens, cache.blocks_for, False
+    )
     laps: dict[str, list[float]] = {}
 
     def lap(name: str, begin: float) -> None:
@@ -133,7 +135,7 @@ def cache_times(num_tokens: int = 100_000, num_rounds: int = 200) -> dict[str, l
             begin = time.perf_counter()
             message = wire.decode_engine(frame)
             assert isinstance(message, Submit)
-            bounds.check(message)
+            bounds.validate(message)
             lap("decoded and checked", begin)
             request = Request(b"", 0, message.sampling, 0)
             sequence = Sequence(number, request, 0, message.token_ids, 0, num_tokens + 1, None)

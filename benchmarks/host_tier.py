@@ -124,7 +124,7 @@ class Drive:
 
     def end(self) -> None:
         """Of all that is in flight."""
-        self.engine.drop_bridge(b"bench")
+        self.engine.cancel_bridge(b"bench")
         while self.engine.has_work:
             self.step()
 

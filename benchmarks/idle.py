@@ -98,7 +98,7 @@ def measure(engine: Engine, rows: int) -> None:
         for name in names:
             delattr(owner, name)
     delattr(engine._runner, "launch")
-    engine.drop_bridge(b"bench")
+    engine.cancel_bridge(b"bench")
     while engine.has_work:
         engine.step()
 

@@ -111,11 +111,11 @@ class PacedEngine:
             sequence.max_tokens = 0
         return bool(sequences)
 
-    def drop_bridge(self, bridge: bytes) -> int:
+    def cancel_bridge(self, bridge: bytes) -> int:
         """Forget the requests of a bridge; how many there were."""
         return len(self._sequences.pop(bridge, {}))
 
-    def has(self, bridge: bytes, request: int) -> bool:
+    def has_request(self, bridge: bytes, request: int) -> bool:
         """Whether that request of a bridge runs."""
         return request in self._sequences.get(bridge, {})
 

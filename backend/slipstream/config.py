@@ -1,6 +1,6 @@
-"""What the operator asked for. What it resolves to on a machine is another object, the `Plan`.
+"""Define the engine's settings as an operator writes them; `Plan` holds what they resolve to.
 
-Each field carries its description, from which the help of `slipstream compose` is made.
+The description of each field is the help text of `slipstream compose`.
 """
 
 from typing import Annotated, get_type_hints
@@ -21,7 +21,10 @@ def _field(description: str, default: str = "") -> Meta:
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`engine` in `tensorrt_llm/1/model.json`; unknown keys are errors. None: chosen at start."""
+    """The settings `engine` in `tensorrt_llm/1/model.json`; None: chosen at start.
+
+    Unknown keys are errors.
+    """
 
     checkpoint: Annotated[
         str, _field("a Hugging Face directory; a relative one is relative to the model.json")

@@ -1,8 +1,8 @@
-"""What stops the engine from starting: one line for the operator, never told to a client."""
+"""Errors that prevent the engine's start: one line for the operator, never sent to a client."""
 
 
 class StartError(Exception):
-    """The engine cannot start; the text says what is wrong, where, and what would be right."""
+    """A reason why the engine cannot start: what is wrong, where, and what would be right."""
 
 
 class CheckpointError(StartError):

@@ -1,7 +1,7 @@
-"""What the engine counts for its metrics: the names that `wire.Figures` uses, on both sides.
+"""Name the metrics that the engine sends in `wire.Figures`, for both sides.
 
-A counter that is split by a word is named `name:word`; the words are listed here, so that no label
-of a metric can ever have more values than these.
+A counter with a label is named `name:word`. All words are listed here, so a label can never have
+more values than these.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from slipstream.wire import CancelCause, FinishReason
 
 _Bounds = tuple[float, ...]
 
-# The upper ends of buckets: those of vLLM, which its dashboards expect, and finer ones below them.
+# Upper bounds of buckets: vLLM's, which its dashboards expect, and finer ones below them.
 _FIRST_TOKEN: _Bounds = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -28,25 +28,25 @@ _LATENCIES: _Bounds = (
 _LENGTHS: _Bounds = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
 _TRT_LLM_LENGTHS: _Bounds = (10, 50, 100, 500, 1000)
 
-EVICTIONS = ("below", "usual", "above")  # by what requests said of their priority, if they did
-GAUGES = (  # of clients alone as far as they are of requests
+EVICTIONS = ("below", "usual", "above")  # by retention priority, compared with the default
+GAUGES = (  # those of requests exclude probes
     "running",  # sequences
     "waiting",
     "active_requests",
-    "scheduled_sequences",  # this and the next three are of the last step
+    "scheduled_sequences",  # this and the next three: of the last step
     "context_sequences",
     "context_tokens",
     "generation_sequences",
     "waiting_requests",
     "waiting_tokens",
-    "preempted_sequences",  # that wait to run again
+    "preempted_sequences",  # waiting to run again
     "max_num_seqs",
     "block_size",
-    "cached_blocks",  # free ones that hold what may be asked for again
-    "host_blocks_free",  # of host memory
+    "cached_blocks",  # free blocks that hold a prefix
+    "host_blocks_free",  # slots in host memory
     "host_blocks_cached",
-    "host_blocks_leaving",  # the device, for here
-    "host_blocks_arriving",  # there, from here
+    "host_blocks_leaving",  # device to host
+    "host_blocks_arriving",  # host to device
     "host_bytes",
     "device_bytes",
     "pinned_bytes",
@@ -59,21 +59,21 @@ COUNTERS: dict[str, Iterable[str]] = {
     "prompt_tokens": (),
     "output_tokens": (),
     "preemptions": (),
-    "prefix_queries": (),  # tokens of prompts, when they are admitted for the first time
-    "prefix_hits": (),  # of those, the ones that were computed already
+    "prefix_queries": (),  # prompt tokens, at the first admission
+    "prefix_hits": (),  # those of them that were in the cache
     "evicted_blocks": EVICTIONS,
-    "found_tokens": ("device", "host"),  # by all admitted sequences
-    "moved_blocks": ("out", "in"),  # to host memory and back
+    "found_tokens": ("device", "host"),  # prefix hits of all admissions
+    "moved_blocks": ("out", "in"),  # to host memory, and back
     "moved_bytes": ("out", "in"),
     "host_evicted_blocks": (),
     "finished": tuple(FinishReason),  # sequences
     "cancels": tuple(CancelCause),  # requests
     "cost": tuple(FinishReason),
     "dropped_messages": (),
-    # All above are of clients alone as far as they are of requests; these are of probes.
+    # The counters above exclude probes; these count probes.
     "probe_finished": tuple(FinishReason),
     "probe_tokens": ("prompt", "output"),
-    "probe_s": (),  # from arrival to the end
+    "probe_s": (),  # seconds from arrival to end
     "probe_step_s": ("host", "device"),
     "probe_cost": (),
 }
@@ -99,7 +99,7 @@ SAMPLES = ("cancel_to_free_s", "request_cost")
 
 
 def counter_names() -> list[str]:
-    """Every counter, `name:word` where it is split."""
+    """Return the name of every counter, `name:word` for each word of a label."""
     return [
         f"{name}:{word}" if word else name
         for name, words in COUNTERS.items()

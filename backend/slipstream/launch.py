@@ -2,11 +2,11 @@
 
     python -m slipstream.launch --runtime DIR --server PID --config FILE --lock FD
 
-The bridge that gets the lock of the runtime directory starts this supervisor and hands the lock
-over, so there is one; when the supervisor is lost, any bridge starts the next. The engine's output
-goes to `engine.log`. If the engine says that it cannot start (exit code 2) and never has, its last
-line goes to `engine.error`, where the bridges find it; an engine that has run before is started
-again for ever, with pauses that grow to 10 s. One that makes no turn for `stuck_after_s` is ended.
+The bridge that gets the lock of the runtime directory starts this supervisor and passes the lock
+on, so there is only one; if the supervisor dies, any bridge starts the next. The engine's output
+goes to `engine.log`. If the engine cannot start (exit code 2) and has never run, its last line goes
+to `engine.error`, where the bridges read it. An engine that has run before is restarted for ever,
+with pauses that grow to 10 s. An engine whose loop makes no turn for `stuck_after_s` is killed.
 """
 
 import argparse
@@ -33,33 +33,33 @@ from slipstream.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
-CANNOT_START = 2  # the engine's exit code for it
-_MAX_EARLY_ENDS = 5  # in a row, before it has ever been ready
+CANNOT_START = 2  # exit code of an engine that cannot start
+_MAX_EARLY_ENDS = 5  # in a row, of an engine that was never ready
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 10.0
-_FAILED_PAUSE_S = 30.0  # before an engine that could not start is tried again
-_STEADY_S = 5.0  # after an engine that served so long, the pause is the first again
+_FAILED_PAUSE_S = 30.0  # until an engine that could not start is tried again
+_STEADY_S = 5.0  # after an engine that served this long, pauses are short again
 _END_S = 3.0  # from SIGTERM to SIGKILL
-_SAY_S = 0.3  # for an engine that is stuck to write where
+_SAY_S = 0.3  # time for a stuck engine to write where it is
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
 # --- the bridge's side -------------------------------------------------------------------------
 
 
-class Supervision:
-    """Starts the supervisor if none runs. One per bridge."""
+class SupervisorStarter:
+    """Starts the supervisor if none runs. There is one for each bridge."""
 
     def __init__(self, runtime: Runtime, config: EngineConfig, server_pid: int) -> None:
         self._runtime = runtime
         self._config = config
         self._server_pid = server_pid
         self._old = self._identity()
-        self._seen: tuple[int, int] | None = None  # the newest failure, and when we saw it first
+        self._seen: tuple[int, int] | None = None  # the newest failure, first seen at `_seen_s`
         self._seen_s = 0.0
         self._children: list[subprocess.Popen[bytes]] = []
 
     def failure(self) -> str | None:
-        """Why the engine could not start; None if it did, still may, or failed before our time."""
+        """Return why the engine could not start, if it failed during this bridge's life."""
         found = self._identity()
         if found is None or found == self._old:
             return None
@@ -71,7 +71,7 @@ class Supervision:
             return None
 
     def _identity(self) -> tuple[int, int] | None:
-        """Of the file of the last failure. Its time is compared with no clock: clocks jump."""
+        """Return inode and mtime of the last failure's file: an identity, not a time."""
         try:
             state = self._runtime.error.stat()
         except FileNotFoundError:
@@ -79,9 +79,10 @@ class Supervision:
         return state.st_ino, state.st_mtime_ns
 
     def ensure(self) -> None:
-        """Start the supervisor unless somebody holds its lock.
+        """Start the supervisor unless a process has its lock.
 
-        Raises OSError if it cannot, RuntimeError for a while after an engine could not start.
+        Raises OSError if it cannot start, and RuntimeError for `_FAILED_PAUSE_S` after the engine
+        could not start.
         """
         self._children = [child for child in self._children if child.poll() is None]
         with self._runtime.lock.open("ab") as lock:
@@ -131,11 +132,11 @@ class Supervisor:
         self._stuck_after_s = _read_stuck_after_s(config)
         self._server = os.pidfd_open(server_pid)
         self._was_ready = False
-        self._ready_s: float | None = None  # of this engine
+        self._ready_s: float | None = None  # when this engine was ready
         self._num_early_ends = 0
 
     def run(self) -> int:
-        """Until the server is gone (0) or the engine cannot start (1)."""
+        """Run engines until the server ends (return 0) or the engine cannot start (return 1)."""
         pause_s = _FIRST_PAUSE_S
         while True:
             self._ready_s = None
@@ -148,7 +149,7 @@ class Supervisor:
             if not self._was_ready and self._gives_up(code):
                 draft = self._runtime.error.with_suffix(".draft")
                 draft.write_text(f"{said}\n")
-                draft.rename(self._runtime.error)  # nobody reads half of it
+                draft.rename(self._runtime.error)  # atomically: a reader gets all or nothing
                 return 1
             has_served = self._ready_s is not None and time.monotonic() - self._ready_s > _STEADY_S
             pause_s = _FIRST_PAUSE_S if has_served else min(2 * pause_s, _MAX_PAUSE_S)
@@ -160,7 +161,7 @@ class Supervisor:
         return code == CANNOT_START or self._num_early_ends == _MAX_EARLY_ENDS
 
     def _run_engine(self) -> int | None:
-        """The exit code of one engine; None if the server is gone, and then so is the engine."""
+        """Run one engine; return its exit code, or None if the server has ended."""
         self._runtime.socket.unlink(missing_ok=True)
         standstill = Standstill(path_of(self._runtime.address))
         engine = subprocess.Popen(
@@ -178,13 +179,13 @@ class Supervisor:
                 while not select.select([ended, self._server], [], [], 1.0)[0]:
                     self._look_if_ready()
                     if standstill.look() > self._stuck_after_s:
-                        _end_stuck(engine, self._stuck_after_s)
+                        _kill_stuck(engine, self._stuck_after_s)
             finally:
                 os.close(ended)
             self._look_if_ready()
             return engine.wait() if not self._is_server_gone(0) else None
         finally:
-            _end(engine)
+            _terminate(engine)
             self._runtime.socket.unlink(missing_ok=True)
 
     def _look_if_ready(self) -> None:
@@ -206,13 +207,13 @@ class Supervisor:
 def _read_stuck_after_s(config: Path) -> int:
     try:
         return msgspec.json.decode(config.read_bytes(), type=EngineConfig).stuck_after_s
-    except (OSError, msgspec.DecodeError):  # the engine will say what is wrong with it
+    except (OSError, msgspec.DecodeError):  # the engine will report what is wrong
         return EngineConfig(checkpoint="").stuck_after_s
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """For a child about to begin: it is killed when this process ends, however that happens."""
-    prctl = ctypes.CDLL(None).prctl  # looked up before the fork
+    """Return a function for `preexec_fn` that has the child killed when this process ends."""
+    prctl = ctypes.CDLL(None).prctl  # before the fork
     parent = os.getpid()
 
     def prepare() -> None:
@@ -223,7 +224,7 @@ def _die_with_parent() -> Callable[[], None]:
     return prepare
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
         try:
@@ -233,9 +234,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _end_stuck(engine: subprocess.Popen[bytes], seconds: float) -> None:
+def _kill_stuck(engine: subprocess.Popen[bytes], seconds: float) -> None:
     _log.error("the engine (pid %d) made no turn for %g s: it is ended", engine.pid, seconds)
-    engine.send_signal(signal.SIGUSR1)  # where it is; the log has it if it can still say so
+    engine.send_signal(signal.SIGUSR1)  # writes its stacks to the log, if it still can
     with contextlib.suppress(subprocess.TimeoutExpired):
         engine.wait(_SAY_S)
     engine.kill()
@@ -246,13 +247,13 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _clean(runtime: Runtime) -> None:
-    """The server is gone: leave nothing of a directory that we made ourselves."""
+    """Remove the runtime directory of a server that has ended, if it was created by a bridge."""
     if runtime.directory.name.startswith(f"slipstream-{os.getuid()}-"):
         shutil.rmtree(runtime.directory, ignore_errors=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The supervisor; its exit code."""
+    """Run the supervisor; return its exit code."""
     parser = argparse.ArgumentParser(prog="slipstream.launch", description=__doc__)
     parser.add_argument("--runtime", type=Path, required=True, help="the runtime directory")
     parser.add_argument("--server", type=int, required=True, help="the tritonserver's process id")
@@ -263,8 +264,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s launch %(levelname)s %(message)s")
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGINT, _exit)
-    # Nor does the engine heed it. When the model's process that started us dies, our group has
-    # nobody left in its session to go on by, and the kernel sends it one if the engine is stopped.
+    # The engine ignores it too. When the model's process that started this one dies, the process
+    # group is orphaned, and the kernel sends it SIGHUP if the engine is stopped.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     runtime = Runtime(options.runtime)
     try:

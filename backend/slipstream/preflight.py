@@ -1,4 +1,4 @@
-"""What the engine's start checks before it reads weights, for `slipstream compose`."""
+"""Check, for `slipstream compose`, what the engine checks at start before it reads weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +10,18 @@ from slipstream.models.hf import CheckpointInfo, describe
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """A checkpoint and settings that the engine would take."""
+    """A checkpoint and settings that the engine accepts."""
 
     info: CheckpointInfo
     notes: list[str]  # lines for the operator
 
 
 def preflight(config: EngineConfig) -> Preflight:
-    """Check settings, configuration, and names, shapes and types of all tensors; imports torch.
+    """Check settings, configuration, and names, shapes and dtypes of all tensors. Imports torch.
 
-    Memory is left out: another machine may serve. On one without a GPU, a note says what a GPU
-    would refuse. Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key or
-    tensor, value).
+    Memory is not checked: another machine may serve. Without a GPU, a note says what a GPU would
+    refuse. Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key or tensor,
+    value).
     """
     import torch
 

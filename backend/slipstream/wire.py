@@ -1,11 +1,10 @@
-"""Typed messages between bridge and engine: msgspec (MessagePack) frames over ZeroMQ `ipc://`.
+"""Define the messages between bridge and engine: msgspec (MessagePack) frames over ZeroMQ `ipc://`.
 
-The engine binds a ROUTER, every bridge connects a DEALER: one frame is one message. A bridge opens
-with `Hello` and waits for `Welcome`; another protocol or version is answered by `Refused`. The
-engine sends each bridge at most one `StepOutputs` a step, holding all that bridge's sequences.
-Nothing here is ever pickled, and a frame that does not decode is counted and dropped, never
-asserted on. What comes with every token can be in no cycle, and there is much of it: Python's
-garbage collector does not look at it (`gc=False`).
+The engine binds a ROUTER, every bridge connects a DEALER; one frame is one message. A bridge sends
+`Hello` and waits for `Welcome`; another protocol or version is answered by `Refused`. The engine
+sends each bridge at most one `StepOutputs` a step, with all of the bridge's sequences. Nothing is
+ever pickled. A frame that does not decode is counted and dropped, never asserted on. Messages with
+tokens are numerous and cannot form cycles, so the garbage collector skips them (`gc=False`).
 """
 
 from array import array
@@ -21,89 +20,89 @@ PROTOCOL = 8
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     END = "end"  # an end id
     STOP = "stop"  # a stop word or stop token id
     LENGTH = "length"  # max_tokens, or the context is full
     CANCELLED = "cancelled"
-    DEADLINE = "deadline"  # over its time; `Finished.error` says which
-    ERROR = "error"  # `Finished.error` says which
+    DEADLINE = "deadline"  # its timeout has passed; details in `Finished.error`
+    ERROR = "error"  # details in `Finished.error`
 
 
 class CancelCause(StrEnum):
-    """Why a request was ended before its end."""
+    """The reason why a request was ended early."""
 
-    CLIENT = "client"  # cancelled it, or is gone
-    UNACKNOWLEDGED = "unacknowledged"  # likewise, of an ensemble; or postprocessing lost a part
-    STOP = "stop"  # the contract's input `stop`
+    CLIENT = "client"  # the client cancelled it or disconnected
+    UNACKNOWLEDGED = "unacknowledged"  # an ensemble's client did, or postprocessing lost a part
+    STOP = "stop"  # by the contract's input `stop`
     DEADLINE = "deadline"
     FAILED = "failed"  # another part of the same Triton request failed
-    SERVER = "server"  # is stopping, or the model is being unloaded
-    BRIDGE = "bridge"  # is gone, and nobody listens any more
+    SERVER = "server"  # the server is stopping, or the model is being unloaded
+    BRIDGE = "bridge"  # the bridge is gone
 
 
 # --- to the engine -------------------------------------------------------------------------------
 
 
 class ToEngine(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a bridge says."""
+    """A message from a bridge."""
 
 
 class Hello(ToEngine, frozen=True):
-    """First message of a connection."""
+    """The first message of a connection."""
 
     protocol: int
     version: str
-    bridge: str  # the Triton model it serves, perhaps beside other processes
-    pid: int = 0  # of this process; one that says hello anew has lost its connection before
+    bridge: str  # the Triton model that it serves, maybe one process of several
+    pid: int = 0  # of this process; a second Hello of it replaces the first connection
 
 
 class Submit(ToEngine, frozen=True):
-    """Generate. `request` is the bridge's own number, used once per connection."""
+    """A request to generate. `request` is the bridge's own number, used once per connection."""
 
     request: int
-    token_ids: TokenIds  # as bytes on the way
+    token_ids: TokenIds  # sent as bytes
     sampling: SamplingParams
     arrival_ns: int  # when Triton handed the request over; see `Perf`
     priority: int = DEFAULT_PRIORITY  # 0 is admitted first
-    deadline_ns: int = 0  # time.monotonic_ns() at which it ends with an error; 0: none
-    timeout_ns: int = 0  # how long before that it came
-    request_id: str = ""  # the client's; unique in a model
-    model: str = ""  # the Triton model it was sent to, likewise
-    cache_salt: str = ""  # keys and values are shared where it is the same
+    deadline_ns: int = 0  # time.monotonic_ns() at which it is ended; 0: none
+    timeout_ns: int = 0  # the timeout that `deadline_ns` was computed from
+    request_id: str = ""  # the client's id; unique within a model
+    model: str = ""  # the Triton model that the client called
+    cache_salt: str = ""  # only requests with the same salt share blocks
     retention: Retention | None = None
     is_probe: bool = False  # counted apart from clients
 
 
 class Cancel(ToEngine, frozen=True):
-    """Stop all sequences of a request. An unknown number is counted, not an error."""
+    """A request to end all sequences of a request. An unknown number is counted, not an error."""
 
     request: int
     cause: CancelCause = CancelCause.CLIENT
-    noticed_ns: int = 0  # time.monotonic_ns() when the bridge came to know; 0: now
+    noticed_ns: int = 0  # time.monotonic_ns() at which the bridge noticed; 0: now
 
 
 class Ping(ToEngine, frozen=True):
-    """Ask for `Status`. Samples of `Figures` are told once: one bridge alone asks for those."""
+    """A request for `Status`. Samples of `Figures` are sent once, to the bridge that asks."""
 
     number: int
     with_figures: bool = False
 
 
 class Bye(ToEngine, frozen=True):
-    """The bridge is unloading; what it still runs is cancelled."""
+    """The end of a connection; requests of the bridge that still run are cancelled."""
 
 
 # --- to the bridge -------------------------------------------------------------------------------
 
 
 class ToBridge(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What the engine says."""
+    """A message from the engine."""
 
 
 class Welcome(ToBridge, frozen=True):
-    """The engine is ready to be given requests."""
+    """The answer to `Hello`: the engine accepts requests."""
 
     protocol: int
     version: str
@@ -114,16 +113,16 @@ class Welcome(ToBridge, frozen=True):
 
 
 class Refused(ToBridge, frozen=True):
-    """Another protocol or version: this connection is of no use."""
+    """The answer to `Hello` of another protocol or version: the connection cannot be used."""
 
     reason: str
 
 
 class Perf(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What `return_perf_metrics` reports.
+    """The times and blocks that `return_perf_metrics` reports.
 
-    Times are of `time.monotonic_ns()`: all processes of a machine have it in common, it does not
-    jump, and only differences mean anything. 0: it never got so far.
+    Times are by `time.monotonic_ns()`, which all processes of a machine share and which never
+    jumps; only differences have a meaning. 0: the sequence did not get that far.
     """
 
     arrival_ns: int
@@ -136,32 +135,30 @@ class Perf(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The end of one sequence, carried by its last `Tokens`."""
+    """The end of a sequence, part of its last `Tokens`."""
 
     reason: FinishReason
     num_input_tokens: int
     num_output_tokens: int
     perf: Perf
-    stop_reason: int | str | None = None  # vLLM's: the stop token id or stop word that matched
+    stop_reason: int | str | None = None  # stop token id or stop word that matched, as vLLM has it
     error: str | None = None
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """New tokens of one sequence: those no stop word can take back any more."""
+    """New tokens of a sequence: those that no stop word can remove any more."""
 
     request: int
-    index: int  # sequence of the request, 0 .. n-1
+    index: int  # sequence within the request, 0 .. n-1
     token_ids: list[int]
-    log_probs: list[float]  # one a token if asked for, else empty
-    drop_bytes: int = (
-        0  # cut from the last token's bytes at their end: a stop word's border is inside
-    )
+    log_probs: list[float]  # one a token if requested, else empty
+    drop_bytes: int = 0  # cut from the end of the last token's bytes: a stop word starts inside
     finished: Finished | None = None
-    start: int = 0  # tokens of this sequence that were told before
+    start: int = 0  # tokens of this sequence in earlier messages
 
 
 class StepOutputs(ToBridge, frozen=True):
-    """All that one step made for one bridge."""
+    """The tokens of one step for one bridge."""
 
     step: int
     made_ns: int  # time.time_ns()
@@ -169,25 +166,25 @@ class StepOutputs(ToBridge, frozen=True):
 
 
 class Rejected(ToBridge, frozen=True):
-    """A `Submit` that cannot be served; nothing else follows for that request."""
+    """The answer to a `Submit` that cannot be served; nothing else follows for that request."""
 
     request: int
     code: str  # slipstream_contract.errors.Code
     message: str
-    reason: str = ""  # for metrics: which bound; empty: the code says all
+    reason: str = ""  # name of the limit, for metrics; empty: see `code`
 
 
 class Figures(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine counted since it began, by the names of `slipstream.figures`."""
+    """Metrics since the engine's start, by the names of `slipstream.figures`."""
 
     gauges: dict[str, float]
     counters: dict[str, float]
-    histograms: dict[str, tuple[list[int], float]]  # values in each bucket, the last open; sum
-    samples: dict[str, list[float]]  # since they were last asked for
+    histograms: dict[str, tuple[list[int], float]]  # counts of each bucket, the last unbounded; sum
+    samples: dict[str, list[float]]  # since the last message with figures
 
 
 class Status(ToBridge, frozen=True):
-    """Answer to `Ping`. A cached block that no sequence uses counts as free."""
+    """The answer to `Ping`. A cached block that no sequence uses counts as free."""
 
     number: int
     model: str
@@ -200,12 +197,12 @@ class Status(ToBridge, frozen=True):
     num_steps: int
     num_preemptions: int
     bridges: list[str]
-    num_prompt_tokens: int = 0  # of prompts that are computed, since the engine began
-    num_output_tokens: int = 0  # generated, likewise
-    num_prefix_queries: int = 0  # tokens of prompts that were admitted, likewise
-    num_prefix_hits: int = 0  # of those, the ones that were in the cache
-    figures: Figures | None = None  # if the `Ping` asked for them
-    requests: list[int] | None = None  # of the bridge that asked, all that have not ended
+    num_prompt_tokens: int = 0  # of computed prompts, since the engine started
+    num_output_tokens: int = 0  # generated since the engine started
+    num_prefix_queries: int = 0  # prompt tokens of admitted sequences
+    num_prefix_hits: int = 0  # those of them that were in the cache
+    figures: Figures | None = None  # if the `Ping` requested them
+    requests: list[int] | None = None  # unfinished requests of that bridge
 
 
 EngineMessage = Hello | Submit | Cancel | Ping | Bye
@@ -231,12 +228,12 @@ _bridge_decoder = msgspec.msgpack.Decoder(BridgeMessage)
 
 
 def encode(message: ToEngine | ToBridge) -> bytes:
-    """One frame."""
+    """Return a message as one frame."""
     return _encoder.encode(message)
 
 
 def decode_engine(frame: bytes) -> EngineMessage:
-    """What a bridge sent. Raises `msgspec.DecodeError` (`ValidationError` is one)."""
+    """Return a bridge's message. Raises `msgspec.DecodeError` (`ValidationError` is one)."""
     try:
         message: EngineMessage = _engine_decoder.decode(frame)
     except (RecursionError, UnicodeDecodeError) as error:
@@ -245,7 +242,7 @@ def decode_engine(frame: bytes) -> EngineMessage:
 
 
 def decode_bridge(frame: bytes) -> BridgeMessage:
-    """What the engine sent. Raises `msgspec.DecodeError`."""
+    """Return the engine's message. Raises `msgspec.DecodeError`."""
     try:
         message: BridgeMessage = _bridge_decoder.decode(frame)
     except (RecursionError, UnicodeDecodeError) as error:

@@ -12,7 +12,7 @@ from slipstream import wire
 from slipstream.bridge.bridge import Bridge, Question
 from slipstream.bridge.streams import Call, Stream
 from slipstream.config import EngineConfig
-from slipstream.launch import Supervision
+from slipstream.launch import SupervisorStarter
 from slipstream_contract.ids import pack
 from slipstream_contract.request import GenerateRequest
 from slipstream_contract.sampling import SamplingParams
@@ -59,7 +59,7 @@ class Asked(Recorder):
 
 @pytest.fixture
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
-    monkeypatch.setattr(Supervision, "ensure", lambda self: None)
+    monkeypatch.setattr(SupervisorStarter, "ensure", lambda self: None)
     house = House(tmp_path)
     yield house
     house.bridge.close()

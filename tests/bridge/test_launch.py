@@ -13,7 +13,7 @@ import pytest
 from slipstream import wire
 from slipstream.bridge.connection import Connection
 from slipstream.config import EngineConfig
-from slipstream.launch import Supervision
+from slipstream.launch import SupervisorStarter
 from slipstream_runtime.directory import Runtime, open_runtime
 from slipstream_runtime.turns import Standstill, Turns
 from slipstream_runtime.waking import gentle_children
@@ -68,7 +68,9 @@ class Server:
         self.process = subprocess.Popen(["sleep", "600"])
         directory.mkdir(mode=0o700)
         self.runtime = Runtime(directory)
-        self.supervisions = [Supervision(self.runtime, config, self.process.pid) for _ in range(3)]
+        self.supervisions = [
+            SupervisorStarter(self.runtime, config, self.process.pid) for _ in range(3)
+        ]
 
     def connect(self) -> Connection:
         keep_alive = self.supervisions[0].ensure
@@ -206,7 +208,7 @@ def test_an_engine_that_cannot_start_leaves_one_line_and_no_process(server, chec
     # A bridge that comes later begins with a clean slate.
     (checkpoint / "config.json").write_text(json.dumps(CONFIG))
     time.sleep(0.1)
-    later = Supervision(server.runtime, server.supervisions[0]._config, server.process.pid)
+    later = SupervisorStarter(server.runtime, server.supervisions[0]._config, server.process.pid)
     assert later.failure() is None
     later.ensure()
     connection = server.connect()
@@ -284,7 +286,7 @@ def test_a_failure_is_new_or_old_whatever_the_clock_says(tmp_path, monkeypatch):
     runtime.error.write_text("old")
     for ahead_s in (-3600, 0, 3600):
         os.utime(runtime.error, (time.time() + ahead_s,) * 2)
-        supervision = Supervision(runtime, config, os.getpid())
+        supervision = SupervisorStarter(runtime, config, os.getpid())
         assert supervision.failure() is None
         runtime.error.unlink()
         assert supervision.failure() is None

@@ -15,7 +15,7 @@ from slipstream.bridge.fused import Fused
 from slipstream.bridge.streams import Call, Stream
 from slipstream.bridge.vllm import Vllm
 from slipstream.config import EngineConfig
-from slipstream.launch import Supervision
+from slipstream.launch import SupervisorStarter
 from slipstream_contract.ids import pack
 from slipstream_contract.request import GenerateRequest
 from slipstream_contract.sampling import SamplingParams
@@ -32,7 +32,7 @@ DOWN = "the engine is not running"  # who gets as far as the engine is told this
 def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bridge]:
     """Of an engine that is not there, and was not long ago."""
     monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
-    monkeypatch.setattr(Supervision, "ensure", lambda self: None)
+    monkeypatch.setattr(SupervisorStarter, "ensure", lambda self: None)
     bridge = Bridge("model", Runtime(tmp_path), EngineConfig(checkpoint="none"), os.getpid())
     yield bridge
     bridge.close()

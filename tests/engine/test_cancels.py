@@ -33,7 +33,7 @@ def begin(max_in_flight: int) -> Client:
 
 
 def seen(max_in_flight: int, victim: int, num_steps: int) -> str:
-    """Cancel one after so many steps; the state that its first sequence was in."""
+    """Cancel a request after so many steps; return the status of its first sequence."""
     client = begin(max_in_flight)
     engine = client.engine
     for _ in range(num_steps):

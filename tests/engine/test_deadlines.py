@@ -1,4 +1,4 @@
-"""Requests over time: in every state, with what was generated, and nothing left behind."""
+"""Requests past their deadline: in every state, with what was generated, nothing left behind."""
 
 import pytest
 from fixtures.engine.checks import check, greedy
@@ -15,7 +15,7 @@ MS = 1_000_000
 
 
 class Timed:
-    """A client whose engine's time passes when told to."""
+    """A client of an engine with a clock that the test sets."""
 
     def __init__(self, num_seqs: int) -> None:
         self.now_ns = 100 * MS

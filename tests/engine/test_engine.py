@@ -226,7 +226,7 @@ def test_a_step_that_is_short_of_memory_is_made_smaller() -> None:
 
 
 class AcceleratorError(RuntimeError):
-    """By the name that torch gives to a CUDA error that stays."""
+    """A CUDA error that stays, by the name that torch gives it."""
 
 
 @pytest.mark.parametrize("is_late", [False, True])

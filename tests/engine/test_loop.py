@@ -30,7 +30,7 @@ ENDLESS = SamplingParams(max_tokens=4000, temperature=0.0)  # ends only if somet
 
 
 class House:
-    """An engine loop that is turned by hand, and bridges in the same thread."""
+    """An engine loop that the test turns, and bridges in the same thread."""
 
     def __init__(self, address: str, max_model_len: int) -> None:
         self.address = address
@@ -77,7 +77,7 @@ class Bridge:
         self.socket.send(wire.encode(message))
 
     def hear(self) -> wire.BridgeMessage:
-        """The next message, turning the loop until it comes."""
+        """Turn the loop until the next message comes; return it."""
         for _ in range(2000):
             if self.socket.poll(2):
                 return wire.decode_bridge(self.socket.recv())
@@ -85,7 +85,7 @@ class Bridge:
         raise AssertionError("no answer")
 
     def ask(self) -> wire.Status:
-        """Status, skipping what comes before it."""
+        """Return the next Status, skipping other messages."""
         self.say(wire.Ping(77))
         while True:
             message = self.hear()
@@ -114,7 +114,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 @pytest.fixture
 def roomy(tmp_path: Path) -> Iterator[House]:
-    """With a context so long that no test gets to its end."""
+    """A runner with a context so long that no test reaches its end."""
     yield from build(tmp_path, 5000)
 
 
@@ -319,7 +319,7 @@ def test_it_tells_when_it_last_found_no_more(roomy: House, monkeypatch: pytest.M
 
 
 class AcceleratorError(RuntimeError):
-    """By the name that torch gives to a CUDA error that stays."""
+    """A CUDA error that stays, by the name that torch gives it."""
 
 
 def test_a_runner_beyond_repair_ends_the_loop_and_blames_no_request(house: House) -> None:

@@ -1,4 +1,4 @@
-"""A step in flight while the next is scheduled: what is launched, when it is told, what is void."""
+"""A step in flight while the next is scheduled: what is launched, when it is sent, what is void."""
 
 import pytest
 from fixtures.engine.counting import Client, CountingRunner, Words, expected, next_token
@@ -172,7 +172,7 @@ def test_nan_ends_a_sequence_whose_next_row_is_in_flight() -> None:
 
 
 class Late:
-    """A step that takes its time from the end of the one before, beside the host."""
+    """A step that starts when the one before ends, and runs beside the host."""
 
     def __init__(self, runner: "Timed", batch: Batch) -> None:
         runner.ready_ms = max(runner.now_ms, runner.ready_ms) + runner.device_ms
@@ -186,7 +186,7 @@ class Late:
 
 
 class Timed:
-    """Host and device by a clock of their own."""
+    """A host and a device that share a simulated clock."""
 
     num_blocks, block_size, vocab_size, max_model_len, max_in_flight = 1000, 4, 61, 400, 2
     window = AttentionWindow()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.batch import Batch, Sampled
 from slipstream.engine.engine import Engine
-from slipstream.engine.prefill_budget import Pace
+from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.sampling import SamplingParams
 
@@ -20,8 +20,7 @@ MS = 1_000_000
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a step, in ms: a part that is always there, more for each decode and chunk token, and
-    what comes with a chunk whatever its tokens are."""
+    """Times in ms that make up a step: a fixed part, each decode, each chunk token, each chunk."""
 
     step: float
     decode: float
@@ -33,7 +32,7 @@ class Costs:
     growth: float = 0.0  # of a token's cost, from the prompt's first one to its last
 
     def of(self, num_decodes: int, chunks: list[tuple[int, int]]) -> float:
-        """A step's time; of each chunk the first position and the tokens."""
+        """Return the time of a step; `chunks` are (first position, number of tokens)."""
         took = self.step + self.decode * num_decodes + self.chunk * bool(chunks)
         for start, num_tokens in chunks:
             took += self.token * num_tokens * (1 + self.growth * start / self.length)
@@ -41,21 +40,21 @@ class Costs:
 
     @property
     def alone(self) -> float:
-        """The long prompt's own time, if tokens were all that it costs."""
+        """The time of the long prompt's tokens, without the fixed parts of steps."""
         return self.token * self.length * (1 + self.growth / 2)
 
 
 # An 8B model in bf16 on an H200 (benchmarks/results/step-h200.json), and a small one on a CPU.
 H200 = Costs(3.7, 0.021, 1000 / 42_000, 2, 4096, 32_768)
 CPU = Costs(2.0, 0.2, 0.25, 1, 2048, 2_047)
-# With what a chunk costs besides, and with the tokens before it, as on two cores.
+# With fixed costs of a chunk, and costs that grow with the context, as on two cores.
 DEAR_H200 = replace(H200, chunk=0.8, growth=1.0)
 DEAR_CPU = Costs(3.2, 0.2, 0.11, 1, 2048, 2_047, chunk=1.0, growth=1.0)
 VERY_LONG_H200 = replace(DEAR_H200, length=131_072, growth=5.0)
 
 
 class TimedStep(Counted):
-    """It runs when those before it have ended, and ends when its time is over."""
+    """A step that starts when those before it have ended, and takes its time."""
 
     end_ns = 0
 
@@ -67,7 +66,7 @@ class TimedStep(Counted):
 
 
 class TimedRunner(CountingRunner):
-    """Its steps take the time that they cost, on a clock of its own."""
+    """A runner whose steps take the time that they cost, by a simulated clock."""
 
     def __init__(self, costs: Costs) -> None:
         super().__init__(4096, 32, 80_000, costs.max_in_flight)
@@ -89,7 +88,7 @@ class TimedRunner(CountingRunner):
 
 
 class Streams:
-    """Requests that decode, and when each step told their tokens."""
+    """Requests that decode, and the times at which their tokens were sent."""
 
     def __init__(self, costs: Costs, long_prompt_tokens: int = 1024) -> None:
         self.runner = TimedRunner(costs)
@@ -114,15 +113,14 @@ class Streams:
         return bool(self.client.streams[number, 0].token_ids)
 
     def gap_ms(self) -> float:
-        """p99 between two tokens of the watched stream since the last time."""
+        """Return the p99 gap between tokens of the watched stream since the last call."""
         times, self.times_ns = self.times_ns, self.times_ns[-1:]
         gaps = sorted(b - a for a, b in pairwise(times))
         return gaps[len(gaps) * 99 // 100] / MS
 
 
 def beside(costs: Costs, num_streams: int, long_prompt_tokens: int = 1024) -> tuple[float, float]:
-    """How much longer a stream waits for a token while a long prompt is computed, and it for its
-    first than the device alone would take."""
+    """Return how much a long prompt delays a stream's tokens, and streams its first token."""
     streams = Streams(costs, long_prompt_tokens)
     for _ in range(num_streams):
         streams.watched = streams.ask(16, 1000)
@@ -214,31 +212,31 @@ def test_what_decodes_take_is_seen_anew_while_a_long_prompt_does_not_end():
 
 
 class Device:
-    """What a `Pace` is told of a device that runs one step after the other."""
+    """A `PrefillBudget` that measures a simulated device, which runs one step after the other."""
 
     def __init__(
         self, costs: Costs, noise: float = 0.0, seed: int = 0, doubles_at: int = 0
     ) -> None:
         self.costs = costs
-        self.pace = Pace(lambda: int(self.now_ms * MS), doubles_at)
+        self.budget = PrefillBudget(lambda: int(self.now_ms * MS), doubles_at)
         self.now_ms = 1_000.0
         self._noise = noise
         self._random = random.Random(seed)
 
     def run(self, num_decodes: int, start: int = 0, num_tokens: int = 0) -> float:
-        """One step; how long it took."""
-        self.pace.begin(num_decodes, num_tokens)
+        """Run a step; return how long it took."""
+        self.budget.start_step(num_decodes, num_tokens)
         took = self.costs.of(num_decodes, [(start, num_tokens)] if num_tokens else [])
         took *= 1 + self._random.uniform(-self._noise, self._noise)
         self.now_ms += took
-        self.pace.end()
+        self.budget.finish_step()
         return took
 
     def prompt(self, num_decodes: int) -> tuple[list[int], list[float]]:
-        """A long one beside decodes: tokens of each step that had any, and how long each took."""
+        """Run a long prompt beside decodes; return tokens and time of each step with any."""
         sizes, times, start = [], [], 0
         while start < self.costs.length:
-            num_tokens = min(self.pace.take(1, start), self.costs.length - start)
+            num_tokens = min(self.budget.take(1, start), self.costs.length - start)
             took = self.run(num_decodes, start, num_tokens)
             if num_tokens:
                 sizes.append(num_tokens)
@@ -248,7 +246,7 @@ class Device:
 
 
 def warm(costs: Costs, noise: float = 0.0, seed: int = 0, doubles_at: int = 0) -> Device:
-    """It has run decodes, and large steps."""
+    """Return a device that has run decodes, and large steps."""
     device = Device(costs, noise, seed, doubles_at)
     for _ in range(7):
         device.run(0, 0, 512)
@@ -258,7 +256,7 @@ def warm(costs: Costs, noise: float = 0.0, seed: int = 0, doubles_at: int = 0) -
 
 @st.composite
 def devices(draw: st.DrawFn) -> Costs:
-    """Where decodes take as long as 16 tokens of a prompt at least, and at most as 500."""
+    """Draw costs with decodes that take as long as 16 to 500 prompt tokens."""
     token = draw(st.floats(0.01, 0.5))
     decode = token * draw(st.floats(0.0, 2.0))
     step = max(0.0, token * draw(st.floats(16, 500)) - 4 * decode)
@@ -323,48 +321,48 @@ def test_the_first_of_all_prompts_begins_with_few_tokens():
 def test_other_long_prompts_share_what_comes_with_a_chunk():
     device = warm(DEAR_H200)
     alone, _ = device.prompt(4)
-    assert device.pace.take(8) > 12 * alone[-2]  # late, and small: it cost much more a token
+    assert device.budget.take(8) > 12 * alone[-2]  # late, and small: it cost much more a token
 
 
 def test_a_void_step_is_not_measured():
     now_ns = 0
-    pace = Pace(lambda: now_ns)
+    budget = PrefillBudget(lambda: now_ns)
     for took in [2] * 7:
-        pace.begin(4, 0)
+        budget.start_step(4, 0)
         now_ns += took * MS
-        pace.end()
-    pace.begin(0, 1000)
+        budget.finish_step()
+    budget.start_step(0, 1000)
     now_ns += 10 * MS
-    pace.end()
-    assert pace.take(1) == 0  # the first one looks what decodes take
-    assert pace.take(1) == 148  # three quarters of 2 ms
+    budget.finish_step()
+    assert budget.take(1) == 0  # the first one looks what decodes take
+    assert budget.take(1) == 148  # three quarters of 2 ms
     for _ in range(2):
-        pace.begin(4, 64)
+        budget.start_step(4, 64)
     now_ns += 1000 * MS
-    pace.forget()
+    budget.discard_steps()
     for _ in range(3):
-        pace.begin(4, 0)
+        budget.start_step(4, 0)
         now_ns += 2 * MS
-        pace.end()
-    assert pace.take(1) == 148
+        budget.finish_step()
+    assert budget.take(1) == 148
 
 
 def test_only_large_steps_and_cut_ones_tell_what_a_token_costs():
     now_ns = 0
-    pace = Pace(lambda: now_ns)
+    budget = PrefillBudget(lambda: now_ns)
 
     def run(num_decodes: int, num_tokens: int, took: float) -> None:
         nonlocal now_ns
-        pace.begin(num_decodes, num_tokens)
+        budget.start_step(num_decodes, num_tokens)
         now_ns += int(took * MS)
-        pace.end()
+        budget.finish_step()
 
     run(4, 0, 2)
     run(0, 16, 10)
     run(0, 1000, 10)
-    assert pace.take(1) == 0
+    assert budget.take(1) == 0
     run(4, 0, 2)
     run(4, 16, 7)  # a short prompt, which `take` has not cut
-    assert pace.take(1) == 148
+    assert budget.take(1) == 148
     run(4, 148, 2 + 2.22)
-    assert pace.take(1) == 100
+    assert budget.take(1) == 100

@@ -70,11 +70,11 @@ def test_in_a_tenth_of_the_blocks_everything_completes_step_by_step(
 def test_nobody_starves_in_the_engine(
     events: list[tuple[int, int, int, int] | None], num_seqs: int, spare_blocks: int
 ) -> None:
-    """None is a step, else a request comes.
+    """Run events: None is a step, anything else a request that comes.
 
     With k older ones before it, a request is the 8 (k + 1)th to be admitted after its arrival at
     the latest, although some are preempted and go before all new ones; unless it waits for another
-    one when its turn comes (test_waiting.py tells when it goes then).
+    one when its turn comes (see test_waiting.py).
     """
     runner = CountingRunner(10 + spare_blocks, 4)
     client = Client(Engine(Limits(num_seqs, 16, 1000), runner, Words()))

@@ -1,4 +1,4 @@
-"""A client's request id runs once in a model, whichever of its processes was asked."""
+"""A request id runs once in a model, whichever of the model's processes receives it."""
 
 import pytest
 from fixtures.engine.counting import CountingRunner, Words
@@ -34,7 +34,7 @@ def submit(engine: Engine, bridge: bytes, number: int, request_id: str, model: s
 def test_another_process_is_refused_an_id_exactly_while_it_runs(
     actions: list[tuple[str, bytes, str, str]],
 ) -> None:
-    """Ended are those that were told so; one that was cancelled has given its id back at once."""
+    """An id is in use until the end is sent; a cancelled request gives it back at once."""
     engine = Engine(Limits(4, 8, 100), CountingRunner(40, 40), Words())
     running: dict[tuple[bytes, int], tuple[str, str]] = {}
     for number, (what, bridge, request_id, model) in enumerate(actions):

@@ -1,4 +1,4 @@
-"""The books of the engine agree with what its clients got; its reports say what happened."""
+"""The metrics of the engine agree with what its clients got; its reports say what happened."""
 
 import datetime
 import json
@@ -14,8 +14,8 @@ import pytest
 from fixtures.engine.counting import Client, CountingRunner, Words
 from slipstream import figures, wire
 from slipstream.core.sequence import Request, Sequence
-from slipstream.engine.book import Histogram
 from slipstream.engine.engine import Engine
+from slipstream.engine.metric_set import Histogram
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.telemetry import Telemetry
@@ -52,7 +52,7 @@ PROBE = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def live(client, rng):
-    """Requests come, and some are left, until all have ended; how many were. Probes come too."""
+    """Submit clients' requests and probes, cancel some; return how many were cancelled."""
     num_cancels = 0
     for _ in range(25):
         for _ in range(rng.randint(0, 3)):
@@ -72,12 +72,12 @@ def live(client, rng):
 
 
 def clients_of(client, are_probes=False):
-    """The streams that are no probe's, or those that are."""
+    """Return the streams of clients, or those of probes."""
     return {key: stream for key, stream in client.streams.items() if stream.is_probe is are_probes}
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_books_agree_with_what_clients_got(seed):
+def test_metrics_agree_with_what_clients_got(seed):
     rng = random.Random(seed)
     client = make(Telemetry(3600.0), max_in_flight=rng.choice([1, 2]))
     num_cancels = live(client, rng)
@@ -170,7 +170,7 @@ def test_times_between_tokens_are_those_of_each_sequence():
     for sequence, ago_ms in zip(sequences, (20, 20, 20, 300, 2, None), strict=True):
         sequence.first_scheduled_ns = 400 * MS
         sequence.last_token_ns = 0 if ago_ms is None else now_ns - ago_ms * MS
-    telemetry.sampled(sequences, now_ns)
+    telemetry.tokens_sampled(sequences, now_ns)
     told = telemetry.figures({"active_requests": 1})
     counts, total = told.histograms["inter_token_s"]
     bounds = figures.HISTOGRAMS["inter_token_s"]
@@ -189,7 +189,7 @@ def test_times_between_tokens_are_those_of_each_sequence():
 
 @pytest.fixture
 def wall(monkeypatch):
-    """By how many `hours` the wall clock is off, for whoever asks for it, by whatever name."""
+    """Set the wall clock wrong by `hours`, under every name that code reads it by."""
     clock, real, real_ns = SimpleNamespace(hours=0), time.time, time.time_ns
     turned = {
         real: lambda: real() + 3600.0 * clock.hours,

@@ -1,4 +1,4 @@
-"""Admission: order, its bound on waiting, both limits, and when to come again."""
+"""Admission: order, the bound on waiting, both limits, and when to try again."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ MS = 1_000_000
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_ns = 5 * MS
@@ -70,7 +70,7 @@ def test_one_that_left_is_not_admitted() -> None:
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=200), st.integers(0, 9))
 def test_nobody_is_passed_for_ever(events: list[int | None], last: int) -> None:
-    """None admits one, a number lets one of that priority come."""
+    """Run events: None admits a request, a number adds one of that priority."""
     queue, age, older, alive = WaitingQueue(10**6, 10**6, Clock()), {}, {}, set()
     num_admitted = 0
     for number, event in enumerate([*events, last, *[None] * 200]):
@@ -88,7 +88,7 @@ def test_nobody_is_passed_for_ever(events: list[int | None], last: int) -> None:
 
 
 class Turns:
-    """A queue whose heads are held now and then; how late each is when it is admitted."""
+    """A queue whose heads are deferred now and then; records how late each is admitted."""
 
     def __init__(self) -> None:
         self.queue = WaitingQueue(10**6, 10**6, Clock())
@@ -107,7 +107,7 @@ class Turns:
 
     def hold(self, leader_id: int) -> None:
         if (sequence := self.queue.head()) is not None:
-            self.queue.hold(sequence, leader_id)
+            self.queue.defer(sequence, leader_id)
             self.held[sequence.id] = leader_id
 
     def wake(self, leader_id: int) -> None:
@@ -147,11 +147,11 @@ def test_only_who_is_held_is_late_and_goes_once_it_is_woken(
 
 
 def hold(queue: WaitingQueue, number: int, leader_id: int) -> None:
-    """The head, which has this number."""
+    """Admit the head, and assert that it has this number."""
     sequence = queue.head()
     assert sequence is not None
     assert sequence.id == number
-    queue.hold(sequence, leader_id)
+    queue.defer(sequence, leader_id)
 
 
 @pytest.mark.parametrize(

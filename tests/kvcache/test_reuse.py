@@ -5,7 +5,7 @@ import random
 import pytest
 from fixtures.engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected
 from slipstream.engine.engine import Engine
-from slipstream.engine.scheduler import MAX_HELD, Limits
+from slipstream.engine.scheduler import MAX_DEFERRALS, Limits
 from slipstream.wire import FinishReason
 from slipstream_contract.errors import ContractError
 from slipstream_contract.retention import Retention, TokenRange
@@ -192,7 +192,7 @@ def test_a_burst_of_long_prompts_computes_what_it_has_in_common_once() -> None:
 
 
 @pytest.mark.parametrize(("num_shared", "is_held"), [(40, True), (16, False)])
-def test_who_has_little_in_common_keeps_its_place(num_shared: int, is_held: bool) -> None:
+def test_a_prompt_with_little_in_common_keeps_its_place(num_shared: int, is_held: bool) -> None:
     client, _ = make(num_blocks=2000, num_seqs=32, num_tokens=128, long_prompt_tokens=20)
     prompts = [[*range(num_shared), *[50 + i % 8, i] * 30] for i in range(12)]
     numbers = [client.submit(prompt, greedy(12)) for prompt in prompts]
@@ -202,7 +202,7 @@ def test_who_has_little_in_common_keeps_its_place(num_shared: int, is_held: bool
 
 
 @pytest.mark.parametrize("way", ["cancel", "preempt", "fail", "nan"])
-def test_who_waits_goes_on_when_the_leader_is_gone(way: str) -> None:
+def test_deferred_sequences_go_on_when_the_leader_is_gone(way: str) -> None:
     client, runner = make(num_tokens=30)
     shared = list(range(40))
     first = client.submit([*shared, 50], greedy(4))
@@ -212,7 +212,7 @@ def test_who_waits_goes_on_when_the_leader_is_gone(way: str) -> None:
         runner.broken.add(leader.id)
     client.step()
     scheduler = client.engine._scheduler
-    assert way == "fail" or scheduler.waiting.num_held == 3
+    assert way == "fail" or scheduler.waiting.num_deferred == 3
     if way == "cancel":
         client.engine.cancel(client.name, first)
     elif way == "preempt":
@@ -220,7 +220,7 @@ def test_who_waits_goes_on_when_the_leader_is_gone(way: str) -> None:
     elif way == "nan":
         runner.poisoned.add(leader.id)
     if way in ("cancel", "preempt"):
-        assert scheduler.waiting.num_held == 0
+        assert scheduler.waiting.num_deferred == 0
     client.drain()
     for i, number in enumerate(others):
         check(client, number, [*shared, 51, i], greedy(4))
@@ -230,7 +230,7 @@ def test_who_waits_goes_on_when_the_leader_is_gone(way: str) -> None:
 
 
 def test_nobody_waits_for_ever() -> None:
-    """Leader after leader is cancelled: whoever was held so often computes it alone."""
+    """Leader after leader is cancelled: after MAX_DEFERRALS a sequence computes alone."""
     client, _ = make(num_tokens=8, max_in_flight=1, num_blocks=400)
     shared = list(range(40))
     leaders = [client.submit([*shared, 50, i], greedy(2)) for i in range(9)]
@@ -239,18 +239,18 @@ def test_nobody_waits_for_ever() -> None:
     for leader in leaders:
         client.step()
         client.engine.cancel(client.name, leader)
-        assert request.sequences[0].num_deferrals <= MAX_HELD
+        assert request.sequences[0].num_deferrals <= MAX_DEFERRALS
     client.drain()
     check(client, last, [*shared, 59], greedy(2))
 
 
-def test_nobody_waits_for_little_of_much() -> None:
+def test_no_sequence_waits_for_little_of_much() -> None:
     client, _ = make(num_tokens=8, max_in_flight=1, num_blocks=400)
     client.submit(list(range(50)) * 3, greedy(2))
     client.step()
     number = client.submit([0, 1, 2, 3, 4, 5], greedy(2))
     client.step()
-    assert client.engine._scheduler.waiting.num_held == 0
+    assert client.engine._scheduler.waiting.num_deferred == 0
     client.drain()
     check(client, number, [0, 1, 2, 3, 4, 5], greedy(2))
 
@@ -322,7 +322,7 @@ def test_a_copy_that_failed_is_made_again(is_late: bool) -> None:
     assert sum(len(batch.copies) for batch in runner.batches) >= 2
 
 
-def test_a_copy_to_who_has_let_go_is_not_made_and_its_source_is_free() -> None:
+def test_a_copy_into_released_blocks_is_not_made_and_its_source_is_free() -> None:
     client, runner = make()
     ask(client, PROMPT)
     scheduler = client.engine._scheduler
@@ -338,9 +338,9 @@ def test_a_copy_to_who_has_let_go_is_not_made_and_its_source_is_free() -> None:
 
 
 def _work() -> object:
-    from slipstream.engine.scheduler import _Work
+    from slipstream.engine.scheduler import _StepDraft
 
-    return _Work(64, None, 0, [])
+    return _StepDraft(64, None, 0, [])
 
 
 # --- who goes first ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from slipstream.bridge.senders import Senders
 from slipstream.bridge.streams import Call, Calls, Reply, Stream
 from slipstream.bridge.watch import Watch
 from slipstream.config import EngineConfig
-from slipstream.launch import Supervision
+from slipstream.launch import SupervisorStarter
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Bridge:
         """Start the threads and see to it that an engine is started; does not wait for it."""
         self._name = name
         self._server_pid = server_pid
-        self._supervision = Supervision(runtime, config, server_pid)
+        self._supervision = SupervisorStarter(runtime, config, server_pid)
         self._senders = Senders()
         self.calls = Calls(self._send, self._senders.hand_over)
         self._senders.calls = self.calls

@@ -1,8 +1,8 @@
-"""After a step that failed: who of its sequences is at fault?
+"""Find the sequence that makes a step fail.
 
-The step is computed again in halves, and a half that fails in halves of its own, one after the
-other; only a sequence that fails alone ends. Where memory was too short it is tried alone with ever
-fewer tokens first. All others have lost nothing but time.
+The step is run again in halves, and a half that fails in halves of its own, one after the other;
+only a sequence that fails alone ends. If memory was too short, it is first tried alone with ever
+fewer tokens. All other sequences lose nothing but time.
 """
 
 from collections import deque
@@ -10,8 +10,8 @@ from collections import deque
 from slipstream.core.sequence import Sequence, SequenceStatus
 
 
-class Trial:
-    """Groups of sequences, each of which runs by itself until a step of it succeeds."""
+class Bisection:
+    """Groups of sequences, each of which runs by itself until one of its steps succeeds."""
 
     def __init__(self) -> None:
         self._groups: deque[tuple[list[Sequence], int]] = deque()
@@ -20,7 +20,7 @@ class Trial:
         return bool(self._groups)
 
     def current(self) -> tuple[frozenset[int], int] | None:
-        """The ids of those who run now, and how many tokens a step may have; None: no trial."""
+        """Return the ids of the group to run now and its most tokens a step, or None."""
         while self._groups:
             group, max_tokens = self._groups[0]
             ids = frozenset(s.id for s in group if s.status is SequenceStatus.RUNNING)
@@ -30,19 +30,19 @@ class Trial:
         return None
 
     def succeed(self) -> None:
-        """The group that ran is not at fault."""
+        """Clear the group that ran."""
         if self._groups:
             self._groups.popleft()
 
     def fail(
         self, owners: list[Sequence], num_tokens: int, is_short_of_memory: bool
     ) -> Sequence | None:
-        """The sequence that is at fault, if that is clear now; else there are new groups.
+        """Return the sequence that makes steps fail; None if further groups must be tried first.
 
         Args:
-            owners: of the rows of the step that failed.
-            num_tokens: of that step.
-            is_short_of_memory: fewer tokens might do.
+            owners: sequences of the rows of the step that failed.
+            num_tokens: tokens of that step.
+            is_short_of_memory: whether fewer tokens might succeed.
         """
         was_trial = bool(self._groups)
         self.succeed()
@@ -52,7 +52,7 @@ class Trial:
             self._groups.extendleft([(owners[half:], num_tokens), (owners[:half], num_tokens)])
         elif is_short_of_memory and num_tokens > 1:
             self._groups.appendleft((owners, num_tokens // 2))
-        elif not was_trial:  # a second time, in case that it was not its own fault
+        elif not was_trial:  # once more: the failure may not be its fault
             self._groups.appendleft((owners, num_tokens))
         else:
             return owners[0]

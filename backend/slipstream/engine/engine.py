@@ -1,7 +1,7 @@
-"""The engine without its process: submit and cancel change what it holds, `step` advances it.
+"""Run requests without a process around them: submit and cancel change state, `step` advances it.
 
-No sockets and no text: which tokens a bridge may see is decided here, how tokens become text is
-postprocessing's business.
+There are no sockets and no text here. The engine decides which tokens a bridge gets; postprocessing
+turns them into text.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
-from slipstream.engine.bisect import Trial
+from slipstream.engine.bisect import Bisection
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.reports import RequestLog
-from slipstream.engine.request_checks import Bounds
-from slipstream.engine.request_ids import Names
+from slipstream.engine.request_checks import RequestBounds
+from slipstream.engine.request_ids import RequestIds
 from slipstream.engine.scheduler import Limits, Scheduler
 from slipstream.engine.telemetry import Telemetry
 from slipstream.kvcache.host import Mover
@@ -32,47 +32,47 @@ from slipstream.wire import CancelCause, Figures, FinishReason, Status, Submit, 
 
 _log = logging.getLogger(__name__)
 
-_MAX_FAILED = 8  # requests whose steps fail, and none between that succeeds: it is the device then
+_MAX_FAILED = 8  # requests that fail with no step between that succeeds: the device is broken
 # Exceptions after which a CUDA context answers every call with the same error.
 _STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError"}
 
 
-class Launched(Protocol):
-    """A step that a runner has begun."""
+class LaunchedStep(Protocol):
+    """A step that the runner has started."""
 
     def wait(self) -> Sampled:
-        """Its tokens, when they are known. Steps are waited for in the order of their launch."""
+        """Wait for the step and return what it sampled. Steps are awaited in launch order."""
 
 
 class Runner(Protocol):
-    """What executes batches, one after another."""
+    """The part that executes batches, one after another."""
 
     num_blocks: int
     block_size: int
     vocab_size: int
     max_model_len: int
     window: AttentionWindow
-    transfers: Mover | None  # of blocks to host memory and back, if there is any
-    max_in_flight: int  # 2: a step may be launched while the one before it runs; 1: it may not
-    attention_doubles_at: int  # tokens before one that costs twice as much by that; 0: never
+    transfers: Mover | None  # copies of blocks to host memory and back, if there is any
+    max_in_flight: int  # 2: a step may be launched while the one before it runs; else 1
+    attention_doubles_at: int  # context at which a token costs twice as much; 0: none
 
-    def launch(self, batch: Batch) -> Launched:
-        """Begin a step. A row's `source` is a sample of the step launched before."""
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Start a step. A row's `source` is the number of a sample of the step launched before."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _StepInFlight:
     """A step between launch and commit."""
 
     batch: Batch
-    launched: Launched | None  # None: its launch failed
+    launched: LaunchedStep | None  # None: its launch failed
     error: Exception | None
 
 
 class Engine:
-    """All requests in flight.
+    """All requests of one model that have not ended.
 
-    `fatal` is set when the runner is beyond repair: end then.
+    `fatal` is set when the device is beyond repair: the process must end then.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Engine:
             runner.transfers,
             runner.attention_doubles_at,
         )
-        self._bounds = Bounds(
+        self._bounds = RequestBounds(
             runner.vocab_size,
             runner.max_model_len,
             runner.num_blocks,
@@ -114,32 +114,32 @@ class Engine:
         )
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
-        self._names = Names()
-        self._flights: deque[_Flight] = deque()
+        self._request_ids = RequestIds()
+        self._flights: deque[_StepInFlight] = deque()
         self._next_sequence_id = 0
-        self._failed: set[tuple[bytes, int]] = set()  # requests, since a step succeeded
-        self._trial = Trial()
+        self._failed: set[tuple[bytes, int]] = set()  # requests that failed since a step succeeded
+        self._bisection = Bisection()
         self._last_step = 0.0  # time.monotonic()
-        self._num_received = 0  # requests, also those that were refused
+        self._num_received = 0  # requests, refused ones included
         self._num_received_tokens = 0  # of their prompts
 
     @property
     def has_work(self) -> bool:
-        """Would `step` compute or tell anything?"""
+        """Whether `step` would compute or send anything."""
         return bool(self._requests or self._flights)
 
-    def has(self, bridge: bytes, request: int) -> bool:
-        """Whether that request of a bridge has not ended."""
+    def has_request(self, bridge: bytes, request: int) -> bool:
+        """Return whether that request of a bridge has not ended."""
         return (bridge, request) in self._requests
 
     def submit(self, bridge: bytes, message: Submit) -> None:
-        """Queue a request. Raises `ContractError`, and then it is only counted."""
+        """Queue a request. Raises `ContractError` if it is refused; it is counted even then."""
         key = (bridge, message.request)
         assert key not in self._requests, "its number is in use"
         self._num_received += 1
         self._num_received_tokens += len(message.token_ids)
-        self._names.check(bridge, message.model, message.request_id)
-        self._bounds.check(message)
+        self._request_ids.refuse_duplicate(bridge, message.model, message.request_id)
+        self._bounds.validate(message)
         self.load().raise_if_full(len(message.token_ids))
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
@@ -175,8 +175,8 @@ class Engine:
         self._next_sequence_id += sampling.n
         request.num_unfinished = sampling.n
         self._requests[key] = request
-        self._names.add(request)
-        self._telemetry.began(request)
+        self._request_ids.add(request)
+        self._telemetry.request_queued(request)
         if message.deadline_ns:
             self._deadlines.add(message.deadline_ns, key, self._requests.keys())
         self._scheduler.add(request)
@@ -188,9 +188,13 @@ class Engine:
         cause: CancelCause = CancelCause.CLIENT,
         noticed_ns: int = 0,
     ) -> bool:
-        """End all sequences of a request; False if there is no such request (any more).
+        """End all sequences of a request; return False if there is no such request (any more).
 
-        `noticed_ns` is a `time.monotonic_ns()`; 0: now.
+        Args:
+            bridge: identity of the request's connection.
+            request: the bridge's number for it.
+            cause: reason, for metrics.
+            noticed_ns: `time.monotonic_ns()` at which the cause was noticed; 0: now.
         """
         found = self._requests.get((bridge, request))
         if found is None:
@@ -204,45 +208,45 @@ class Engine:
         request.cause = cause
         for sequence in request.sequences:
             self._scheduler.finish(sequence, ending)
-        last_step = self.num_steps + len(self._flights)  # which may hold its blocks back
-        self._telemetry.cancelled(request, noticed_ns or time.monotonic_ns(), last_step)
-        self._telemetry.freed(self.num_steps)
+        last_step = self.num_steps + len(self._flights)  # which may still use its blocks
+        self._telemetry.request_cancelled(request, noticed_ns or time.monotonic_ns(), last_step)
+        self._telemetry.blocks_freed(self.num_steps)
 
-    def drop_bridge(self, bridge: bytes) -> int:
-        """Cancel everything of a bridge that nobody listens for; how many requests that was."""
+    def cancel_bridge(self, bridge: bytes) -> int:
+        """Cancel all requests of a bridge that is gone; return how many there were."""
         gone = self.requests_of(bridge)
         for number in gone:
             self.cancel(bridge, number, CancelCause.BRIDGE)
         return len(gone)
 
     def step(self) -> dict[bytes, list[Tokens]]:
-        """Finish a step, with the next one launched behind it; what there is to tell, by bridge."""
+        """Launch ahead, commit the oldest step; return the new tokens for each bridge."""
         self._end_overdue()
         self._launch_ahead()
         if self.fatal is not None:
             return {}
         had_flights = bool(self._flights)
         if had_flights:
-            self._land(self._flights.popleft())
-            # The next step to be scheduled may not build on one that was never launched.
+            self._commit(self._flights.popleft())
+            # The next step must not build on one that was never launched.
             if self._flights and self._flights[0].error is not None:
-                self._land(self._flights.popleft())
+                self._commit(self._flights.popleft())
             self._last_step = time.monotonic()
-            self._telemetry.freed(self.num_steps)
+            self._telemetry.blocks_freed(self.num_steps)
         outputs = self._outputs()
-        # Whoever waits while nobody runs is always admitted.
+        # A sequence that waits while none runs is always admitted.
         assert had_flights or outputs or not self._requests, "no progress"
         return outputs
 
     def load(self) -> Load:
-        """What waits, and how much may."""
+        """Return how much is waiting, and how much may wait."""
         scheduler = self._scheduler
         return scheduler.waiting.load(scheduler.num_running)._replace(
             num_received=self._num_received, num_received_tokens=self._num_received_tokens
         )
 
     def status(self, number: int = 0, bridges: Iterable[str] = ()) -> Status:
-        """The answer to a `Ping`."""
+        """Return the answer to a `Ping`."""
         scheduler = self._scheduler
         age = time.monotonic() - self._last_step if self._requests else 0.0
         return Status(
@@ -264,7 +268,7 @@ class Engine:
         )
 
     def figures(self, num_dropped: int = 0) -> Figures:
-        """All that was counted; `num_dropped` are frames that were no message."""
+        """Return all metrics; `num_dropped` is the number of frames that were not messages."""
         counters = self._telemetry.counters
         counters["preemptions"] = self._scheduler.num_preemptions
         counters["dropped_messages"] = num_dropped
@@ -282,7 +286,7 @@ class Engine:
         )
 
     def _load_of_clients(self) -> dict[str, float]:
-        """What runs and waits, without probes; each of those is one sequence."""
+        """Return gauges of running and waiting work without probes; a probe has one sequence."""
         scheduler, waiting = self._scheduler, self._scheduler.waiting
         probes: list[Sequence] = []
         if self._telemetry.num_probes:
@@ -300,7 +304,7 @@ class Engine:
         }
 
     def requests_of(self, bridge: bytes) -> list[int]:
-        """The numbers of a bridge's requests that have not ended."""
+        """Return the numbers of a bridge's requests that have not ended."""
         return [number for owner, number in self._requests if owner == bridge]
 
     def check_integrity(self) -> None:
@@ -310,7 +314,7 @@ class Engine:
         cache = self._scheduler.cache
         if not self._requests:
             assert num_sequences == 0, "sequences without a request"
-            assert not self._names, "a name of a request that has ended"
+            assert not self._request_ids, "an id of a request that has ended"
             assert cache.num_unused == cache.num_blocks, "a leak"
         assert cache.num_fenced == 0 or self._flights, "a fence without a step in flight"
         assert num_sequences <= sum(r.num_unfinished for r in self._requests.values())
@@ -318,12 +322,12 @@ class Engine:
     # --- one step ------------------------------------------------------------------------------
 
     def _end_overdue(self) -> None:
-        """End the requests that are over time, in whatever state they are."""
+        """End requests whose deadline has passed, whatever their state."""
         now_ns = self._clock()
         for deadline_ns, key in self._deadlines.take_due(now_ns):
             request = self._requests.get(key)
             if request is None or request.deadline_ns != deadline_ns:
-                continue  # it ended; another may have its number by now
+                continue  # it ended; its number may be in use again
             is_waiting = not request.sequences[0].first_scheduled_ns
             num_tokens = sum(max(s.num_outputs, s.num_sent) for s in request.sequences)
             error = (
@@ -335,26 +339,29 @@ class Engine:
             self._end_early(request, ending, CancelCause.DEADLINE, 0)
 
     def _launch_ahead(self) -> None:
-        """As many steps as the runner takes; one that fails is the last, and a trial runs alone."""
+        """Launch as many steps as the runner takes at a time.
+
+        After a failed launch no further step is launched, and a bisected group runs alone.
+        """
         while len(self._flights) < self._runner.max_in_flight:
-            only = self._trial.current()
+            only = self._bisection.current()
             if only is not None and self._flights:
                 return
             batch = self._schedule(only)
             if self.fatal is not None or (batch is None and only is None):
                 return
             if batch is None:
-                continue  # they gave up their blocks for others: their turn is over
+                continue  # preempted for others: the group's turn is over
             try:
-                self._flights.append(_Flight(batch, self._runner.launch(batch), None))
+                self._flights.append(_StepInFlight(batch, self._runner.launch(batch), None))
             except Exception as error:
-                self._flights.append(_Flight(batch, None, error))
+                self._flights.append(_StepInFlight(batch, None, error))
                 return
 
     def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
-        """The next step's work; where all wait for blocks on their way, as soon as some are there.
+        """Return the next batch; if all sequences wait for blocks from host memory, wait for some.
 
-        Copies that cannot be begun, or have failed, are the device's end.
+        Sets `fatal` if a copy cannot be started or has failed.
         """
         scheduler = self._scheduler
         try:
@@ -370,17 +377,17 @@ class Engine:
             return None
         return batch
 
-    def _land(self, flight: _Flight) -> None:
-        """Wait for a step and commit it; if it failed, go on without who is at fault."""
+    def _commit(self, flight: _StepInFlight) -> None:
+        """Wait for a step and commit it; if it failed, undo it and find the sequence at fault."""
         batch, error = flight.batch, flight.error
         self.num_steps += 1
         try:
             if error is not None:
                 raise error
             assert flight.launched is not None
-            begin_s = time.monotonic()
+            wait_s = time.monotonic()
             sampled = flight.launched.wait()
-            landed_s = time.monotonic()
+            ended_s = time.monotonic()
             num_samples = sum([row.samples for row in batch.rows])
             if len(sampled.token_ids) != num_samples:
                 raise RuntimeError(f"{len(sampled.token_ids)} tokens for {num_samples} rows")
@@ -388,15 +395,15 @@ class Engine:
             self._recover(batch, caught)
             return
         self._failed.clear()
-        self._trial.succeed()
+        self._bisection.succeed()
         owners = self._scheduler.commit(batch, sampled)
-        self._telemetry.step(batch, owners, begin_s, landed_s)
+        self._telemetry.step_finished(batch, owners, wait_s, ended_s)
 
     def _recover(self, batch: Batch, error: Exception) -> None:
-        """Undo all that is in flight behind a failed step, and find out who is at fault.
+        """Undo all steps in flight after a failed one, and find the sequence at fault.
 
-        Where it is the device, `fatal` is set, and nobody is told anything: what each has got is
-        right, and whoever asks again can be served by the next engine.
+        If the device itself has failed, `fatal` is set and nothing is sent: all tokens sent so far
+        are right, and a client that sends its request again can be served by the next engine.
         """
         _log.error("a step of %d rows failed", len(batch.rows), exc_info=error)
         names = {kind.__name__ for kind in type(error).__mro__}
@@ -412,7 +419,7 @@ class Engine:
         if not owners:
             return
         is_short_of_memory = "OutOfMemoryError" in names
-        culprit = self._trial.fail(owners, batch.num_tokens, is_short_of_memory)
+        culprit = self._bisection.fail(owners, batch.num_tokens, is_short_of_memory)
         if culprit is None:
             return
         reason = f"the step failed: {type(error).__name__}"
@@ -432,12 +439,12 @@ class Engine:
             if tokens.finished is not None:
                 if tokens.finished.reason is FinishReason.ERROR:
                     _log.error("request %d ended: %s", request.number, tokens.finished.error)
-                self._telemetry.finished(sequence, tokens.finished.num_output_tokens)
+                self._telemetry.sequence_finished(sequence, tokens.finished.num_output_tokens)
                 request.num_unfinished -= 1
                 if request.num_unfinished == 0:
                     del self._requests[request.bridge, request.number]
-                    self._names.remove(request)
-                    self._telemetry.ended(request)
+                    self._request_ids.remove(request)
+                    self._telemetry.request_finished(request)
                     if self._request_log is not None and not request.is_probe:
                         self._request_log.write(request)
         return outputs

@@ -1,10 +1,11 @@
-"""The engine's process: poll -> apply -> step -> send, in one thread.
+"""Run the engine's process: poll, apply messages, step, send; in one thread.
 
     python -m slipstream.engine.loop --config FILE --socket ipc://PATH
 
-FILE is an `EngineConfig` as JSON; a relative checkpoint in it is relative to FILE. Exit codes:
-0 told to end, 1 the runner is beyond repair (every bridge was told first), 2 it cannot start, with
-one line on stderr. Nothing that comes in through the socket can end the process.
+FILE is an `EngineConfig` as JSON; a relative checkpoint in it is relative to FILE. Exit codes: 0
+after SIGTERM, SIGINT or the end of the parent; 1 if the device is beyond repair, after all tokens
+were sent; 2 if the engine cannot start, with one line on stderr. No message from the socket can end
+the process.
 """
 
 import argparse
@@ -38,21 +39,21 @@ from slipstream.engine.telemetry import Telemetry
 _log = logging.getLogger(__name__)
 
 _MAX_FRAME_BYTES = 64 << 20
-_MAX_UNSENT = 16_384  # messages to one bridge; a bridge that far behind counts as gone
-_MAX_FRAMES = 1024  # taken between two steps, so that a flood cannot stop the generation
-_IDLE_MS = 1000  # how long an idle loop waits before it looks whether its parent is alive
-_SILENCE_S = 5.0  # a bridge pings every second; one so long silent is probed
+_MAX_UNSENT = 16_384  # messages to one bridge; one further behind is disconnected
+_MAX_FRAMES = 1024  # read between two steps, so that a flood of messages cannot stop generation
+_IDLE_MS = 1000  # an idle loop checks this often whether its parent is alive
+_SILENCE_S = 5.0  # bridges ping every second; one silent for longer is probed
 
 
 class EngineLoop:
-    """A ROUTER socket around an `Engine`: knows who said hello, and tells each bridge its own."""
+    """A ROUTER socket around an `Engine`: accepts bridges, and sends each bridge its own tokens."""
 
     def __init__(self, engine: Engine, welcome: wire.Welcome, address: str) -> None:
-        self.num_dropped = 0  # frames that were no message, out of turn, or could not be applied
+        self.num_dropped = 0  # frames that were not messages, out of turn, or not applicable
         self.num_unknown = 0  # cancels of requests that are not there
         self._engine = engine
         self._welcome = welcome
-        self._bridges: dict[bytes, wire.Hello] = {}  # those that said hello
+        self._bridges: dict[bytes, wire.Hello] = {}  # connected bridges
         self._heard_s: dict[bytes, float] = {}
         self._next_probe_s = 0.0
         self._status_line = StatusLine(time.monotonic())
@@ -70,7 +71,7 @@ class EngineLoop:
         self._load_file = LoadFile(load_path_of(Path(address.removeprefix("ipc://"))))
 
     def run(self) -> int:
-        """Serve until the parent is gone or the runner is beyond repair; the exit code."""
+        """Serve until the parent has ended (return 0) or the device is beyond repair (1)."""
         linger_ms = 0
         try:
             while os.getppid() == self._parent:
@@ -84,25 +85,25 @@ class EngineLoop:
             self._context.destroy(linger_ms)
 
     def turn(self, idle_ms: int) -> None:
-        """Apply what came in, waiting for it only if there is nothing to do; then one step."""
+        """Apply what came in, waiting up to `idle_ms` if there is no work; then run one step."""
         self._turns.count()
         if self._engine.has_work or self._socket.poll(idle_ms):
             self._receive()
-            self._tell_load()
+            self._publish_load()
         if self._engine.has_work:
             outputs = self._engine.step()
             made_ns = time.time_ns()
             for bridge, tokens in outputs.items():
                 if bridge in self._bridges:
                     self._send(bridge, wire.StepOutputs(self._engine.num_steps, made_ns, tokens))
-            self._tell_load()
+            self._publish_load()
         if (now := time.monotonic()) >= self._next_probe_s:
             self._next_probe_s = now + 1.0
             self._status_line.tick(self._engine.status(0, ()), now)
             self._probe(now - _SILENCE_S)
 
     def close(self) -> None:
-        """Stop listening, for those who call `turn` themselves."""
+        """Close the socket, for callers that use `turn` instead of `run`."""
         self._context.destroy(0)
 
     # --- messages ------------------------------------------------------------------------------
@@ -126,11 +127,11 @@ class EngineLoop:
                 self._heard_s[bridge] = time.monotonic()
             try:
                 self._apply(bridge, message)
-            except Exception:  # one message must not end what all others wait for
+            except Exception:  # one message must not end the engine for all
                 _log.exception("a %s message", type(message).__name__)
                 self._drop("it could not be applied")
 
-    def _tell_load(self) -> None:
+    def _publish_load(self) -> None:
         load = self._engine.load()._replace(looked_ns=self._looked_ns)
         self._load_file.publish(load, is_idle=not self._engine.has_work)
 
@@ -143,7 +144,7 @@ class EngineLoop:
         if isinstance(message, wire.Hello):
             self._greet(bridge, message)
         elif bridge not in self._bridges:
-            self._drop("its sender never said hello")
+            self._drop("the sender never sent Hello")
             self._reply(bridge, wire.Refused("say Hello first: this connection is not known"))
         elif isinstance(message, wire.Submit):
             self._submit(bridge, message)
@@ -153,7 +154,7 @@ class EngineLoop:
         elif isinstance(message, wire.Ping):
             self._send(bridge, self._status(bridge, message))
         else:
-            self._forget(bridge, "says bye")
+            self._disconnect(bridge, "says bye")
 
     def _status(self, bridge: bytes, ping: wire.Ping) -> wire.Status:
         status = self._engine.status(ping.number, self._bridge_names())
@@ -168,19 +169,19 @@ class EngineLoop:
             reason = f"the engine speaks protocol {ours[0]}, version {ours[1]}, the bridge {theirs}"
             self._reply(bridge, wire.Refused(reason))
             return
-        if bridge in self._bridges:  # who connects anew has another identity
+        if bridge in self._bridges:  # a new connection has another identity
             self._drop(f"bridge {message.bridge!r:.64} says hello again")
             return
         before = [b for b, hello in self._bridges.items() if hello.pid and hello == message]
         for identity in before:
-            self._forget(identity, "connects anew")
+            self._disconnect(identity, "connects anew")
         self._bridges[bridge] = message
         self._heard_s[bridge] = time.monotonic()
         _log.info("bridge %.64r is connected", message.bridge)
         self._send(bridge, self._welcome)
 
     def _submit(self, bridge: bytes, message: wire.Submit) -> None:
-        if self._engine.has(bridge, message.request):  # numbers are used once: it came twice
+        if self._engine.has_request(bridge, message.request):  # numbers are used once
             self._drop(f"request {message.request} is already running")
             return
         try:
@@ -194,27 +195,27 @@ class EngineLoop:
             self._send(bridge, wire.Rejected(message.request, Code.INTERNAL, reason))
 
     def _send(self, bridge: bytes, message: wire.ToBridge) -> None:
-        """To a bridge that said hello; if it cannot be reached, it is gone."""
+        """Send to a connected bridge; disconnect it if it cannot be reached."""
         if not self._reply(bridge, message):
-            self._forget(bridge, "cannot be reached")
+            self._disconnect(bridge, "cannot be reached")
 
     def _reply(self, bridge: bytes, message: wire.ToBridge) -> bool:
         try:
             self._socket.send_multipart([bridge, wire.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # no route to it, or too many unsent messages
+        except zmq.ZMQError as error:  # no route, or too many unsent messages
             _log.warning("bridge %.64r: %s", self._bridge_name(bridge), error)
             return False
         return True
 
     def _probe(self, since_s: float) -> None:
-        """Write to those not heard since; whoever died without a word cannot be reached."""
+        """Send to bridges not heard since `since_s`; a dead one turns out to be unreachable."""
         for bridge in [b for b, heard_s in self._heard_s.items() if heard_s < since_s]:
             self._send(bridge, self._engine.status(0, self._bridge_names()))
 
-    def _forget(self, bridge: bytes, why: str) -> None:
+    def _disconnect(self, bridge: bytes, why: str) -> None:
         name = self._bridge_name(bridge)
         self._heard_s.pop(bridge, None)
-        num_requests = self._engine.drop_bridge(bridge)
+        num_requests = self._engine.cancel_bridge(bridge)
         if self._bridges.pop(bridge, None) is not None:
             _log.info("bridge %.64r %s; %d requests cancelled", name, why, num_requests)
 
@@ -226,7 +227,7 @@ class EngineLoop:
 
 
 def read_config(path: Path) -> EngineConfig:
-    """The configuration in a JSON file; a relative checkpoint becomes relative to that file."""
+    """Return the configuration in a JSON file, with its checkpoint relative to that file."""
     config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
     return msgspec.structs.replace(config, checkpoint=str(path.parent / config.checkpoint))
 
@@ -271,21 +272,21 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
     return loop
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The process; its exit code."""
+    """Run the process; return its exit code."""
     parser = argparse.ArgumentParser(prog="slipstream.engine.loop", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     parser.add_argument("--socket", required=True, help="ZeroMQ address to listen on")
     options = parser.parse_args(arguments)
-    wake_at_once()  # whoever started it wakes gently: everything makes way for the steps
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, _end)
+    wake_at_once()  # undo what the parent may have set: steps come before everything else
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGINT, _exit)
     faulthandler.enable()  # a crash in native code says where
-    faulthandler.register(signal.SIGUSR1)  # as the supervisor asks of one that is stuck
+    faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to an engine that is stuck
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     try:
         loop = load(read_config(options.config), options.socket)
@@ -294,9 +295,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"slipstream engine: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     gc.collect()
-    gc.freeze()  # weights and modules live for ever: no collection needs to look at them
+    gc.freeze()  # weights and modules stay: keep them out of collections
     code = loop.run()
-    if code:  # nothing may touch a device that is beyond repair: its destructors could hang
+    if code:  # skip destructors: on a broken device they could hang
         logging.shutdown()
         os._exit(code)
     return code

@@ -1,7 +1,7 @@
-"""What the engine writes for people: how it is doing, every 10 s, and a line a request on demand.
+"""Write for operators: a status line every 10 s, and a line for each request if configured.
 
-A line of the request log is JSON in ASCII, control characters escaped. It holds lengths, times and
-reasons, never anything of the prompt or the output.
+A line of the request log is JSON in ASCII, with control characters escaped. It has lengths, times
+and reasons, never content of the prompt or the output.
 """
 
 import datetime
@@ -22,15 +22,15 @@ _MAX_ID = 64  # characters of what a client chose
 
 
 class StatusLine:
-    """Says once in 10 s how the engine is doing, unless nothing was done."""
+    """Logs the state of the engine every 10 s, unless it was idle."""
 
     def __init__(self, now_s: float) -> None:
-        """`now_s` is a `time.monotonic()`."""
+        """Start the first period; `now_s` is a `time.monotonic()`."""
         self._last_s = now_s
         self._before = (0, 0, 0, 0, 0)
 
     def tick(self, status: Status, now_s: float) -> None:
-        """Called about once a second."""
+        """Log if the period is over; call this about once a second."""
         if now_s - self._last_s < _EVERY_S:
             return
         elapsed_s, self._last_s = now_s - self._last_s, now_s
@@ -62,12 +62,10 @@ class StatusLine:
 
 
 class RequestLog:
-    """A file to which a line is added for every request that the engine ends."""
+    """A file with a line for every request that has ended."""
 
     def __init__(self, path: Path, telemetry: Telemetry) -> None:
-        """Raises OSError if it cannot be written. It may be moved away at any time, to be begun
-        anew.
-        """
+        """Open the file for appending; raises OSError. It may be rotated at any time."""
         self._telemetry = telemetry
         self._log = logging.Logger("requests")
         handler = logging.handlers.WatchedFileHandler(path, encoding="ascii")
@@ -75,18 +73,18 @@ class RequestLog:
         self._log.addHandler(handler)
 
     def write(self, request: Request) -> None:
-        """All of its sequences have ended."""
+        """Append a request whose sequences have all ended."""
         line = describe(request, self._telemetry, time.monotonic_ns())
         self._log.info("%s", json.dumps(line, ensure_ascii=True))
 
 
 def describe(request: Request, telemetry: Telemetry, now_ns: int) -> dict[str, object]:
-    """A request that has ended just now, at a `time.monotonic_ns()`.
+    """Return the log entry of a request that ended at `now_ns`, a `time.monotonic_ns()`.
 
-    Times are in s since it came; null: it never got so far.
+    Times are in s since the request's arrival; null: it did not get that far.
     """
     sequences = request.sequences
-    begun = [each.first_scheduled_ns for each in sequences if each.first_scheduled_ns]
+    started = [each.first_scheduled_ns for each in sequences if each.first_scheduled_ns]
     first = [each.first_token_ns for each in sequences if each.first_token_ns]
     arrival_ns = request.arrival_ns
     moment = datetime.datetime.fromtimestamp(time.time(), datetime.UTC)
@@ -100,7 +98,7 @@ def describe(request: Request, telemetry: Telemetry, now_ns: int) -> dict[str, o
         "num_output_tokens": [each.length for each in sequences],
         "finish_reasons": [each.ending.reason if each.ending else None for each in sequences],
         "cancel_cause": request.cause,
-        "queue_s": _seconds(min(begun) - arrival_ns) if begun else None,
+        "queue_s": _seconds(min(started) - arrival_ns) if started else None,
         "first_token_s": _seconds(min(first) - arrival_ns) if first else None,
         "end_to_end_s": _seconds(now_ns - arrival_ns),
         "num_preemptions": sum(each.num_preemptions for each in sequences),

@@ -1,6 +1,7 @@
-"""What a request may ask of this model and cache: what only the engine knows, and what would hurt
-others if a bridge had not checked it. Outside of these bounds a runner might raise, and that would
-cost a whole step.
+"""Validate what a request asks of this model and cache.
+
+Most limits are known to the engine only; the others are checked again because a value outside them
+could make the runner raise, which would cost other requests a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +18,21 @@ from slipstream.wire import Submit
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """`blocks_for` tells how many blocks so many tokens cannot be computed without."""
+class RequestBounds:
+    """The limits of one engine.
+
+    `blocks_for` returns the number of blocks without which so many tokens cannot be computed.
+    """
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
-    num_tokens: int  # that these blocks hold in all layers
+    num_tokens: int  # capacity of these blocks, over all layers
     blocks_for: Callable[[int], int]
     has_tokenizer: bool
 
-    def check(self, message: Submit) -> None:
-        """Raise `ContractError` if it cannot be served, by field, value and limit."""
+    def validate(self, message: Submit) -> None:
+        """Raise `ContractError` with field, value and limit if the request cannot be served."""
         self._check_prompt(message.token_ids)
         self._check_sampling(message.sampling)
         if not 0 <= message.priority <= LOWEST_PRIORITY:

@@ -1,7 +1,7 @@
-"""Which requests run under which names: the ids that clients gave them.
+"""Track the ids that clients gave to running requests.
 
-A model may be served by several processes, each with a connection of its own, and none knows what
-the others run. A bridge sees to its own requests itself, of which several may have one id.
+Several processes may serve one model, each with its own connection, and none knows the requests of
+the others. A bridge handles duplicates among its own requests itself: several may share an id.
 """
 
 from slipstream_contract.errors import Code, ContractError
@@ -9,14 +9,14 @@ from slipstream_contract.errors import Code, ContractError
 from slipstream.core.sequence import Request
 
 
-class Names:
-    """Requests by model and id, of those that were given an id."""
+class RequestIds:
+    """Running requests by model and id, if they have an id."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[str, str], list[Request]] = {}
 
-    def check(self, bridge: bytes, model: str, request_id: str) -> None:
-        """Raise ContractError if another bridge of that model runs a request of that id."""
+    def refuse_duplicate(self, bridge: bytes, model: str, request_id: str) -> None:
+        """Raise `ContractError` if another bridge of that model runs a request with that id."""
         for request in self._running.get((model, request_id), ()):
             if request.bridge != bridge and request.cause is None:
                 raise ContractError(
@@ -24,12 +24,12 @@ class Names:
                 )
 
     def add(self, request: Request) -> None:
-        """It runs from now on."""
+        """Add a request that is queued."""
         if request.request_id:
             self._running.setdefault((request.model, request.request_id), []).append(request)
 
     def remove(self, request: Request) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         if request.request_id:
             key = request.model, request.request_id
             self._running[key].remove(request)
@@ -37,5 +37,5 @@ class Names:
                 del self._running[key]
 
     def __len__(self) -> int:
-        """Ids that are in use."""
+        """Return the number of ids in use."""
         return len(self._running)

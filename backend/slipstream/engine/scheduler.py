@@ -1,22 +1,24 @@
-"""Who computes what in the next step: decodes first, the rest of the budget to prefill chunks.
+"""Decide what the next step computes: decodes first, then prefill chunks within the token limit.
 
-A running sequence with one token not yet computed is a decode; with more (a new prompt, or
-everything again after a preemption) it is cut into chunks. Beside decodes, those of long prompts
-are cut as `Pace` says. A step costs O(sequences) here, not O(tokens).
+A running sequence with one token left to compute is a decode; with more (a new prompt, or the whole
+sequence after a preemption) it is computed in chunks. Beside decodes, chunks of long prompts are
+limited by the prefill budget. Scheduling a step costs O(sequences), not O(tokens).
 
-Only running sequences hold blocks. A sequence is admitted with blocks for all its tokens, a decode
-takes one more at each block border: only decodes can find the pool empty. Then the youngest is
-preempted: it gives up its blocks, waits in front and later computes all again. After
-`MAX_PREEMPTIONS` it is admitted only with all the blocks it can ever need, and is no victim then.
+Only running sequences hold blocks. A sequence is admitted with blocks for all its tokens; a decode
+takes one more at each block border, so only decodes can find the pool empty. Then the youngest
+sequence is preempted: it releases its blocks, waits first in line and is computed again later.
+After `MAX_PREEMPTIONS` a sequence is admitted only with all blocks that it can ever need, and is
+never preempted again.
 
-What is computed already is found by the cache. Who is next to be admitted while another one is
-computing what it would compute too is held until that is done, and others go before it; siblings
-(n > 1) are held until the first of them has computed the prompt. A leader that leaves wakes those
-it holds: nobody waits for one that does not run, or is held more than `MAX_HELD` times.
+The cache finds what is already computed. If a running sequence (the leader) is computing what the
+next one to admit would compute too, that one is deferred until it is done, and others go first.
+Siblings (n > 1) are deferred until the first of them has computed the prompt. A leader that stops
+running wakes the sequences that it deferred: none waits for a sequence that does not run, or is
+deferred more than `MAX_DEFERRALS` times.
 
 A step may be scheduled while the one before it runs, whose tokens are then known by number only
-(`Sequence.num_pending`): a row says whose sample it is. Who turns out to have ended has a row in
-flight that means nothing; who is preempted meanwhile still gets its token.
+(`Sequence.num_pending`): a row names its sample. A sequence that turns out to have ended has a row
+in flight that is ignored; a sequence that is preempted meanwhile still gets its token.
 """
 
 from collections import deque
@@ -29,7 +31,7 @@ from slipstream.core.rows import chunk_row, decode_row
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.core.window import AttentionWindow
-from slipstream.engine.prefill_budget import Pace
+from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.waiting import WaitingQueue
 from slipstream.kvcache.cache import Copies, KVCache
@@ -38,8 +40,8 @@ from slipstream.kvcache.reuse import PrefixMatch
 from slipstream.wire import FinishReason
 
 MAX_PREEMPTIONS = 3
-MAX_HELD = 3
-_MAX_HELD_A_STEP = 64  # each costs a look at its prompt
+MAX_DEFERRALS = 3
+_MAX_DEFERRED_A_STEP = 64  # each costs a search for its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,12 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Work:
-    """A step while it is put together."""
+class _StepDraft:
+    """A step while it is being scheduled."""
 
-    budget: int  # tokens that it may still have
-    long_budget: int | None  # of them, of long prompts; None: as few as `Pace` says
-    num_long: int  # long prompts that are not computed yet
+    budget: int  # tokens that it can still take
+    long_budget: int | None  # of long prompts; None: not taken from `PrefillBudget` yet
+    num_long: int  # long prompts in prefill
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
 
@@ -83,9 +85,9 @@ class Scheduler:
         mover: Mover | None = None,
         attention_doubles_at: int = 0,
     ) -> None:
-        self._pace = pace = Pace(clock, attention_doubles_at)
+        self._prefill_budget = prefill_budget = PrefillBudget(clock, attention_doubles_at)
         pool = (num_blocks, block_size, limits.kv_cache_reuse, clock)
-        self.cache = KVCache(*pool, window, mover, lambda: pace.token_ns)
+        self.cache = KVCache(*pool, window, mover, lambda: prefill_budget.token_ns)
         self._telemetry = telemetry or Telemetry()
         self.num_preemptions = 0
         self._max_tokens = limits.max_num_batched_tokens
@@ -95,23 +97,23 @@ class Scheduler:
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
         self._running: dict[int, Sequence] = {}
         self._free_slots = list(range(self._max_running - 1, -1, -1))
-        self._last_decodes: list[Sequence] | None = None  # of the last step, if all it has
-        self._launched: deque[list[Sequence]] = deque()  # of each step in flight, its rows' owners
+        self._last_decodes: list[Sequence] | None = None  # of the last step, if it had no chunks
+        self._launched: deque[list[Sequence]] = deque()  # rows' sequences of steps in flight
         self._changed: dict[int, Sequence] = {}
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks."""
+        """Number of sequences that hold blocks."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not: new, preempted, and siblings of a prompt still being computed."""
+        """Number of sequences without blocks: new, preempted or deferred."""
         return len(self.waiting)
 
     @property
     def has_work(self) -> bool:
-        """Is there any sequence?"""
+        """Whether there is any sequence."""
         return bool(self._running or self.waiting)
 
     def add(self, request: Request) -> None:
@@ -119,10 +121,10 @@ class Scheduler:
         first, *siblings = request.sequences
         self.waiting.add(first)
         for sibling in siblings:
-            self.waiting.hold(sibling, first.id)
+            self.waiting.defer(sibling, first.id)
 
     def finish(self, sequence: Sequence, ending: Ending) -> None:
-        """End a sequence in whatever state it is; its blocks are free from now on."""
+        """End a sequence, whatever its state, and free its blocks."""
         if sequence.status is SequenceStatus.FINISHED:
             return
         if sequence.status is SequenceStatus.RUNNING:
@@ -134,17 +136,17 @@ class Scheduler:
         self._changed[sequence.id] = sequence
 
     def take_changed(self) -> list[Sequence]:
-        """The sequences that got a token or ended since the last call."""
+        """Return the sequences that got a token or ended since the last call."""
         changed, self._changed = list(self._changed.values()), {}
         return changed
 
     # --- one step ------------------------------------------------------------------------------
 
     def schedule(self, only: tuple[frozenset[int], int] | None = None) -> Batch | None:
-        """The next step's work; None if there is none before a commit, or before a block has moved.
+        """Return the next step's batch; None: nothing can run before a commit or an arrival.
 
         Args:
-            only: ids of the sequences that may run, and how many tokens, at least one for each.
+            only: ids of the sequences that may run, and the most tokens, at least one for each.
         """
         self.cache.tier.poll()
         batch = self._schedule(only)
@@ -175,35 +177,37 @@ class Scheduler:
                 decodes.append(sequence)
         num_long = sum(s.num_tokens > self._long_tokens for s in prefills)
         long_budget = None if decodes else max_tokens
-        work = _Work(max_tokens - len(decodes), long_budget, num_long, decodes)
+        draft = _StepDraft(max_tokens - len(decodes), long_budget, num_long, decodes)
         for sequence in prefills:
-            self._cut(sequence, work)
+            self._add_tokens(sequence, draft)
         if only is None and num_preemptions == self.num_preemptions:
-            self._admit_waiting(work)
-        if not decodes and not work.chunks:
+            self._admit_waiting(draft)
+        if not decodes and not draft.chunks:
             return None
         copies = self.cache.launch()
-        self._pace.begin(len(decodes), sum(num_tokens for _, num_tokens in work.chunks))
-        return self._batch(decodes, work.chunks, copies)
+        self._prefill_budget.start_step(
+            len(decodes), sum(num_tokens for _, num_tokens in draft.chunks)
+        )
+        return self._build_batch(decodes, draft.chunks, copies)
 
     def commit(self, batch: Batch, sampled: Sampled) -> list[Sequence]:
-        """Take in what the oldest step computed: new tokens, endings, free blocks.
+        """Apply the results of the oldest step: new tokens, endings, free blocks.
 
-        Returns the owners of its rows.
+        Returns the sequences of its rows.
         """
         self.cache.complete()
-        self._pace.end()
+        self._prefill_budget.finish_step()
         now = monotonic_ns()
         changed, running, finished = self._changed, SequenceStatus.RUNNING, SequenceStatus.FINISHED
         owners, samplers = self._launched.popleft(), []
-        has_held = self.waiting.num_held > 0
+        has_deferred = self.waiting.num_deferred > 0
         for row, sequence in zip(batch.rows, owners, strict=True):
             sequence.num_in_flight -= 1
             if sequence.status is running:
                 sequence.num_computed = row.start + len(row.token_ids)
             if row.samples:
                 samplers.append(sequence)
-        self._telemetry.sampled([s for s in samplers if s.status is not finished], now)
+        self._telemetry.tokens_sampled([s for s in samplers if s.status is not finished], now)
         results = zip(
             samplers, sampled.token_ids, sampled.log_probs, sampled.is_finite, strict=True
         )
@@ -212,17 +216,17 @@ class Scheduler:
             if sequence.status is finished:
                 continue  # while the step ran
             changed[sequence.id] = sequence
-            if not is_finite:  # nobody may share its blocks: who gets them writes before it reads
-                self._telemetry.not_a_token(sequence)
+            if not is_finite:  # its blocks are never shared; a new owner writes before it reads
+                self._telemetry.uncount_token(sequence)
                 self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
                 continue
             if sequence.num_computed >= sequence.cache.register_at:
                 self.cache.computed(sequence)
-            if has_held:
+            if has_deferred:
                 self.waiting.wake(sequence.id)
             if (ending := sequence.append(token_id, log_prob, now)) is not None:
                 if ending.reason is FinishReason.END:
-                    self._telemetry.not_a_token(sequence)
+                    self._telemetry.uncount_token(sequence)
                 self.finish(sequence, ending)
         for sequence in owners if self.cache.window.size else ():
             if sequence.status is running:
@@ -230,13 +234,13 @@ class Scheduler:
         return owners
 
     def roll_back(self) -> list[Sequence]:
-        """The steps in flight are void; the owners of the oldest one's rows that still run.
+        """Void the steps in flight; return the sequences of the oldest one's rows that still run.
 
-        All are as the last commit left them, and none of these steps may be committed.
+        All sequences are as after the last commit, and none of these steps may be committed.
         """
         rows = list(self._launched)
         self._launched.clear()
-        self._pace.forget()
+        self._prefill_budget.discard_steps()
         self._last_decodes = None
         self.cache.roll_back()
         for owners in rows:
@@ -246,25 +250,27 @@ class Scheduler:
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def _cut(self, sequence: Sequence, work: _Work) -> None:
-        """Take as much of a sequence as the budget allows."""
+    def _add_tokens(self, sequence: Sequence, draft: _StepDraft) -> None:
+        """Add as many tokens of a sequence to the step as the budget allows."""
         num_left = sequence.num_tokens - sequence.num_scheduled
-        num_tokens = min(num_left, work.budget, sequence.cache.capacity - sequence.num_scheduled)
+        num_tokens = min(num_left, draft.budget, sequence.cache.capacity - sequence.num_scheduled)
         if num_left > 1 and sequence.num_tokens > self._long_tokens:
-            if work.long_budget is None:
-                work.long_budget = self._pace.take(max(1, work.num_long), sequence.num_scheduled)
-            num_tokens = min(num_tokens, work.long_budget)
-            work.long_budget -= num_tokens
+            if draft.long_budget is None:
+                draft.long_budget = self._prefill_budget.take(
+                    max(1, draft.num_long), sequence.num_scheduled
+                )
+            num_tokens = min(num_tokens, draft.long_budget)
+            draft.long_budget -= num_tokens
         if num_tokens == num_left == 1:
-            work.decodes.append(sequence)  # one token that samples is a decode, whoever it is of
+            draft.decodes.append(sequence)  # a single token that samples is a decode
         elif num_tokens:
-            work.chunks.append((sequence, num_tokens))
-        work.budget -= num_tokens
+            draft.chunks.append((sequence, num_tokens))
+        draft.budget -= num_tokens
 
-    def _batch(
+    def _build_batch(
         self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], copies: Copies
     ) -> Batch:
-        """Their rows; from here on these tokens count as scheduled."""
+        """Return the batch of these rows; from here on their tokens count as scheduled."""
         is_same = not chunks and decodes == self._last_decodes
         continues = is_same and all(sequence.num_pending for sequence in decodes)
         self._last_decodes = None if chunks else decodes
@@ -279,36 +285,41 @@ class Scheduler:
 
     # --- admission and preemption --------------------------------------------------------------
 
-    def _admit_waiting(self, work: _Work) -> None:
-        num_held = 0
-        while work.budget and len(self._running) < self._max_running:
+    def _admit_waiting(self, draft: _StepDraft) -> None:
+        num_deferred = 0
+        while draft.budget and len(self._running) < self._max_running:
             sequence = self.waiting.head()
             if sequence is None or sequence.num_in_flight:
-                return  # what it computed before it was preempted is not told yet
+                return  # its token from before its preemption is still in flight
             num_running = len(self._running)
             if not self.cache.tier.has_room((num_running + 1) * self.cache.window.num_tables):
                 return
             match = self.cache.match(sequence)
-            if (leader := self._awaited(sequence, match, work)) is not None:
+            if (leader := self._leader_worth_awaiting(sequence, match, draft)) is not None:
                 sequence.num_deferrals += 1
-                self.waiting.hold(sequence, leader.id)
-                num_held += 1
-                if num_held == _MAX_HELD_A_STEP:
+                self.waiting.defer(sequence, leader.id)
+                num_deferred += 1
+                if num_deferred == _MAX_DEFERRED_A_STEP:
                     return
             elif self._admit(sequence, match):
                 if sequence.id not in self.cache.tier.not_arrived:
-                    self._cut(sequence, work)
+                    self._add_tokens(sequence, draft)
             else:
                 return
 
-    def _awaited(self, sequence: Sequence, match: PrefixMatch, work: _Work) -> Sequence | None:
-        """The leader, if that is worth it: most of what it has yet to compute is of both, or a
-        fourth of this one is and the step has no token for it. Not a leader that would be slower.
+    def _leader_worth_awaiting(
+        self, sequence: Sequence, match: PrefixMatch, draft: _StepDraft
+    ) -> Sequence | None:
+        """Return the leader if waiting for it saves work, else None.
+
+        It does if the sequence needs most of what the leader still computes, or if the step has no
+        tokens left for the sequence and the leader computes a fourth of it. A short prompt never
+        waits for a long one, which is slower.
         """
-        if (leader := match.leader) is None or sequence.num_deferrals == MAX_HELD:
+        if (leader := match.leader) is None or sequence.num_deferrals == MAX_DEFERRALS:
             return None
         is_long, is_slow = (s.num_tokens > self._long_tokens for s in (sequence, leader))
-        is_idle = is_long and work.long_budget == 0
+        is_idle = is_long and draft.long_budget == 0
         is_most = 2 * match.num_leader_tokens >= leader.num_tokens - leader.num_computed
         is_much = is_idle and 4 * match.num_leader_tokens >= sequence.num_tokens
         return leader if is_slow <= is_long and (is_most or is_much) else None
@@ -323,25 +334,25 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         self._running[sequence.id] = sequence
         if not sequence.first_scheduled_ns:
-            self._telemetry.looked_up(sequence)
+            self._telemetry.sequence_admitted(sequence)
             sequence.start(monotonic_ns())
         return True
 
     def _grow(self, sequence: Sequence) -> None:
-        """Room for one more block, at the cost of the youngest if need be."""
+        """Add room for one more block of tokens, preempting the youngest sequence if necessary."""
         if sequence.status is not SequenceStatus.RUNNING:
-            return  # preempted for an older one in this very step
+            return  # preempted for an older one in this step
         if sequence.num_tokens == sequence.num_final:
-            return  # its last token is in flight and will not be computed
+            return  # its last token is in flight and needs no block
         tables = self.cache.shortest_tables(sequence)
         while not self.cache.tier.has_room(len(tables)):
             if self.cache.num_becoming_free:
-                return  # a block comes back with the step in flight, or by itself
+                return  # a step or copy in flight frees a block
             if self.cache.window.size and sequence.num_in_flight:
-                return  # what it forgets with that step it may use again
+                return  # blocks that leave its window with that step can be used again
             if len(self._running) == 1:
                 if sequence.num_pending:
-                    return  # the token in flight is its last, and must be told first
+                    return  # the token in flight is its last and must be sent first
                 self.finish(sequence, Ending(FinishReason.LENGTH))
                 return
             victims = (s for s in self._running.values() if s.num_preemptions < MAX_PREEMPTIONS)
@@ -366,7 +377,7 @@ class Scheduler:
         self.cache.release(sequence, is_sound)
 
     def check_integrity(self) -> None:
-        """Every block accounted for, every sequence in one place, no shared block written."""
+        """Assert that every block and slot is accounted for and every sequence is in one place."""
         running = list(self._running.values())
         self.cache.check_integrity(running)
         self.waiting.check_integrity()

@@ -1,10 +1,8 @@
-"""What the engine counts: exact, in memory, told once a second to the one bridge that asks.
+"""Count what the engine does: exact, in memory, sent once a second to the one bridge that asks.
 
-Clients and probes are counted in a `Book` each, so that what operators bill and scale by is of
-clients alone. A step's time belongs to both by their tokens.
-
-Cost: a step's time belongs to the sequences in it by their tokens, and is paid at `gpu_hour_price`.
-Time in which nothing runs is nobody's.
+Clients and probes have a `MetricSet` each, so that operators bill and scale by clients alone. The
+time of a step is shared among its sequences by their tokens, and costs `gpu_hour_price`. Time in
+which nothing runs belongs to no sequence.
 """
 
 import os
@@ -16,50 +14,53 @@ from pathlib import Path
 
 from slipstream.core.batch import Batch
 from slipstream.core.sequence import Request, Sequence
-from slipstream.engine.book import Book
+from slipstream.engine.metric_set import MetricSet
 from slipstream.wire import Figures, FinishReason
 
 
 class Telemetry:
-    """Counters since the engine began. Stamps are of the clock of `wire.Perf`."""
+    """Metrics since the start. Times are by the clock of `wire.Perf`."""
 
     def __init__(
         self,
         gpu_hour_price: float = 0.0,
         memory: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        """`memory` tells bytes held on the device, and of pinned memory on the host."""
+        """Start with zeros; `memory` returns bytes of device memory, and of pinned host memory."""
         self.num_probes = 0  # requests that have not ended
-        self._clients, self._probes = Book(gpu_hour_price), Book(gpu_hour_price)
+        self._clients, self._probes = MetricSet(gpu_hour_price), MetricSet(gpu_hour_price)
         self._price = gpu_hour_price
         self._memory = memory
         self._start_s = time.time()
-        self._last = (0, 0, 0, 0)  # step: sequences, of them in chunks, chunks' tokens, decodes
-        self._landed_s = time.monotonic()  # the last step
-        self._freeing: deque[tuple[int, int, Book]] = deque()  # step, monotonic ns of the cancel
+        self._last = (0, 0, 0, 0)  # last step: sequences, those in chunks, chunk tokens, decodes
+        self._last_end_s = time.monotonic()  # of the last step
+        # For each cancel: step after which its blocks are free, monotonic ns, metrics.
+        self._freeing: deque[tuple[int, int, MetricSet]] = deque()
 
     @property
     def counters(self) -> dict[str, float]:
         """The counters of clients."""
         return self._clients.counters
 
-    def _book(self, request: Request) -> Book:
+    def _metrics_of(self, request: Request) -> MetricSet:
         return self._probes if request.is_probe else self._clients
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def began(self, request: Request) -> None:
-        """Note a request that is queued."""
+    def request_queued(self, request: Request) -> None:
+        """Count a request that is queued."""
         self.num_probes += request.is_probe
 
     def resume(self) -> None:
-        """There is work again: the time before was nobody's."""
-        self._landed_s = time.monotonic()
+        """Start to measure again after the engine was idle."""
+        self._last_end_s = time.monotonic()
 
-    def step(self, batch: Batch, owners: Many[Sequence], begin_s: float, landed_s: float) -> None:
-        """A step is done: the host waited for it between these two `time.monotonic()`s."""
-        took_s, waited_s = landed_s - self._landed_s, landed_s - begin_s
-        self._landed_s = landed_s
+    def step_finished(
+        self, batch: Batch, owners: Many[Sequence], wait_s: float, ended_s: float
+    ) -> None:
+        """Count a step that the host awaited from `wait_s` to `ended_s` (`time.monotonic()`)."""
+        took_s, waited_s = ended_s - self._last_end_s, ended_s - wait_s
+        self._last_end_s = ended_s
         host_s = max(0.0, took_s - waited_s)
         num_decodes, num_tokens = batch.num_decodes, batch.num_tokens
         num_rows, num_of_decodes, num_of_probes = len(batch.rows), num_decodes, 0
@@ -73,72 +74,78 @@ class Telemetry:
             num_context = num_tokens - num_of_probes - num_of_decodes
         self._last = (num_rows, num_rows - num_of_decodes, num_context, num_of_decodes)
         shares = ((self._clients, num_tokens - num_of_probes), (self._probes, num_of_probes))
-        for book, size in shares:
+        for metrics, size in shares:
             if size:
                 part = size / num_tokens
-                book.step(size, host_s * part, waited_s * part)
+                metrics.step_finished(size, host_s * part, waited_s * part)
         if self._price:
             self._pay(batch, owners, took_s / num_tokens)
 
     def _pay(self, batch: Batch, owners: Many[Sequence], token_s: float) -> None:
-        """Share a step's time, which is so long a token, among its sequences."""
+        """Add to each sequence of a step its share of the time, `token_s` seconds a token."""
         for row, owner in zip(batch.rows, owners, strict=True):
             share_s = token_s * len(row.token_ids)
             owner.device_s += share_s
-            if owner.is_reported:  # it ended while this step ran
-                self._book(owner.request).spent_late(owner, share_s)
+            if owner.is_reported:  # it ended while this step was in flight
+                self._metrics_of(owner.request).add_late_cost(owner, share_s)
 
-    def sampled(self, sequences: Many[Sequence], now_ns: int) -> None:
-        """These are about to get a token each."""
+    def tokens_sampled(self, sequences: Many[Sequence], now_ns: int) -> None:
+        """Count a token for each of these sequences, before they append it."""
         if self.num_probes:
             probes = [each for each in sequences if each.request.is_probe]
             if probes:
-                self._probes.sampled(probes, now_ns)
+                self._probes.tokens_sampled(probes, now_ns)
                 sequences = [each for each in sequences if not each.request.is_probe]
-        self._clients.sampled(sequences, now_ns)
+        self._clients.tokens_sampled(sequences, now_ns)
 
-    def not_a_token(self, sequence: Sequence) -> None:
-        """What it got was an end id, or NaN."""
-        self._book(sequence.request).counters["output_tokens"] -= 1
+    def uncount_token(self, sequence: Sequence) -> None:
+        """Take back the last token of a sequence, which was an end id or NaN."""
+        self._metrics_of(sequence.request).counters["output_tokens"] -= 1
 
-    def looked_up(self, sequence: Sequence) -> None:
-        """It is admitted; keys and values of `num_computed` of its tokens were in the cache."""
-        counters = self._book(sequence.request).counters
+    def sequence_admitted(self, sequence: Sequence) -> None:
+        """Count the prefix query of a new sequence, and its hit of `num_computed` tokens."""
+        counters = self._metrics_of(sequence.request).counters
         counters["prefix_queries"] += sequence.num_prompt
         counters["prefix_hits"] += sequence.num_computed
 
     # --- ends ----------------------------------------------------------------------------------
 
-    def finished(self, sequence: Sequence, num_outputs: int) -> None:
-        """A sequence is told that it has ended, with so many tokens."""
+    def sequence_finished(self, sequence: Sequence, num_outputs: int) -> None:
+        """Count a sequence whose end, after `num_outputs` tokens, is being sent."""
         sequence.is_reported, sequence.length = True, num_outputs
-        self._book(sequence.request).finished(sequence, num_outputs)
+        self._metrics_of(sequence.request).sequence_finished(sequence, num_outputs)
 
-    def ended(self, request: Request) -> None:
-        """All sequences of a request have."""
+    def request_finished(self, request: Request) -> None:
+        """Count a request whose sequences have all ended."""
         self.num_probes -= request.is_probe
-        self._book(request).ended(request)
+        self._metrics_of(request).request_finished(request)
 
     def cost(self, sequence: Sequence) -> float:
-        """Of what was computed for it, in the currency of the price."""
+        """Return the cost of a sequence so far, in the currency of the price."""
         return sequence.device_s * self._clients.price_s
 
-    def cancelled(self, request: Request, noticed_ns: int, step: int) -> None:
-        """A request was, noticed at a `time.monotonic_ns()`; its blocks are free after `step`."""
-        book = self._book(request)
-        book.counters[f"cancels:{request.cause}"] += 1
-        self._freeing.append((step, noticed_ns, book))
+    def request_cancelled(self, request: Request, noticed_ns: int, step: int) -> None:
+        """Count a cancelled request.
 
-    def freed(self, step: int) -> None:
-        """What that step and those before it held back is free."""
+        Args:
+            request: the request.
+            noticed_ns: `time.monotonic_ns()` at which the cause was noticed.
+            step: number of the step after which its blocks are free.
+        """
+        metrics = self._metrics_of(request)
+        metrics.counters[f"cancels:{request.cause}"] += 1
+        self._freeing.append((step, noticed_ns, metrics))
+
+    def blocks_freed(self, step: int) -> None:
+        """Note that blocks are free which only steps up to `step` used."""
         while self._freeing and self._freeing[0][0] <= step:
-            _, noticed_ns, book = self._freeing.popleft()
-            book.cancel_to_free_s.append(max(0.0, (time.monotonic_ns() - noticed_ns) / 1e9))
+            _, noticed_ns, metrics = self._freeing.popleft()
+            metrics.cancel_to_free_s.append(max(0.0, (time.monotonic_ns() - noticed_ns) / 1e9))
 
     # --- figures -------------------------------------------------------------------------------
 
     def figures(self, gauges: dict[str, float]) -> Figures:
-        """All that was counted; `gauges` are those that the engine knows. Samples are told once."""
+        """Return all metrics, with the gauges that the engine knows. Samples are returned once."""
         is_idle = not gauges["active_requests"]
         num_rows, num_chunks, num_context, num_decodes = (0, 0, 0, 0) if is_idle else self._last
         device, pinned = self._memory()
@@ -161,7 +168,7 @@ class Telemetry:
         )
 
     def _of_probes(self) -> dict[str, float]:
-        """The counters of probes, each under a name of its own."""
+        """Return the counters of probes, under names of their own."""
         counters = self._probes.counters
         return {
             **{
@@ -178,7 +185,7 @@ class Telemetry:
 
 
 def _resident_bytes() -> int:
-    """Of this process; 0 where the system does not tell."""
+    """Return the resident memory of this process in bytes; 0 where /proc is not available."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:

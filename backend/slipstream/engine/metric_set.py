@@ -1,7 +1,7 @@
-"""One set of counters: of all requests of clients, or of all probes.
+"""Count the requests of clients, or those of probes.
 
-Per token it costs less than any clock: all that got a token in a step got it at the same time, so
-they are counted by the time of the token before, and most of them share that too.
+Counting costs less per token than reading a clock: all tokens of a step come at the same time, so
+they are grouped by the time of the token before, which most sequences of a step share too.
 """
 
 import time
@@ -12,28 +12,28 @@ from collections.abc import Sequence as Many
 from slipstream.core.sequence import Request, Sequence
 from slipstream.figures import HISTOGRAMS, counter_names
 
-_MAX_SAMPLES = 4096  # kept of each kind; nobody asks if they are more
+_MAX_SAMPLES = 4096  # kept of each kind; a reader that never comes must not fill memory
 _HOUR_S = 3600.0
 
 
 class Histogram:
-    """How many values fell into which bucket, and their sum."""
+    """Counts of values in buckets, and the sum of the values."""
 
     def __init__(self, bounds: Many[float]) -> None:
-        """`bounds` are the upper ends, inclusive; there is one more bucket, without end."""
+        """Start empty; `bounds` are the inclusive upper ends, and one more bucket has none."""
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
         self._bounds = bounds
 
     def add(self, value: float, times: int = 1) -> None:
-        """`times` values alike. A sum never falls: what is below 0 counts as 0."""
+        """Add a value `times` times. A value below 0 counts as 0, as a sum must never fall."""
         value = max(value, 0.0)
         self.counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
 
-class Book:
-    """Counters since the engine began. Stamps are of the clock of `wire.Perf`."""
+class MetricSet:
+    """Counters, histograms and samples since the start. Times are by the clock of `wire.Perf`."""
 
     def __init__(self, gpu_hour_price: float) -> None:
         self.counters = dict.fromkeys(counter_names(), 0.0)
@@ -42,20 +42,20 @@ class Book:
         self.request_cost: deque[float] = deque(maxlen=_MAX_SAMPLES)
         self.price_s = gpu_hour_price / _HOUR_S
 
-    def step(self, num_tokens: int, host_s: float, device_s: float) -> None:
-        """Count a step that computed so many tokens, and its share of the step's time."""
+    def step_finished(self, num_tokens: int, host_s: float, device_s: float) -> None:
+        """Count a step of `num_tokens` tokens, and its share of the step's time."""
         self.counters["steps"] += 1
         self.counters["step_s:host"] += host_s
         self.counters["step_s:device"] += device_s
         self.histograms["step_tokens"].add(num_tokens)
 
-    def spent_late(self, sequence: Sequence, seconds: float) -> None:
-        """Add the cost of a step that still ran for a sequence after its end was told."""
+    def add_late_cost(self, sequence: Sequence, seconds: float) -> None:
+        """Add the cost of a step that was in flight when the sequence ended."""
         assert sequence.ending is not None
         self.counters[f"cost:{sequence.ending.reason}"] += seconds * self.price_s
 
-    def sampled(self, sequences: Many[Sequence], now_ns: int) -> None:
-        """Count a token for each of these sequences, before they take it."""
+    def tokens_sampled(self, sequences: Many[Sequence], now_ns: int) -> None:
+        """Count a token for each of these sequences, before they append it."""
         self.counters["output_tokens"] += len(sequences)
         before = Counter([sequence.last_token_ns for sequence in sequences])
         num_first = before.pop(0, 0)
@@ -74,8 +74,8 @@ class Book:
         self.histograms["queue_s"].add((begin_ns - arrival_ns) / 1e9)
         self.histograms["prefill_s"].add((now_ns - begin_ns) / 1e9)
 
-    def finished(self, sequence: Sequence, num_outputs: int) -> None:
-        """Count the end of a sequence of so many tokens, as it is told."""
+    def sequence_finished(self, sequence: Sequence, num_outputs: int) -> None:
+        """Count a sequence that has ended with `num_outputs` tokens."""
         assert sequence.ending is not None
         now_ns, last_ns = time.monotonic_ns(), sequence.last_token_ns
         begin_ns, histograms = sequence.first_scheduled_ns, self.histograms
@@ -94,8 +94,8 @@ class Book:
         if num_outputs > 1:
             histograms["token_mean_s"].add(decode_s / (num_outputs - 1))
 
-    def ended(self, request: Request) -> None:
-        """Count a request of which all sequences have ended."""
+    def request_finished(self, request: Request) -> None:
+        """Count a request whose sequences have all ended."""
         histograms, sampling = self.histograms, request.sampling
         lengths = [sequence.length for sequence in request.sequences]
         histograms["max_output_tokens"].add(max(lengths))
@@ -108,7 +108,7 @@ class Book:
             self.request_cost.append(device_s * self.price_s)
 
     def take_samples(self) -> dict[str, list[float]]:
-        """Samples since they were last taken, by the names of `figures.SAMPLES`."""
+        """Return the samples since the last call, by the names of `figures.SAMPLES`."""
         samples = {
             "cancel_to_free_s": list(self.cancel_to_free_s),
             "request_cost": list(self.request_cost),
