@@ -8,7 +8,7 @@ from fixtures.kernels.attention_cases import BLOCK_SIZES, HEAD_SIZES, HEADS
 from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
 from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,7 +115,9 @@ def check_rope(
     for _ in range(3):
         q.copy_(before[0])
         cache.fill_(float("nan"))
-        rope_and_cache(q, k, v, cos_sin, positions, slots, cache, *norms, eps=1e-5)
+        rope_and_cache(
+            q, k, v, cos_sin, positions, slots, cache, HeadStages(None, *norms, eps=1e-5)
+        )
         outputs.append((q.clone(), cache.clone()))
     judge.close(f"q {case}", q, exact_q, naive_q)
     keep = slots >= 0

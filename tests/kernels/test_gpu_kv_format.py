@@ -15,7 +15,7 @@ from slipstream.kernels.attention.prefill import prefill_attention
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.kv_format import FORMATS
 from slipstream.kernels.elementwise import rope
-from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.kernels.runtime import jit
 
 pytestmark = [
@@ -97,10 +97,11 @@ def test_what_is_written(dtype: torch.dtype, name: str) -> None:
         slots = torch.randperm(6 * block, device="cuda")[:n]
         slots[::6] = -1
         norms = [torch.randn(d, device="cuda").to(dtype) for _ in range(2 * (block == 64))]
+        stages = HeadStages(None, *norms, eps=1e-5)
         where = (cos_sin, positions, slots)
         plain = torch.zeros((6, heads[1], 2, block, d), dtype=dtype, device="cuda")
         plain_q = q.clone()
-        rope_and_cache(plain_q, k, v, *where, plain, *norms, eps=1e-5)
+        rope_and_cache(plain_q, k, v, *where, plain, stages)
         row = kv_format.row_size(FORMATS[name], d)
         before = torch.randint(0, 255, (6, heads[1], 2, block, row), dtype=torch.uint8)
         kept = slots[slots >= 0]
@@ -110,7 +111,7 @@ def test_what_is_written(dtype: torch.dtype, name: str) -> None:
         kv_format.write(want.view(FORMATS[name]), kept.cpu(), *numbers)
         for _ in range(3):
             cache, turned = before.cuda(), q.clone()
-            rope_and_cache(turned, k, v, *where, cache.view(FORMATS[name]), *norms, eps=1e-5)
+            rope_and_cache(turned, k, v, *where, cache.view(FORMATS[name]), stages)
             differing = int((cache.cpu() != want).sum())
             judge.true(f"{case}: {differing} bytes differ", differing == 0)
             judge.true(f"{case}: q", same_bits(turned, plain_q))
@@ -141,7 +142,7 @@ def test_what_is_written_in_static_scales(dtype: torch.dtype, scale: float) -> N
         numbers = (plain.cpu()[at, :, part, token] for part in (0, 1))
         kv_format.write(want, slots.cpu(), *numbers, static=static)
         cache = torch.zeros(shape, dtype=torch.uint8, device="cuda").view(FORMATS["fp8"])
-        rope_and_cache(q, k, v, cos_sin, positions, slots, cache, static=static)
+        rope_and_cache(q, k, v, cos_sin, positions, slots, cache, HeadStages(static=static))
         differing = int((cache.view(torch.uint8).cpu() != want.view(torch.uint8)).sum())
         judge.true(f"heads {heads} d {d} block {block}: {differing} bytes differ", differing == 0)
     judge.verdict()

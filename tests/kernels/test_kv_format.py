@@ -13,7 +13,7 @@ from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import prefill_attention
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.kv_format import FORMATS, Static
-from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.kernels.runtime.op import KernelError
 
 STEP = 1.125  # a scale is at most so much larger than it need be
@@ -178,11 +178,12 @@ def test_decode_writes_what_rope_and_cache_writes(name: str) -> None:
 
 def test_static_scales_are_of_fp8() -> None:
     x, cos_sin, where = torch.randn(1, 2, 64), torch.ones(1, 64), torch.zeros(1, dtype=torch.long)
+    stages = HeadStages(static=Static(1.0, 1.0))
     for name in ("int8", "int4"):
         row = kv_format.row_size(FORMATS[name], 64)
         cache = torch.zeros((1, 2, 2, 16, row), dtype=FORMATS[name])
         with pytest.raises(KernelError, match="static scales for a cache of"):
-            rope_and_cache(x, x, x, cos_sin, where, where, cache, static=Static(1.0, 1.0))
+            rope_and_cache(x, x, x, cos_sin, where, where, cache, stages)
 
 
 def test_a_cache_of_other_heads_is_refused() -> None:

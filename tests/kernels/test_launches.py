@@ -15,7 +15,7 @@ import torch
 from fixtures.kernels.recording import recorded
 from fixtures.tiers import quick_of
 from slipstream.fuse.rewrite import fused
-from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.layers.dims import Dims
 from slipstream.layers.embedding import Embedding, Head
 from slipstream.layers.linear import Linear, LinearAdd, NormLinear
@@ -109,7 +109,7 @@ class Model:
         places = [self.empty(n, dtype=torch.int64) for _ in range(2)]
         cache = self.empty(8, d.num_kv_heads, 2, 32, d.head_size)
         norms = (self.qk.weight, self.qk.weight, d.eps) if self.qk else (None, None, 0.0)
-        rope_and_cache(q, k, v, angles, *places, cache, *norms, scales)
+        rope_and_cache(q, k, v, angles, *places, cache, HeadStages(scales, *norms))
         self.out(self.empty(n, self.sizes[0]), residual)
 
     def run(self, num_rows: int) -> None:

@@ -12,7 +12,7 @@ from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.prefill import prefill_attention
 from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.elementwise.rope import rope_and_cache
+from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 
 sizes = st.integers(1, 70)
 seeds = st.integers(0, 2**31 - 1)
@@ -89,7 +89,7 @@ def test_rope_and_cache(data: st.DataObject, dtype: torch.dtype, seed: int) -> N
     cache = torch.full((4, h, 2, block, d), math.nan, dtype=dtype)
     old_q, old_k, old_v = (x.clone() for x in (q, k, v))
     norms = (torch.rand(d).to(dtype), torch.rand(d).to(dtype)) if data.draw(st.booleans()) else ()
-    rope_and_cache(q, k, v, cos_sin, positions, slots, cache, *norms, eps=1e-6)
+    rope_and_cache(q, k, v, cos_sin, positions, slots, cache, HeadStages(None, *norms, eps=1e-6))
     naive_q, naive_k = old_q, old_k
     if norms:
         naive_q, naive_k, old_q, old_k = (

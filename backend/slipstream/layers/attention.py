@@ -191,8 +191,9 @@ class Attention:
         if first < q.shape[0]:
             if first > 0:
                 q, k, v, places, slots = (x[first:] for x in (q, k, v, places, slots))
-            norms, static = (self.q_norm, self.k_norm, self.eps), self.static_of(cache)
-            rope.rope_and_cache(q, k, v, cos_sin, places, slots, cache, *norms, scales, static)
+            static = self.static_of(cache)
+            stages = rope.HeadStages(scales, self.q_norm, self.k_norm, self.eps, static)
+            rope.rope_and_cache(q, k, v, cos_sin, places, slots, cache, stages)
         return newest
 
     def static_of(self, cache: Tensor) -> Static | None:

@@ -1,8 +1,8 @@
-"""Products whose rows do not depend on each other, bit for bit.
+"""GEMMs whose rows do not depend on each other, bit for bit.
 
-The kernel of a matrix product, and with it the order of a row's sums, hangs on the number of rows.
-So every product of the deterministic mode has the same number. The inputs of a step are filled up
-to a multiple of it.
+Which kernel runs a GEMM, and with it the order of a row's sums, depends on the number of rows. So
+every GEMM of the deterministic mode has the same number. The inputs of a step are filled up to a
+multiple of it.
 """
 
 from collections.abc import Callable

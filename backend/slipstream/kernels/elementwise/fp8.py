@@ -1,9 +1,9 @@
-"""Matrices in e4m3 (Micikevicius et al., 2022), an fp32 scale a row, and products of two such.
+"""Matrices in e4m3 (Micikevicius et al., 2022), an fp32 scale a row, and what GEMMs of them lack.
 
 A row's scale is its largest absolute value over 448, the largest number of the type; so nothing
 overflows, zeros stay zeros, and NaN or infinity makes the row's every product NaN. Rows are tokens
-(of activations) or outputs (of weights). A product is rounded to bfloat16 unscaled. Who consumes
-it multiplies by the scales of its row and its column, and adds the column's bias if any; the skinny
+(of activations) or outputs (of weights). A product is rounded to bfloat16 unscaled. Its reader
+multiplies by the scales of its row and its column, and adds the column's bias if any; the skinny
 and the tall GEMM do that themselves if they are given them.
 """
 

@@ -1,6 +1,7 @@
 """Rotary embedding (Su et al., 2021; Llama's halves) and the write to the paged cache in one."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,19 @@ from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
 THREADS = 128
+
+
+class HeadStages(NamedTuple):
+    """What is computed of heads before they are rotated, and of the cache."""
+
+    scales: Scales | None = None  # which a product `[q | k | v]` still lacks; all is bf16 then
+    q_norm: Tensor | None = None  # [d]: of every head of q, as `rms_norm` (Qwen3); with k_norm
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    static: kv_format.Static | None = None  # an fp8 cache's scales, instead of each token's own
+
+
+PLAIN = HeadStages()
 
 
 def _normalised(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
@@ -47,23 +61,18 @@ def rope_and_cache(
     positions: Tensor,
     slots: Tensor,
     cache: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    scales: Scales | None = None,
-    static: kv_format.Static | None = None,
+    stages: HeadStages = PLAIN,
 ) -> None:
     """Rotate `q` in place; write rotated `k`, and `v`, into `cache` at `slots`.
 
-    With `q_norm` and `k_norm [d]`, every head of q and k is first normalised (`rms_norm`, Qwen3).
-    `scales`, which a product `[q | k | v]` still lacks (all is bf16 then), come before that.
-    `static`, of an fp8 cache, are the layer's scales, instead of each token's own.
+    `stages` come before, in their order: scales, then norms.
 
     `cos_sin[p]` holds d/2 cosines, then d/2 sines, of position p. `cache` is
     `[block, kv head, K or V, token in block, row]` (kv_format.py); slot s is token `s % block_size`
     of block `s // block_size`; a negative slot writes nothing. Rows of q, k, v may be strided
     (views of one qkv matrix); heads and elements within a row are contiguous.
     """
+    scales, q_norm, k_norm, eps, static = stages
     kv_format.check("rope_and_cache", cache, k, static)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     out = q
@@ -129,14 +138,11 @@ def _rope_and_cache(
     positions: Tensor,
     slots: Tensor,
     cache: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-    scales: Scales | None = None,
-    static: kv_format.Static | None = None,
+    stages: HeadStages = PLAIN,
 ) -> None:
     num_tokens, num_q_heads, head_size = q.shape
     _check_layout(q, k, v, cos_sin, positions, slots, cache)
+    scales, q_norm, k_norm, eps, static = stages
     kv_format.check("rope_and_cache", cache, k, static)
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
     jit.require(len(norms) != 1, "rope_and_cache: norms of both q and k, or none")
