@@ -137,7 +137,7 @@ def cache_times(num_tokens: int = 100_000, num_rounds: int = 200) -> dict[str, l
             assert isinstance(message, Submit)
             bounds.validate(message)
             lap("decoded and checked", begin)
-            request = Request(b"", 0, message.sampling, 0)
+            request = Request(b"", message)
             sequence = Sequence(number, request, 0, message.token_ids, 0, num_tokens + 1, None)
             request.sequences.append(sequence)
             begin = time.perf_counter()

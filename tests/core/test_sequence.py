@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.core import cache_state
 from slipstream.core.sequence import Request, Sequence
+from slipstream.wire import Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
@@ -17,7 +18,7 @@ ids = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 def test_prompt_and_outputs_are_one_row_of_tokens(
     prompt: list[int], outputs: list[int], data: st.DataObject
 ) -> None:
-    request = Request(b"bridge", 0, SamplingParams(max_tokens=9), 1)
+    request = Request(b"bridge", Submit(0, pack(prompt), SamplingParams(max_tokens=9), 1))
     sequence = Sequence(0, request, 0, pack(prompt), 0, 100, None)
     for token_id in outputs:
         assert sequence.append(token_id, 0.0, 1) is None

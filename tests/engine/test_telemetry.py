@@ -164,7 +164,7 @@ def test_a_value_is_in_the_first_bucket_that_is_not_below_it():
 
 
 def test_times_between_tokens_are_those_of_each_sequence():
-    telemetry, request = Telemetry(), Request(b"", 0, GREEDY, arrival_ns=0)
+    telemetry, request = Telemetry(), Request(b"", wire.Submit(0, pack([1, 2]), GREEDY, 0))
     sequences = [Sequence(i, request, 0, pack([1, 2]), 0, 100, None) for i in range(6)]
     now_ns = 1000 * MS
     for sequence, ago_ms in zip(sequences, (20, 20, 20, 300, 2, None), strict=True):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.core.sequence import Request, Sequence
 from slipstream.engine.waiting import OLDEST_EVERY, WaitingQueue
+from slipstream.wire import Submit
 from slipstream_contract.errors import ContractError
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
@@ -27,8 +28,9 @@ class Clock:
 
 def new(number: int, priority: int = 5, num_tokens: int = 1) -> Sequence:
     sampling = SamplingParams(max_tokens=4)
-    request = Request(b"bridge", number, sampling, 1, priority)
-    return Sequence(number, request, 0, pack([1] * num_tokens), 0, 100, None)
+    prompt = pack([1] * num_tokens)
+    request = Request(b"bridge", Submit(number, prompt, sampling, 1, priority))
+    return Sequence(number, request, 0, prompt, 0, 100, None)
 
 
 def admit(queue: WaitingQueue) -> Sequence:

@@ -4,15 +4,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from slipstream_contract.ids import TokenIds, pack
-from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
-from slipstream_contract.urgency import DEFAULT_PRIORITY
 
 from slipstream.core.cache_state import CacheState
 from slipstream.core.edits import Edits, counts_tokens, needs_edits
 from slipstream.core.prefix import DigestChain
 from slipstream.core.stop import Ending, RawBytes, StopChecker
-from slipstream.wire import CancelCause, Finished, FinishReason, Perf, Tokens
+from slipstream.wire import CancelCause, Finished, FinishReason, Perf, Submit, Tokens
 
 _MASK64 = (1 << 64) - 1
 
@@ -41,21 +39,21 @@ class Request:
     """A submitted request; its sequences share the prompt."""
 
     bridge: bytes
-    number: int
-    sampling: SamplingParams
-    arrival_ns: int
-    priority: int = DEFAULT_PRIORITY
-    deadline_ns: int = 0
-    timeout_ns: int = 0
-    request_id: str = ""
-    model: str = ""
-    cache_salt: str = ""
-    retention: Retention | None = None
-    is_probe: bool = False
+    message: Submit  # what the bridge said of it
     cause: CancelCause | None = None  # why it was ended before its end
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
     chain: DigestChain | None = None  # of the prompt
+
+    @property
+    def number(self) -> int:
+        """The bridge's number of it."""
+        return self.message.request
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How each of its sequences is sampled."""
+        return self.message.sampling
 
 
 class Sequence:
@@ -249,7 +247,7 @@ class Sequence:
     def _finished(self, ending: Ending) -> Finished:
         new, shared = self.cache.num_allocated_blocks, self.cache.num_shared_blocks
         perf = Perf(
-            arrival_ns=self.request.arrival_ns,
+            arrival_ns=self.request.message.arrival_ns,
             first_scheduled_ns=self.first_scheduled_ns,
             first_token_ns=self.first_token_ns,
             last_token_ns=self.last_token_ns,

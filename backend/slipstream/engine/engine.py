@@ -143,20 +143,7 @@ class Engine:
         self.load().raise_if_full(len(message.token_ids))
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        request = Request(
-            bridge,
-            message.request,
-            sampling,
-            message.arrival_ns,
-            message.priority,
-            message.deadline_ns,
-            message.timeout_ns,
-            message.request_id,
-            message.model,
-            message.cache_salt,
-            message.retention,
-            message.is_probe,
-        )
+        request = Request(bridge, message)
         for index in range(sampling.n):
             request.sequences.append(
                 Sequence(
@@ -290,7 +277,7 @@ class Engine:
         scheduler, waiting = self._scheduler, self._scheduler.waiting
         probes: list[Sequence] = []
         if self._telemetry.num_probes:
-            probes = [r.sequences[0] for r in self._requests.values() if r.is_probe]
+            probes = [r.sequences[0] for r in self._requests.values() if r.message.is_probe]
         running = [probe for probe in probes if probe.status is SequenceStatus.RUNNING]
         idle = [probe for probe in probes if probe.status is SequenceStatus.WAITING]
         new = [probe for probe in idle if not probe.first_scheduled_ns]
@@ -326,13 +313,14 @@ class Engine:
         now_ns = self._clock()
         for deadline_ns, key in self._deadlines.take_due(now_ns):
             request = self._requests.get(key)
-            if request is None or request.deadline_ns != deadline_ns:
+            if request is None or request.message.deadline_ns != deadline_ns:
                 continue  # it ended; its number may be in use again
             is_waiting = not request.sequences[0].first_scheduled_ns
             num_tokens = sum(max(s.num_outputs, s.num_sent) for s in request.sequences)
+            timeout_ns = request.message.timeout_ns
             error = (
-                f"{(now_ns - deadline_ns + request.timeout_ns) / 1e6:.0f} ms have passed, of "
-                f"{request.timeout_ns / 1e6:.12g} asked for by timeout_ms or timeout; "
+                f"{(now_ns - deadline_ns + timeout_ns) / 1e6:.0f} ms have passed, of "
+                f"{timeout_ns / 1e6:.12g} asked for by timeout_ms or timeout; "
                 + ("it was waiting" if is_waiting else f"{num_tokens} tokens were generated")
             )
             ending = Ending(FinishReason.DEADLINE, error=error)
@@ -445,6 +433,6 @@ class Engine:
                     del self._requests[request.bridge, request.number]
                     self._request_ids.remove(request)
                     self._telemetry.request_finished(request)
-                    if self._request_log is not None and not request.is_probe:
+                    if self._request_log is not None and not request.message.is_probe:
                         self._request_log.write(request)
         return outputs

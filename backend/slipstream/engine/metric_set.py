@@ -68,7 +68,7 @@ class MetricSet:
                     self._first_token(sequence, now_ns)
 
     def _first_token(self, sequence: Sequence, now_ns: int) -> None:
-        arrival_ns, begin_ns = sequence.request.arrival_ns, sequence.first_scheduled_ns
+        arrival_ns, begin_ns = sequence.request.message.arrival_ns, sequence.first_scheduled_ns
         self.counters["prompt_tokens"] += sequence.num_prompt
         self.histograms["first_token_s"].add((now_ns - arrival_ns) / 1e9)
         self.histograms["queue_s"].add((begin_ns - arrival_ns) / 1e9)
@@ -83,10 +83,10 @@ class MetricSet:
         self.counters[f"cost:{sequence.ending.reason}"] += sequence.device_s * self.price_s
         histograms["input_tokens"].add(sequence.num_prompt)
         histograms["output_tokens"].add(num_outputs)
-        histograms["end_to_end_s"].add((now_ns - sequence.request.arrival_ns) / 1e9)
+        histograms["end_to_end_s"].add((now_ns - sequence.request.message.arrival_ns) / 1e9)
         if not last_ns:
             if not begin_ns:
-                histograms["queue_s"].add((now_ns - sequence.request.arrival_ns) / 1e9)
+                histograms["queue_s"].add((now_ns - sequence.request.message.arrival_ns) / 1e9)
             return
         decode_s = (last_ns - sequence.first_token_ns) / 1e9
         histograms["decode_s"].add(decode_s)

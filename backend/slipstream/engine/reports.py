@@ -86,13 +86,13 @@ def describe(request: Request, telemetry: Telemetry, now_ns: int) -> dict[str, o
     sequences = request.sequences
     started = [each.first_scheduled_ns for each in sequences if each.first_scheduled_ns]
     first = [each.first_token_ns for each in sequences if each.first_token_ns]
-    arrival_ns = request.arrival_ns
+    arrival_ns = request.message.arrival_ns
     moment = datetime.datetime.fromtimestamp(time.time(), datetime.UTC)
     return {
         "time": moment.isoformat(timespec="milliseconds"),
-        "id": request.request_id[:_MAX_ID],
-        "model": request.model[:_MAX_ID],
-        "priority": request.priority,
+        "id": request.message.request_id[:_MAX_ID],
+        "model": request.message.model[:_MAX_ID],
+        "priority": request.message.priority,
         "num_input_tokens": sequences[0].num_prompt,
         "max_tokens": request.sampling.max_tokens,
         "num_output_tokens": [each.length for each in sequences],

@@ -25,13 +25,16 @@ class RequestIds:
 
     def add(self, request: Request) -> None:
         """Add a request that is queued."""
-        if request.request_id:
-            self._running.setdefault((request.model, request.request_id), []).append(request)
+        message = request.message
+        if message.request_id:
+            key = message.model, message.request_id
+            self._running.setdefault(key, []).append(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended."""
-        if request.request_id:
-            key = request.model, request.request_id
+        message = request.message
+        if message.request_id:
+            key = message.model, message.request_id
             self._running[key].remove(request)
             if not self._running[key]:
                 del self._running[key]

@@ -43,13 +43,13 @@ class Telemetry:
         return self._clients.counters
 
     def _metrics_of(self, request: Request) -> MetricSet:
-        return self._probes if request.is_probe else self._clients
+        return self._probes if request.message.is_probe else self._clients
 
     # --- steps ---------------------------------------------------------------------------------
 
     def request_queued(self, request: Request) -> None:
         """Count a request that is queued."""
-        self.num_probes += request.is_probe
+        self.num_probes += request.message.is_probe
 
     def resume(self) -> None:
         """Start to measure again after the engine was idle."""
@@ -67,7 +67,7 @@ class Telemetry:
         num_context = num_tokens - num_decodes
         if self.num_probes:
             for place, (row, owner) in enumerate(zip(batch.rows, owners, strict=True)):
-                if owner.request.is_probe:
+                if owner.request.message.is_probe:
                     num_of_probes += len(row.token_ids)
                     num_rows -= 1
                     num_of_decodes -= place < num_decodes
@@ -92,10 +92,10 @@ class Telemetry:
     def tokens_sampled(self, sequences: Many[Sequence], now_ns: int) -> None:
         """Count a token for each of these sequences, before they append it."""
         if self.num_probes:
-            probes = [each for each in sequences if each.request.is_probe]
+            probes = [each for each in sequences if each.request.message.is_probe]
             if probes:
                 self._probes.tokens_sampled(probes, now_ns)
-                sequences = [each for each in sequences if not each.request.is_probe]
+                sequences = [each for each in sequences if not each.request.message.is_probe]
         self._clients.tokens_sampled(sequences, now_ns)
 
     def uncount_token(self, sequence: Sequence) -> None:
@@ -117,7 +117,7 @@ class Telemetry:
 
     def request_finished(self, request: Request) -> None:
         """Count a request whose sequences have all ended."""
-        self.num_probes -= request.is_probe
+        self.num_probes -= request.message.is_probe
         self._metrics_of(request).request_finished(request)
 
     def cost(self, sequence: Sequence) -> float:

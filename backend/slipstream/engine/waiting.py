@@ -211,7 +211,7 @@ def _is_new(sequence: Sequence) -> bool:
 
 def _rank(sequence: Sequence) -> int:
     """Return the level of a new sequence: 0 if it is due, else by priority."""
-    return 0 if sequence.is_due else 1 + sequence.request.priority
+    return 0 if sequence.is_due else 1 + sequence.request.message.priority
 
 
 def _put_back(level: OrderedDict[int, Sequence], back: dict[int, Sequence]) -> None:

@@ -148,7 +148,7 @@ class Reuse:
         request, chain = sequence.request, sequence.cache.chain
         if chain is None:
             if request.chain is None:
-                request.chain = self._index.chain(request.cache_salt)
+                request.chain = self._index.chain(request.message.cache_salt)
                 self._extend(request.chain, sequence, sequence.num_prompt)
             is_alone = len(request.sequences) == 1
             chain = sequence.cache.chain = request.chain if is_alone else request.chain.copy()
@@ -277,7 +277,7 @@ class Reuse:
 
     def _retain(self, sequence: Sequence, start: int, end: int) -> None:
         """Set the priorities that the request asks for, for these blocks of all tables."""
-        retention = sequence.request.retention
+        retention = sequence.request.message.retention
         if retention is None:
             return
         for table, blocks in enumerate(sequence.cache.tables):
