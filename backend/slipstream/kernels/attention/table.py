@@ -146,6 +146,7 @@ def tables() -> str:
     parts = []
     for backend in BACKENDS:
         where = "On a GPU" if backend.device == "cuda" else "On a CPU"
-        parts += [f"## {where} ({backend.name})", combinations(backend)]
+        graphs = "with all that runs" if backend.has_graphs else "none"
+        parts += [f"## {where} ({backend.name})", f"CUDA graphs: {graphs}.", combinations(backend)]
     parts += ["## Which kernels", choices()]
     return "\n\n".join(parts)
