@@ -1,6 +1,7 @@
 """A family is one file: a made-up one is served, and sizes come from the model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from slipstream.models.decoder import sizes
 from slipstream.models.family import family
 from slipstream.models.hf import read_config
 from slipstream.models.reader import Reader
+from slipstream.models.registry import supported
 
 NAMES = {
     "model.embed_tokens": "transformer.wte",
@@ -118,3 +120,10 @@ def test_sizes_are_those_of_the_model(name: str, is_tied: bool, tmp_path: Path) 
     inside = sum(size for name, size in matrices.items() if ".layers." in name)
     assert counted.blocks == inside
     assert counted.outside == sum(matrices.values()) - inside
+
+
+def test_the_table_of_families_in_the_docs_is_complete() -> None:
+    """Both ways: a family without a row, and a row whose family is gone."""
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    rows = re.findall(r"^\| `(\w+For\w+)`", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(supported())

@@ -14,6 +14,7 @@ from slipstream.errors import CheckpointError
 from slipstream.layers.dims import RopeConfig
 from slipstream.models.hf import describe, ignored_keys, read_config
 from slipstream.runner.plan import resolve
+from transformers import AutoConfig
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "sliding_window": 32}
@@ -45,7 +46,7 @@ def write(directory: Path, **changes: object) -> Path:
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method = "),
         (MISTRAL | {"sliding_window": 0}, "sliding_window = 0"),
         (MISTRAL | {"layer_types": ["sliding_attention"]}, "is not a list of 2 kinds"),
-        (MISTRAL | {"layer_types": ["full_attention", "chunked"]}, "has others than"),
+        (MISTRAL | {"layer_types": ["full_attention", "chunked"]}, "has kinds other than"),
         (QWEN | {"max_window_layers": -1, "use_sliding_window": True}, "max_window_layers = -1"),
         (QWEN | {"layer_types": ["sliding_attention"] * 2}, "but no sliding_window is in use"),
         (GEMMA | {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
@@ -138,7 +139,7 @@ def test_neutral_and_harmless_keys(changes: dict[str, object], tmp_path: Path) -
         (MISTRAL | {"sliding_window": 8}, (8, 8)),
         (QWEN, (0, 0)),
         (QWEN | {"use_sliding_window": True, "max_window_layers": 1}, (0, 32)),
-        (GEMMA | {"sliding_window": 8}, (8, 8)),  # the sixth would see everything
+        (GEMMA | {"sliding_window": 8}, (8, 8)),  # the sixth would have full attention
         (GEMMA | {"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0)),
         (GEMMA | {"layer_types": ["full_attention", "sliding_attention"]}, (0, 4096)),
     ],
@@ -207,6 +208,27 @@ def test_old_and_new_rope_keys(
     assert read_config(write(tmp_path, **old)).rope == expected
     renamed = {"type" if k == "rope_type" else k: v for k, v in scaling.items()}
     assert read_config(write(tmp_path, **old | {"rope_scaling": renamed})).rope == expected
+
+
+@pytest.mark.parametrize("inside", [128, None])
+@pytest.mark.parametrize("beside", [256, None])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_context_before_scaling_is_read_where_transformers_reads_it(
+    family: str, beside: int | None, inside: int | None, tmp_path: Path
+) -> None:
+    model = make_model(family)
+    save(model, tmp_path)
+    given = {"original_max_position_embeddings": inside} if inside else {}
+    changes: dict[str, object] = {"original_max_position_embeddings": beside} if beside else {}
+    if family == "gemma3":
+        changes["layer_types"] = ["full_attention"] * model.config.num_hidden_layers
+    edit_config(tmp_path, "rope_parameters", rope_scaling=YARN | given, rope_theta=1e4, **changes)
+    theirs = classes(family)[1](AutoConfig.from_pretrained(tmp_path)).config.rope_parameters
+    config = read_config(tmp_path)
+    found = theirs.get("full_attention", theirs)["original_max_position_embeddings"]
+    assert config.rope.original_max_positions == found
+    is_unread = family == "gemma3" and beside is not None
+    assert ("original_max_position_embeddings" in config.ignored) == is_unread
 
 
 def test_yarn_extends_the_context(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where decoders differ, and what checkpoints call their tensors. No torch."""
+"""The axes in which decoders differ, and the names of tensors in checkpoints. No torch."""
 
 import re
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from enum import Enum
 
 
 class NormKind(Enum):
-    """What a norm multiplies the normalised row by."""
+    """The factor of a normalised row."""
 
     WEIGHT = "rms"
     ONE_PLUS_WEIGHT = "rms of 1 + weight"
 
 
 class Activation(Enum):
-    """The gate of an MLP."""
+    """The activation function of an MLP's gate."""
 
     SILU = "silu"
     GELU_TANH = "gelu, by tanh"
@@ -22,13 +22,13 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Where decoders differ; the defaults are Llama's. A new axis is a field here.
+    """The ways in which decoders differ; the defaults are Llama's. A new axis is a field here.
 
     norm: what norms multiply by.
     norms_behind: whether norms stand behind attention and MLP too, before each is added.
     qk_norms: whether every head's query and key are normalised before rotation.
     qkv_bias, out_bias, mlp_bias: whether these matrices have biases.
-    attention_scale: of products of queries and keys; None: `head_size ** -0.5`.
+    attention_scale: factor of the dot product of query and key; None: `head_size ** -0.5`.
     activation: the MLP's gate.
     embedding_scale: what rows of the embedding are multiplied by.
     """
@@ -46,7 +46,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """What a checkpoint calls the tensors that the decoder asks for.
+    """The checkpoint's names of the decoder's tensors.
 
     `own` maps parts of the decoder's names, which are Llama's, to the checkpoint's: parts between
     dots, as `self_attn.o_proj` to `attention.dense`, all replaced at once, the longest first.
@@ -57,7 +57,7 @@ class TensorNames:
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
     def stored(self, name: str) -> str:
-        """The checkpoint's name of a tensor of the decoder."""
+        """Return the checkpoint's name of a tensor of the decoder."""
         if not self.own:
             return name
         parts = "|".join(map(re.escape, sorted(self.own, key=len, reverse=True)))

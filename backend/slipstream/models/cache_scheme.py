@@ -1,7 +1,7 @@
-"""Whether a checkpoint says that its KV cache is to be e4m3. No torch.
+"""Read whether a checkpoint wants its KV cache in e4m3. No torch.
 
-llm-compressor and ModelOpt say so in config.json's `quantization_config`, ModelOpt in a file of its
-own too. What else they may ask for, weights that come quantised, is refused.
+llm-compressor and ModelOpt write it to `quantization_config` in config.json, ModelOpt also to
+hf_quant_config.json. Anything else there, such as quantised weights, is refused.
 """
 
 from pathlib import Path
@@ -10,20 +10,20 @@ from slipstream.models.files import read_json
 from slipstream.models.reader import Reader, words
 
 _METHODS = ("compressed-tensors", "modelopt")
-# Where no weight is quantised, these change nothing.
+# Keys that change nothing as long as no weight is quantised.
 _HARMLESS = words(
     "quant_method format ignore exclude_modules producer quantization_status version quant_library"
 )
-# One scale for all K of a layer, one for all V; what a scheme does not say is as here.
+# One scale for all K of a layer and one for all V. Keys that a scheme omits have these values.
 _FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
 def _is_fp8(config: Reader, key: str) -> bool:
-    """What an object says of the cache under `key`; whatever else it says is refused."""
+    """Return whether the scheme under `key` is e4m3; refuse every other key that has a value."""
     for name, value in config.data.items():
         is_known = name == key or name in _HARMLESS
         if not is_known and value not in (None, False, {}, [], ""):
-            raise config.refusal(name, "is not implemented; of the cache alone it is")
+            raise config.refusal(name, "is not implemented; only the cache's scheme is")
     if not config.data.get(key):
         return False
     if isinstance(config.data[key], str):
@@ -38,7 +38,7 @@ def _is_fp8(config: Reader, key: str) -> bool:
 
 
 def says_fp8(config: Reader, directory: Path) -> bool:
-    """Of a config.json and the files beside it; raises `CheckpointError`."""
+    """Return whether either configuration asks for e4m3; raises `CheckpointError`."""
     own = config.child("quantization_config")
     if own.data and own.data.get("quant_method") not in _METHODS:
         raise own.refusal("quant_method", f"is not one of {', '.join(_METHODS)}")

@@ -1,12 +1,12 @@
-"""Whether a checkpoint's files hold what its config.json asks for, before anybody serves it."""
+"""Check that a checkpoint's tensors match its config.json, before it is served."""
 
 from pathlib import Path
 
 
 def check_tensors(directory: Path) -> None:
-    """Compare names, shapes and types of all tensors; reads no weights, but imports torch.
+    """Check names, shapes and dtypes of all tensors. Reads no weights, but imports torch.
 
-    Raises CheckpointError for the first that is missing, misshapen or left over.
+    Raises CheckpointError for the first tensor that is missing, left over or of a wrong shape.
     """
     import torch
 
@@ -14,7 +14,7 @@ def check_tensors(directory: Path) -> None:
     from slipstream.models.hf import read_config
     from slipstream.models.weights import ShapeSource, Weights
 
-    # Built where tensors have shapes and no numbers, by the code that loads it for good.
+    # Build on the device `meta`, where tensors have no data, with the code that loads a model.
     config = read_config(directory)
     source = ShapeSource(directory, config.tensors)
     build(config, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)

@@ -1,4 +1,4 @@
-"""What transformers' configuration class of an architecture reads from a config.json. No torch.
+"""Keys of config.json that transformers' configuration class of an architecture reads. No torch.
 
 The data, config_classes.json, is written by tools/config_classes.py.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.models.reader import words
 
-# Training, labels, bookkeeping: logits and tokens are the same whatever these keys say.
+# Training, labels, bookkeeping: these keys change neither logits nor tokens.
 HARMLESS = words(
     "transformers_version output_hidden_states return_dict chunk_size_feed_forward id2label "
     "label2id problem_type num_labels output_attentions attn_implementation _attn_implementation "
@@ -21,13 +21,13 @@ HARMLESS = words(
     "attn_pdrop pretraining_tp"
 )
 
-# Where a file says theta of layers that see everything, and of those with a window.
+# Keys of theta for layers with full attention, and for layers with a window.
 _THETAS = {"global": "rope_theta", "local": "rope_local_base_freq"}
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigClass:
-    """The class of one architecture; keys that it does not list change nothing in transformers."""
+    """The class of an architecture. Keys that it does not list change nothing in transformers."""
 
     model_types: tuple[str, ...]
     # Keys that it reads, with their defaults: fields, old names and aliases of fields, and what
@@ -35,11 +35,11 @@ class ConfigClass:
     defaults: Mapping[str, Any]
 
     def reads(self, key: str) -> bool:
-        """Whether the key can change the computation."""
+        """Return whether the key can change the computation."""
         return key in self.defaults and key not in HARMLESS
 
     def is_neutral(self, key: str, value: object) -> bool:
-        """Whether the key, with this value, asks for what is computed without it."""
+        """Return whether the key with this value changes nothing."""
         default = self.defaults.get(key)
         return value == default or (_says_nothing(value) and _says_nothing(default))
 
@@ -56,7 +56,7 @@ def _data() -> dict[str, Any]:
 
 
 def read_config_class(architecture: str) -> ConfigClass:
-    """The class of an architecture that transformers has."""
+    """Return the configuration class of an architecture that transformers has."""
     own, shared = _data()[architecture], _data()["shared"]
     theta = own["default_theta"]
     if not isinstance(theta, dict):

@@ -1,4 +1,4 @@
-"""The decoder that a family's axes describe, and its sizes."""
+"""Build the decoder that a family's axes describe; count its elements."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
 
 
 def build_decoder(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
-    """Blocks of norms, attention and an MLP, each as the axes have it.
+    """Build blocks of norms, attention and an MLP as the axes describe them.
 
     It takes tensors by Llama's names; norms behind attention and MLP are
     `attention_out_norm` and `mlp_out_norm`.
@@ -78,14 +78,14 @@ def build_decoder(config: ModelConfig, weights: Weights, max_model_len: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Elements of a decoder's matrices; vectors are left out."""
+    """Element counts of a decoder's matrices, without vectors."""
 
-    outside: int  # embedding and head, each counted where it is a matrix of its own
+    outside: int  # embedding and head; tied ones count once
     blocks: int
 
 
 def sizes(config: ModelConfig) -> Sizes:
-    """Count them in the decoder, built on torch's device `meta`: nothing is allocated."""
+    """Count the elements of a decoder built on torch's device `meta`, without allocating it."""
     source = SizeSource()
     build(config, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)
     in_blocks = sum(n for name, n in source.elements.items() if name.startswith("model.layers."))

@@ -1,8 +1,7 @@
-"""What a family of decoders is: which keys it reads, where its decoder differs, what tensors are
-called. No torch.
+"""Register families of decoders: keys of config.json, axes, names of tensors. No torch.
 
-A family's file calls `family(...)` on the function that reads its part of config.json; nothing else
-needs to know that the file is there (`registry.py` imports all of them).
+A family's file decorates the function that reads its part of config.json with `family(...)`. No
+other file names a family: `registry.py` imports all files of `families/`.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,17 +26,17 @@ ReadRopes = Callable[[Reader, int], tuple[RopeConfig, RopeConfig]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How checkpoints of one architecture are read and built."""
+    """How to read and build checkpoints of one architecture."""
 
     architecture: str
-    name: str  # of its file
+    name: str  # name of its file
     config_class: ConfigClass
     axes: Callable[[Reader], Axes]
-    keys: frozenset[str]  # of config.json, read beside those of all families
+    keys: frozenset[str]  # keys of config.json that only some families read
     activation_key: str
-    activations: Mapping[str, Activation]  # what that key may say
+    activations: Mapping[str, Activation]  # value of that key -> activation
     has_windows: bool
-    read_ropes: ReadRopes  # of layers that see everything, and of those with a window
+    read_ropes: ReadRopes  # for full attention, and for layers with a window
     tensors: TensorNames
     build: Build | None  # None: `decoder.build_decoder`, from the axes
 
@@ -59,14 +58,14 @@ def family(
     """Register a family by the function that reads its axes from config.json.
 
     Args:
-        architectures: names that `config.json` may give.
-        keys: of config.json that it reads beside those of all families, with spaces between.
-        activation_key, activations: where the activation is said, and which there are.
-        has_windows: whether layers may see the newest tokens alone.
-        read_ropes: rotary embeddings of layers without and with a window.
-        tensors: names in the checkpoint where they are not Llama's.
-        config_class: keys and defaults, where transformers has no such architecture.
-        build: of a decoder that the axes do not describe.
+        architectures: values of `architectures` in config.json.
+        keys: keys of config.json that it reads besides the common ones, separated by spaces.
+        activation_key, activations: key of the activation, and its values.
+        has_windows: whether layers may have a sliding window.
+        read_ropes: reads the rotary embeddings for full attention and for windows.
+        tensors: names in the checkpoint that differ from Llama's.
+        config_class: keys and defaults, if transformers does not have the architecture.
+        build: builds a decoder that the axes cannot describe.
     """
 
     def register(axes: Callable[[Reader], Axes]) -> Callable[[Reader], Axes]:
@@ -91,5 +90,5 @@ def family(
 
 
 def registered() -> Mapping[str, Family]:
-    """Families of the files that were imported, by architecture."""
+    """Return the families of all imported files, by architecture."""
     return _FAMILIES

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint directory, from the headers of its safetensors files. No torch.
+"""Find the tensors of a checkpoint directory in its safetensors headers. No torch.
 
-A file is an 8-byte little-endian header length, a JSON header, then the data. Everything is checked
-against the file's size before a byte of data is read, so a truncated download fails by name.
+A file is an 8-byte little-endian header length, a JSON header, then the data. Offsets are checked
+against the file's size before data is read, so the error for a truncated download names the file.
 """
 
 import json
@@ -23,7 +23,7 @@ _ITEM_SIZES |= {"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: bytes `begin .. end` of `file`, row-major."""
+    """The place of a tensor: bytes `begin .. end` of `file`, row-major."""
 
     file: Path
     dtype: str  # the format's name: F32, BF16, ...
@@ -33,7 +33,7 @@ class TensorEntry:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file of the checkpoint."""
+    """Read a JSON object from a file of the checkpoint; raises `CheckpointError`."""
     try:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -43,12 +43,12 @@ def read_json(path: Path) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: a JSON object is wanted, not {clip(data)}")
+        raise CheckpointError(f"{path}: must be a JSON object, not {clip(data)}")
     return data
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that make the checkpoint: the single one, or the index's shards."""
+    """Return the safetensors files of the checkpoint: the single one, or the index's shards."""
     if (directory / INDEX).is_file():
         weight_map = read_json(directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -67,7 +67,7 @@ def _weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(
             f"{directory}: only pickled weights ({pickles[0].name}); convert them to safetensors"
         )
-    raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX} is there")
+    raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX}")
 
 
 def _entry(path: Path, name: str, spec: object, data_start: int, size: int) -> TensorEntry:
@@ -118,7 +118,7 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def tensor_entries(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the checkpoint by name; `CheckpointError` if a file is absent or damaged."""
+    """Return all tensors by name; raises `CheckpointError` for a missing or damaged file."""
     entries: dict[str, TensorEntry] = {}
     for path in _weight_files(directory):
         for name, entry in _read_header(path).items():

@@ -1,4 +1,4 @@
-"""A refusing reader of Hugging Face `config.json`: what it cannot honour, it names and refuses.
+"""Read a Hugging Face `config.json`; refuse, by name, what is not implemented.
 
 A key can change the computation if it is read here, or if transformers' configuration class of the
 architecture reads it. Of those, a key that is not implemented must ask for nothing. Every other key
@@ -20,7 +20,7 @@ from slipstream.models.reader import Reader, words
 from slipstream.models.registry import family_of, supported
 from slipstream.models.windows import read_windows
 
-# Read of every architecture. Windows too: transformers' cache has them where a model has none.
+# Read for every architecture, windows too: transformers' cache has one even if the model has none.
 _READ = words(
     "architectures model_type _name_or_path vocab_size hidden_size intermediate_size "
     "num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps "
@@ -30,14 +30,14 @@ _READ = words(
 )
 
 
-_MOST_LAYERS = 10_000  # what is read of each layer stays small
-_MOST_NAMES = 32  # of ignored keys in a line
+_MOST_LAYERS = 10_000  # a limit for what is read per layer
+_MOST_NAMES = 32  # ignored keys in a line
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint from outside: what a model repository needs to know of it."""
+    """The facts of a checkpoint that a model repository needs."""
 
     architecture: str
     vocab_size: int
@@ -75,7 +75,7 @@ def _keep_read(config: Reader, family: Family) -> None:
 
 
 def _check_model_type(config: Reader, cls: ConfigClass) -> None:
-    """Refuse another architecture's: transformers goes by it."""
+    """Refuse the model_type of another architecture: transformers uses it to choose the class."""
     if config.has("model_type") and config.data["model_type"] not in cls.model_types:
         names = " or ".join(cls.model_types)
         raise config.refusal("model_type", f"is not that of this architecture, {names}")
@@ -108,7 +108,7 @@ def _dims(config: Reader) -> Dims:
 
 
 def _axes(config: Reader, family: Family) -> Axes:
-    """The family's own, with the activation that the file says."""
+    """Read the family's axes, and the activation."""
     key, known = family.activation_key, family.activations
     name = config.get(key)
     if not isinstance(name, str) or name not in known:
@@ -117,9 +117,9 @@ def _axes(config: Reader, family: Family) -> Axes:
 
 
 def _eos_ids(config: Reader, directory: Path, vocab_size: int) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's, else config.json's.
+    """Return the ids that end a text, from generation_config.json, else config.json.
 
-    Where there is no generation_config.json, and config.json is silent, the class's default.
+    Without generation_config.json and a key in config.json, the class's default.
     """
     path = directory / "generation_config.json"
     has_generation = path.is_file()
@@ -129,9 +129,9 @@ def _eos_ids(config: Reader, directory: Path, vocab_size: int) -> tuple[int, ...
     value = None if is_default and has_generation else source.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-        if is_default:  # a vocabulary without that token
+        if is_default:  # the vocabulary does not have that token
             return ()
-        raise source.refusal("eos_token_id", f"is not of a vocabulary of {vocab_size}")
+        raise source.refusal("eos_token_id", f"is outside of a vocabulary of {vocab_size}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -146,7 +146,7 @@ def _dtype(config: Reader) -> str | None:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """`config.json` and `generation_config.json` of a checkpoint; raises `CheckpointError`."""
+    """Read `config.json` and `generation_config.json` of a checkpoint; raises `CheckpointError`."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     if not (directory / "config.json").is_file():
@@ -160,10 +160,10 @@ def read_config(directory: Path) -> ModelConfig:
     windows = read_windows(config, dims.num_layers)
     if any(windows) and not family.has_windows:
         key = "sliding_window" if config.has("sliding_window") else "layer_types"
-        raise config.refusal(key, f"is in use, which {architecture} does not know")
+        raise config.refusal(key, f"is in use, but {architecture} has no windows")
     max_positions = config.whole("max_position_embeddings")
     rope, local_rope = family.read_ropes(config, max_positions)
-    if rope.kind == "yarn":  # a checkpoint may state the context before stretching
+    if rope.kind == "yarn":  # a checkpoint may give the context before scaling
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     return ModelConfig(
         architecture=architecture,
@@ -183,7 +183,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def weights_dtype(directory: Path) -> str:
-    """The floating dtype of most bytes of the weights, where config.json does not say."""
+    """Return the floating dtype of most bytes of the weights, for a config.json without one."""
     sizes: dict[str, int] = {}
     for entry in tensor_entries(directory).values():
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.end - entry.begin
@@ -192,7 +192,7 @@ def weights_dtype(directory: Path) -> str:
 
 
 def describe(checkpoint: Path | str) -> CheckpointInfo:
-    """What compose needs, after every check that needs no weights to be read."""
+    """Run every check that reads no weights; return what compose needs."""
     directory = Path(checkpoint)
     config = read_config(directory)
     own_dtype = weights_dtype(directory)
@@ -208,9 +208,9 @@ def describe(checkpoint: Path | str) -> CheckpointInfo:
 
 
 def ignored_keys(config: ModelConfig) -> str:
-    """One line that names the keys of config.json that change nothing; empty where there are none.
+    """Return a line with the keys of config.json that change nothing; empty if there are none.
 
-    Of a file with more than 32 such keys the first 32, and how many more there are.
+    It names at most 32 keys, and counts the rest.
     """
     if not config.ignored:
         return ""

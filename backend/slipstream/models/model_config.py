@@ -1,4 +1,4 @@
-"""A checkpoint's configuration, read. No torch."""
+"""A checkpoint's configuration after reading. No torch."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ from slipstream.models.axes import Axes, TensorNames
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the decoder is built from; all of it honoured."""
+    """The facts that the decoder is built from."""
 
     architecture: str
     dims: Dims
     axes: Axes
     tensors: TensorNames
     rope: RopeConfig
-    local_rope: RopeConfig  # of layers with a window
-    windows: tuple[int, ...]  # of layers: how many tokens a query sees, itself included; 0: all
+    local_rope: RopeConfig  # for layers with a window
+    windows: tuple[int, ...]  # tokens that a query of each layer sees, with its own; 0: all
     max_positions: int
     ties_embeddings: bool
-    dtype: str | None  # the checkpoint's own, if config.json says
+    dtype: str | None  # as config.json says, if it does
     eos_ids: tuple[int, ...]
-    fp8_cache: bool  # whether the checkpoint says that its cache is to be e4m3
+    fp8_cache: bool  # whether the checkpoint wants its cache in e4m3
     ignored: tuple[str, ...]  # keys of config.json that change nothing, here or in transformers

@@ -1,9 +1,9 @@
-"""Bytes of files into tensors: several threads read pieces, and a GPU takes them meanwhile.
+"""Read tensors from files: several threads read pieces while a GPU copies others.
 
-One thread copies from the page cache at a fraction of what memory or PCIe can do. So the pieces of
-a tensor are read by several; on their way to a GPU they pass pinned buffers, two a thread: one is
-read into while the other is copied from. Every piece costs some Python, during which no other
-thread gets on: few large ones are better than many, as long as all threads have one.
+One thread copies from the page cache at a fraction of the speed of memory or PCIe. So several
+threads read the pieces of a tensor. On their way to a GPU pieces go through pinned buffers, two per
+thread: one is read into while the other is copied from. Every piece costs some Python, during which
+other threads wait: few large pieces are better than many, as long as all threads have one.
 """
 
 import os
@@ -20,17 +20,17 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 
-PIECE_BYTES = 16 << 20  # of a file, at most
-_LEAST_BYTES = 1 << 20  # smaller ones cross PCIe at half its speed
-_MAX_THREADS = 8  # what one GPU's PCIe takes; more only wait for each other
-_ALIGNMENT = 4096  # bytes: no number lies in two pieces, no page is read twice
+PIECE_BYTES = 16 << 20  # largest piece of a file
+_LEAST_BYTES = 1 << 20  # smaller pieces cross PCIe at half its speed
+_MAX_THREADS = 8  # enough for the PCIe of one GPU
+_ALIGNMENT = 4096  # bytes: no element is split, no page is read twice
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """A tensor in a file: row-major elements of `dtype` from byte `begin` on."""
 
-    name: str  # for errors
+    name: str  # for error messages
     file: Path
     begin: int
     dtype: torch.dtype
@@ -43,27 +43,27 @@ class _Piece(NamedTuple):
 
 
 class _Buffer:
-    """Host memory on the way to elsewhere."""
+    """A host buffer of `PIECE_BYTES` bytes, pinned for a GPU."""
 
     def __init__(self, is_pinned: bool) -> None:
         self._bytes = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
         self.memory = self._bytes.numpy().data
-        self.copied: torch.cuda.Event | None = None  # until then a copy may read it
+        self.copied: torch.cuda.Event | None = None  # a copy may read the buffer until then
         if is_pinned:
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def elements(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The first of the buffer."""
+        """View the first `count` elements of the buffer, flat, as `dtype`."""
         return self._bytes[: count * dtype.itemsize].view(dtype)
 
 
 def num_threads() -> int:
-    """How many read at once: as many as this process has processors, up to a limit."""
+    """Return the number of reading threads: one per core of this process, at most 8."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 class TensorReader:
-    """Reads regions of files into tensors of one device; `close` it."""
+    """Reads regions of files into tensors of one device. Call `close` at the end."""
 
     def __init__(self, device: torch.device, threads: int | None = None) -> None:
         self._device = device
@@ -76,8 +76,8 @@ class TensorReader:
         self._pool = ThreadPoolExecutor(self._threads, "weights", self._enter_thread)
 
     def _enter_thread(self) -> None:
-        """What each thread has of its own."""
-        self._local.mode = torch.inference_mode()  # the tensors may be made in it
+        """Set up a thread: inference mode, its buffers, the copy stream."""
+        self._local.mode = torch.inference_mode()  # tensors made in it can only be written in it
         self._local.mode.__enter__()
         is_pinned = self._stream is not None
         self._local.buffers = [_Buffer(is_pinned) for _ in range(2 if is_pinned else 1)]
@@ -87,12 +87,12 @@ class TensorReader:
     def read(self, regions: Sequence[Region], outs: Sequence[Tensor]) -> None:
         """Fill contiguous tensors, each from its region, converting dtypes.
 
-        On a GPU the numbers are there for what the current stream does from now on. Raises
+        On a GPU, later work of the current stream sees the values. Raises
         `CheckpointError` if a file cannot be read or ends too early.
         """
         pairs = list(zip(regions, outs, strict=True))
         num_bytes = sum(out.numel() * region.dtype.itemsize for region, out in pairs)
-        # Every thread gets one: the call waits for the last of them.
+        # Every thread gets a piece: the call waits for the last one.
         size = min(max(num_bytes // self._threads, _LEAST_BYTES), PIECE_BYTES)
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         pieces = [piece for pair in pairs for piece in self._pieces(*pair, size)]
@@ -101,7 +101,7 @@ class TensorReader:
                 pass
 
     def close(self) -> None:
-        """Let go of threads and files."""
+        """Stop the threads and close the files."""
         self._pool.shutdown(cancel_futures=True)
         for descriptor in self._files.values():
             os.close(descriptor)
@@ -117,7 +117,7 @@ class TensorReader:
 
     @contextmanager
     def _ordered(self) -> Iterator[None]:
-        """Between what the current stream did (with the memory, before) and what it does next."""
+        """Order copies after earlier and before later work of the current stream."""
         if self._stream is None:
             yield
             return
@@ -137,14 +137,14 @@ class TensorReader:
         if buffer.copied is not None:
             buffer.copied.synchronize()
         self._fill(piece, buffer.memory[: len(out) * region.dtype.itemsize])
-        numbers = buffer.elements(len(out), region.dtype)
+        values = buffer.elements(len(out), region.dtype)
         if buffer.copied is None:
-            out.copy_(numbers)
+            out.copy_(values)
             return
         if out.dtype != region.dtype:
-            # Converted there: a copy that converts does so on the host, and waits.
-            numbers = numbers.to(self._device, non_blocking=True)
-        out.copy_(numbers, non_blocking=True)
+            # Convert on the GPU: a copy that converts does so on the host, and blocks.
+            values = values.to(self._device, non_blocking=True)
+        out.copy_(values, non_blocking=True)
         buffer.copied.record()
 
     def _fill(self, piece: _Piece, memory: memoryview) -> None:

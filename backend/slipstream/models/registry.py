@@ -1,4 +1,4 @@
-"""Which architectures are served: those of the files in `families/`. No torch."""
+"""List the architectures that are served: those of the files in `families/`. No torch."""
 
 from functools import cache
 from importlib import import_module
@@ -10,18 +10,18 @@ from slipstream.models.family import Family, registered
 
 @cache
 def _import_families() -> None:
-    """Each file registers its family."""
+    """Import all files of `families/`; each registers its family."""
     for module in iter_modules(families.__path__):
         import_module(f"{families.__name__}.{module.name}")
 
 
 def supported() -> tuple[str, ...]:
-    """Names that `config.json` may give as its architecture."""
+    """Return the values of `architectures` in config.json that are served, sorted."""
     _import_families()
     return tuple(sorted(registered()))
 
 
 def family_of(architecture: str) -> Family:
-    """The family of a supported architecture."""
+    """Return the family of a supported architecture."""
     _import_families()
     return registered()[architecture]

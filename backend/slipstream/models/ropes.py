@@ -1,4 +1,4 @@
-"""The rotary embedding that a `config.json` asks for. No torch."""
+"""Read the rotary embedding from a `config.json`. No torch."""
 
 import math
 
@@ -17,58 +17,71 @@ _ROPE_KEYS = {
     ),
 }
 _ROPE_COMMON = words("type rope_type rope_theta partial_rotary_factor")
-# Read by some kind of rotary embedding, here or in transformers: they ask for it.
+# Keys of some kind of rotary embedding, here or in transformers: another kind refuses them.
 _OTHER_KEYS = words("short_factor long_factor alpha mrope_section").union(*_ROPE_KEYS.values())
 
+_ORIGINAL = "original_max_position_embeddings"
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 
 
 def read_rope(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
-    """One for all layers, twice: `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
+    """Read one embedding for all layers; return it twice: for full attention and for windows.
+
+    It is in `rope_parameters` (transformers 5) or `rope_scaling` (before). As in transformers, an
+    `original_max_position_embeddings` beside either wins over the one inside.
+    """
     new, old = config.child("rope_parameters"), config.child("rope_scaling")
     if new.data and old.data and new.data != old.data:
         raise config.refusal("rope_scaling", "contradicts rope_parameters")
     rope = new if new.data else old
     _check_theta(config, "rope_theta", rope)
-    one = _rope(config, rope, config.positive("rope_theta"), max_positions)
+    one = _rope(config, rope, config.positive("rope_theta"), max_positions, outer_wins=True)
     return one, one
 
 
 def read_ropes(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see everything and of those with a window, each with its own theta (Gemma 3).
+    """Read an embedding for full attention and one for windows, each with its theta (Gemma 3).
 
-    In `rope_parameters`, an object for each of the two, or (before transformers 5) `rope_theta` and
-    `rope_scaling` for the first, `rope_local_base_freq` for the second.
+    `rope_parameters` has an object for each, or (before transformers 5) `rope_theta` and
+    `rope_scaling` are for the first, `rope_local_base_freq` for the second. As in transformers, an
+    `original_max_position_embeddings` beside them changes nothing.
     """
     both = config.child("rope_parameters")
     if both.data and config.has("rope_scaling"):
         raise config.refusal("rope_scaling", "contradicts rope_parameters")
     for key in both.data.keys() - set(_KINDS_OF_LAYERS):
         raise both.refusal(key, f"is none of {', '.join(_KINDS_OF_LAYERS)}")
-    wide, local = (both.child(kind) for kind in _KINDS_OF_LAYERS)
+    if config.has(_ORIGINAL):
+        config.ignore(_ORIGINAL)
+    full, local = (both.child(kind) for kind in _KINDS_OF_LAYERS)
     if not both.data:
-        wide = config.child("rope_scaling")
-    _check_theta(config, "rope_theta", wide)
+        full = config.child("rope_scaling")
+    _check_theta(config, "rope_theta", full)
     _check_theta(config, "rope_local_base_freq", local)
     theta, local_theta = (
         config.positive("rope_theta"),
         config.positive("rope_local_base_freq"),
     )
     return (
-        _rope(config, wide, theta, max_positions),
-        _rope(config, local, local_theta, max_positions),
+        _rope(config, full, theta, max_positions, outer_wins=False),
+        _rope(config, local, local_theta, max_positions, outer_wins=False),
     )
 
 
 def _check_theta(config: Reader, key: str, rope: Reader) -> None:
-    """Refuse two that differ."""
+    """Refuse a theta that differs between the rope parameters and the key beside them."""
     theta, outer = rope.data.get("rope_theta"), config.data.get(key)
     if theta is not None and outer is not None and theta != outer:
         raise rope.refusal("rope_theta", f"contradicts {key} = {outer}")
 
 
-def _rope(config: Reader, rope: Reader, theta: float, max_positions: int) -> RopeConfig:
-    """What `rope` says; where it is silent on theta, `theta`."""
+def _rope(
+    config: Reader, rope: Reader, theta: float, max_positions: int, outer_wins: bool
+) -> RopeConfig:
+    """Read the parameters in `rope`; `theta` and `max_positions` are defaults.
+
+    `outer_wins`: whether the context before scaling in `config` wins over that in `rope`.
+    """
     kind = _kind(rope)
     for reader in (config, rope):
         if reader.positive("partial_rotary_factor", 1.0) != 1.0:
@@ -85,8 +98,9 @@ def _rope(config: Reader, rope: Reader, theta: float, max_positions: int) -> Rop
     factor = rope.positive("factor")
     if kind == "linear":
         return RopeConfig(kind, theta, factor)
-    inner = rope.whole("original_max_position_embeddings", max_positions)
-    original = config.whole("original_max_position_embeddings", inner)
+    original = rope.whole(_ORIGINAL, max_positions)
+    if outer_wins:
+        original = config.whole(_ORIGINAL, original)
     if kind == "llama3":
         low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
         if low >= high:
@@ -107,7 +121,7 @@ def _rope(config: Reader, rope: Reader, theta: float, max_positions: int) -> Rop
 
 
 def _kind(rope: Reader) -> str:
-    """`rope_type`, or `type` as it was called before; where both are there, they must agree."""
+    """Return `rope_type`, or `type` as older files call it; refuse two that differ."""
     key = "rope_type" if rope.has("rope_type") else "type"
     kind = rope.data.get(key)
     if key == "rope_type" and rope.has("type") and rope.data["type"] != kind:
@@ -120,7 +134,7 @@ def _kind(rope: Reader) -> str:
 
 
 def _yarn_attention_factor(rope: Reader, factor: float) -> float:
-    """How much yarn sharpens attention: as given, or its paper's `0.1 ln(factor) + 1`."""
+    """Return yarn's factor of cos and sin: as given, or its paper's `0.1 ln(factor) + 1`."""
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The one place where weights come from: safetensors files, or random numbers for benchmarks.
+"""Read weights: from safetensors files, or random values for benchmarks.
 
 A family asks for tensors by name; each is copied once, from its file into its place in the engine's
 dtype on its device (packed matrices are allocated whole and filled together).
@@ -28,27 +28,27 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_MOST = 64  # powers of two: a scale is no further from 1, so that quotients are exact
+_MOST = 64  # exponent of the largest scale and of the inverse of the smallest: quotients stay exact
 
 
 class Source(Protocol):
-    """Where the numbers come from."""
+    """A source of tensors."""
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether the source has the tensor."""
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Write each tensor into its `out`; `CheckpointError` if absent or of another shape."""
 
     def number(self, name: str) -> float:
-        """A scale; `CheckpointError` if absent, or not one."""
+        """Return a scale; raises `CheckpointError` if it is absent or out of range."""
 
     def finish(self) -> None:
-        """All is read: raises `CheckpointError` for what was not."""
+        """Raise `CheckpointError` if a tensor was never read."""
 
 
 class _Checkpoint:
-    """What the files of a directory hold, and what of it was read, by the decoder's names."""
+    """The tensors of a directory by the decoder's names, and which of them were read."""
 
     def __init__(self, directory: Path, tensors: TensorNames) -> None:
         self._directory = directory
@@ -57,11 +57,11 @@ class _Checkpoint:
         self._unread = set(self._entries)
 
     def has(self, name: str) -> bool:
-        """Whether a file holds the tensor."""
+        """Return whether a file has the tensor."""
         return self._tensors.stored(name) in self._entries
 
     def _take(self, name: str, shape: Sequence[int]) -> TensorEntry:
-        """Where the tensor lies; `CheckpointError` if nowhere, or not as it is needed."""
+        """Return the tensor's place; raises `CheckpointError` if absent or of another shape."""
         name = self._tensors.stored(name)
         entry = self._entries.get(name)
         if entry is None:
@@ -77,7 +77,7 @@ class _Checkpoint:
         return entry
 
     def number(self, name: str) -> float:
-        """The scale that a tensor of one number is."""
+        """Read the scale from a tensor of one element."""
         stored = self._tensors.stored(name)
         entry = self._entries.get(stored)
         if entry is not None and math.prod(entry.shape) != 1:
@@ -107,22 +107,22 @@ class _Checkpoint:
 
 
 class ShapeSource(_Checkpoint):
-    """The tensors of a checkpoint directory by name and shape; no number is read."""
+    """Checks the tensors of a checkpoint directory by name and shape; reads no data."""
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
-        """Look whether the tensors are as `outs`, which may lie on torch's device `meta`."""
+        """Compare shapes with those of `outs`, which may be on torch's device `meta`."""
         for name, out in zip(names, outs, strict=True):
             self._take(name, out.shape)
 
 
 class FileSource(_Checkpoint):
-    """The tensors of a checkpoint directory, on their way to `device`."""
+    """Reads the tensors of a checkpoint directory into tensors on `device`."""
 
     def __init__(self, directory: Path, device: torch.device, tensors: TensorNames) -> None:
         super().__init__(directory, tensors)
         self._reader = TensorReader(device)
-        self._extremes: list[Tensor] = []  # least and largest number of each tensor
-        self._read: list[tuple[str, Path]] = []  # and whose they are
+        self._extremes: list[Tensor] = []  # minimum and maximum of each tensor
+        self._read: list[tuple[str, Path]] = []  # their names and files
         self._start = time.perf_counter()
         self._num_bytes = 0
         self._bar = tqdm(
@@ -143,7 +143,7 @@ class FileSource(_Checkpoint):
         ]
         self._reader.read(regions, outs)
         for region, out in zip(regions, outs, strict=True):
-            # Only looked at in the end: a GPU need not be waited for.
+            # Checked at the end: no wait for the GPU here.
             self._extremes.append(torch.stack(torch.aminmax(out)))
             self._read.append((region.name, region.file))
         num_bytes = sum(entry.end - entry.begin for entry in entries)
@@ -151,7 +151,7 @@ class FileSource(_Checkpoint):
         self._bar.update(num_bytes)
 
     def finish(self) -> None:
-        """Refuse tensors nobody asked for and numbers that are none; say how fast it went."""
+        """Refuse tensors that were never read and values that are not finite; log the speed."""
         self._bar.close()
         self._reader.close()
         super().finish()
@@ -169,53 +169,53 @@ class FileSource(_Checkpoint):
         ):
             if not is_finite:
                 raise CheckpointError(
-                    f"{file}: tensor {name} holds NaN, infinity or numbers beyond {extremes.dtype}"
+                    f"{file}: tensor {name} holds NaN, infinity or values beyond {extremes.dtype}"
                 )
 
 
 class RandomSource:
-    """Seeded noise of any shape: norms near one, the rest as models are initialised."""
+    """Seeded normal values of any shape: mean 1 for norms, else 0, standard deviation 0.02."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def has(self, name: str) -> bool:
-        """Nothing optional is drawn."""
+        """Return False: random weights have no optional tensors."""
         return False
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
-        """Draw in place on the device."""
+        """Sample values in place on the device."""
         for name, out in zip(names, outs, strict=True):
             is_norm = out.ndim == 1 and name.endswith(".weight")
             out.normal_(float(is_norm), 0.02, generator=self._generator)
 
     def number(self, name: str) -> float:
-        """No scale is drawn."""
+        """Raise `CheckpointError`: random weights have no scales."""
         raise CheckpointError(f"random weights have no {name}")
 
     def finish(self) -> None:
         """Nothing can be left over."""
-        _log.info("drew random weights")
+        _log.info("sampled random weights")
 
 
 class SizeSource:
-    """Counts the elements of matrices; there are no numbers and no files."""
+    """Counts the elements of matrices, without data or files."""
 
     def __init__(self) -> None:
         self.elements: dict[str, int] = {}
 
     def has(self, name: str) -> bool:
-        """Nothing optional is counted."""
+        """Return False: optional tensors are not counted."""
         return False
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
-        """Note the sizes of `outs`, which may lie on torch's device `meta`."""
+        """Record the sizes of `outs`, which may be on torch's device `meta`."""
         for name, out in zip(names, outs, strict=True):
             if out.ndim > 1:
                 self.elements[name] = out.numel()
 
     def number(self, name: str) -> float:
-        """No scale is counted."""
+        """Raise `CheckpointError`: there are no scales."""
         raise CheckpointError(f"{name} has no number")
 
     def finish(self) -> None:
@@ -223,7 +223,7 @@ class SizeSource:
 
 
 class Weights:
-    """A view of a source below a prefix: what layers are built from."""
+    """The tensors of a source below a prefix, from which a layer is built."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class Weights:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors go."""
+        """The device of the tensors."""
         return self._device
 
     @property
@@ -253,33 +253,33 @@ class Weights:
 
     @property
     def deterministic(self) -> bool:
-        """Whether a row's product may not depend on the rows beside it."""
+        """Whether a row's result must not depend on the other rows of the batch."""
         return self._deterministic
 
     def at(self, prefix: str) -> "Weights":
-        """The view below `prefix.`."""
+        """Return the weights below `prefix.`."""
         prefix = f"{self._prefix}{prefix}."
         settings = (self._device, self._dtype, self._quantization, self._deterministic)
         return Weights(self._source, *settings, prefix)
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds this tensor."""
+        """Return whether the source has this tensor."""
         return self._source.has(self._prefix + name)
 
     def number(self, name: str) -> float:
-        """The one number of a tensor: a scale, above zero."""
+        """Read the scale in a tensor of one element, above zero."""
         return self._source.number(self._prefix + name)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """One tensor, which must have this shape."""
+        """Read a tensor, which must have this shape."""
         return self.packed([name], shape[:1], *shape[1:])
 
     def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
-        """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
+        """Read tensors of shapes `[rows[i], *rest]`, concatenated to `[sum(rows), *rest]`."""
         out = torch.empty(sum(rows), *rest, dtype=self._dtype, device=self._device)
         self._source.fill([self._prefix + name for name in names], torch.split(out, list(rows)))
         return out
 
     def finish(self) -> None:
-        """Raise `CheckpointError` if the checkpoint holds a tensor that was never read."""
+        """Raise `CheckpointError` if the source has a tensor that was never read."""
         self._source.finish()

@@ -1,4 +1,4 @@
-"""Which layers of a `config.json` see a window, and how wide it is. No torch."""
+"""Read from a `config.json` which layers have a sliding window, and its size. No torch."""
 
 from slipstream.models.reader import Reader
 
@@ -6,10 +6,10 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_windows(config: Reader, num_layers: int) -> tuple[int, ...]:
-    """Tokens that a query of each layer sees, its own included; 0: all before it.
+    """Return for each layer how many tokens a query sees, with its own; 0: full attention.
 
-    By `layer_types`; without it by `sliding_window_pattern` (Gemma: every so many layers one sees
-    everything) or `max_window_layers` (Qwen: those below see everything); else all have the window.
+    `layer_types` decides; without it `sliding_window_pattern` (Gemma: every n-th layer has full
+    attention) or `max_window_layers` (Qwen: layers below it have); else all have the window.
     """
     window = 0
     if config.has("sliding_window") and config.flag("use_sliding_window", default=True):
@@ -20,7 +20,7 @@ def read_windows(config: Reader, num_layers: int) -> tuple[int, ...]:
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise config.refusal("layer_types", f"is not a list of {num_layers} kinds")
     if not set(kinds) <= {_FULL, _SLIDING}:
-        raise config.refusal("layer_types", f"has others than {_FULL} and {_SLIDING}")
+        raise config.refusal("layer_types", f"has kinds other than {_FULL} and {_SLIDING}")
     if _SLIDING in kinds and not window:
         raise config.refusal("layer_types", f"has {_SLIDING}, but no sliding_window is in use")
     return tuple(window if kind == _SLIDING else 0 for kind in kinds)

@@ -1,6 +1,6 @@
-"""Gemma 3, text (Gemma Team, 2025): most layers see a window, every sixth sees everything.
+"""Gemma 3, text (Gemma Team, 2025): most layers have a window, every sixth full attention.
 
-Norms stand before and behind both halves of a block, and their weights are kept less 1.
+Norms stand before and after both halves of a block; their stored weights are smaller by 1.
 """
 
 from slipstream.models.axes import Activation, Axes, NormKind, TensorNames
@@ -24,7 +24,7 @@ NAMES = {
     tensors=TensorNames(NAMES),
 )
 def gemma3(config: Reader) -> Axes:
-    """Biases on all attention matrices or none; the embedding is scaled."""
+    """Read whether all attention matrices have biases; the embedding is scaled."""
     bias = config.flag("attention_bias", default=False)
     return Axes(
         norm=NormKind.ONE_PLUS_WEIGHT,

@@ -11,7 +11,7 @@ from slipstream.models.reader import Reader
     has_windows=False,
 )
 def llama(config: Reader) -> Axes:
-    """Biases on all attention matrices or none, on all of the MLP's or none."""
+    """Read whether all attention matrices have biases, and all matrices of the MLP."""
     bias = config.flag("attention_bias", default=False)
     mlp_bias = config.flag("mlp_bias", default=False)
     return Axes(qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)

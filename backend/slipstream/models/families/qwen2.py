@@ -7,5 +7,5 @@ from slipstream.models.reader import Reader
 
 @family("Qwen2ForCausalLM", keys="use_sliding_window max_window_layers")
 def qwen2(config: Reader) -> Axes:
-    """No key of a file changes them."""
+    """Return the axes, which no key of config.json changes."""
     return Axes(qkv_bias=True)

@@ -7,6 +7,6 @@ from slipstream.models.reader import Reader
 
 @family("Qwen3ForCausalLM", keys="attention_bias use_sliding_window max_window_layers")
 def qwen3(config: Reader) -> Axes:
-    """Biases on all four attention matrices or none."""
+    """Read whether all four attention matrices have biases."""
     bias = config.flag("attention_bias", default=False)
     return Axes(qk_norms=True, qkv_bias=bias, out_bias=bias)
