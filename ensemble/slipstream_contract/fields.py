@@ -8,7 +8,7 @@ new sampling parameter is one annotation here, and the kernel that obeys it.
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Protocol, get_args, get_type_hints
 
 import msgspec
@@ -110,13 +110,13 @@ class Source(Protocol):
     def has(self, name: str) -> bool:
         """Whether it is given."""
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def whole(self, name: str) -> int:
         """A whole number. Raises ContractError."""
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str) -> float:
         """A number. Raises ContractError."""
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def flag(self, name: str) -> bool:
         """True or false. Raises ContractError."""
 
 
@@ -142,33 +142,36 @@ def read_fields(
     struct: type[msgspec.Struct],
     schema: SchemaName,
     source: Source,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Every plain value that a schema has for a struct, checked; `names` are the source's own.
 
     Raises ContractError.
     """
     values: dict[str, Any] = {}
-    for entry in table(struct).values():
-        asked = entry.asked(schema)
-        if asked is not None:
-            name = (names or {}).get(asked.name, asked.name)
-            if entry.is_optional and not source.has(name):
-                values[entry.name] = None
-            else:
-                values[entry.name] = _read(source, name, asked, entry.kind)
+    for entry, asked in _asked(struct, schema):
+        name = names.get(asked.name, asked.name)
+        is_required = asked.default is None and not entry.is_optional
+        if is_required or source.has(name):
+            values[entry.name] = _read(source, name, asked, entry.kind)
+        else:
+            values[entry.name] = asked.default
     return values
+
+
+@cache
+def _asked(struct: type[msgspec.Struct], schema: SchemaName) -> list[tuple[Entry, Asked]]:
+    """What a schema asks for; made once, as it is gone through with every request."""
+    pairs = [(entry, entry.asked(schema)) for entry in table(struct).values()]
+    return [(entry, asked) for entry, asked in pairs if asked is not None]
 
 
 def _read(source: Source, name: str, asked: Asked, kind: type) -> Any:
     if kind is bool:
-        return source.flag(name, bool(asked.default))
-    if asked.bounds is None:
-        raise AssertionError(f"{name} is a number without bounds")
-    if kind is float:
-        return asked.bounds.check(source.label(name), source.number(name, asked.default), kind)
-    default = None if asked.default is None else int(asked.default)
-    return asked.bounds.check(source.label(name), source.whole(name, default), kind)
+        return source.flag(name)
+    assert asked.bounds is not None, f"{name} is a number without bounds"
+    value = source.number(name) if kind is float else source.whole(name)
+    return asked.bounds.check(source.label(name), value, kind)
 
 
 def check_fields(values: msgspec.Struct) -> None:

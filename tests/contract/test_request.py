@@ -13,6 +13,7 @@ from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.request import GenerateRequest
 from slipstream_contract.schemas.trtllm import llm_request, text_request
 from slipstream_contract.tensors import MODELS, TO_LLM
+from slipstream_contract.urgency import Urgency
 from slipstream_contract.words import pack_word_list
 
 TEXT, LLM = MODELS["tensorrt_llm_bls"], MODELS["tensorrt_llm"]
@@ -158,9 +159,19 @@ def test_the_beginning_of_a_name_is_a_better_hint_than_a_likeness():
 
 
 def test_parameters_of_the_server_are_not_ours():
-    harmless = {"id": "7", "timeout": 5, "priority": 1, "X-Tenant": "a", "triton_final": True}
+    harmless = {"id": "7", "sequence_id": 5, "X-Tenant": "a", "triton_final": True}
     assert ask_text(harmless) == ask_text()
     assert ask_llm(harmless | {"request_type": "context_and_generation"}) == ask_llm()
+
+
+def test_what_is_said_of_the_handling_is_in_the_request():
+    said = {"timeout": 5, "priority": 1, "cache_salt": "a"}
+    for request in (ask_text(said), ask_llm(said)):
+        assert request.urgency == Urgency(timeout_ns=5000, priority=1)
+        assert request.cache_salt == "a"
+    for wrong in ({"timeout_ms": 0}, {"priority": 10}, {"cache_salt": 5}):
+        with pytest.raises(ContractError, match=f"{next(iter(wrong))} is "):
+            ask_text(wrong)
 
 
 @pytest.mark.parametrize(
