@@ -1,7 +1,10 @@
 """The kernels of a step, in order and with their arguments, are those of `launches.json`.
 
 What a model launches is all that it costs, and decides its bits. A change of `launches.json` is a
-change of either: the file says for each case the kernels, and a digest of their arguments.
+change of either: the file says for each case the kernels, and a digest of their arguments. Where
+the change is meant, write the file anew and commit it with the figures:
+
+    cd tests; ../.venv/bin/python -c "from kernels.test_launches import write; write()"
 """
 
 import hashlib
@@ -137,6 +140,15 @@ def summary(notes: list[tuple[str, str]]) -> str:
     text = "\n".join(f"{name} {arguments}" for name, arguments in notes)
     names = " ".join(name for name, _ in notes)
     return f"{names} #{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def write() -> None:
+    """Write the file of what is launched now."""
+    found = {
+        str(case): {rows: summary(notes) for rows, notes in launches(case).items()}
+        for case in cases()
+    }
+    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
 
 
 QUICK = [case for case in cases() if case.size == "8b" and case.variant != "qk norms"]
