@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 
 from slipstream_runtime import vitals
+from slipstream_runtime.threads import ThreadWatch
 
 STILL_S = 3.0
 STOPPED_S = 0.7  # a process stopped (SIGSTOP) for longer counts as hanging
 _OVERDUE_S = 1.0  # before a missing beat or reply counts
 _MAX_LOOK_S = 0.5  # a longer gap between two looks counts as this: the watcher was delayed
-_ACTIVE = 0.1  # share of the elapsed time, from which on a process is busy
+_ACTIVE = 0.1  # share of the elapsed time, from which on the main thread is busy
+_TOGETHER = 0.3  # likewise all threads together, where none beats
 
 
 class Stillness:
@@ -27,6 +29,7 @@ class Stillness:
         """Watch the `vitals` file at `path`; without one, the process never counts as hanging."""
         self._pid = pid
         self._path = path
+        self._threads = ThreadWatch(_TOGETHER)
         self.reset()
 
     def reset(self) -> None:
@@ -36,6 +39,7 @@ class Stillness:
         self._looked_s = time.monotonic()
         self._activity_ns = 0
         self._signs: vitals.Signs | None = None
+        self._threads.reset()
 
     @property
     def is_at_work(self) -> bool:
@@ -53,10 +57,14 @@ class Stillness:
         what = "" if signs is None else _debt(signs, unanswered_s)
         is_same = what == self.what and signs is not None and signs[1:] == (self._signs or ())[1:]
         self.what, self._signs = what, signs
+        if not (what == _NO_BEAT and is_same):
+            self._threads.reset()
         if not what:
             self._still_s = 0.0
             return False
-        activity_ns, is_waiting = activity(self._pid, of_all=what == _NO_BEAT)
+        if what == _NO_BEAT:  # the main thread may wait for another that computes
+            return self._threads.resting_s(self._pid) > STILL_S
+        activity_ns, is_waiting = activity(self._pid)
         active_s, self._activity_ns = (activity_ns - self._activity_ns) / 1e9, activity_ns
         if is_same and not is_waiting and active_s < _ACTIVE * elapsed_s:
             self._still_s += min(elapsed_s, _MAX_LOOK_S)
@@ -78,19 +86,14 @@ def _debt(signs: vitals.Signs, unanswered_s: float) -> str:
     return _NO_START if unanswered_s > _OVERDUE_S else ""
 
 
-def activity(pid: int, of_all: bool) -> tuple[int, bool]:
-    """Return the time (ns) for which its main thread, or all threads, ran or waited to run.
+def activity(pid: int) -> tuple[int, bool]:
+    """Return the time (ns) for which its main thread ran or waited to run.
 
-    And whether one of them runs or waits right now: the kernel counts a wait when it is over.
+    And whether it runs or waits right now: the kernel counts a wait when it is over.
     """
-    folder = Path("/proc") / str(pid) / "task"
-    threads = folder.iterdir() if of_all else [folder / str(pid)]
-    total, is_waiting = 0, False
-    with contextlib.suppress(OSError):
-        for thread in threads:
-            with contextlib.suppress(OSError):  # the thread has ended meanwhile
-                ran_ns, waited_ns = (thread / "schedstat").read_text().split()[:2]
-                total += int(ran_ns) + int(waited_ns)
-                state = (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                is_waiting |= state == "R"
-    return total, is_waiting
+    thread = Path("/proc") / str(pid) / "task" / str(pid)
+    with contextlib.suppress(OSError):  # the process has ended meanwhile
+        ran_ns, waited_ns = (thread / "schedstat").read_text().split()[:2]
+        state = (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return int(ran_ns) + int(waited_ns), state == "R"
+    return 0, False

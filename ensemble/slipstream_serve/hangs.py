@@ -8,10 +8,9 @@ of a request in the thread that answers over HTTP: a long body alone delays the 
 
 from __future__ import annotations
 
-import contextlib
-import time
-from pathlib import Path
 from typing import NamedTuple
+
+from slipstream_runtime.threads import ThreadWatch
 
 from slipstream_serve.front_end import FrontEnd
 from slipstream_serve.pulse import Pulse
@@ -24,8 +23,6 @@ STREAMS_HUNG_S = 20.0  # without an answer over a gRPC stream, while a thread wo
 HTTP_HUNG_S = 60.0  # likewise over HTTP: the thread may parse a long body
 REST_S = 2.0  # in which no thread has worked
 _HTTP_PATIENCE_S = HTTP_HUNG_S + 30.0  # another thread would answer a new connection
-_MIN_LOOK_S = 0.1
-_WORKS, _WAITS = 0.8, 0.1  # of the time between two looks
 
 
 class ServerSigns(NamedTuple):
@@ -46,54 +43,6 @@ def verdict(signs: ServerSigns) -> str:
     if signs.streams_silence_s > streams_hung_s:
         return f"gRPC streams of tritonserver stood still for {streams_hung_s:g} s"
     return ""
-
-
-class _Thread(NamedTuple):
-    used_ns: int  # ran, or waited for a processor; a wait counts when it is over
-    is_waiting: bool  # runs, or waits for a processor or a disk, at this moment
-
-
-class ThreadWatch:
-    """Sees how long all threads of one process have rested. Look several times a second."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin anew: a process is taken to have worked until now."""
-        self._threads: dict[str, _Thread] = {}
-        self._looked_s = self._worked_s = time.monotonic()
-
-    def resting_s(self, pid: int) -> float:
-        """Seconds since a thread was last seen to work for most of the time between two looks."""
-        now_s = time.monotonic()
-        elapsed_ns = (now_s - self._looked_s) * 1e9
-        if not self._threads or elapsed_ns > _MIN_LOOK_S * 1e9:
-            before, self._threads, self._looked_s = self._threads, _threads(pid), now_s
-            if any(
-                _has_worked(before[name], thread, elapsed_ns)
-                for name, thread in self._threads.items()
-                if name in before
-            ):
-                self._worked_s = now_s
-        return now_s - self._worked_s
-
-
-def _has_worked(before: _Thread, now: _Thread, elapsed_ns: float) -> bool:
-    used_ns = now.used_ns - before.used_ns
-    has_waited = before.is_waiting and now.is_waiting and used_ns < _WAITS * elapsed_ns
-    return used_ns > _WORKS * elapsed_ns or has_waited
-
-
-def _threads(pid: int) -> dict[str, _Thread]:
-    found = {}
-    with contextlib.suppress(OSError):
-        for folder in (Path("/proc") / str(pid) / "task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                ran_ns, waited_ns = (folder / "schedstat").read_text().split()[:2]
-                state = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                found[folder.name] = _Thread(int(ran_ns) + int(waited_ns), state in "RD")
-    return found
 
 
 class ServerWatch:
