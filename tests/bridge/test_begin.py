@@ -1,4 +1,4 @@
-"""A request begins: what the engine is told of it, if anything."""
+"""The start of a request: what the engine gets of it, if anything."""
 
 import os
 import time
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fixtures.bridge.streams import Ids, Recorder
 from slipstream import wire
-from slipstream.bridge.bridge import Bridge, Question
+from slipstream.bridge.bridge import Bridge, IncomingRequest
 from slipstream.bridge.streams import Call, Stream
 from slipstream.config import EngineConfig
 from slipstream.launch import SupervisorStarter
@@ -28,16 +28,16 @@ class House:
         self.sent: list[wire.ToEngine] = []
         self.bridge.connection.send = self._send
 
-    def begin(self, is_gone: bool) -> Recorder:
-        """A step of an ensemble, whose client has left or not."""
+    def start(self, is_gone: bool) -> Recorder:
+        """Start a call of an ensemble, whose client has left or not."""
         reply = Asked(self.events, is_gone)
         inputs = {"x": np.zeros(1)}
-        asked = Question(inputs, {}, "", reply, frozenset(), time.monotonic_ns())
+        asked = IncomingRequest(inputs, {}, "", reply, frozenset(), time.monotonic_ns())
         call = Call(reply, "", is_step=True)
         stream = Stream(Ids(), True)
         request = GenerateRequest(prompt=pack([1]), sampling=SamplingParams(max_tokens=4))
         submit = self.bridge.submit(call, request, [stream], asked)
-        self.bridge.answer(reply, lambda: self.bridge.begin(call, [submit], has_flow=True))
+        self.bridge.answer(reply, lambda: self.bridge.start(call, [submit], has_flow=True))
         return reply
 
     def _send(self, *messages: wire.ToEngine) -> None:
@@ -46,7 +46,7 @@ class House:
 
 
 class Asked(Recorder):
-    """Tells the house that it was asked."""
+    """A reply that records in the house that it was checked for a cancel."""
 
     def __init__(self, events: list[str], is_gone: bool) -> None:
         super().__init__()
@@ -66,39 +66,39 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
 
 
 def test_an_engine_with_nothing_to_do_is_given_a_request_at_once(house: House) -> None:
-    house.begin(is_gone=False)
+    house.start(is_gone=False)
     assert house.events == ["Submit", "asked"]
     assert len(house.bridge.calls.snapshot()) == 1
 
 
 def test_of_a_crowd_that_left_one_reaches_an_idle_engine_and_is_taken_back(house: House) -> None:
-    first, *rest = [house.begin(is_gone=True) for _ in range(5)]
+    first, *rest = [house.start(is_gone=True) for _ in range(5)]
     assert house.events == ["Submit", "asked", "Cancel", *["asked"] * 4]
     assert not house.bridge.calls.snapshot()
     assert first.done.wait(5)
     assert all(reply.done.is_set() for reply in rest)
     assert not any(reply.error for reply in (first, *rest))
     house.events.clear()
-    house.begin(is_gone=False)
+    house.start(is_gone=False)
     assert house.events == ["asked", "Submit"]
 
 
-def test_beside_others_who_has_left_never_reaches_the_engine(house: House) -> None:
-    house.begin(is_gone=False)
+def test_beside_others_a_client_that_left_never_reaches_the_engine(house: House) -> None:
+    house.start(is_gone=False)
     house.events.clear()
-    reply = house.begin(is_gone=True)
+    reply = house.start(is_gone=True)
     assert house.events == ["asked"]
     assert reply.done.is_set()
     assert len(house.bridge.calls.snapshot()) == 1
-    house.begin(is_gone=False)
+    house.start(is_gone=False)
     assert house.events == ["asked", "asked", "Submit"]
 
 
-def test_who_names_no_seed_is_given_one_that_another_engine_would_begin_with_again(
+def test_a_request_without_a_seed_gets_one_that_another_engine_would_use_again(
     house: House,
 ) -> None:
     for _ in range(2):
-        house.begin(is_gone=False)
+        house.start(is_gone=False)
     first, second = (submit.sampling.seed for submit in house.sent)
     assert None not in (first, second)
     assert first != second

@@ -68,20 +68,20 @@ class Ear:
     def reject(self, rejected: wire.Rejected) -> None:
         self._hear(rejected)
 
-    def miss(self, requests) -> None:
+    def lose_messages(self, requests) -> None:
         self._hear(("missed", set(requests)))
 
-    def lose(self, kept) -> None:
+    def lose_engine(self, kept) -> None:
         self._hear("lost" if not kept else ("lost but", set(kept)))
 
-    def knows(self, request: int) -> bool:
+    def is_waiting_for(self, request: int) -> bool:
         return request not in self.forgotten
 
     def _hear(self, what: object) -> None:
         self.heard.put(what)
 
     def wait(self) -> object:
-        """The next of what it heard."""
+        """Return the next message that it received."""
         return self.heard.get(timeout=30)
 
 
@@ -92,7 +92,7 @@ def address(tmp_path):
 
 @pytest.fixture
 def link(address):
-    """A connection, its listener, and the peers to start: what is still running is ended."""
+    """Yield a connection, its listener and the peers to start; end what still runs."""
     peers: list[Peer] = []
     asked: list[float] = []
     ear = Ear()
@@ -123,7 +123,7 @@ def test_a_request_goes_out_and_its_tokens_come_back_past_a_broken_frame(link):
     assert connection.ask_status(30).kv_blocks_total == 2
 
 
-def test_what_nothing_was_told_of_is_given_to_the_next_engine_once(link):
+def test_requests_without_a_token_are_submitted_to_the_next_engine_once(link):
     connection, ear, start = link
     peer = start("silent")
     assert connection.wait_welcome(60)
@@ -143,7 +143,7 @@ def test_what_nothing_was_told_of_is_given_to_the_next_engine_once(link):
     assert ear.wait() == ("lost but", {8})  # the others may be what ended it
 
 
-def test_what_was_told_in_part_is_not_asked_again(link):
+def test_requests_with_a_token_are_not_submitted_again(link):
     connection, ear, start = link
     peer = start()
     assert connection.wait_welcome(60)
@@ -165,7 +165,7 @@ def test_requests_do_not_wait_for_ever_for_the_next_engine(link, monkeypatch):
     assert ear.wait() == "lost"
 
 
-def test_a_request_without_an_engine_is_refused_and_somebody_told_to_start_one(link):
+def test_a_request_without_an_engine_is_refused_and_one_is_started(link):
     connection, _, _ = link
     assert connection.wait_welcome(0.3) is None
     with pytest.raises(ContractError, match="UNAVAILABLE: the engine is not running"):
@@ -173,7 +173,7 @@ def test_a_request_without_an_engine_is_refused_and_somebody_told_to_start_one(l
     assert connection.asked
 
 
-def test_the_end_of_the_engine_is_told_at_once_and_the_next_engine_is_found(link):
+def test_the_end_of_the_engine_is_noticed_at_once_and_the_next_one_is_found(link):
     connection, ear, start = link
     peer = start()
     assert connection.wait_welcome(60)
@@ -202,7 +202,7 @@ def test_an_engine_that_stands_still_does_not_answer_in_time(link):
     assert connection.ask_status(30).running == 3
 
 
-def test_a_refusal_is_told(link):
+def test_a_refusal_reaches_the_caller(link):
     connection, _, start = link
     start("refuse")
     with pytest.raises(ContractError, match="UNAVAILABLE: not you"):
@@ -230,7 +230,7 @@ def test_hello_carries_protocol_version_name_and_process(address):
 
 
 class SlowEar(Ear):
-    """Takes 50 ms for a step, until it is told that it may hurry."""
+    """An engine that takes 50 ms for a step, until the test speeds it up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_what_is_sent_does_not_wait_until_nothing_comes(address):
 
 
 def test_an_answer_is_heard_though_somebody_sends_just_as_it_comes(link):
-    """Who sends is told then what has come, and the thread that hears is not told again."""
+    """A send sees what has come, and the descriptor does not signal that to the thread again."""
     connection, _, start = link
     start("silent")
     assert connection.wait_welcome(60)

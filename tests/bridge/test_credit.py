@@ -11,7 +11,7 @@ from slipstream_runtime.processes import MAX_INSTANCES
 
 @pytest.fixture
 def pair(tmp_path):
-    """Our view of a file, and who acknowledges through another."""
+    """A view of a credit file, and a taker that acknowledges through another view."""
     ours, theirs = CreditFile(tmp_path / "credits"), CreditFile(tmp_path / "credits")
     taker = Taker(theirs)
     yield ours, taker
@@ -46,7 +46,7 @@ def test_another_file_is_refused(tmp_path):
 
 
 def idle_since(file, taker=0) -> int:
-    """Once it tells: a process that gets no time is taken for one that stands still."""
+    """Wait for it: a process that gets no CPU time is taken for a suspended one."""
     found = []
     wait_for(lambda: found.append(file.idle_since_ns(taker, time.monotonic_ns())) or found[-1])
     return found[-1]

@@ -1,4 +1,4 @@
-"""Where a tritonserver listens, and the file that tells the bridges of its end."""
+"""Where a tritonserver listens, and the file that announces its end to the bridges."""
 
 import socket
 import subprocess

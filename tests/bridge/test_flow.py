@@ -35,7 +35,7 @@ def flow(desk, tmp_path):
 
     def cancel(call, error):
         desk.calls.cancel(call, error)
-        desk.calls.end_left(math.inf)
+        desk.calls.end_cancelled(math.inf)
 
     flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, cancel)
     flow.other_end = CreditFile(tmp_path / "credits")
@@ -69,7 +69,7 @@ def test_the_next_response_waits_for_the_acknowledgement_of_the_last(desk, flow)
 
 
 class Leaving(Recorder):
-    """Its client has left: postprocessing says so, and may acknowledge, before the flow looks."""
+    """Mark the client as gone, as postprocessing does, maybe with an acknowledgement."""
 
     def __init__(self, flow: Flow, is_acknowledged: bool) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_an_error_waits_for_what_postprocessing_still_has(desk, flow, monkeypatc
     (number,) = desk.open(reply, flow=flow).routes
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
     wait_for(lambda: reply.responses)
-    desk.calls.lose()
+    desk.calls.lose_engine()
     desk.calls.take(step(wire.Tokens(number, 0, [2], [])))
     time.sleep(0.1)
     assert reply.error is None
@@ -209,7 +209,7 @@ def test_an_error_does_not_wait_for_ever(desk, flow):
     desk.calls.take(step(wire.Tokens(number, 0, [1], [])))
     wait_for(lambda: reply.responses)
     lost_s = time.monotonic()
-    desk.calls.lose()
+    desk.calls.lose_engine()
     wait_for(reply.done.is_set)
     assert time.monotonic() - lost_s > 0.9
     assert reply.error.code is Code.UNAVAILABLE
@@ -223,7 +223,7 @@ def test_slots_are_used_oldest_first_and_given_back_once(desk, flow):
         call = desk.open(reply, flow=flow)
         seen.append(call.streams[0].credit.slot)
         desk.calls.cancel(call)
-        desk.calls.forget(call)
+        desk.calls.remove(call)
     assert seen == [0, 1, 2, 3, 4]
     assert len(flow._slots) == before
 
@@ -251,14 +251,14 @@ def test_over_time_the_last_tokens_and_the_error_each_wait_for_postprocessing(
 
 
 class Postprocessing:
-    """Takes responses in the order of their sending, as the server hands them on."""
+    """A postprocessing that takes responses in the order of sending, as the server does."""
 
     def __init__(self, desk: Desk, flow: Flow) -> None:
         self._desk, self._flow = desk, flow
         self._came: list[tuple[Recorder, list[int]]] = []
 
     def open(self, count: int) -> tuple[list[Recorder], list[int]]:
-        """Streams that have had their first responses, acknowledged; and their requests."""
+        """Return streams whose first responses are acknowledged, and their requests."""
         replies = [Ordered(self._came) for _ in range(count)]
         numbers = [next(iter(self._desk.open(r, flow=self._flow).routes)) for r in replies]
         self._desk.calls.take(step(*(wire.Tokens(number, 0, [0], []) for number in numbers)))
@@ -268,7 +268,7 @@ class Postprocessing:
         return replies, numbers
 
     def acknowledge(self, dropped: list[Recorder] | None = None) -> None:
-        """All that came, but for those whose client is gone."""
+        """Take all responses, except those of clients that have left."""
         while self._came:
             reply, stamp = self._came.pop(0)
             if reply not in (dropped or []):
@@ -295,7 +295,7 @@ def num_responses(replies: list[Recorder]) -> int:
     return sum(len(reply.responses) for reply in replies)
 
 
-def test_whoever_opens_a_slot_has_asked_for_its_client(desk, flow):
+def test_opening_a_slot_notes_a_check_of_its_client(desk, flow):
     before_ns = time.monotonic_ns()
     desk.open(Recorder(), flow=flow)
     [call] = desk.calls.snapshot()
@@ -306,7 +306,7 @@ def test_whoever_opens_a_slot_has_asked_for_its_client(desk, flow):
 
 
 def test_many_that_were_dropped_are_found_by_one_that_came_after_them(desk, flow):
-    """However many wait before it: an acknowledgement is looked for behind them too."""
+    """An acknowledgement is found however many streams wait before it."""
     replies = [Recorder() for _ in range(60)]
     *dropped, last = replies
     for count, reply in enumerate(replies, 1):
@@ -337,7 +337,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_only_so_many_are_under_way_and_who_waits_takes_up_what_is_made(desk, post):
+def test_a_window_limits_responses_and_a_waiting_stream_takes_up_new_tokens(desk, post):
     replies, numbers = post.open(20)
     for position in (1, 2, 3):
         desk.calls.take(step(*(wire.Tokens(number, 0, [position], []) for number in numbers)))
@@ -441,8 +441,8 @@ def test_a_window_full_of_dropped_responses_does_not_hold_others_up(desk, post, 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whoever_takes_what_only_what_was_dropped_counts_as_such(desk, flow, seed):
-    """Batches in order, by processes of any speed; what was dropped is in none of them."""
+def test_only_dropped_responses_count_as_dropped_whichever_process_takes_what(desk, flow, seed):
+    """Batches go in order to processes of any speed; dropped responses are in none."""
     choose = random.Random(seed)
     takers = [flow.taker, *(Taker(flow.other_end) for _ in range(choose.randint(0, 3)))]
     came: list[tuple[Recorder, list[int]]] = []

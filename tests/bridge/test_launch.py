@@ -40,11 +40,11 @@ class Deaf:
 
     def reject(self, rejected: wire.Rejected) -> None: ...
 
-    def miss(self, requests) -> None: ...
+    def lose_messages(self, requests) -> None: ...
 
-    def lose(self, kept) -> None: ...
+    def lose_engine(self, kept) -> None: ...
 
-    def knows(self, request: int) -> bool:
+    def is_waiting_for(self, request: int) -> bool:
         return False
 
 
@@ -82,7 +82,7 @@ class Server:
 
     @property
     def is_locked(self) -> bool:
-        """Whether a supervisor holds the lock: it may be a moment longer than it can be found."""
+        """Return whether a supervisor has the lock, maybe a moment longer than it is visible."""
         with self.runtime.lock.open("ab") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,7 +153,7 @@ def test_one_engine_serves_all_and_is_replaced_when_it_dies_and_ends_with_the_se
 
 
 def policies(pid: int) -> set[int]:
-    """Of all threads of a process."""
+    """Return the scheduling policies of all threads of a process."""
     found = set()
     for entry in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -178,7 +178,7 @@ def test_an_engine_wakes_at_once_though_all_that_starts_it_wakes_gently(server):
 
 @pytest.mark.rest
 def test_a_hangup_ends_neither_engine_nor_supervisor(server):
-    """The kernel sends one to a whole group that is orphaned while one of it is stopped."""
+    """The kernel sends SIGHUP to a group that is orphaned while a process of it is stopped."""
     server.supervisions[0].ensure()
     connection = server.connect()
     welcome = connection.wait_welcome(60)

@@ -1,4 +1,4 @@
-"""Frames that are lost or repeated on the wire, either way: who is told, and who must not be."""
+"""Frames lost or repeated on the wire, either way: which requests end, and which must not."""
 
 import random
 
@@ -48,7 +48,7 @@ class Engine:
 
 
 def spoil(rng: random.Random, message: object, chance: float) -> list[object]:
-    """The message as it arrives: once, twice or never."""
+    """Return the message as it arrives: once, twice or never."""
     draw = rng.random()
     return [] if draw < chance else [message] * (1 + (draw < 2 * chance))
 
@@ -69,7 +69,7 @@ def test_every_request_is_whole_or_missed(seed: int, chance: float) -> None:
             number = queue.pop()
             sampling = SamplingParams(max_tokens=lengths[number], n=asked[number])
             message = wire.Submit(number, pack([1]), sampling, 0)
-            ledger.submit(message)
+            ledger.add(message)
             for each in spoil(rng, message, chance):
                 engine.submit(each)
         for outputs in spoil(rng, engine.step(), chance):
@@ -83,7 +83,7 @@ def test_every_request_is_whole_or_missed(seed: int, chance: float) -> None:
                 if tokens.finished is not None:
                     ended.add(key)
         if turn % 7 == 0:
-            ledger.ask(turn)
+            ledger.note_ping(turn)
             answer = wire.Status(turn, "", 1, 1, 1, 0, 0, 0.0, 0, 0, [])
             answer = msgspec.structs.replace(answer, requests=engine.requests())
             for each in spoil(rng, answer, chance):
@@ -101,21 +101,21 @@ def test_every_request_is_whole_or_missed(seed: int, chance: float) -> None:
             assert tokens == list(range(len(tokens))), "a hole, or twice the same"
             if (number, index) in ended:
                 assert len(tokens) == lengths[number]
-    assert not ledger._told
+    assert not ledger._num_received
     assert not engine.running
     if not chance:
         assert not missed
 
 
-def test_a_status_that_nobody_asked_for_says_nothing() -> None:
+def test_a_status_without_a_ping_is_ignored() -> None:
     ledger = Ledger()
-    ledger.submit(wire.Submit(1, pack([1]), SamplingParams(max_tokens=1), 0))
+    ledger.add(wire.Submit(1, pack([1]), SamplingParams(max_tokens=1), 0))
     status = wire.Status(9, "", 1, 1, 1, 0, 0, 0.0, 0, 0, [], requests=[])
     assert ledger.compare(status) == (set(), set())
-    ledger.ask(9)
-    ledger.submit(wire.Submit(2, pack([1]), SamplingParams(max_tokens=1), 0))  # after the question
+    ledger.note_ping(9)
+    ledger.add(wire.Submit(2, pack([1]), SamplingParams(max_tokens=1), 0))  # after the question
     assert ledger.compare(status) == ({1}, set())
     assert ledger.compare(status) == (set(), set())  # repeated
-    ledger.ask(10)
+    ledger.note_ping(10)
     status = msgspec.structs.replace(status, number=10, requests=[2, 77])
     assert ledger.compare(status) == (set(), {77})

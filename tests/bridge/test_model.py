@@ -15,7 +15,7 @@ from slipstream_contract.errors import REASONS, ContractError
 
 
 class Metric:
-    """What the server's page says of it."""
+    """A metric that records its value."""
 
     page: ClassVar[Counter[tuple[str, ...]]] = Counter()  # emptied for each test
 
@@ -40,7 +40,7 @@ class Family:
 
 
 class Request:
-    """Of a client, unless its parameters say that it is a probe's."""
+    """A client's request, unless its parameters mark a probe."""
 
     def __init__(self, parameters: str = "") -> None:
         self._parameters = parameters
@@ -73,10 +73,10 @@ def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_request_arrives_by_the_clock_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     model = importlib.import_module("slipstream.bridge.model").TritonPythonModel()
     questions: list[Any] = []
-    model._wiring = SimpleNamespace(begin=questions.append)
+    model._wiring = SimpleNamespace(start=questions.append)
     monkeypatch.setattr(time, "time_ns", lambda: 0)
     begin_ns = time.monotonic_ns()
-    model._begin(Request(), SimpleNamespace(requested=frozenset()))
+    model._start(Request(), SimpleNamespace(requested=frozenset()))
     [question] = questions
     assert question.request_id == "mine"
     assert begin_ns <= question.arrival_ns <= time.monotonic_ns()
@@ -92,14 +92,16 @@ def test_a_request_arrives_by_the_clock_of_the_engine(monkeypatch: pytest.Monkey
         ('{"probe": true}', True, 0),
     ],
 )
-def test_a_probe_is_told_from_a_client(parameters: str, is_probe: bool, num_asked: int) -> None:
+def test_a_probe_is_distinguished_from_a_client(
+    parameters: str, is_probe: bool, num_asked: int
+) -> None:
     model = importlib.import_module("slipstream.bridge.model").TritonPythonModel()
     questions: list[Any] = []
-    model._wiring = SimpleNamespace(begin=questions.append)
+    model._wiring = SimpleNamespace(start=questions.append)
     model._bridge = SimpleNamespace(calls=SimpleNamespace(probes=Tally()))
     ended: list[None] = []
     reply = SimpleNamespace(requested=frozenset(), end=lambda: ended.append(None))
-    model._begin(Request(parameters), reply)
+    model._start(Request(parameters), reply)
     assert reply.is_probe is is_probe
     assert len(questions) == num_asked
     assert len(ended) == model._bridge.calls.probes.num_calls == 1 - num_asked
@@ -112,7 +114,7 @@ def test_refused_probes_are_no_refusals_of_clients() -> None:
     calls = SimpleNamespace(clients=Tally(), probes=Tally())
     for _ in range(3):
         calls.probes.count_refusal(ContractError("no"))
-    metrics.CallMetrics(SimpleNamespace(calls=calls), "bls").tell()
+    metrics.CallMetrics(SimpleNamespace(calls=calls), "bls").publish()
     page = {key[0]: number for key, number in Metric.page.items() if number}
     assert page == {"slipstream_probe_refusals_total": 3}
 
@@ -124,8 +126,8 @@ def test_refusals_have_labels_of_a_known_set() -> None:
     calls = SimpleNamespace(clients=Tally(), probes=Tally())
     calls.clients.refused = refused
     told = metrics.CallMetrics(SimpleNamespace(calls=calls), "bls")
-    told.tell()
-    told.tell()
+    told.publish()
+    told.publish()
     found = {
         key[2]: number
         for key, number in Metric.page.items()

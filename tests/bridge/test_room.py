@@ -1,4 +1,4 @@
-"""Where the engine has said that no more may wait, a request ends in the bridge."""
+"""A request ends in the bridge while the engine publishes that its queue is full."""
 
 import os
 import time
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fixtures.bridge.streams import Ids, Recorder, without_collector
 from fixtures.bridge.texts import TEXT, question
-from slipstream.bridge.bridge import Bridge, Question
+from slipstream.bridge.bridge import Bridge, IncomingRequest
 from slipstream.bridge.fused import Fused
 from slipstream.bridge.streams import Call, Stream
 from slipstream.bridge.vllm import Vllm
@@ -25,12 +25,12 @@ from slipstream_runtime.directory import Runtime
 
 ROOM = Load(3, 20, 1, 4, 40)
 FULL = ROOM._replace(num_requests=4)
-DOWN = "the engine is not running"  # who gets as far as the engine is told this
+DOWN = "the engine is not running"  # the error of a request that gets as far as the engine
 
 
 @pytest.fixture
 def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bridge]:
-    """Of an engine that is not there, and was not long ago."""
+    """Yield a bridge whose engine is gone, with a load file that it wrote not long ago."""
     monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
     monkeypatch.setattr(SupervisorStarter, "ensure", lambda self: None)
     bridge = Bridge("model", Runtime(tmp_path), EngineConfig(checkpoint="none"), os.getpid())
@@ -40,7 +40,7 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bridge]:
 
 def ask(bridge: Bridge, prompts: list[list[int]]) -> str:
     reply = Recorder()
-    asked = Question({"x": np.zeros(1)}, {}, "id", reply, frozenset(), time.monotonic_ns())
+    asked = IncomingRequest({"x": np.zeros(1)}, {}, "id", reply, frozenset(), time.monotonic_ns())
     call = Call(reply, "id")
     sampling = SamplingParams(max_tokens=4)
     submits = [
@@ -49,7 +49,7 @@ def ask(bridge: Bridge, prompts: list[list[int]]) -> str:
         )
         for ids in prompts
     ]
-    bridge.answer(reply, lambda: bridge.begin(call, submits))
+    bridge.answer(reply, lambda: bridge.start(call, submits))
     assert reply.done.is_set()
     assert not bridge.calls.snapshot()
     assert bridge.calls.find("id") is None
@@ -74,7 +74,7 @@ def test_nothing_of_a_refused_request_waits_to_be_collected(bridge: Bridge, tmp_
     LoadFile(path_of(tmp_path / "engine.sock")).publish(FULL)
     with without_collector():
         reply = Recorder()
-        bridge.answer(reply, bridge.check_room)
+        bridge.answer(reply, bridge.raise_if_full)
         kept = [weakref.ref(each) for each in (reply, reply.error)]
         del reply
         assert [each() for each in kept] == [None, None]
@@ -94,7 +94,7 @@ def test_nothing_is_tokenised_for_an_engine_that_is_full(
 
     def error() -> str:
         asked, reply = question("short", model), Recorder()
-        bridge.answer(reply, lambda: wiring.begin(asked))
+        bridge.answer(reply, lambda: wiring.start(asked))
         return "" if reply.error is None else reply.error.message
 
     file.publish(FULL)

@@ -1,4 +1,4 @@
-"""What model `slipstream_health` knows of the other processes: real ones, that die or stop."""
+"""Faults of other processes that model `slipstream_health` reports: real ones, dead or stopped."""
 
 import os
 import signal
@@ -60,7 +60,9 @@ def wait_for(siblings: Siblings, faults: list[str], timeout_s: float = 60.0) -> 
         time.sleep(0.05)
 
 
-def test_one_that_dies_is_told_until_another_takes_its_place(begin, siblings: Siblings) -> None:
+def test_a_dead_process_is_reported_until_another_takes_its_place(
+    begin, siblings: Siblings
+) -> None:
     first, second = begin("postprocessing"), begin("postprocessing")
     time.sleep(0.6)
     assert siblings.look() == []

@@ -113,10 +113,10 @@ def test_a_cancel_ends_the_call_and_the_engines_work_once(desk, is_step):
     for _ in range(2):
         desk.calls.cancel(call)
     after_s = time.monotonic()
-    desk.calls.end_left(before_s + 0.099)  # the server may still be busy with its last response
+    desk.calls.end_cancelled(before_s + 0.099)  # the server may be busy with its last response
     assert not reply.done.is_set()
-    desk.calls.end_left(after_s + 0.1)
-    desk.calls.end_left(math.inf)
+    desk.calls.end_cancelled(after_s + 0.1)
+    desk.calls.end_cancelled(math.inf)
     assert reply.done.is_set()
     assert desk.cancelled() == [(number, wire.CancelCause.CLIENT) for number in numbers]
     desk.calls.take(step(wire.Tokens(numbers[0], 0, [1], [], finished=finished())))
@@ -142,7 +142,7 @@ def test_the_loss_of_the_engine_ends_every_call_with_an_error(desk):
     replies = [Recorder() for _ in range(10)]
     for reply in replies:
         desk.open(reply)
-    desk.calls.lose()
+    desk.calls.lose_engine()
     for reply in replies:
         assert reply.done.is_set()
         assert reply.error.code is Code.UNAVAILABLE
@@ -151,11 +151,11 @@ def test_the_loss_of_the_engine_ends_every_call_with_an_error(desk):
 def test_calls_that_are_kept_whole_outlive_the_loss_of_the_engine(desk):
     replies = [Recorder() for _ in range(3)]
     kept, torn, lost = (desk.open(reply, num_requests=2) for reply in replies)
-    desk.calls.lose({*kept.routes, next(iter(torn.routes))})
+    desk.calls.lose_engine({*kept.routes, next(iter(torn.routes))})
     assert [reply.done.is_set() for reply in replies] == [False, True, True]
-    assert all(desk.calls.knows(number) for number in kept.routes)
-    assert not any(desk.calls.knows(number) for number in [*torn.routes, *lost.routes])
-    desk.calls.miss([next(iter(kept.routes)), *lost.routes])
+    assert all(desk.calls.is_waiting_for(number) for number in kept.routes)
+    assert not any(desk.calls.is_waiting_for(number) for number in [*torn.routes, *lost.routes])
+    desk.calls.lose_messages([next(iter(kept.routes)), *lost.routes])
     assert str(replies[0].error).startswith("UNAVAILABLE: a message of the engine was lost")
 
 
@@ -234,7 +234,7 @@ ENDS = {
     "refusal": lambda desk, call, request: desk.calls.reject(
         wire.Rejected(request, "UNAVAILABLE", "planted")
     ),
-    "loss": lambda desk, call, request: desk.calls.lose(),
+    "loss": lambda desk, call, request: desk.calls.lose_engine(),
 }
 
 
@@ -247,7 +247,7 @@ def test_nothing_of_a_call_that_has_ended_waits_to_be_collected(desk, end):
         [request] = call.routes
         desk.calls.take(step(wire.Tokens(request, 0, [5], [])))
         ENDS[end](desk, call, request)
-        desk.calls.end_left(math.inf)
+        desk.calls.end_cancelled(math.inf)
         assert reply.done.wait(30)
         del call, reply
         desk.senders.close()  # each of its threads keeps the last stream that it had

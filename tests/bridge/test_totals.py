@@ -36,7 +36,7 @@ def test_sums_follow_engines():
     ]
 
 
-def test_every_figure_is_told_and_every_metric_has_a_figure():
+def test_every_figure_is_published_and_every_metric_has_a_figure():
     metrics = engine_metrics("m", 32, 48)
     derived = {
         *("running", "waiting", "kv_blocks_free", "kv_blocks_used", "kv_blocks_total", "kv_usage"),

@@ -64,7 +64,7 @@ def test_an_engine_that_tells_nothing_does_not_outlive_a_deadline_by_long(desk):
     assert not never.is_over
 
 
-def test_what_the_engine_has_told_in_time_is_sent_however_long_that_takes(desk, tmp_path):
+def test_tokens_made_in_time_are_sent_however_long_that_takes(desk, tmp_path):
     flow = Flow(CreditFile(tmp_path / "credits"), desk.senders.hand_over, desk.calls.cancel)
     taker = Taker(CreditFile(tmp_path / "credits"))
     taker.start()
@@ -85,7 +85,7 @@ def test_what_the_engine_has_told_in_time_is_sent_however_long_that_takes(desk, 
 
 
 class Asked(Recorder):
-    """Counts how often it was asked whether its client has left."""
+    """A reply that counts how often it is checked for a cancel."""
 
     num_asked = 0
 
@@ -105,7 +105,7 @@ def test_many_calls_are_all_asked_but_no_more_often_than_the_server_can_bear(des
     assert num_asked < 3000 * (time.monotonic() - begin)
 
 
-def test_a_step_of_an_ensemble_is_not_asked_as_it_is_never_told(desk):
+def test_a_call_of_an_ensemble_is_not_checked_as_it_gets_no_notice(desk):
     step_of_ensemble, other = Asked(), Asked()
     desk.open(step_of_ensemble, is_step=True)
     desk.open(other)
@@ -115,7 +115,7 @@ def test_a_step_of_an_ensemble_is_not_asked_as_it_is_never_told(desk):
 
 def test_a_server_that_ends_is_noticed_soon_however_many_calls_there_are():
     class Ends(Asked):
-        """The server is told to end while this one is asked."""
+        """Let the server begin to stop during this check."""
 
         def is_cancelled(self):
             ends.append(sum(reply.num_asked for reply in replies))

@@ -55,7 +55,7 @@ def test_token_ids_are_bytes_four_of_each(data: object) -> None:
 
 
 def damaged() -> st.SearchStrategy[bytes]:
-    """Frames with bytes changed, and whatever else."""
+    """Frames with changed bytes, and arbitrary ones."""
     frames = st.sampled_from([wire.encode(message) for message in [*TO_ENGINE, *TO_BRIDGE]])
     changes = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=6)
 

@@ -1,4 +1,4 @@
-"""How requests begin in the wirings that encode text themselves."""
+"""The start of requests in the wirings that encode text themselves."""
 
 import dataclasses
 import threading
@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 
 class Begun:
-    """A bridge that keeps what it is given."""
+    """A bridge that records the prompts that are submitted to it."""
 
     def __init__(self) -> None:
         self.texts: list[list[int]] = []
@@ -24,13 +24,13 @@ class Begun:
     def answer(self, reply, begin):
         begin()
 
-    def check_room(self):
+    def raise_if_full(self):
         pass
 
     def submit(self, call, request, streams, question):
         return request.token_ids.tolist()
 
-    def begin(self, call, submits, has_flow=False):
+    def start(self, call, submits, has_flow=False):
         self.texts += submits
 
 
@@ -40,8 +40,8 @@ def test_a_short_prompt_does_not_wait_for_long_ones(model):
     wiring = Fused(begun, TEXT, False) if model is Fused else Vllm(begun, TEXT)
     for _ in range(2):
         wiring._encoders.submit(free.wait)  # each thread has a prompt that takes a while
-    wiring.begin(question("long " * 300, model))
-    wiring.begin(question("short", model))
+    wiring.start(question("long " * 300, model))
+    wiring.start(question("short", model))
     assert begun.texts == [TEXT.encode("short")]
     free.set()
     wiring.close()
@@ -53,7 +53,7 @@ def test_what_is_wrong_with_a_short_prompt_is_raised(model):
     begun = Begun()
     wiring = Fused(begun, TEXT, False) if model is Fused else Vllm(begun, TEXT)
     with pytest.raises(ContractError, match="text_input"):
-        wiring.begin(question("", model))
+        wiring.start(question("", model))
     wiring.close()
     assert begun.texts == []
 
@@ -63,7 +63,7 @@ def test_a_prompt_that_is_far_too_long_is_not_even_decoded(model):
     begun = Begun()
     wiring = Fused(begun, TEXT, False) if model is Fused else Vllm(begun, TEXT)
     with pytest.raises(ContractError, match=r"text_input has 1000000 bytes, at least"):
-        wiring.begin(question(b"\xff" * 1_000_000, model))
+        wiring.start(question(b"\xff" * 1_000_000, model))
     wiring.close()
     assert begun.texts == []
 
@@ -85,7 +85,7 @@ def test_special_tokens_are_added_as_the_request_says_or_else_the_model(
         if given is not None:
             value = np.array([given])
             asked.inputs["add_special_tokens"] = value[None] if model is Fused else value
-        wiring.begin(asked)
+        wiring.start(asked)
     wiring.close()
     plain = TEXT.encode("def f(")
     expected = {True: [0, *plain], False: plain}
@@ -108,8 +108,8 @@ def test_a_step_of_the_ensemble_may_carry_what_preprocessing_has_honoured():
             requested=frozenset(requested),
         )
         if requested == {"STREAM_STATE"}:
-            wiring.begin(asked)
+            wiring.start(asked)
             continue
         with pytest.raises(ContractError, match="unknown request parameter 'add_special_tokens'"):
-            wiring.begin(asked)
+            wiring.start(asked)
     assert begun.texts == [[5, 6, 7]]

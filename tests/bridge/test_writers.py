@@ -29,7 +29,7 @@ IDS = {"output_ids", "sequence_length"} | STATE
 
 
 class Slot:
-    """A credit that is always there."""
+    """A credit that always lets a stream send."""
 
     slot, next_number = 5, 77
 
@@ -43,7 +43,7 @@ class Slot:
 
 
 def cut(ids: list[int], places: list[int], drop_bytes: int = 0, index: int = 0):
-    """The tokens as an engine might tell them: in pieces, the last with the end."""
+    """Return tokens as an engine might send them: in pieces, the last with the end."""
     borders = sorted({0, len(ids), *(place % (len(ids) + 1) for place in places)})
     pieces = [ids[a:b] for a, b in pairwise(borders)] or [[]]
     told = [wire.Tokens(1, index, piece, [-0.5] * len(piece)) for piece in pieces[:-1]]
@@ -66,14 +66,14 @@ places = st.lists(st.integers(0, 200), max_size=12)
 @settings(max_examples=300, deadline=None)
 @given(texts, places, places)
 def test_the_texts_of_a_stream_are_the_one_shot_decode(text, places, other_places):
-    """However its tokens are told, and however many of those leave together."""
+    """Joined responses are the text however tokens come, and however many leave together."""
     ids = TEXT.encode(text) if text else []
     ids = [i for i in ids if i not in TEXT.vocab.special]
     tokens = cut(ids, places)
     request = token_request([1, 2], is_streaming=True, num_output_tokens=True)
     composed = ComposedWriter(request, VOCAB, IDS, None, None)
     asked = text_request(text_inputs(stream=True, return_num_output_tokens=True), {})
-    fused = FusedWriter(TEXT.encode_request(asked), TEXT.begin(), None, None)
+    fused = FusedWriter(TEXT.encode_request(asked), TEXT.detokenizer(), None, None)
     composed_text, fused_text = "", ""
     borders = sorted({0, len(tokens), *(place % (len(tokens) + 1) for place in other_places)})
     for begin, end in pairwise(borders):
@@ -151,5 +151,5 @@ def test_a_cut_word_loses_its_bytes_in_both_wirings():
     state, token_ids = StreamState.unpack(outputs["STREAM_STATE"][0].tolist())
     assert detokenize(TEXT.vocab, token_ids, state) == "abc def"
     asked = TEXT.encode_request(text_request(text_inputs(stream=True), {}))
-    fused = FusedWriter(asked, TEXT.begin(), None, None)
+    fused = FusedWriter(asked, TEXT.detokenizer(), None, None)
     assert fused.write(tokens, True, None)["text_output"].ravel().tolist() == [b"abc def"]

@@ -80,13 +80,13 @@ class House:
     def reject(self, rejected: wire.Rejected) -> None:
         self.events.put(rejected)
 
-    def miss(self, requests) -> None:
+    def lose_messages(self, requests) -> None:
         self.events.put(("missed", set(requests)))
 
-    def lose(self, kept) -> None:
+    def lose_engine(self, kept) -> None:
         self.events.put(("lost", set(kept)))
 
-    def knows(self, request: int) -> bool:
+    def is_waiting_for(self, request: int) -> bool:
         return False
 
     # What tests do.

@@ -1,4 +1,4 @@
-"""Everything that runs in a stub for one served model, whatever its tensors are."""
+"""Run everything that a stub needs for one served model, whatever its tensors are."""
 
 import logging
 import math
@@ -27,13 +27,13 @@ from slipstream.launch import SupervisorStarter
 
 _log = logging.getLogger(__name__)
 
-_SUPERVISOR_S = 30  # so much earlier the supervisor should have ended an engine that is stuck
-_LOOK_S = 0.1  # how often a bridge that waits for its engine looks whether it still may
+_SUPERVISOR_S = 30  # time that the supervisor has to replace a stuck engine
+_LOOK_S = 0.1  # while waiting for the engine, check this often for failure
 
 
 @dataclass(frozen=True)
-class Question:
-    """A Triton request, read. Arrays have their batch dimension."""
+class IncomingRequest:
+    """A Triton request that was read. Arrays have their batch dimension."""
 
     inputs: dict[str, np.ndarray]
     parameters: dict[str, object]
@@ -44,7 +44,7 @@ class Question:
 
 
 def batch_size(inputs: Mapping[str, np.ndarray]) -> int:
-    """Of a request to a model with a batch dimension. Raises ContractError if inputs disagree."""
+    """Return the batch size of a request. Raises ContractError if its inputs disagree."""
     sizes = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
     if len(sizes) != 1:
         raise ContractError(f"inputs have different batch sizes: {sorted(sizes)}")
@@ -52,15 +52,15 @@ def batch_size(inputs: Mapping[str, np.ndarray]) -> int:
 
 
 def row(inputs: Mapping[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
-    """One element of the batch."""
+    """Return one row of the batch."""
     return {name: array[index] for name, array in inputs.items()}
 
 
 class Bridge:
-    """Connection, calls, senders, watch and flow control of one model."""
+    """The connection, calls, senders, watch and flow control of one model."""
 
     def __init__(self, name: str, runtime: Runtime, config: EngineConfig, server_pid: int) -> None:
-        """Start the threads and see to it that an engine is started; does not wait for it."""
+        """Start the threads, and an engine if none runs; does not wait for it."""
         self._name = name
         self._server_pid = server_pid
         self._supervision = SupervisorStarter(runtime, config, server_pid)
@@ -76,11 +76,11 @@ class Bridge:
         self._load_file = LoadFile(path_of(runtime.socket))
         self.repairs = runtime.repairs  # the file, see `slipstream_runtime.repairs`
         self._is_stopping = runtime.stopping.exists
-        self._had_left = False  # the client that the server was last asked about at a beginning
+        self._had_left = False  # whether the last client checked at a start had left
         self._watch = Watch(self.calls, self._is_stopping)
 
     def wait(self) -> wire.Welcome:
-        """Until the engine is ready. Raises RuntimeError, with its reason, if it cannot start."""
+        """Wait until the engine is ready. Raises RuntimeError, with a reason, if it cannot be."""
         while True:
             welcome = self.connection.wait_welcome(_LOOK_S)
             if welcome is not None:
@@ -91,10 +91,10 @@ class Bridge:
             if os.getppid() != self._server_pid:
                 raise RuntimeError("the server is gone")
 
-    def check_room(self, num_tokens: int = 0) -> None:
-        """Raise ContractError if the engine has said that it would refuse so long a prompt.
+    def raise_if_full(self, num_tokens: int = 0) -> None:
+        """Raise ContractError if the engine has published that it would refuse such a prompt.
 
-        0: its length is not known yet.
+        `num_tokens` is the prompt's length; 0: not known yet.
         """
         self._load_file.raise_if_full(num_tokens)
 
@@ -103,40 +103,40 @@ class Bridge:
         call: Call,
         request: GenerateRequest,
         streams: Sequence[Stream],
-        question: Question,
+        incoming: IncomingRequest,
     ) -> wire.Submit:
-        """Add an engine request to a call that is not begun yet; one stream for each sequence."""
+        """Add an engine request to a call that has not started; one stream for each sequence."""
         sampling = request.sampling
-        if sampling.seed is None:  # drawn here: another engine may have to begin anew
+        if sampling.seed is None:  # chosen here, so that another engine would start with the same
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
         number, urgency = self.calls.next_request(), request.urgency
         call.add(number, streams)
         call.timeout_ns = urgency.timeout_ns
-        call.deadline_ns = question.arrival_ns + urgency.timeout_ns if urgency.timeout_ns else 0
+        call.deadline_ns = incoming.arrival_ns + urgency.timeout_ns if urgency.timeout_ns else 0
         return wire.Submit(
             number,
             request.token_ids,
             sampling,
-            question.arrival_ns,
+            incoming.arrival_ns,
             urgency.priority,
             call.deadline_ns,
             call.timeout_ns,
-            question.request_id,
+            incoming.request_id,
             self._name,
             request.cache_salt,
             request.retention,
-            question.reply.is_probe,
+            incoming.reply.is_probe,
         )
 
-    def begin(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:
-        """Let a call run: from here on it will be ended.
+    def start(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:
+        """Start a call, which is certain to end from here on.
 
-        Raises ContractError if it cannot begin. `has_flow` puts its streams under flow control.
+        Raises ContractError if it cannot start. `has_flow` puts its streams under flow control.
 
-        The server is asked whether the client has left while the request was queued: the last that
-        an ensemble hears of it. Where no other runs, the engine gets the request first, and its
-        first token does not wait for the answer; unless the one asked about before had left: no
-        second one of a crowd that left reaches the engine.
+        An ensemble gets no notice of a client that left while the request was queued, so this
+        asks the server once. If no other call runs, the engine gets the request first, so that its
+        first token does not wait for the answer; unless the last client asked about had left. Of a
+        crowd of clients that left, only one request reaches the engine.
         """
         if self._is_stopping():
             raise ContractError("the server is stopping", Code.UNAVAILABLE, "stopping")
@@ -146,7 +146,7 @@ class Bridge:
             if self._had_left:
                 call.reply.end()
                 return
-        self.check_room(max((len(submit.token_ids) for submit in submits), default=0))
+        self.raise_if_full(max((len(submit.token_ids) for submit in submits), default=0))
         try:
             turn, is_one = Turn(), len(call.streams) == 1
             for stream in call.streams if has_flow else ():
@@ -154,7 +154,7 @@ class Bridge:
                     stream.credit = self.flow.open(stream, turn)
             self.calls.open(call)
         except ContractError:
-            self.calls.forget(call)
+            self.calls.remove(call)
             raise
         try:
             self._send(*submits)
@@ -162,15 +162,15 @@ class Bridge:
             self.calls.tally(call.reply).count_refusal(error)
             self.calls.fail(call, error)
         if is_first:
-            self._had_left = self.calls.ask(call)
+            self._had_left = self.calls.end_if_cancelled(call)
 
-    def answer(self, reply: Reply, begin: Callable[[], None]) -> None:
-        """Run `begin`; what it raises becomes the one, final response, never a traceback."""
+    def answer(self, reply: Reply, start: Callable[[], None]) -> None:
+        """Run `start`; an exception becomes the one, final response, never a traceback."""
         try:
-            begin()
+            start()
             return
         except ContractError as caught:
-            error = caught.with_traceback(None)  # which would hold this frame, and it the error
+            error = caught.with_traceback(None)  # which would refer to this frame, and back
         except Exception:
             _log.exception("a request could not be begun")
             error = ContractError("the request could not be begun", Code.INTERNAL)
@@ -178,10 +178,10 @@ class Bridge:
         reply.fail(error)
 
     def close(self) -> None:
-        """End everything; calls that still run end with an error."""
+        """End all threads; calls that still run end with an error."""
         self.calls.fail_all(ContractError("the model is being unloaded", Code.UNAVAILABLE))
         self._watch.close()
-        self.calls.end_left(math.inf)
+        self.calls.end_cancelled(math.inf)
         self.flow.close()
         self.connection.close()
         self._senders.close()

@@ -1,4 +1,4 @@
-"""Model `tensorrt_llm`: token ids in, token ids out, alone or in the middle of the ensemble."""
+"""Serve model `tensorrt_llm`: token ids in, token ids out, alone or as a step of the ensemble."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes, state_after
 
 from slipstream import wire
-from slipstream.bridge.bridge import Bridge, Question, batch_size, row
+from slipstream.bridge.bridge import Bridge, IncomingRequest, batch_size, row
 from slipstream.bridge.pieces import Extras, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 
@@ -21,7 +21,7 @@ _IDS = frozenset({_OUTPUT_IDS, _LENGTH})
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What is known of a checkpoint's tokenizer; `tokens` is None if it has none."""
+    """The bridge's knowledge of a checkpoint's tokenizer; `tokens` is None without one."""
 
     tokens: TokenBytes | None
     end_ids: tuple[int, ...]
@@ -29,10 +29,11 @@ class Vocabulary:
 
 
 class Composed:
-    """The wiring of the true Triton ensemble.
+    """The wiring of the real Triton ensemble.
 
-    A caller who asks for `STREAM_STATE`, but not for every output, is the ensemble: it is given
-    flow control. One who names no outputs asks for all of them, and would not acknowledge anything.
+    A request for `STREAM_STATE`, but not for every output, comes from the ensemble and gets flow
+    control. A client that names no outputs requests all of them, and would not acknowledge
+    anything.
     """
 
     def __init__(
@@ -43,25 +44,25 @@ class Composed:
         exclude_input_by_default: bool,
         max_model_len: int | None = None,
     ) -> None:
-        """`outputs` are all that the model declares."""
+        """Make the wiring; `outputs` are all that the model declares."""
         self._bridge = bridge
         self._vocab = vocab
         self._outputs = outputs
         self._exclude_input_by_default = exclude_input_by_default
         self._max_model_len = max_model_len
 
-    def begin(self, question: Question) -> None:
+    def start(self, incoming: IncomingRequest) -> None:
         """Start a request. Raises ContractError."""
-        if "stop" not in question.inputs:
-            self._bridge.check_room()
-        size = batch_size(question.inputs)
-        is_ensemble = _STATE in question.requested and question.requested != self._outputs
-        parameters = dict(question.parameters)
+        if "stop" not in incoming.inputs:
+            self._bridge.raise_if_full()
+        size = batch_size(incoming.inputs)
+        is_ensemble = _STATE in incoming.requested and incoming.requested != self._outputs
+        parameters = dict(incoming.parameters)
         if is_ensemble:  # preprocessing, the step before, has honoured it
             parameters.pop("add_special_tokens", None)
         requests = [
             llm_request(
-                row(question.inputs, index),
+                row(incoming.inputs, index),
                 parameters,
                 self._vocab.tokens,
                 self._exclude_input_by_default,
@@ -75,19 +76,19 @@ class Composed:
                 raise ContractError(
                     "stop is no input of the ensemble: send it to tensorrt_llm, under the same id"
                 )
-            self._bridge.calls.stop(question.request_id)
-            question.reply.send({}, is_final=True)
+            self._bridge.calls.stop(incoming.request_id)
+            incoming.reply.send({}, is_final=True)
             return
-        call = Call(question.reply, question.request_id, is_step=is_ensemble)
+        call = Call(incoming.reply, incoming.request_id, is_step=is_ensemble)
         submits = []
         for index, request in enumerate(requests):
             batch_index = index if size > 1 else None
-            streams = self._streams(request, batch_index, question.requested)
-            submits.append(self._bridge.submit(call, request, streams, question))
-        self._bridge.begin(call, submits, has_flow=is_ensemble)
+            streams = self._streams(request, batch_index, incoming.requested)
+            submits.append(self._bridge.submit(call, request, streams, incoming))
+        self._bridge.start(call, submits, has_flow=is_ensemble)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no threads."""
 
     def _streams(
         self, request: GenerateRequest, batch_index: int | None, requested: Set[str]
@@ -101,7 +102,7 @@ class Composed:
 
 
 class ComposedWriter:
-    """Responses of one sequence as token ids, with what postprocessing needs to know of them."""
+    """Responses of one sequence as token ids, with the state that postprocessing needs."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class ComposedWriter:
         self._extras = Extras(request.options, num_tokens, batch_index, sequence_index)
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
-        """The new tokens; the prompt before them if it is to be echoed."""
+        """Return the new tokens, after the prompt if it is to be echoed."""
         piece = merge(tokens)
         token_ids = self._prompt + piece.token_ids
         _, number, is_first, _, _, tail = self._state

@@ -1,11 +1,11 @@
-"""The bridge's end of the wire: a DEALER socket, and a thread that hears it and reconnects.
+"""Connect a bridge to the engine: a DEALER socket, and a thread that receives and reconnects.
 
-It knows nothing of Triton nor of requests: messages go in by `send`, come out at a `Listener`.
+This module knows nothing of Triton or of calls: messages go in by `send` and out to a `Listener`.
 
-Who sends does it in its own thread: to wake up another one, which then needs the interpreter that
-the first still holds, would cost a first token 0.3 ms. ZeroMQ lets one thread use a socket at a
-time, so a lock guards it; nobody waits while he holds it: to hear, the thread waits for the
-socket's descriptor.
+`send` writes to the socket in the caller's thread: waking another thread, which then needs the
+interpreter that the first one still uses, would cost a first token 0.3 ms. ZeroMQ lets one thread
+use a socket at a time, so a lock guards it, which is never kept while waiting: the receiving thread
+waits for the socket's descriptor instead.
 """
 
 import itertools
@@ -33,33 +33,33 @@ _RETRY_S = 0.2  # between two attempts to connect
 _REFUSED_RETRY_S = 2.0
 _PING_S = 1.0
 _LINGER_MS = 200
-_KEEP_S = 20.0  # so long requests wait for the next engine
+_KEEP_S = 20.0  # for this long, requests wait for the next engine
 
 
 class Listener(Protocol):
-    """Who hears the engine; called from the connection's thread, must not block."""
+    """The receiver of messages; called in the connection's thread, must not block."""
 
     def take(self, outputs: wire.StepOutputs) -> None:
-        """New tokens."""
+        """Take new tokens."""
 
     def reject(self, rejected: wire.Rejected) -> None:
-        """A request that the engine refuses."""
+        """Take note of a request that the engine refuses."""
 
-    def miss(self, requests: Iterable[int]) -> None:
-        """These lost a message between bridge and engine."""
+    def lose_messages(self, requests: Iterable[int]) -> None:
+        """Take note of requests of which a message was lost between bridge and engine."""
 
-    def lose(self, kept: Set[int]) -> None:
-        """The engine is gone, and with it every request sent so far, but for those kept.
+    def lose_engine(self, kept: Set[int]) -> None:
+        """Take note that the engine is gone, and with it all requests except those `kept`.
 
-        Nothing was told of these, and the next engine will be given them.
+        The engine had sent nothing for the kept ones; they are submitted to the next engine.
         """
 
-    def knows(self, request: int) -> bool:
-        """Does anybody still wait for it?"""
+    def is_waiting_for(self, request: int) -> bool:
+        """Return whether the tokens of a request are still wanted."""
 
 
 class Connection:
-    """To one engine, and to the one started in its place. Thread-safe."""
+    """The connection to one engine, and to its successors. Thread-safe."""
 
     def __init__(
         self,
@@ -69,45 +69,46 @@ class Connection:
         keep_alive: Callable[[], None],
         max_unanswered: int = 90,
     ) -> None:
-        """Begin to connect.
+        """Start to connect.
 
         Args:
             address: of the engine's ROUTER.
             bridge: name under which the engine knows this connection.
-            listener: told of everything.
-            keep_alive: called about once a second while there is no engine; sees to it that one
-                is started. May raise, which is logged.
-            max_unanswered: pings, one a second, after which an engine without a word is given up.
-                Not a time: while all processes of a machine stand still, nobody is stuck.
+            listener: receives all messages.
+            keep_alive: called about once a second while there is no engine; has one started. Its
+                exceptions are logged.
+            max_unanswered: pings, one a second, after which a silent engine is given up. It is a
+                number, not a time: while a machine's processes are suspended, none is stuck.
         """
         self.status: wire.Status | None = None  # the latest
-        self.num_dropped = 0  # frames that were no message
+        self.num_dropped = 0  # frames that were not messages
         self._address = address
         self._hello = wire.Hello(wire.PROTOCOL, __version__, bridge, os.getpid())
         self._listener = listener
         self._keep_alive = keep_alive
         self._max_unanswered = max_unanswered
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._changed = threading.Condition()  # guards the seven below, and all use of the socket
+        self._changed = threading.Condition()  # guards the seven below, and the socket
         self._welcome: wire.Welcome | None = None
         self._refusal: str | None = None
         self._waiters: dict[int, queue.SimpleQueue[wire.Status]] = {}
         self._is_closing = False
         self._socket: zmq.Socket[bytes] | None = None
         self._ledger = Ledger()
-        self._retried: frozenset[int] = frozenset()  # once is enough: one of them may be the cause
+        # Requests submitted a second time; never again, as one of them may be the cause.
+        self._retried: frozenset[int] = frozenset()
         self._numbers = itertools.count(1)
-        self._kept: list[wire.Submit] = []  # for the next engine, if it comes
+        self._kept: list[wire.Submit] = []  # requests for the next engine
         self._kept_until_s = 0.0
-        self._num_unanswered = 0  # pings since the last word of the engine
+        self._num_unanswered = 0  # pings since the engine's last message
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="connection", daemon=True)
         self._thread.start()
 
     def wait_welcome(self, timeout_s: float) -> wire.Welcome | None:
-        """What the engine said of itself, or None if it is not there in time.
+        """Return the engine's `Welcome`, or None if it does not come in time.
 
-        Raises ContractError if it refuses this bridge.
+        Raises ContractError if the engine refuses this bridge.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._welcome or self._refusal, timeout_s)
@@ -116,7 +117,7 @@ class Connection:
             return self._welcome
 
     def send(self, *messages: wire.ToEngine) -> None:
-        """Send messages, all or none; never blocks. Raises ContractError if there is no engine."""
+        """Send messages, all or none; never blocks. Raises ContractError without an engine."""
         frames = [(wire.encode(message), message) for message in messages]
         with self._changed:
             if self._welcome is None or self._socket is None:
@@ -128,11 +129,11 @@ class Connection:
             for frame, message in frames:
                 self._post(self._socket, frame, message)
             has_come = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        if has_come:  # its descriptor has told it to this thread, and tells it only once
+        if has_come:  # its descriptor signals only once, and has done so here
             os.eventfd_write(self._wake, 1)
 
     def ask_status(self, timeout_s: float, with_figures: bool = False) -> wire.Status:
-        """The engine's state now. Raises ContractError if it does not answer in time."""
+        """Return the engine's state now. Raises ContractError if it does not answer in time."""
         number = next(self._numbers)
         answer: queue.SimpleQueue[wire.Status] = queue.SimpleQueue()
         with self._changed:
@@ -148,7 +149,7 @@ class Connection:
                 self._waiters.pop(number, None)
 
     def close(self) -> None:
-        """Say `Bye` and end the thread. Requests in flight are the caller's to end first."""
+        """Send `Bye` and end the thread. The caller has to end requests in flight first."""
         with self._changed:
             self._is_closing = True
         os.eventfd_write(self._wake, 1)
@@ -178,24 +179,24 @@ class Connection:
             except Exception:
                 _log.exception("the connection to the engine failed")
             finally:
-                self._lose()  # after which nobody else uses the socket
+                self._disconnect()  # after this, no other thread uses the socket
                 socket.disable_monitor()
                 socket.close(_LINGER_MS if self._is_closing else 0)
             if not self._is_closing:
                 time.sleep(_RETRY_S if self._refusal is None else _REFUSED_RETRY_S)
 
     def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-        """Hear the engine until it is gone or we are closing."""
+        """Receive until the engine is gone or the connection is being closed."""
         poller = zmq.Poller()
         for source in (socket.FD, monitor, self._wake):
             poller.register(source, zmq.POLLIN)
         next_s = 0.0
         while not self._is_closing:
-            self._receive(socket)  # until there is nothing: only then the descriptor tells of more
+            self._receive(socket)  # until nothing is left: only then the descriptor signals again
             ready = dict(poller.poll(_POLL_MS))
             if monitor in ready:
                 zmq.utils.monitor.recv_monitor_message(monitor)
-                self._receive(socket)  # what it said before it went
+                self._receive(socket)  # its last messages
                 _log.warning("the engine is gone")
                 return
             if self._wake in ready:
@@ -219,7 +220,7 @@ class Connection:
         number = next(self._numbers)
         with self._changed:
             socket.send(wire.encode(wire.Ping(number)))
-            self._ledger.ask(number)
+            self._ledger.note_ping(number)
         self._num_unanswered += 1
 
     def _try_keep_alive(self) -> None:
@@ -229,13 +230,13 @@ class Connection:
             _log.error("the engine cannot be started: %s", error)
 
     def _post(self, socket: zmq.Socket[bytes], frame: bytes, message: wire.ToEngine) -> None:
-        """One message leaves; by who holds the lock."""
+        """Send one message; the caller has the lock."""
         if isinstance(message, wire.Submit):
-            self._ledger.submit(message, message.request not in self._retried)
-        socket.send(frame)  # without a bound, so at once
+            self._ledger.add(message, message.request not in self._retried)
+        socket.send(frame)  # the queue is unbounded: it does not block
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        """Hear all that has come."""
+        """Receive all messages that have come."""
         while True:
             try:
                 with self._changed:
@@ -249,18 +250,18 @@ class Connection:
                 self.num_dropped += 1
                 continue
             try:
-                self._hear(socket, message)
-            except Exception:  # one message must not end what all others wait for
+                self._handle(socket, message)
+            except Exception:  # one message must not break the connection for all
                 _log.exception("a %s message could not be used", type(message).__name__)
 
-    def _hear(self, socket: zmq.Socket[bytes], message: wire.BridgeMessage) -> None:
+    def _handle(self, socket: zmq.Socket[bytes], message: wire.BridgeMessage) -> None:
         match message:
             case wire.StepOutputs():
                 self._take(message)
             case wire.Rejected():
                 self._listener.reject(message)
                 with self._changed:
-                    self._ledger.reject(message.request)
+                    self._ledger.remove(message.request)
             case wire.Status():
                 self.status = message
                 self._compare(socket, message)
@@ -274,7 +275,7 @@ class Connection:
                 )
                 with self._changed:
                     self._welcome, self._refusal = message, None
-                    self._submit_again(socket)  # before any cancel of them
+                    self._submit_again(socket)  # before any of them is cancelled
                     self._changed.notify_all()
             case wire.Refused():
                 _log.error("the engine refuses this bridge: %s", message.reason)
@@ -294,37 +295,39 @@ class Connection:
     def _compare(self, socket: zmq.Socket[bytes], status: wire.Status) -> None:
         with self._changed:
             lost, strays = self._ledger.compare(status)
-            for request in strays:  # a `Submit` that came again when the first had ended
+            for request in strays:  # from a repeated `Submit`, after the first had ended
                 socket.send(wire.encode(wire.Cancel(request, wire.CancelCause.BRIDGE)))
         self._miss(lost)
 
     def _miss(self, lost: set[int]) -> None:
         if lost:
             _log.error("%d requests lost a message between bridge and engine", len(lost))
-            self._listener.miss(lost)
+            self._listener.lose_messages(lost)
 
-    def _lose(self) -> None:
-        with self._changed:  # after this, `send` refuses; before, its requests are in the ledger
+    def _disconnect(self) -> None:
+        with self._changed:  # `send` refuses from here on; what it sent is in the ledger
             was_welcome, self._welcome = self._welcome is not None, None
             self._socket = None
-            untold = self._ledger.untold()
+            unanswered = self._ledger.unanswered()
         self.status = None
         if was_welcome:
-            self._kept = [] if self._is_closing else untold
+            self._kept = [] if self._is_closing else unanswered
             self._kept_until_s = time.monotonic() + _KEEP_S
-            self._listener.lose({message.request for message in self._kept})
+            self._listener.lose_engine({message.request for message in self._kept})
         elif self._kept and (self._is_closing or self._refusal is not None):
             self._give_up()
 
     def _submit_again(self, socket: zmq.Socket[bytes]) -> None:
-        again = [message for message in self._kept if self._listener.knows(message.request)]
+        again = [
+            message for message in self._kept if self._listener.is_waiting_for(message.request)
+        ]
         self._kept = []
         self._retried = frozenset(message.request for message in again)
         for message in again:
             self._post(socket, wire.encode(message), message)
         if again:
-            _log.info("%d requests of which nothing was told are given to this engine", len(again))
+            _log.info("%d requests without a token so far are submitted to this engine", len(again))
 
     def _give_up(self) -> None:
         self._kept = []
-        self._listener.lose(frozenset())
+        self._listener.lose_engine(frozenset())

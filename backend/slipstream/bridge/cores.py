@@ -1,19 +1,19 @@
-"""Where the threads of a bridge run.
+"""Choose the cores for a bridge's threads.
 
-They hand the interpreter's lock to each other for every response. Between the cores of a large
-machine that means to wake one that has gone to sleep, each time: on 16 of them a response took 134
-us of CPU time, on two that are always busy 43. So those threads share one core.
+The threads pass the interpreter's lock to each other for every response. Across the cores of a
+large machine each pass wakes a sleeping core: on 16 cores a response took 134 us of CPU time, on
+two busy ones 43. So these threads share one core.
 """
 
 import os
 
-_MANY_CORES = 8  # from here on there are others for the rest of the server
+_MANY_CORES = 8  # with this many, the rest of the server has cores enough
 
 
 def stay_together() -> None:
-    """Keep the calling thread on the core of its process's threads; processes take different ones.
+    """Pin the calling thread to its process's core; different processes take different cores.
 
-    Cores are those that the process may use. Nothing happens where they are few.
+    Cores are those that the process may use. On a machine with few cores nothing happens.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= _MANY_CORES:
@@ -21,8 +21,9 @@ def stay_together() -> None:
 
 
 def num_senders() -> int:
-    """Threads of a process that send: while one waits for the server, another builds a response.
+    """Return the number of sending threads; while one waits, another builds a response.
 
-    On cores that others use too the wait is long; on one of their own more are in each other's way.
+    On cores that are shared with other work waits are long, so more threads help; on a core of
+    their own more threads only contend.
     """
     return 4 if len(os.sched_getaffinity(0)) >= _MANY_CORES else 6

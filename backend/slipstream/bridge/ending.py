@@ -1,8 +1,8 @@
-"""Notices that the server was told to end, which Triton tells no model.
+"""Detect that the server is shutting down, of which Triton notifies no model.
 
-A server that got SIGTERM lets streams run on for as long as they like, and refuses the next step
-of every ensemble. `slipstream serve` makes the file `stopping` before it ends its server, whereupon
-the bridges end all streams with an error; this makes it where a tritonserver runs alone.
+A server that got SIGTERM lets streams run on without a limit, and refuses the next step of every
+ensemble. `slipstream serve` creates the file `stopping` before it ends its server, and the bridges
+then end all streams with an error. This module creates it where a tritonserver runs alone.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ from pathlib import Path
 from slipstream_runtime.directory import Runtime
 
 _PAUSE_S = 0.05
-_LOOK_S = 0.05  # in which a server turns a connection away, if it does
+_LOOK_S = 0.05  # a server that turns a connection away does so in this time
 _PATIENCE_S = 5.0
 _NUM_REFUSALS = 2  # in a row
 _HTTP_PORT = 8000  # Triton's own default
 
 
 def http_address(command: list[str]) -> tuple[str, int] | None:
-    """Where a tritonserver of that command line listens for HTTP; None where it does not."""
+    """Return where a tritonserver with that command line listens for HTTP; None if it does not."""
     options = dict(_options(command))
     if options.get("allow-http", "true").lower() in ("false", "0"):
         return None
@@ -30,7 +30,7 @@ def http_address(command: list[str]) -> tuple[str, int] | None:
 
 
 def _options(command: list[str]) -> list[tuple[str, str]]:
-    """`--name=value` and `--name value`; a flag's value is the word after it, and means nothing."""
+    """Split `--name=value` and `--name value`; a flag gets the next word as a meaningless value."""
     pairs = []
     for word, following in zip(command, [*command[1:], ""], strict=True):
         if word.startswith("--"):
@@ -40,10 +40,10 @@ def _options(command: list[str]) -> list[tuple[str, str]]:
 
 
 class EndWatch:
-    """One thread that looks ten times a second whether the server still takes connections.
+    """A thread that checks ten times a second whether the server still accepts connections.
 
-    To stop that is the first thing that a server does that was told to end: while it has streams
-    over HTTP it turns others away, and then it listens no more.
+    A server that shuts down stops that first: while it has streams over HTTP it turns others away,
+    and then it stops listening.
     """
 
     def __init__(self, runtime: Runtime, server_pid: int) -> None:
@@ -62,7 +62,7 @@ class EndWatch:
             self._thread.join()
 
     def _run(self, runtime: Runtime, address: tuple[str, int]) -> None:
-        refusals_left = 0  # none counts before it has taken one
+        refusals_left = 0  # refusals count only after an accepted connection
         while not self._closed.wait(_PAUSE_S):
             if not _is_refused(address):
                 refusals_left = _NUM_REFUSALS
@@ -75,7 +75,10 @@ class EndWatch:
 
 
 def _is_refused(address: tuple[str, int]) -> bool:
-    """Whether nobody listens there, or turns us away: who is slow or out of files does not."""
+    """Return whether the server is not listening, or turns connections away at once.
+
+    A server that is slow, or out of file descriptors, does not count as refusing.
+    """
     try:
         with socket.create_connection(address, _PATIENCE_S) as link:
             link.settimeout(_LOOK_S)

@@ -1,8 +1,8 @@
-"""The families of metrics that tell the engine's figures, by every name that people know them by.
+"""List the metric families for the engine's figures, under every name in use.
 
 Names and labels of the `vllm:` and `nv_` families are those of vLLM and of TensorRT-LLM's Triton
-backend, so that dashboards and autoscalers made for them go on working. docs/metrics.md says what
-each one means.
+backend, so that dashboards and autoscalers made for them keep working. docs/metrics.md explains
+each of them.
 """
 
 from collections.abc import Iterator
@@ -16,28 +16,28 @@ from slipstream.wire import FinishReason
 
 
 class Kind(Enum):
-    """How a figure is told."""
+    """The type of a metric."""
 
     GAUGE = auto()
     COUNTER = auto()
     BUCKETS = auto()  # a histogram as counters, `_bucket`, `_sum` and `_count`: see `metrics`
-    OBSERVED = auto()  # a histogram of the server's own, told value by value
+    OBSERVED = auto()  # a histogram of the server's own, observed value by value
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric: the sum of some figures."""
+    """A metric, whose value is the sum of some figures."""
 
     family: str
     kind: Kind
     help: str
     figures: tuple[str, ...]
     labels: dict[str, str] = field(default_factory=dict)
-    bounds: tuple[float, ...] = ()  # of what is observed
+    bounds: tuple[float, ...] = ()  # buckets of an observed histogram
 
 
 def engine_metrics(model_name: str, block_size: int, num_blocks: int) -> list[Metric]:
-    """All metrics of an engine that calls its model so."""
+    """Return all metrics of an engine that serves a model of this name."""
     return [*_ours(), *_vllm(model_name, block_size, num_blocks), *_tensorrt_llm()]
 
 

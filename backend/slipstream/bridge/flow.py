@@ -1,21 +1,22 @@
-"""Flow control and cancel through a Triton ensemble, the bridge's side of the credit file.
+"""Control flow and cancels through a Triton ensemble: the bridge's side of the credit file.
 
-A stream's next response is sent when `postprocessing` has acknowledged the last. The server tells
-it, not us, that a client is gone: it meets the cancelled request and says so in the file.
+The next response of a stream is sent when `postprocessing` has acknowledged the last one. The
+server reports a client that has left to `postprocessing` only, which gets the cancelled request and
+writes that into the credit file.
 
-Where a queue was put in front of it the server drops such a request, and the acknowledgement never
-comes. Requests are taken in the order of sending, so a process that has acknowledged one that was
-sent later does not have ours, nor does one that has been alive and idle for a while, nor one that
-has died. Ours was dropped when that is so of every process of `postprocessing`. It is never
-concluded from time alone while one is busy or stands still. One that is killed when the server has
-its response, and before it acknowledges, leaves the same traces as a client that is gone. So such a
-stream ends with an error, which nobody hears where the client is.
+With a queue in front of `postprocessing` the server drops such a request, and its acknowledgement
+never comes. Requests are taken in the order of sending. So a process of `postprocessing` does not
+have a given request if it has acknowledged a later one, has been alive and idle for a while, or has
+died. A request was dropped if this holds for every process; time alone never decides while a
+process is busy or suspended. A process that is killed after the server has its response, but before
+it acknowledges, leaves the same traces as a client that has left. So such a stream ends with an
+error, which a client that has left does not see.
 
-And only so many responses of all streams are under way at once: what waits here still takes up the
-tokens that are made meanwhile, what waits in the server's queue does not. First and last responses
-do not wait.
+Only a limited number of responses of all streams is under way at once (the window): what waits here
+still takes up new tokens, what waits in the server's queue does not. First and last responses do
+not wait.
 
-An ensemble puts together what its steps make of a response by the order in which they come. So the
+An ensemble assembles a response from its steps' outputs in the order in which they come. So the
 streams of one call, which several processes might answer at once, take turns.
 """
 
@@ -36,26 +37,26 @@ from slipstream.bridge.streams import Call, Stream
 
 _log = logging.getLogger(__name__)
 
-_NUMBER_BITS = 24  # responses of one stream; the bits above tell streams apart
+_NUMBER_BITS = 24  # for the responses of one stream; the bits above identify the stream
 _POLL_S = 0.001
 _WINDOW = 32  # responses under way; more would only wait in the server's queue
-_PROBE_NS = 20_000_000  # a window in which nothing moves for so long lets one more in
+_PROBE_NS = 20_000_000  # a window without progress for this long lets one more in
 _DROP_NS = 400_000_000
-_SETTLE_NS = 100_000_000  # from an acknowledgement to the end of that step's response
+_SETTLE_NS = 100_000_000  # from an acknowledgement until the server has that step's response
 _MAX_SETTLE_NS = 1_000_000_000
-_MAX_PAUSE_NS = 200_000_000  # between two polls; longer: this process stood still
+_MAX_PAUSE_NS = 200_000_000  # between two polls; longer: this process was suspended
 _LOST = "a part of the answer was lost, a process of postprocessing has ended; try again"
 
 
 @dataclass
 class Turn:
-    """Which stream of a call is sent now. Guarded by the lock of its flow."""
+    """The stream of a call that may send now. Guarded by the lock of its flow."""
 
     holder: "SlotCredit | None" = None
     waiting: "deque[SlotCredit]" = field(default_factory=deque)
 
     def take(self, credit: "SlotCredit") -> bool:
-        """Whether it is this one's turn now; if not, it waits."""
+        """Return whether it is this stream's turn; if not, it waits."""
         if self.holder not in (None, credit):
             self.waiting.append(credit)
             return False
@@ -63,7 +64,7 @@ class Turn:
         return True
 
     def leave(self, credit: "SlotCredit") -> "SlotCredit | None":
-        """Whose turn it is after this one's, if it had it."""
+        """Pass the turn on, if this stream has it; return the stream whose turn it is now."""
         if self.holder is not credit:
             return None
         self.holder = None
@@ -80,9 +81,9 @@ class SlotCredit:
         self.stream = stream
         self.turn = turn
         self.number = number  # of the last response sent
-        self.begun = 0  # places of its sending in the order of all sendings
-        self.ended = 0
-        self.ended_ns = 0  # time.monotonic_ns()
+        self.send_started = 0  # place of its last send in the order of all sends
+        self.send_ended = 0
+        self.send_ended_ns = 0  # time.monotonic_ns()
         self.is_under_way = False  # or about to be: it has a place in the window
         self.is_released = False
         self._flow = flow
@@ -90,30 +91,30 @@ class SlotCredit:
 
     @property
     def slot(self) -> int:
-        """Its place in the credit file."""
+        """The stream's place in the credit file."""
         return self._slot
 
     @property
     def next_number(self) -> int:
-        """Of the response that is about to be written."""
+        """The number of the response that is written next."""
         return self.number + 1
 
     def enter(self, is_urgent: bool) -> bool:
-        """Whether the stream may be sent now. If not, it is handed over when its turn comes."""
+        """Return whether the stream may send now. If not, it is handed over when its turn comes."""
         return self._flow.enter(self, is_urgent)
 
     def leave(self) -> None:
-        """Nothing of the stream is sent any more, nor waited for."""
+        """Give up the stream's place in the window and its turn."""
         self._flow.leave(self)
 
     def spend(self, send: Callable[[], None]) -> None:
         """Send one response and watch for its acknowledgement."""
         self.number += 1
-        self.begun = self._flow.tick()
+        self.send_started = self._flow.tick()
         self._flow.expect(self)
         send()
-        self.ended = self._flow.tick()
-        self.ended_ns = time.monotonic_ns()
+        self.send_ended = self._flow.tick()
+        self.send_ended_ns = time.monotonic_ns()
         self._flow.watch(self)
 
     def release(self) -> None:
@@ -123,21 +124,21 @@ class SlotCredit:
 
 @dataclass
 class _Settling:
-    """A call of which nothing more is sent, and what is to be done when all of it has arrived."""
+    """A call that sends nothing more, and what to do when all it sent has arrived."""
 
     call: Call
     then: Callable[[], None]
     deadline_ns: int
-    quiet_ns: int | None = None  # since when nothing of it is on its way
+    quiet_ns: int | None = None  # since when none of its responses is under way
 
     def is_ready(self, now_ns: int) -> bool:
-        """Whether everything has arrived, or it has taken too long."""
+        """Return whether everything has arrived, or it has taken too long."""
         is_quiet = self.quiet_ns is not None and now_ns - self.quiet_ns >= _SETTLE_NS
         return is_quiet or now_ns > self.deadline_ns
 
 
 class Flow:
-    """All credits of a bridge, and the thread that waits for them to come back."""
+    """The credits of all streams of a bridge, and the thread that waits for them to come back."""
 
     def __init__(
         self,
@@ -145,9 +146,12 @@ class Flow:
         hand_over: Callable[[Stream], None],
         cancel: Callable[[Call, ContractError | None], None],
     ) -> None:
-        """`hand_over` passes a stream with pending tokens to the senders, `cancel` ends a call.
+        """Start the thread.
 
-        With an error where its client may be there.
+        Args:
+            file: the credit file.
+            hand_over: passes a stream with pending tokens to the senders.
+            cancel: ends a call; with an error if its client may still be there.
         """
         self.num_cancelled = 0
         self._file = file
@@ -155,12 +159,12 @@ class Flow:
         self._cancel = cancel
         self._tick = itertools.count(1)
         self._lock = threading.Lock()  # guards slots and window
-        self._slots = deque(range(NUM_SLOTS))  # the one that is free longest comes first
-        self._watched: dict[int, SlotCredit] = {}  # by slot; whose credit is spent, oldest first
+        self._slots = deque(range(NUM_SLOTS))  # free for longest first
+        self._watched: dict[int, SlotCredit] = {}  # by slot: spent credits, oldest first
         self._num_under_way = 0
         self._waiting: deque[SlotCredit] = deque()  # for a place in the window
         self._settling: list[_Settling] = []
-        self._newest: dict[int, int] = {}  # taker -> `begun` of the latest it has acknowledged
+        self._newest: dict[int, int] = {}  # process -> `send_started` of its latest acknowledged
         self._moved_ns = 0  # when an acknowledgement was last seen, or one more was let in
         self._alive_ns = 0
         self._wake = threading.Event()
@@ -169,17 +173,16 @@ class Flow:
         self._thread.start()
 
     def open(self, stream: Stream, turn: Turn) -> SlotCredit:
-        """Put a stream under flow control; those of one call share a turn.
+        """Put a stream under flow control; the streams of one call share a turn.
 
-        The server is asked about now whether its client is there.
-
-        Raises ContractError if there are too many.
+        Raises ContractError if there are too many streams. The credit file notes that the server's
+        view of the client was checked at this time.
         """
         with self._lock:
             if not self._slots:
                 raise ContractError(f"more than {NUM_SLOTS} streams at once", Code.UNAVAILABLE)
             slot = self._slots.popleft()
-            # Drawn, not counted: a client that sees the numbers of its stream knows no other's.
+            # Random, not counted: a client that sees its stream's numbers cannot guess another's.
             number = secrets.randbits(62 - _NUMBER_BITS) << _NUMBER_BITS
             self._file.note_check(slot, number, time.monotonic_ns())
             return SlotCredit(self, stream, slot, number, turn)
@@ -193,7 +196,7 @@ class Flow:
         self.leave(credit)
 
     def enter(self, credit: SlotCredit, is_urgent: bool) -> bool:
-        """Give it a place in the window if there is one, or if it is urgent; else it waits.
+        """Give a stream a place in the window if one is free or it is urgent; else it waits.
 
         Before that it waits for its turn.
         """
@@ -210,10 +213,7 @@ class Flow:
             return True
 
     def leave(self, credit: SlotCredit) -> None:
-        """Take its place back, if it has one, and give it to who has waited longest.
-
-        And its turn, if it is its own, to its call's next.
-        """
+        """Take back a stream's place in the window and its turn, and pass both on."""
         with self._lock:
             self._num_under_way -= credit.is_under_way
             credit.is_under_way = False
@@ -225,7 +225,7 @@ class Flow:
             self._hand_over(following.stream)
 
     def _let_in(self, size: int) -> list[SlotCredit]:
-        """Fill the window up to a size, under the lock; those that are to be handed over."""
+        """Fill the window up to a size, under the lock; return the streams to hand over."""
         entered = []
         while self._waiting and self._num_under_way < size:
             first = self._waiting.popleft()
@@ -236,24 +236,24 @@ class Flow:
         return entered
 
     def tick(self) -> int:
-        """The next place in the order of beginnings and ends of sendings."""
+        """Return the next place in the order of starts and ends of sends."""
         return next(self._tick)
 
     def expect(self, credit: SlotCredit) -> None:
-        """Its response `number` is about to be sent."""
+        """Note in the credit file that response `number` is about to be sent."""
         self._file.expect(credit.slot, credit.number)
 
     def watch(self, credit: SlotCredit) -> None:
-        """Wait for the acknowledgement of what was just sent."""
+        """Wait for the acknowledgement of the response that was just sent."""
         with self._lock:
             self._watched[credit.slot] = credit
         if not self._wake.is_set():
             self._wake.set()
 
     def settle(self, call: Call, then: Callable[[], None]) -> None:
-        """Run `then` when postprocessing has answered all that was sent of a call, in 1 s at most.
+        """Run `then` when postprocessing has answered all that a call sent, after 1 s at most.
 
-        The caller sees to it that nothing more is sent.
+        The caller must not send more for this call.
         """
         item = _Settling(call, then, time.monotonic_ns() + _MAX_SETTLE_NS)
         with self._lock:
@@ -292,13 +292,14 @@ class Flow:
         spent = []
         for credit in watched:
             is_back = self._file.is_acknowledged(credit.slot, credit.number)
-            if self._file.is_cancelled(credit.slot, credit.number):  # said before the other
+            # A cancel is written before the acknowledgement, so it is read after that.
+            if self._file.is_cancelled(credit.slot, credit.number):
                 self._end(credit, None)
             elif not is_back:
                 spent.append(credit)
             if is_back:
                 taker = self._file.taken_by(credit.slot)
-                self._newest[taker] = max(self._newest.get(taker, 0), credit.begun)
+                self._newest[taker] = max(self._newest.get(taker, 0), credit.send_started)
                 self._moved_ns = time.monotonic_ns()
                 self._give_back(credit)
         takers = self._file.takers() if spent else []
@@ -310,14 +311,14 @@ class Flow:
         self._settle_all()
 
     def _end(self, credit: SlotCredit, error: ContractError | None) -> None:
-        """Its client is gone, or with an error: may be."""
+        """Cancel a call whose client has left; with an error if that is not certain."""
         self.num_cancelled += 1
         call = credit.stream.call
         assert call is not None, "its responses are sent"
         self._cancel(call, error)
 
     def _probe(self) -> None:
-        """All under way may have been dropped: only one that is sent later can prove it."""
+        """Send one more response if nothing moves: only a later one can prove a loss."""
         now_ns = time.monotonic_ns()
         if now_ns - self._moved_ns > _PROBE_NS:
             self._moved_ns = now_ns
@@ -348,24 +349,24 @@ class Flow:
                 return  # released meanwhile
             del self._watched[credit.slot]
         self.leave(credit)
-        if not credit.stream.let_go():
+        if not credit.stream.release():
             self._hand_over(credit.stream)
 
     def _is_dropped(self, credit: SlotCredit, takers: Sequence[int]) -> bool:
-        """Whether nobody has, or will get, what was sent."""
+        """Return whether no process has or will get the response."""
         if not takers or not all(self._has_passed(credit, taker) for taker in takers):
             return False
         # Read again: it may have been acknowledged after the first look, before the others.
         return not self._file.is_acknowledged(credit.slot, credit.number)
 
     def _has_passed(self, credit: SlotCredit, taker: int) -> bool:
-        """Whether a process of postprocessing does not have, and will not get, what was sent."""
-        if credit.ended < self._newest.get(taker, 0):
+        """Return whether this process neither has nor will get the response."""
+        if credit.send_ended < self._newest.get(taker, 0):
             return True
         now_ns = time.monotonic_ns()
-        if now_ns - credit.ended_ns < _DROP_NS:
+        if now_ns - credit.send_ended_ns < _DROP_NS:
             return False
         idle_ns = self._file.idle_since_ns(taker, now_ns)
         if idle_ns is None:
             return False
-        return now_ns - max(idle_ns, self._alive_ns, credit.ended_ns) >= _DROP_NS
+        return now_ns - max(idle_ns, self._alive_ns, credit.send_ended_ns) >= _DROP_NS

@@ -1,18 +1,18 @@
-"""Text models served by the bridge itself: the ensemble's tensors without its two other steps."""
+"""Serve text models in the bridge itself: the ensemble's tensors without its two other steps."""
 
 import numpy as np
 from slipstream_contract.request import GenerateRequest
 from slipstream_contract.schemas.trtllm import text_request
 
 from slipstream import wire
-from slipstream.bridge.bridge import Bridge, Question, batch_size, row
+from slipstream.bridge.bridge import Bridge, IncomingRequest, batch_size, row
 from slipstream.bridge.pieces import Extras, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 from slipstream.bridge.text import Detokenizer, Text, is_short, make_encoders
 
 
 class Fused:
-    """The wiring of `tensorrt_llm_bls`, and by choice of `ensemble`."""
+    """The wiring of `tensorrt_llm_bls`, and of `ensemble` if configured so."""
 
     def __init__(self, bridge: Bridge, text: Text, exclude_input_by_default: bool) -> None:
         self._bridge = bridge
@@ -20,31 +20,31 @@ class Fused:
         self._exclude_input_by_default = exclude_input_by_default
         self._encoders = make_encoders()
 
-    def begin(self, question: Question) -> None:
-        """Start a request, in another thread if it is long. Raises ContractError."""
-        self._text.check_sizes(question.inputs.get("text_input"))
-        self._bridge.check_room()
+    def start(self, incoming: IncomingRequest) -> None:
+        """Start a request, in another thread if its prompt is long. Raises ContractError."""
+        self._text.check_sizes(incoming.inputs.get("text_input"))
+        self._bridge.raise_if_full()
         requests = [
             text_request(
-                row(question.inputs, index),
-                question.parameters,
+                row(incoming.inputs, index),
+                incoming.parameters,
                 self._exclude_input_by_default,
             )
-            for index in range(batch_size(question.inputs))
+            for index in range(batch_size(incoming.inputs))
         ]
         if is_short(text for each in requests for text in each.texts()):
-            self._begin(question, requests)
+            self._start(incoming, requests)
             return
         self._encoders.submit(
-            self._bridge.answer, question.reply, lambda: self._begin(question, requests)
+            self._bridge.answer, incoming.reply, lambda: self._start(incoming, requests)
         )
 
     def close(self) -> None:
         """End the threads."""
         self._encoders.shutdown(cancel_futures=False)
 
-    def _begin(self, question: Question, requests: list[GenerateRequest]) -> None:
-        call = Call(question.reply, question.request_id)
+    def _start(self, incoming: IncomingRequest, requests: list[GenerateRequest]) -> None:
+        call = Call(incoming.reply, incoming.request_id)
         submits = []
         for index, request in enumerate(map(self._text.encode_request, requests)):
             n = request.sampling.n
@@ -53,7 +53,7 @@ class Fused:
                 Stream(
                     FusedWriter(
                         request,
-                        self._text.begin(),
+                        self._text.detokenizer(),
                         batch_index,
                         sequence_index if n > 1 else None,
                     ),
@@ -61,8 +61,8 @@ class Fused:
                 )
                 for sequence_index in range(n)
             ]
-            submits.append(self._bridge.submit(call, request, streams, question))
-        self._bridge.begin(call, submits)
+            submits.append(self._bridge.submit(call, request, streams, incoming))
+        self._bridge.start(call, submits)
 
 
 class FusedWriter:
@@ -75,14 +75,14 @@ class FusedWriter:
         batch_index: int | None,
         sequence_index: int | None,
     ) -> None:
-        """`request` is encoded."""
+        """Make a writer; `request` is encoded."""
         token_ids = request.token_ids
         self._prompt = token_ids.tolist() if request.options.echo else []
         self._detokenizer = detokenizer
         self._extras = Extras(request.options, len(token_ids), batch_index, sequence_index)
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
-        """The new text; the prompt before it if it is to be echoed."""
+        """Return the new text, after the prompt if it is to be echoed."""
         piece = merge(tokens)
         text = self._detokenizer.decode(self._prompt, piece, is_last)
         return {

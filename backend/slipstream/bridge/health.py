@@ -1,7 +1,8 @@
-"""Model `slipstream_health`: whether tokens can be had now, told by the engine itself.
+"""Serve model `slipstream_health`: whether the engine can make tokens now, by its own answer.
 
-The server's own readiness stays 200 when the engine, or even a stub, is dead: ask here. A model may
-have several processes, of which a question reaches one; what is wrong with any of them is told too.
+The server's readiness stays 200 when the engine, or even a stub, is dead; this model fails then. A
+model may have several processes, of which a request reaches only one, so the report also lists
+faults of the others.
 """
 
 import threading
@@ -26,7 +27,7 @@ _PERIOD_S = 0.25  # between two looks at the other processes
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The JSON of the answer."""
+    """The answer, as JSON."""
 
     model: str
     engine_pid: int
@@ -42,15 +43,15 @@ _OF_ENGINE = Report.__struct_fields__[:-1]
 
 
 def health(bridge: Bridge, siblings: "Siblings", output: str) -> Outputs:
-    """A `Report` as the given output.
+    """Return a `Report` as the given output.
 
-    Raises ContractError if the engine is silent for 1 s, or the models' processes cannot be seen.
+    Raises ContractError if the engine does not answer in 1 s, or the processes cannot be examined.
     """
     status: wire.Status = bridge.connection.ask_status(_ANSWER_S)
     state = {field: getattr(status, field) for field in _OF_ENGINE}
     try:
         report = Report(**state, faults=siblings.look())
-    except OSError as error:  # this process can open no file, for one
+    except OSError as error:  # for example, this process is out of file descriptors
         raise ContractError(
             f"the models' processes cannot be looked at: {error.strerror}", Code.UNAVAILABLE
         ) from error
@@ -58,17 +59,17 @@ def health(bridge: Bridge, siblings: "Siblings", output: str) -> Outputs:
 
 
 class Siblings:
-    """Looks at the processes of all models of this server, by their `vitals`.
+    """Looks at the processes of all models of this server, by their `vitals`. Thread-safe.
 
-    Also while nobody asks: that a process hangs is seen over several looks. Thread-safe.
+    A hanging process is recognised over several looks, so a thread looks even without requests.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._lock = threading.Lock()
         self._directory = runtime.directory
-        self._began_ns = time.monotonic_ns()
+        self._started_ns = time.monotonic_ns()
         self._still: dict[Path, Stillness] = {}
-        self._stopped_s: dict[Path, float] = {}  # since when
+        self._stopped_s: dict[Path, float] = {}  # when each stop was first seen
         self._periodic = Periodic("siblings", _PERIOD_S, self.look)
 
     def close(self) -> None:
@@ -76,7 +77,7 @@ class Siblings:
         self._periodic.close()
 
     def look(self) -> list[str]:
-        """What is wrong at this moment, a line for each process."""
+        """Return what is wrong now, one line for each process."""
         with self._lock:
             files = set(self._directory.glob("vitals-*"))
             for known in (self._still, self._stopped_s):
@@ -89,8 +90,8 @@ class Siblings:
         pid = vitals.pid_of(file)
         if not is_running(pid):
             signs = vitals.read(file)
-            # Of an earlier server, or even of the time before the machine was started again.
-            is_ours = signs is not None and self._began_ns < signs.beat_ns <= time.monotonic_ns()
+            # Otherwise a file of an earlier server, or even from before the machine's last boot.
+            is_ours = signs is not None and self._started_ns < signs.beat_ns <= time.monotonic_ns()
             return "ended" if is_ours else ""
         if is_stopped(pid):
             stopped_s = time.monotonic() - self._stopped_s.setdefault(file, time.monotonic())

@@ -1,9 +1,8 @@
-"""What a bridge asked the engine on one connection, and how much of it was told.
+"""Track what a bridge requested on one connection, and how much of the answers has come.
 
-ZeroMQ neither loses nor repeats a message, so normally nothing is found here. But a frame that was
-damaged on its way is dropped by whoever gets it, and what was in it must not be missing in silence:
-tokens say at which place of their sequence they begin, and once a second the engine is asked which
-requests it has.
+ZeroMQ neither loses nor repeats messages, so normally nothing is found here. But a receiver drops a
+damaged frame, and its content must not be missing silently: tokens carry their start position in
+the sequence, and once a second the engine reports which requests it has.
 """
 
 from slipstream import wire
@@ -12,65 +11,65 @@ _ENDED = 1 << 62
 
 
 class Ledger:
-    """Of all requests that were sent and have not ended. One thread at a time may use it."""
+    """All requests of a connection that have not ended. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._told: dict[int, list[int]] = {}  # request -> tokens told of each of its sequences
-        self._fresh: dict[int, wire.Submit] = {}  # nothing was told of these
-        self._asked: tuple[int, frozenset[int]] | None = None  # a `Ping`, and who was known then
+        self._num_received: dict[int, list[int]] = {}  # request -> tokens of each sequence
+        self._unanswered: dict[int, wire.Submit] = {}  # requests without any answer
+        self._ping: tuple[int, frozenset[int]] | None = None  # number, requests known then
 
-    def submit(self, message: wire.Submit, is_first: bool = True) -> None:
-        """It leaves now, for the first time or again."""
-        self._told[message.request] = [0] * message.sampling.n
+    def add(self, message: wire.Submit, is_first: bool = True) -> None:
+        """Add a request that is being sent, for the first time or again."""
+        self._num_received[message.request] = [0] * message.sampling.n
         if is_first:
-            self._fresh[message.request] = message
+            self._unanswered[message.request] = message
 
-    def untold(self) -> list[wire.Submit]:
-        """What left once, and nothing came back: another engine may have it."""
-        return list(self._fresh.values())
+    def unanswered(self) -> list[wire.Submit]:
+        """Return requests sent once without any answer: another engine may run them."""
+        return list(self._unanswered.values())
 
-    def reject(self, request: int) -> None:
-        """It has ended otherwise than by its last tokens."""
-        self._told.pop(request, None)
-        self._fresh.pop(request, None)
+    def remove(self, request: int) -> None:
+        """Remove a request that has ended without its last tokens."""
+        self._num_received.pop(request, None)
+        self._unanswered.pop(request, None)
 
     def take(self, outputs: wire.StepOutputs) -> tuple[list[wire.Tokens], set[int]]:
-        """Those tokens that are what must come next, and the requests that miss some before."""
+        """Return tokens that continue their sequences, and requests that miss some before."""
         right, lost = [], set()
         for tokens in outputs.tokens:
             request, index, start = tokens.request, tokens.index, tokens.start
-            told = self._told.get(request)
-            if told is None or not 0 <= index < len(told):
+            received = self._num_received.get(request)
+            if received is None or not 0 <= index < len(received):
                 continue
-            if start != told[index]:
-                if start > told[index]:  # else it is repeated
+            if start != received[index]:
+                if start > received[index]:  # else they are repeated
                     lost.add(request)
-                    self.reject(request)
+                    self.remove(request)
                 continue
             if not start:
-                self._fresh.pop(request, None)
-            told[index] = start + len(tokens.token_ids)
+                self._unanswered.pop(request, None)
+            received[index] = start + len(tokens.token_ids)
             if tokens.finished is not None:
-                told[index] = _ENDED
-                if min(told) == _ENDED:
-                    del self._told[request]
+                received[index] = _ENDED
+                if min(received) == _ENDED:
+                    del self._num_received[request]
             right.append(tokens)
         return right, lost
 
-    def ask(self, number: int) -> None:
-        """`Ping` number leaves, and all that was submitted has left before it."""
-        self._asked = number, frozenset(self._told)
+    def note_ping(self, number: int) -> None:
+        """Note that `Ping` `number` is sent now, after all requests known so far."""
+        self._ping = number, frozenset(self._num_received)
 
     def compare(self, status: wire.Status) -> tuple[set[int], set[int]]:
-        """Requests that the engine should have and has not, and those it should not have.
+        """Return requests that the engine lacks, and requests that it should not have.
 
-        All that it told of a request before it forgot it has come before this answer.
+        All that the engine sent for a request before it ended has come before this answer.
         """
-        if self._asked is None or self._asked[0] != status.number or status.requests is None:
+        if self._ping is None or self._ping[0] != status.number or status.requests is None:
             return set(), set()
-        known, self._asked = self._asked[1], None
+        known, self._ping = self._ping[1], None
         theirs = set(status.requests)
-        lost = {request for request in known if request in self._told} - theirs
+        lost = {request for request in known if request in self._num_received} - theirs
         for request in lost:
-            self.reject(request)
-        return lost, theirs - self._told.keys()
+            self.remove(request)
+        return lost, theirs - self._num_received.keys()

@@ -1,10 +1,10 @@
-"""Figures on the server's metrics endpoint, brought up to date once a second.
+"""Publish figures on the server's metrics endpoint, once a second.
 
 Every operation on a metric is a round trip to the server of some 30 us, so one thread does them in
-a batch, and only those whose value has changed. The server knows no way to add many values to a
-histogram at once, and there are as many times between tokens as tokens. So histograms that grow
-with the load are told as counters: `_bucket` with the label `le`, `_sum` and `_count`, which is all
-that Prometheus keeps of a histogram.
+a batch, and only for values that have changed. The server cannot add many values to a histogram at
+once, and there are as many inter-token times as tokens. So histograms that grow with the load are
+published as counters: `_bucket` with the label `le`, `_sum` and `_count`, which is all that
+Prometheus keeps of a histogram.
 """
 
 import itertools
@@ -31,78 +31,80 @@ _BUCKETS_S = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0]
 
 
 class _Families:
-    """The server's families, each made once: one that is collected takes its metrics along."""
+    """The server's metric families, each made once: a collected family takes its metrics along."""
 
     def __init__(self) -> None:
         self._families: dict[str, Any] = {}
 
     def make(self, name: str, text: str, kind: Any, labels: dict[str, str], **more: Any) -> Any:
-        """A metric; it is the server's own one if that has it already."""
+        """Return a metric; the server's own one if it has that already."""
         family = self._families.get(name)
         if family is None:
             family = self._families[name] = pb.MetricFamily(name=name, description=text, kind=kind)
         return family.Metric(labels=labels, **more)
 
     def gauge(self, name: str, text: str, labels: dict[str, str]) -> Callable[[float], None]:
-        """What sets it to a value."""
+        """Return a function that sets a gauge."""
         metric = self.make(name, text, pb.MetricFamily.GAUGE, labels)
-        told: float | None = None
+        published: float | None = None
 
-        def tell(value: float) -> None:
-            nonlocal told
-            if value != told:
+        def publish(value: float) -> None:
+            nonlocal published
+            if value != published:
                 metric.set(float(value))
-                told = value
+                published = value
 
-        return tell
+        return publish
 
     def counter(self, name: str, text: str, labels: dict[str, str]) -> Callable[[float], None]:
-        """What raises it by as much as a value has grown, from 0 on."""
+        """Return a function that raises a counter to a value, from 0 on."""
         metric = self.make(name, text, pb.MetricFamily.COUNTER, labels)
-        told = 0.0
+        published = 0.0
 
-        def tell(value: float) -> None:
-            nonlocal told
-            if value > told:
-                metric.increment(float(value - told))
-                told = value
+        def publish(value: float) -> None:
+            nonlocal published
+            if value > published:
+                metric.increment(float(value - published))
+                published = value
 
-        return tell
+        return publish
 
     def histogram(
         self, name: str, text: str, labels: dict[str, str], bounds: list[float]
     ) -> Callable[[float], None]:
-        """What adds a value."""
+        """Return a function that adds a value to a histogram."""
         metric = self.make(name, text, pb.MetricFamily.HISTOGRAM, labels, buckets=bounds)
         return lambda value: metric.observe(float(value))
 
 
-class Teller(Protocol):
-    """What the thread runs."""
+class Publisher(Protocol):
+    """A set of metrics that can be brought up to date."""
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Bring the metrics up to date."""
 
 
 class Metrics:
-    """The thread, and the metrics of one model. `tells_engine`: those of the engine instead."""
+    """The thread, and the metrics of one model, or of the engine if `is_engine`."""
 
-    def __init__(self, bridge: Bridge, model: str, tells_engine: bool) -> None:
-        """Raises what the server says, where it serves no metrics."""
-        self._teller: Teller = EngineMetrics(bridge) if tells_engine else CallMetrics(bridge, model)
-        self._periodic = Periodic("metrics", _PERIOD_S, self._tell)
+    def __init__(self, bridge: Bridge, model: str, is_engine: bool) -> None:
+        """Start the thread. Raises the server's error if it serves no metrics."""
+        self._publisher: Publisher = (
+            EngineMetrics(bridge) if is_engine else CallMetrics(bridge, model)
+        )
+        self._periodic = Periodic("metrics", _PERIOD_S, self._publish)
 
     def close(self) -> None:
         """End the thread."""
         self._periodic.close()
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         with must_end():
-            self._teller.tell()
+            self._publisher.publish()
 
 
 class CallMetrics:
-    """Of the requests to one model, as its bridge sees them."""
+    """Metrics of the requests to one model, as its bridge sees them."""
 
     def __init__(self, bridge: Bridge, model: str) -> None:
         self._bridge = bridge
@@ -134,8 +136,8 @@ class CallMetrics:
             _BUCKETS_S,
         )
 
-    def tell(self) -> None:
-        """What was counted since the last time."""
+    def publish(self) -> None:
+        """Publish what was counted since the last call."""
         calls, probes = self._bridge.calls.clients, self._bridge.calls.probes
         self._requests(calls.num_calls)
         self._responses(calls.num_responses)
@@ -152,21 +154,21 @@ class CallMetrics:
 
 
 class EngineMetrics:
-    """Of the engine, which one bridge of a server asks."""
+    """Metrics of the engine; only one bridge of a server has them."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._connection = bridge.connection
         self._repairs = bridge.repairs
         self._families = _Families()
-        self._tellers: list[Callable[[Values], None]] = []
+        self._publishers: list[Callable[[Values], None]] = []
         self._observers: list[tuple[str, Callable[[float], None]]] = []
         self._totals = Totals()
         self._last: wire.Status | None = None
         self._answered_s = time.monotonic()
-        self.tell()
+        self.publish()
 
-    def tell(self) -> None:
-        """Ask the engine, and tell what it says; while it is silent, for how long it has been."""
+    def publish(self) -> None:
+        """Publish the engine's figures; while it does not answer, its silence only."""
         samples: dict[str, list[float]] = {}
         try:
             status = self._connection.ask_status(_ANSWER_S, with_figures=True)
@@ -180,11 +182,11 @@ class EngineMetrics:
             self._totals.advance(status)
         if self._last is None:
             return
-        if not self._tellers:
+        if not self._publishers:
             self._make(self._last)
         values = self._values(self._last)
-        for teller in self._tellers:
-            teller(values)
+        for publisher in self._publishers:
+            publisher(values)
         for name, observe in self._observers:
             for value in samples.get(name, ()):
                 observe(value)
@@ -204,8 +206,10 @@ class EngineMetrics:
             self._make_buckets(metric)
         else:
             make = families.gauge if metric.kind is Kind.GAUGE else families.counter
-            tell, figures = make(name, text, labels), metric.figures
-            self._tellers.append(lambda values: tell(sum([values[figure] for figure in figures])))
+            publish, figures = make(name, text, labels), metric.figures
+            self._publishers.append(
+                lambda values: publish(sum([values[figure] for figure in figures]))
+            )
 
     def _make_buckets(self, metric: Metric) -> None:
         families, text, labels = self._families, metric.help, metric.labels
@@ -215,20 +219,20 @@ class EngineMetrics:
             families.counter(f"{metric.family}_bucket", text, labels | {"le": bound})
             for bound in bounds
         ]
-        tell_sum = families.counter(f"{metric.family}_sum", text, labels)
-        tell_count = families.counter(f"{metric.family}_count", text, labels)
+        publish_sum = families.counter(f"{metric.family}_sum", text, labels)
+        publish_count = families.counter(f"{metric.family}_count", text, labels)
 
-        def tell(values: Values) -> None:
+        def publish(values: Values) -> None:
             cells = [values[f"{figure}#{number}"] for number in range(len(buckets))]
-            for teller, value in zip(buckets, itertools.accumulate(cells), strict=True):
-                teller(value)
-            tell_sum(values[f"{figure}#sum"])
-            tell_count(sum(cells))
+            for publisher, value in zip(buckets, itertools.accumulate(cells), strict=True):
+                publisher(value)
+            publish_sum(values[f"{figure}#sum"])
+            publish_count(sum(cells))
 
-        self._tellers.append(tell)
+        self._publishers.append(publish)
 
     def _values(self, status: wire.Status) -> Values:
-        """All figures by name."""
+        """Return all figures by name."""
         assert status.figures is not None
         silent_s = time.monotonic() - self._answered_s
         is_silent = silent_s > _PERIOD_S

@@ -1,4 +1,4 @@
-"""What Triton runs in the stub of every model of backend `slipstream`."""
+"""Run in the stub of every model of backend `slipstream`: Triton's entry points."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ from slipstream_runtime.vitals import Vitals
 from slipstream_runtime.waking import wake_gently
 
 from slipstream import wire
-from slipstream.bridge.bridge import Bridge, Question
+from slipstream.bridge.bridge import Bridge, IncomingRequest
 from slipstream.bridge.composed import Composed, Vocabulary
 from slipstream.bridge.ending import EndWatch
 from slipstream.bridge.fused import Fused
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`1/model.json`. One model holds the engine's configuration, the others name that model."""
+    """The content of `1/model.json`. One model has the engine's settings, the others name it."""
 
     wiring: str
     engine: EngineConfig | None = None
@@ -57,20 +57,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Wiring(Protocol):
-    """What a model's tensors mean."""
+    """The meaning of a model's tensors."""
 
-    def begin(self, question: Question) -> None:
-        """Start a request, which is then answered by itself. Raises ContractError if it cannot."""
+    def start(self, incoming: IncomingRequest) -> None:
+        """Start a request, which answers by itself from then on. Raises ContractError."""
 
     def close(self) -> None:
-        """Free what it holds besides the bridge."""
+        """Free what the wiring has besides the bridge."""
 
 
 class TritonPythonModel:
-    """A served model. `1/model.json` says which tensors it speaks."""
+    """A served model. `1/model.json` selects its tensors."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Start the engine if nobody has, and wait for it. Raises what keeps it from starting."""
+        """Start the engine if none runs, and wait for it. Raises what keeps it from starting."""
         logging.basicConfig(
             level=logging.INFO,
             stream=sys.stderr,
@@ -105,14 +105,14 @@ class TritonPythonModel:
         rest_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
-        """Begin every request; never waits for a token."""
+        """Start every request; never waits for a token."""
         if self._siblings is not None:
             return self._report(requests, self._siblings)
         for request in requests:
             reply = TritonReply(request, self._in_flight)
-            begin = partial(self._begin, request, reply)
+            start = partial(self._start, request, reply)
             self._vitals.start()
-            self._bridge.answer(reply, begin)
+            self._bridge.answer(reply, start)
             self._vitals.finish()
         return None
 
@@ -129,7 +129,7 @@ class TritonPythonModel:
             self._wiring.close()
         self._vitals.close()
 
-    def _begin(self, request: Any, reply: TritonReply) -> None:
+    def _start(self, request: Any, reply: TritonReply) -> None:
         assert self._wiring is not None
         now_ns = time.monotonic_ns()
         probe, given = split_probe(read_parameters(request))
@@ -139,8 +139,8 @@ class TritonPythonModel:
             reply.end()
             return
         check_request_id(request.request_id())
-        self._wiring.begin(
-            Question(
+        self._wiring.start(
+            IncomingRequest(
                 read_inputs(request),
                 {"timeout": request.timeout()} | given,
                 request.request_id(),
@@ -152,7 +152,7 @@ class TritonPythonModel:
 
     def _make_metrics(self, model: str) -> Metrics | None:
         try:
-            return Metrics(self._bridge, model, tells_engine=self._wiring is None)
+            return Metrics(self._bridge, model, is_engine=self._wiring is None)
         except Exception as error:  # `--allow-metrics=false`
             _log.warning("no metrics: %s", error)
             return None
@@ -204,7 +204,7 @@ class TritonPythonModel:
 
 
 def read_settings(version_directory: Path) -> tuple[str, EngineConfig]:
-    """The wiring of a model, and its engine's configuration with an absolute checkpoint.
+    """Return the wiring of a model, and the engine's settings with an absolute checkpoint.
 
     Raises ValueError that names the file and what is wrong with it.
     """

@@ -1,4 +1,4 @@
-"""A thread that does one thing every so often."""
+"""Run a function periodically in a thread."""
 
 import logging
 import threading
@@ -8,10 +8,10 @@ _log = logging.getLogger(__name__)
 
 
 class Periodic:
-    """Goes on whatever the work raises, which is logged, until it is closed."""
+    """A thread that calls `work` until it is closed; exceptions are logged."""
 
     def __init__(self, name: str, period_s: float, work: Callable[[], object]) -> None:
-        """`period_s` is from the end of the work to its next beginning, and before the first."""
+        """Start the thread; `period_s` is the pause before each call."""
         self._name = name
         self._period_s = period_s
         self._work = work

@@ -1,6 +1,6 @@
-"""What a response says besides its tokens: log probs, indices, counts and times, as tensors.
+"""Make the tensors of a response besides its tokens: log probs, indices, counts and times.
 
-Both wirings of the TensorRT-LLM tensors share it. All shapes have the batch dimension, which is 1:
+Both wirings with TensorRT-LLM's tensors share it. All shapes have the batch dimension, which is 1:
 a request of batch B is answered by B streams.
 """
 
@@ -16,7 +16,7 @@ from slipstream.bridge.streams import Outputs
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one sequence that leave in one response."""
+    """The tokens of one sequence in one response."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -25,7 +25,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 def merge(tokens: Sequence[wire.Tokens]) -> Piece:
-    """Several `Tokens` of one sequence, in order, as one piece."""
+    """Return several `Tokens` of one sequence, in order, as one piece."""
     if len(tokens) == 1:
         [only] = tokens
         return Piece(only.token_ids, only.log_probs, only.drop_bytes, only.finished)
@@ -50,7 +50,7 @@ class Extras:
         batch_index: int | None = None,
         sequence_index: int | None = None,
     ) -> None:
-        """`batch_index` is None for a batch of one, `sequence_index` for one sequence a prompt."""
+        """Start; `batch_index` is None for a batch of one, `sequence_index` for n = 1."""
         self._options = options
         self._num_input_tokens = num_input_tokens
         indices = {"batch_index": batch_index, "sequence_index": sequence_index}
@@ -58,9 +58,10 @@ class Extras:
         self._cum_log_prob = 0.0
 
     def make(self, piece: Piece) -> Outputs:
-        """Those of one response: what was asked for, counting this response's tokens alone.
+        """Return the requested outputs of one response; counts are of this response alone.
 
-        `cum_log_probs` sums up all tokens so far; times and block counts come with the last.
+        `cum_log_probs` is the sum over all tokens so far; times and block counts come with the last
+        response.
         """
         options = self._options
         outputs = {name: _scalar(index, np.int32) for name, index in self._indices.items()}

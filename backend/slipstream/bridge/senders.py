@@ -1,4 +1,4 @@
-"""The threads in which responses are built and sent."""
+"""Build and send responses, in threads of their own."""
 
 import logging
 import threading
@@ -15,9 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 class Senders:
-    """Sends what streams that are handed over have pending.
+    """The threads that send what streams have pending.
 
-    Sending blocks for a round trip to the server, so several threads share one queue; what a client
+    Sending blocks for a round trip to the server, so several threads share one queue. What a client
     waits for most, a stream's first and last response, has a queue and a thread of its own.
     """
 
@@ -35,13 +35,13 @@ class Senders:
             thread.start()
 
     def hand_over(self, stream: Stream) -> None:
-        """Send what is pending in a stream that the caller holds."""
+        """Queue a stream to be sent; the caller must have taken it (see `Stream.put`)."""
         is_urgent, credit = stream.is_urgent, stream.credit
         if credit is None or credit.enter(is_urgent):
             (self._fast if is_urgent else self._shared).put(stream)
 
     def close(self) -> None:
-        """End the threads after what was handed over before."""
+        """End the threads after all that was handed over before."""
         for each in self._queues:
             each.put(None)
         for thread in self._threads:
@@ -75,38 +75,38 @@ class Senders:
             tokens, is_last = stream.take()
             expiry = call.expiry if is_last else None
             if expiry is None:
-                is_held = self._tell(calls, call, stream, tokens, is_last)
-            else:  # the error ends the call, after what there is to tell of every stream
+                is_taken = self._send_response(calls, call, stream, tokens, is_last)
+            else:  # the error ends the call, after the last tokens of every stream
                 call.num_open -= 1
-                is_held = True
+                is_taken = True
                 if stream.is_streaming and any(each.token_ids for each in tokens):
-                    self._tell(calls, call, stream, tokens, False)
+                    self._send_response(calls, call, stream, tokens, False)
                 elif stream.credit is not None:
-                    stream.credit.leave()  # it had its turn
+                    stream.credit.leave()  # it sends nothing in its turn
         if expiry is not None and call.num_open == 0:
             calls.fail(call, expiry)
-        if not is_held and not stream.let_go():
+        if not is_taken and not stream.release():
             self.hand_over(stream)
 
-    def _tell(
+    def _send_response(
         self, calls: Calls, call: Call, stream: Stream, tokens: list[wire.Tokens], is_last: bool
     ) -> bool:
-        """Send one response; whether nobody else may have the stream now."""
+        """Send one response; return whether the stream stays taken."""
         call.num_open -= is_last
         is_final = is_last and call.num_open == 0
         outputs = stream.write(tokens, is_last, is_final)
         tally = calls.tally(call.reply)
         tally.count_response()
         if is_final:
-            calls.forget(call)  # first: the client may use the id again at once
+            calls.remove(call)  # before sending: the client may use the id again at once
             call.reply.send(outputs, True)
             call.is_over = True
             return True
         if not stream.has_sent and not is_last:
-            tally.add_first_token_time(time.monotonic() - call.begin_s)
+            tally.add_first_token_time(time.monotonic() - call.start_s)
         stream.has_sent = True
         if stream.credit is not None:
             stream.credit.spend(lambda: call.reply.send(outputs, False))
-            return True  # held until the credit comes back
+            return True  # until the credit comes back
         call.reply.send(outputs, False)
         return is_last

@@ -1,7 +1,7 @@
-"""Calls in flight: what Triton asked, the mailboxes of its responses, and their one certain end.
+"""Track calls in flight: their request, the mailboxes of their responses, and their single end.
 
-A `Call` is one Triton request, a `Stream` one series of responses in it. Every call is ended
-exactly once, by whoever comes first: its last tokens, a cancel, an error, or the engine's loss.
+A `Call` is one Triton request, a `Stream` one series of responses in it. Every call ends exactly
+once, by what comes first: its last tokens, a cancel, an error, or the loss of the engine.
 """
 
 import contextlib
@@ -22,70 +22,70 @@ from slipstream.bridge.tally import Tally
 
 _log = logging.getLogger(__name__)
 
-_LINGER_S = 0.1  # from a cancel to its end for the server
+_LINGER_S = 0.1  # from a cancel until the server gets the end
 
 Outputs = Mapping[str, np.ndarray]
 
 
 class Reply(Protocol):
-    """Where the responses of a call go. Nothing may follow what was sent as final."""
+    """The receiver of a call's responses. Nothing may follow a final one."""
 
     @property
     def is_probe(self) -> bool:
-        """Whether a probe asks, not a client."""
+        """Whether the request is a probe's, not a client's."""
 
     def send(self, outputs: Outputs, is_final: bool) -> None:
-        """One response."""
+        """Send one response."""
 
     def fail(self, error: ContractError) -> None:
-        """An error, final."""
+        """Send an error, final."""
 
     def end(self) -> None:
-        """No response, final."""
+        """End without a response."""
 
     def is_cancelled(self) -> bool:
-        """Whether the client has cancelled."""
+        """Return whether the client has cancelled."""
 
 
 class Credit(Protocol):
-    """Flow control of one stream, see `flow`."""
+    """The flow control of one stream, see `flow`."""
 
     @property
     def slot(self) -> int:
-        """Its place in the credit file."""
+        """The stream's place in the credit file."""
 
     @property
     def next_number(self) -> int:
-        """Of the response that is written next."""
+        """The number of the response that is written next."""
 
     def enter(self, is_urgent: bool) -> bool:
-        """Whether the stream may be sent now. If not, it is handed over when its turn comes."""
+        """Return whether the stream may send now. If not, it is handed over when its turn comes."""
 
     def leave(self) -> None:
-        """The stream sends nothing more."""
+        """Note that the stream sends nothing more."""
 
     def spend(self, send: Callable[[], None]) -> None:
-        """Send one response; afterwards the stream must wait until it is returned."""
+        """Send one response; the stream must then wait until the credit comes back."""
 
     def release(self) -> None:
-        """The stream has ended."""
+        """Note that the stream has ended."""
 
 
 class Writer(Protocol):
-    """Turns the tokens of one stream into responses. One thread at a time calls it."""
+    """Makes responses of a stream's tokens. One thread at a time calls it."""
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
-        """The next response: all tokens since the one before."""
+        """Return the next response: all tokens since the one before."""
 
 
 class Stream:
-    """A mailbox: tokens that were made and not yet sent, in order.
+    """A mailbox: tokens that were received and not yet sent, in order.
 
-    It is in the hands of at most one sender; `is_held` says whether of any.
+    At most one sender has a stream at a time; it is taken then.
     """
 
     def __init__(self, writer: Writer, is_streaming: bool, num_sequences: int = 1) -> None:
-        """Not streaming, it has one response, when all its sequences have ended."""
+        """Make a mailbox; not streaming, it has one response, when all its sequences have ended."""
         self.credit: Credit | None = None
         self.call: Call | None = None
         self.has_sent = False
@@ -94,71 +94,74 @@ class Stream:
         self._num_running = num_sequences
         self._lock = threading.Lock()  # guards the two below
         self._pending: list[wire.Tokens] = []
-        self._is_held = False
+        self._is_taken = False
 
     def put(self, tokens: wire.Tokens) -> bool:
-        """Add tokens. True if the caller must now hand the stream to a sender."""
+        """Add tokens; return True if the caller must hand the stream, now taken, to a sender."""
         finished = tokens.finished
         if finished is not None and finished.reason is wire.FinishReason.DEADLINE:
-            tokens = msgspec.structs.replace(tokens, finished=None)  # the call's error tells it
+            tokens = msgspec.structs.replace(tokens, finished=None)  # the call's error reports it
         with self._lock:
             self._pending.append(tokens)
             if finished is not None:
                 self._num_running -= 1
-            if self._is_held or not (self.is_streaming or self._num_running == 0):
+            if self._is_taken or not (self.is_streaming or self._num_running == 0):
                 return False
-            self._is_held = True
+            self._is_taken = True
             return True
 
     @property
-    def is_told(self) -> bool:
-        """Whether the engine has told all of it."""
+    def is_complete(self) -> bool:
+        """Whether the engine has sent all of the stream."""
         return self._num_running == 0
 
     @property
     def is_urgent(self) -> bool:
-        """Whether its next response is the first or the last one."""
-        return not self.has_sent or self.is_told
+        """Whether the next response is the first or the last one."""
+        return not self.has_sent or self.is_complete
 
     def take(self) -> tuple[list[wire.Tokens], bool]:
-        """All pending tokens, and whether they are the last. For its holder only."""
+        """Return pending tokens, and whether they are the last. Only for the stream's sender."""
         with self._lock:
             tokens, self._pending = self._pending, []
             return tokens, self._num_running == 0
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, is_final: bool) -> Outputs:
-        """One response; the call's final one is acknowledged by nobody. For its holder only."""
+        """Return one response. Only for the stream's sender.
+
+        No credit is given with the call's final response, which nothing acknowledges.
+        """
         return self._writer.write(tokens, is_last, None if is_final else self.credit)
 
-    def let_go(self) -> bool:
-        """Give the stream back. False if there is more to send: the caller still holds it."""
+    def release(self) -> bool:
+        """Give the stream back; return False if there is more to send and the caller keeps it."""
         with self._lock:
-            self._is_held = bool(self._pending)
-            return not self._is_held
+            self._is_taken = bool(self._pending)
+            return not self._is_taken
 
 
 class Call:
-    """One Triton request and everything that is running for it."""
+    """A Triton request, and everything that runs for it."""
 
     def __init__(self, reply: Reply, request_id: str, is_step: bool = False) -> None:
-        """`is_step`: of an ensemble, which the server does not tell of a cancel."""
+        """Make a call without requests; `is_step`: an ensemble's, without notice of cancels."""
         self.reply = reply
         self.request_id = request_id
         self.is_step = is_step
-        self.begin_s = time.monotonic()
+        self.start_s = time.monotonic()
         self.is_over = False
-        self.is_failing = False  # an error waits to be told: no more responses
-        self.expiry: ContractError | None = None  # told when all tokens are
-        self.deadline_ns = 0  # time.monotonic_ns(), for the engine to keep; 0: none
-        self.timeout_ns = 0  # how long before that it came
-        self.lock = threading.Lock()  # held while sending: responses of a call are in order
+        self.is_failing = False  # an error waits to be sent: no more responses
+        self.expiry: ContractError | None = None  # sent after all tokens
+        self.deadline_ns = 0  # time.monotonic_ns(); the engine enforces it; 0: none
+        self.timeout_ns = 0  # the timeout that it was computed from
+        self.lock = threading.Lock()  # taken while sending: responses of a call are in order
         self.routes: dict[int, tuple[Stream, ...]] = {}  # request -> stream of each sequence
-        self.rejected: set[int] = set()  # of them: the engine has nothing of these
+        self.rejected: set[int] = set()  # requests that the engine refused
         self.streams: list[Stream] = []
         self.num_open = 0  # streams without their last response
 
     def add(self, request: int, streams: Iterable[Stream]) -> None:
-        """A request, before the call is opened; several of its sequences may share a stream."""
+        """Add a request before the call is opened; several of its sequences may share a stream."""
         self.routes[request] = tuple(streams)
         for stream in dict.fromkeys(self.routes[request]):
             stream.call = self
@@ -167,10 +170,10 @@ class Call:
 
 
 class Calls:
-    """All calls of a bridge, by the engine's request numbers and by their clients' request ids."""
+    """All calls of a bridge, by the engine's request numbers and by the clients' request ids."""
 
     def __init__(self, send: Callable[..., None], hand_over: Callable[[Stream], None]) -> None:
-        """`send` passes messages to the engine, `hand_over` streams to the senders."""
+        """Start empty; `send` passes messages to the engine, `hand_over` streams to the senders."""
         # Runs a function once nothing of a call is on its way to postprocessing (see `flow`).
         self.settle: Callable[[Call, Callable[[], None]], None] | None = None
         self.clients, self.probes = Tally(), Tally()
@@ -180,15 +183,15 @@ class Calls:
         self._lock = threading.Lock()  # guards the two below
         self._routes: dict[int, Call] = {}
         self._ids: dict[str, Call] = {}
-        # When to end them, the earliest first, and with what word.
-        self._left: deque[tuple[float, Reply, ContractError | None]] = deque()
+        # Cancelled calls, earliest first: when to end, and the error if any.
+        self._cancelled: deque[tuple[float, Reply, ContractError | None]] = deque()
 
     def next_request(self) -> int:
-        """A number for a `Submit`."""
+        """Return a number for a `Submit`."""
         return next(self._numbers)
 
     def open(self, call: Call) -> None:
-        """Make a call known, with all that was added to it, before its requests are sent.
+        """Register a call, with all that was added to it, before its requests are sent.
 
         Raises ContractError if a call with the same request id is running.
         """
@@ -210,16 +213,16 @@ class Calls:
         return not self._routes
 
     def snapshot(self) -> list[Call]:
-        """Calls that are running now."""
+        """Return the calls that are running now."""
         with self._lock:
             return list(dict.fromkeys(self._routes.values()))
 
     def tally(self, reply: Reply) -> Tally:
-        """Where a call with this reply is counted."""
+        """Return the counters for a call with this reply."""
         return self.probes if reply.is_probe else self.clients
 
     def find(self, request_id: str) -> Call | None:
-        """The running call of that id."""
+        """Return the running call with that request id."""
         with self._lock:
             return self._ids.get(request_id)
 
@@ -242,7 +245,7 @@ class Calls:
                 message = finished.error or "the request took too long"
                 call.expiry = ContractError(message, Code.DEADLINE_EXCEEDED)
             streams = call.routes.get(request)
-            if streams and streams[tokens.index].put(tokens):  # else it has just ended
+            if streams and streams[tokens.index].put(tokens):  # else the call has just ended
                 hand_over(streams[tokens.index])
 
     def reject(self, rejected: wire.Rejected) -> None:
@@ -254,28 +257,28 @@ class Calls:
             self.tally(call.reply).count_refusal(error)
             self.fail(call, error)
 
-    def miss(self, requests: Iterable[int]) -> None:
-        """These lost a message between bridge and engine: tokens, or all that would come."""
+    def lose_messages(self, requests: Iterable[int]) -> None:
+        """End the calls of requests of which a message of the engine was lost."""
         error = ContractError("a message of the engine was lost; try again", Code.UNAVAILABLE)
         for call in filter(None, map(self._routes.get, requests)):
             self.fail(call, error)
 
-    def lose(self, kept: Set[int] = frozenset()) -> None:
-        """The engine is gone: every call with a request that is not kept ends with an error."""
+    def lose_engine(self, kept: Set[int] = frozenset()) -> None:
+        """End every call that has a request not in `kept`: its engine is gone."""
         error = ContractError("the engine ended; try again", Code.UNAVAILABLE)
         for call in self.snapshot():
             if not call.routes.keys() <= kept:
                 self.fail(call, error, wire.CancelCause.SERVER)
 
-    def knows(self, request: int) -> bool:
-        """Whether a call waits for the tokens of a request."""
+    def is_waiting_for(self, request: int) -> bool:
+        """Return whether a call waits for the tokens of a request."""
         call = self._routes.get(request)
         return call is not None and not (call.is_over or call.is_failing)
 
     # --- ends ----------------------------------------------------------------------------------
 
     def fail_all(self, error: ContractError) -> None:
-        """End every call with the same error, of the server's."""
+        """End every call with the same error, caused by the server."""
         for call in self.snapshot():
             self.fail(call, error, wire.CancelCause.SERVER)
 
@@ -287,8 +290,8 @@ class Calls:
     ) -> None:
         """End a call with an error, unless it is over.
 
-        Under flow control the error waits for what was sent before: servers before Triton 26.03
-        never let go of an ensemble in which one step fails while another is at work.
+        Under flow control the error waits for responses under way: servers before Triton 26.03
+        never release an ensemble in which one step fails while another is at work.
         """
         with call.lock:
             if call.is_over or call.is_failing:
@@ -314,44 +317,45 @@ class Calls:
         error: ContractError | None = None,
         cause: wire.CancelCause = wire.CancelCause.CLIENT,
     ) -> None:
-        """End a call whose client is gone; with an error where that is not certain.
+        """End a call whose client has left; with an error if that is not certain.
 
-        For the server it ends `_LINGER_S` later, if `end_left` is called: servers before 25.05 let
-        go of it twice, and crash, where it ends before they have learnt how the writing of its last
-        response went.
+        The server gets the end `_LINGER_S` later, by `end_cancelled`: servers before 25.05 release
+        a call twice, and crash, if it ends before they know how the writing of its last response
+        went.
         """
         with call.lock:
             if not call.is_over:
                 self._abandon(call, cause)
-                self._left.append((time.monotonic() + _LINGER_S, call.reply, error))
+                self._cancelled.append((time.monotonic() + _LINGER_S, call.reply, error))
 
-    def ask(self, call: Call) -> bool:
-        """Ask the server whether the client of a call has left, a round trip; end it if so."""
+    def end_if_cancelled(self, call: Call) -> bool:
+        """End a call if its client has left; return whether it had. A round trip to the server."""
         with call.lock:
             is_gone = not call.is_over and call.reply.is_cancelled()
         if is_gone:
             self.cancel(call)
         return is_gone
 
-    def end_left(self, now_s: float) -> None:
+    def end_cancelled(self, now_s: float) -> None:
         """End cancelled calls whose time has come; by one thread at a time."""
-        while self._left and self._left[0][0] <= now_s:
-            _, reply, error = self._left.popleft()
+        while self._cancelled and self._cancelled[0][0] <= now_s:
+            _, reply, error = self._cancelled.popleft()
             if error is None:
                 reply.end()
             else:
                 reply.fail(error)
 
     def stop(self, request_id: str) -> None:
-        """Let the engine stop the call of that id; it answers with what it has. None: nothing."""
+        """Have the engine stop the call with that id, if it runs; it answers with what it has."""
         call = self.find(request_id)
         if call is not None:
             self._cancel_in_engine(call, wire.CancelCause.STOP)
 
-    def forget(self, call: Call) -> None:
-        """Make its request id free again; tokens that still come are nobody's.
+    def remove(self, call: Call) -> None:
+        """Unregister a call: its request id is free again, and tokens that still come are dropped.
 
-        Call and streams know each other no more, so that nothing of them waits to be collected.
+        The references between call and streams are cut, so that none waits for the garbage
+        collector.
         """
         with self._lock:
             for request in call.routes:
@@ -367,7 +371,7 @@ class Calls:
 
     def _close(self, call: Call) -> None:
         call.is_over = True
-        self.forget(call)
+        self.remove(call)
 
     def _abandon(self, call: Call, cause: wire.CancelCause) -> None:
         self._cancel_in_engine(call, cause)

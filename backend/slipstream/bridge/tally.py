@@ -1,4 +1,4 @@
-"""What a model has been asked and has answered: of its clients, or of probes."""
+"""Count what a model has received and answered: of its clients, or of probes."""
 
 import threading
 from collections import Counter, deque

@@ -1,4 +1,4 @@
-"""Text in process: the one file that uses the functions of preprocessing and postprocessing."""
+"""Convert text in process, by the functions of preprocessing and postprocessing."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -22,14 +22,15 @@ _SHORT = 1000  # characters
 
 
 def is_short(texts: Iterable[str]) -> bool:
-    """Whether encoding them takes less than waking another thread for it."""
+    """Return whether encoding takes less time than waking another thread for it."""
     return sum(map(len, texts)) <= _SHORT
 
 
 def make_encoders() -> ThreadPoolExecutor:
-    """Threads for long prompts: one takes a while, and `execute` must not wait for it.
+    """Return threads that encode long prompts, for which `execute` must not wait.
 
-    All are started here: one that came with a later request would look like a leak of that request.
+    All are started here: a thread started by a later request would look like a leak of that
+    request.
     """
     pool = ThreadPoolExecutor(_NUM_THREADS, "encode")
     barrier = threading.Barrier(_NUM_THREADS)
@@ -39,7 +40,7 @@ def make_encoders() -> ThreadPoolExecutor:
 
 
 class Text:
-    """One checkpoint's way between text and token ids. Safe to share between threads."""
+    """The conversion between text and token ids of one checkpoint. Thread-safe."""
 
     def __init__(
         self, checkpoint: Path, add_special_tokens: bool, skip_special: bool, max_model_len: int
@@ -59,17 +60,17 @@ class Text:
         return self._encoder.end_ids
 
     def check_sizes(self, texts: np.ndarray | None) -> None:
-        """Raise ContractError if one is far too long, by its length, before it is decoded."""
+        """Raise ContractError if a text is far too long, by its length, before it is decoded."""
         for text in () if texts is None else texts.flat:
             if isinstance(text, bytes):
                 self._encoder.check_size(len(text))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. Raises ContractError."""
+        """Return the token ids of a prompt. Raises ContractError."""
         return self._encoder.encode(text)
 
     def encode_request(self, request: GenerateRequest) -> GenerateRequest:
-        """Make token ids of the prompt and of all words. Raises ContractError."""
+        """Return the request with token ids for prompt and words. Raises ContractError."""
         encoder, add_special_tokens = self._encoder, request.add_special_tokens
         sampling = request.encoded(
             encoder.end_ids,
@@ -79,8 +80,8 @@ class Text:
         token_ids = pack(encoder.encode(request.text, add_special_tokens))
         return msgspec.structs.replace(request, prompt=token_ids, sampling=sampling, words=Words())
 
-    def begin(self, skip_special: bool | None = None) -> "Detokenizer":
-        """For the tokens of one sequence; None: special tokens as the model is configured."""
+    def detokenizer(self, skip_special: bool | None = None) -> "Detokenizer":
+        """Return a detokenizer for a sequence; None: special tokens as the model is configured."""
         skip = self._skip_special if skip_special is None else skip_special
         return Detokenizer(self.vocab, skip)
 
@@ -94,7 +95,7 @@ class Detokenizer:
         self._state = StreamState(is_last=False)
 
     def decode(self, prompt: Sequence[int], piece: Piece, is_last: bool) -> str:
-        """What the tokens add to the text; `prompt` comes before them and may be empty."""
+        """Return the text that the tokens add; `prompt` comes before them and may be empty."""
         token_ids = [*prompt, *piece.token_ids] if prompt else piece.token_ids
         state = self._state
         if is_last != state.is_last or piece.drop_bytes != state.drop_bytes:
@@ -104,7 +105,7 @@ class Detokenizer:
 
 
 def load_end_ids(checkpoint: Path) -> tuple[int, ...]:
-    """Ids that end a text of this checkpoint; none without a tokenizer."""
+    """Return the ids that end a text of this checkpoint; none without a tokenizer."""
     if not (checkpoint / "tokenizer.json").is_file():
         return ()
     return read_end_ids(checkpoint, load_tokenizer(checkpoint))

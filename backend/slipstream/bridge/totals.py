@@ -1,4 +1,4 @@
-"""What engines have counted since this process asks them, whichever one it was."""
+"""Sum up what engines have counted since this process started to ask, across restarts."""
 
 from collections import defaultdict
 
@@ -16,7 +16,7 @@ class Totals:
         self._before: Values = {}
 
     def advance(self, status: wire.Status) -> None:
-        """Add what is new. What the first engine counted before was told by somebody else."""
+        """Add what is new. Counts of the first engine from before belong to an earlier process."""
         assert status.figures is not None
         engine, now = (status.engine_pid, status.figures.gauges["start_time_s"]), _flat(status)
         if self._engine is None:
@@ -31,7 +31,7 @@ class Totals:
 
 
 def _flat(status: wire.Status) -> Values:
-    """Counters and the cells of histograms, `name#0` and so on, by name."""
+    """Return counters and the cells of histograms (`name#0` and so on) by name."""
     assert status.figures is not None
     values = dict(status.figures.counters)
     for name, (counts, total) in status.figures.histograms.items():

@@ -1,4 +1,4 @@
-"""What the bridge says to Triton: requests read, responses sent."""
+"""Read requests from Triton and send it responses."""
 
 import logging
 from typing import Any
@@ -17,16 +17,16 @@ _TRITON_NAMES = {Code.INVALID_ARGUMENT: "INVALID_ARG", Code.DEADLINE_EXCEEDED: "
 
 
 def triton_error(error: ContractError) -> Any:
-    """The error as Triton has it; its text begins with our code, which a gRPC stream would lose."""
+    """Return it as Triton's error; the text starts with the code, which gRPC streams lose."""
     name = _TRITON_NAMES.get(error.code, error.code.value)
     return pb.TritonError(str(error), getattr(pb.TritonError, name))
 
 
 def read_inputs(request: Any) -> dict[str, np.ndarray]:
-    """All input tensors by name, to be read before `execute` returns.
+    """Return all input tensors by name; call it before `execute` returns.
 
-    The server takes its memory back then. Small ones are copies, for who should keep one; a large
-    one, which is refused by its size or taken apart at once, is not worth another of it.
+    The server takes its memory back then. Small tensors are copied, so that they can be kept; large
+    ones are refused by size or processed at once, and are not worth a copy.
     """
     arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
     return {
@@ -36,7 +36,7 @@ def read_inputs(request: Any) -> dict[str, np.ndarray]:
 
 
 def make_tensors(outputs: Outputs, requested: frozenset[str] | None = None) -> list[Any]:
-    """Tensors of those outputs that were requested; None: of all."""
+    """Return the tensors of those outputs that were requested; None: of all."""
     return [
         pb.Tensor(name, array)
         for name, array in outputs.items()
@@ -47,12 +47,12 @@ def make_tensors(outputs: Outputs, requested: frozenset[str] | None = None) -> l
 class TritonReply:
     """The responses of one decoupled request. See `streams.Reply`.
 
-    Every response is built in the thread that sends it. Nothing follows the final one, with which
-    the server's object is let go: a model that is being unloaded waits for the last of them.
+    Every response is built in the thread that sends it. The final one releases the server's object:
+    a model that is being unloaded waits for the last of these.
     """
 
     def __init__(self, request: Any, in_flight: InFlight) -> None:
-        """`in_flight` counts those that have not had their final response."""
+        """Start; `in_flight` counts requests without their final response."""
         self.requested = frozenset(request.requested_output_names())
         self.is_probe = False  # known once its parameters are read
         self._sender = request.get_response_sender()
@@ -60,7 +60,7 @@ class TritonReply:
         in_flight.add(1)
 
     def send(self, outputs: Outputs, is_final: bool) -> None:
-        """One response of the outputs that were requested."""
+        """Send one response with the outputs that were requested."""
         response = pb.InferenceResponse(make_tensors(outputs, self.requested))
         if is_final:
             self._end(response)
@@ -68,15 +68,15 @@ class TritonReply:
             self._sender.send(response)
 
     def fail(self, error: ContractError) -> None:
-        """An error, final."""
+        """Send an error, final."""
         self._end(pb.InferenceResponse(error=triton_error(error)))
 
     def end(self) -> None:
-        """No response, final."""
+        """End without a response."""
         self._end()
 
     def is_cancelled(self) -> bool:
-        """Whether the client has cancelled: a round trip to the server. Not after the end."""
+        """Return whether the client cancelled. A round trip to the server; not after the end."""
         return bool(self._sender.is_cancelled())
 
     def _end(self, *response: Any) -> None:

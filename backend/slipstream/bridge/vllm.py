@@ -1,6 +1,7 @@
-"""Model `vllm_model`: the tensors and behaviours of Triton's vLLM backend.
+"""Serve model `vllm_model`: the tensors and behaviours of Triton's vLLM backend.
 
-One response holds all sequences of a prompt: text, reason and counts are arrays with an entry each.
+One response holds all sequences of a prompt: text, reason and counts are arrays with one entry for
+each.
 """
 
 import msgspec
@@ -10,7 +11,7 @@ from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.whole import RUNNING
 
 from slipstream import wire
-from slipstream.bridge.bridge import Bridge, Question
+from slipstream.bridge.bridge import Bridge, IncomingRequest
 from slipstream.bridge.pieces import Piece, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 from slipstream.bridge.text import Text, is_short, make_encoders
@@ -31,44 +32,44 @@ class Vllm:
         self._text = text
         self._encoders = make_encoders()
 
-    def begin(self, question: Question) -> None:
-        """Start a request, in another thread if it is long. Raises ContractError."""
-        self._text.check_sizes(question.inputs.get("text_input"))
-        self._bridge.check_room()
-        request = vllm_request(question.inputs, question.parameters)
+    def start(self, incoming: IncomingRequest) -> None:
+        """Start a request, in another thread if its prompt is long. Raises ContractError."""
+        self._text.check_sizes(incoming.inputs.get("text_input"))
+        self._bridge.raise_if_full()
+        request = vllm_request(incoming.inputs, incoming.parameters)
         if is_short(request.texts()):
-            self._begin(question, request)
+            self._start(incoming, request)
             return
         self._encoders.submit(
-            self._bridge.answer, question.reply, lambda: self._begin(question, request)
+            self._bridge.answer, incoming.reply, lambda: self._start(incoming, request)
         )
 
     def close(self) -> None:
         """End the threads."""
         self._encoders.shutdown(cancel_futures=False)
 
-    def _begin(self, question: Question, request: GenerateRequest) -> None:
+    def _start(self, incoming: IncomingRequest, request: GenerateRequest) -> None:
         encoded = self._text.encode_request(request)
-        call = Call(question.reply, question.request_id)
+        call = Call(incoming.reply, incoming.request_id)
         n = encoded.sampling.n
         writer = VllmWriter(request, len(encoded.token_ids), n, self._text)
         streams = [Stream(writer, request.options.is_streaming, n)] * n
-        submit = self._bridge.submit(call, encoded, streams, question)
-        self._bridge.begin(call, [submit])
+        submit = self._bridge.submit(call, encoded, streams, incoming)
+        self._bridge.start(call, [submit])
 
 
 class _Sequence:
-    """One of the n."""
+    """The state of one of the n sequences."""
 
     def __init__(self, text: Text, skip_special: bool | None, is_greedy: bool) -> None:
         self.cum_log_prob = 0.0
         self.reason = RUNNING
-        self._rank = 1 if is_greedy else None  # of the sampled token, known where it is the first
+        self._rank = 1 if is_greedy else None  # of the sampled token; known if it is the first
         self._text = text
-        self._detokenizer = text.begin(skip_special)
+        self._detokenizer = text.detokenizer(skip_special)
 
     def decode(self, piece: Piece) -> str:
-        """The new text, which may be empty."""
+        """Return the new text, which may be empty."""
         is_ended = self.reason != RUNNING
         if piece.finished is not None:
             self.reason = _REASONS[piece.finished.reason]
@@ -76,7 +77,7 @@ class _Sequence:
         return "" if is_ended else self._detokenizer.decode([], piece, piece.finished is not None)
 
     def log_probs(self, piece: Piece) -> bytes:
-        """JSON of the new tokens' log probs, in that backend's form."""
+        """Return the new tokens' log probs as JSON in the format of Triton's vLLM backend."""
         pairs = zip(piece.token_ids, piece.log_probs, strict=True)
         entries = [
             {
@@ -104,7 +105,7 @@ class VllmWriter:
         self._prompt = request.text if request.options.echo else ""
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
-        """What is new of every sequence; the prompt before it if it is to be echoed."""
+        """Return what is new of every sequence, after the prompt if it is to be echoed."""
         options, sequences = self._options, self._sequences
         pieces = [
             merge([each for each in tokens if each.index == index])

@@ -1,8 +1,8 @@
-"""One thread that looks at every call in turn: has its client cancelled, is its time over?
+"""Watch all calls in turn for cancels and deadlines, in one thread.
 
-It also ends those that were cancelled, some time later.
+The thread also ends calls that were cancelled, some time later.
 
-The engine keeps deadlines itself, before every step. One that hangs keeps none: then the call is
+The engine enforces deadlines itself, before every step. One that hangs does not: then the call is
 ended here, a while after its deadline.
 """
 
@@ -20,21 +20,22 @@ from slipstream.wire import CancelCause
 _log = logging.getLogger(__name__)
 
 _ROUND_S = 0.05
-_BURST = 16  # asked in a row
+_BURST = 16  # calls checked in a row
 _PAUSE_S = _BURST / 2560  # between two bursts
-_GRACE_NS = 1_000_000_000  # after a deadline: a step that ends in this time keeps it better
+_GRACE_NS = 1_000_000_000  # after a deadline, in which the engine ends it unless a step hangs
 
 
 class Watch:
-    """Asking is a round trip to the server, some 30 us of either side.
+    """The thread that asks the server about cancels.
 
-    Each call is asked about 20 times a second, and all of them together 2,560 times at most: of 256
-    calls each is asked every 100 ms, of 1,024 every 400 ms. Steps of an ensemble are never asked:
-    the server tells them nothing once they have begun.
+    A question is a round trip to the server, some 30 us of either side. Each call is checked about
+    20 times a second, and all together 2,560 times at most: each of 256 calls every 100 ms, of
+    1,024 every 400 ms. Calls of an ensemble are never checked: the server reports nothing to a step
+    that has started.
     """
 
     def __init__(self, calls: Calls, is_stopping: Callable[[], bool]) -> None:
-        """`is_stopping` tells that the server ends: then so do all calls."""
+        """Start the thread; `is_stopping` returns whether the server, and so every call, ends."""
         self._calls = calls
         self._is_stopping = is_stopping
         self._closed = threading.Event()
@@ -49,32 +50,32 @@ class Watch:
     def _run(self) -> None:
         stay_together()
         while not self._closed.is_set():
-            begin = time.monotonic()
+            start = time.monotonic()
             try:
-                self._calls.end_left(begin)
+                self._calls.end_cancelled(start)
                 self._round()
             except Exception:
                 _log.exception("watching for cancels failed")
-            self._closed.wait(max(0.005, begin + _ROUND_S - time.monotonic()))
+            self._closed.wait(max(0.005, start + _ROUND_S - time.monotonic()))
 
     def _round(self) -> None:
-        calls, asked = self._calls.snapshot(), []
+        calls, watched = self._calls.snapshot(), []
         if calls and self._must_stop():
             return
         overdue_ns = time.monotonic_ns() - _GRACE_NS
         for call in calls:
-            if 0 < call.deadline_ns < overdue_ns and not all(s.is_told for s in call.streams):
+            if 0 < call.deadline_ns < overdue_ns and not all(s.is_complete for s in call.streams):
                 self._expire(call)
             elif not call.is_step:
-                asked.append(call)
-        for begin in range(0, len(asked), _BURST):
-            if begin and (self._closed.wait(_PAUSE_S) or self._must_stop()):
+                watched.append(call)
+        for start in range(0, len(watched), _BURST):
+            if start and (self._closed.wait(_PAUSE_S) or self._must_stop()):
                 return
-            for call in asked[begin : begin + _BURST]:
-                self._calls.ask(call)
+            for call in watched[start : start + _BURST]:
+                self._calls.end_if_cancelled(call)
 
     def _must_stop(self) -> bool:
-        """Whether the server ends; all calls then have ended with an error."""
+        """Return whether the server is stopping; all calls have then been ended with an error."""
         if not self._is_stopping():
             return False
         self._calls.fail_all(ContractError("the server is stopping", Code.UNAVAILABLE))
