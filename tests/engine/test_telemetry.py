@@ -242,6 +242,28 @@ def test_a_wall_clock_that_jumps_changes_no_duration(tmp_path, wall, hours):
     assert abs(when - time.time()) < 60
 
 
+def test_what_runs_and_waits_is_told_without_probes():
+    names = "running waiting active_requests waiting_requests waiting_tokens preempted_sequences"
+    client = make()
+
+    def told() -> list[float]:
+        gauges = client.engine.figures().gauges
+        return [gauges[name] for name in names.split()]
+
+    long = SamplingParams(max_tokens=20, temperature=0.0)
+    client.submit([1, 2, 3], long)
+    client.submit([4], PROBE, is_probe=True)
+    assert told() == [0, 1, 1, 1, 3, 0]
+    client.step()
+    assert told() == [1, 0, 1, 0, 0, 0]
+    client.submit([5], PROBE, is_probe=True)
+    assert told() == [1, 0, 1, 0, 0, 0]
+    status = client.engine.status()
+    assert status.running + status.waiting > 1  # of which probes are a part
+    client.drain()
+    assert told() == [0] * 6
+
+
 def test_time_without_work_is_nobodys():
     client = make(Telemetry(3600.0))
     client.submit([1, 2], GREEDY)
