@@ -1,4 +1,4 @@
-"""Waits for a while, or until one of some processes exits."""
+"""Wait for a while, or until one of several processes exits."""
 
 import contextlib
 import os
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 
 class Exits:
-    """Of processes, children or not. Where the kernel has no pidfds, time alone counts."""
+    """Waits for processes, children or not. Without pidfds in the kernel, time alone counts."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
         self._pidfds: set[int] = set()
 
     def watch(self, pids: Iterable[int]) -> None:
-        """These and no others from now on. Who has exited already is not waited for."""
+        """Watch these processes and no others. Processes that have already exited are left out."""
         self.close()
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -23,16 +23,16 @@ class Exits:
                 self._poll.register(pidfd, select.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns early once for each exit."""
+        """Wait for `timeout_s` seconds; return early once for each exit."""
         for pidfd, _ in self._poll.poll(timeout_s * 1e3):
-            self._forget(pidfd)
+            self._unwatch(pidfd)
 
     def close(self) -> None:
-        """Watch nobody."""
+        """Stop watching all processes."""
         for pidfd in list(self._pidfds):
-            self._forget(pidfd)
+            self._unwatch(pidfd)
 
-    def _forget(self, pidfd: int) -> None:
+    def _unwatch(self, pidfd: int) -> None:
         self._poll.unregister(pidfd)
         self._pidfds.remove(pidfd)
         os.close(pidfd)

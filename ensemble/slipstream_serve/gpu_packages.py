@@ -15,7 +15,7 @@ from pathlib import Path
 
 Version = tuple[int, int]
 
-MAJORS = (12, 13)  # that the kernels are compiled with in the tests
+MAJORS = (12, 13)  # the tests compile the kernels with these
 TORCH_MAJOR = 13  # of torch's wheels in the usual index
 # The builds of torch for drivers that run CUDA 12, the newest first; cu126 has none for Blackwell.
 TORCH_BUILDS = ("cu129", "cu128", "cu126")
@@ -78,9 +78,9 @@ def _text(version: Version) -> str:
 
 
 def driver_cuda() -> Version | None:
-    """Return the newest CUDA version that the driver runs, by the first that tells; None: nobody.
+    """Return the newest CUDA version that the driver runs; None: unknown.
 
-    Asked in turn: libcuda, nvidia-smi, and the driver's branch in /proc, which gives a major
+    Sources in turn: libcuda, nvidia-smi, and the driver's branch in /proc, which gives a major
     version only.
     """
     return _of_libcuda() or _of_smi() or _of_proc()
@@ -97,7 +97,7 @@ def _of_libcuda() -> Version | None:
 
 
 def read_number(number: int) -> Version | None:
-    """Return (13, 0) of cuDriverGetVersion's 13000; None of its 0, no driver."""
+    """Return (13, 0) for cuDriverGetVersion's 13000; None for 0, no driver."""
     return (number // 1000, number % 1000 // 10) if number else None
 
 
@@ -115,7 +115,7 @@ def _of_smi() -> Version | None:
 
 
 def read_smi(text: str) -> Version | None:
-    """Return (12, 8) of nvidia-smi's table with "CUDA Version: 12.8"."""
+    """Return (12, 8) from nvidia-smi's table with "CUDA Version: 12.8"."""
     found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -128,7 +128,7 @@ def _of_proc() -> Version | None:
 
 
 def read_proc(text: str) -> Version | None:
-    """Return (12, 0) of the driver's version file with "Kernel Module  550.54.15"."""
+    """Return (12, 0) from the driver's version file with "Kernel Module  550.54.15"."""
     found = re.search(r"Kernel Module.*?\s(\d{3,})\.\d", text)
     if found is None:
         return None

@@ -1,8 +1,8 @@
-"""`make install`: `.venv` with the pinned packages, and beside it the server. Safe to repeat.
+"""`make install`: install the pinned packages in `.venv`, and the server. Idempotent.
 
-Runs with whatever `python3` there is, so it needs the standard library alone, and it finds a Python
-that this server's stub exists for before it downloads anything. `EXTRAS` replaces the usual extras:
-with `cuda12` or `cuda13` among them that CUDA is taken, without either none.
+It runs with any `python3`, so it needs only the standard library, and it finds a Python for which
+the server has a stub before it downloads anything. `EXTRAS` replaces the default extras: `cuda12`
+or `cuda13` among them chooses that CUDA, neither of them none.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ VENV = ROOT / ".venv"
 STAMP = VENV / ".installed"
 PIP = [str(VENV / "bin" / "python"), "-m", "pip"]
 SERVER = Path(__file__).resolve().with_name("server.py")
-CANDIDATES = ("python3.12", "python3.11")  # for which everything is ready
-COMPILING = (3, 13)  # from here on numpy 1 must be compiled for the stub: the last resort
+CANDIDATES = ("python3.12", "python3.11")  # binary packages exist for all of these
+COMPILING = (3, 13)  # from here on numpy 1 is compiled for the stub: the last resort
 TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl"  # has a folder for each build
 DEFAULT_EXTRAS = "dev,load,nvrtc"
@@ -50,7 +50,7 @@ class Wanted:
 
 
 def wanted(given: str | None, has_gpu: bool, driver: Version | None) -> Wanted:
-    """Return what `EXTRAS` (None: unset) and the machine come to.
+    """Return what to install, by `EXTRAS` (None: unset) and the machine.
 
     With cuda12 the extra `nvrtc` is left out: bindings would take its compiler, of CUDA 13. Raises
     GpuPackagesError for a driver that is too old, or two CUDA versions at once.
@@ -69,13 +69,13 @@ def wanted(given: str | None, has_gpu: bool, driver: Version | None) -> Wanted:
 
 
 def fail(text: str) -> NoReturn:
-    """End with one line that says what to do."""
+    """Print one line that says what to do, and exit."""
     print(f"slipstream: {text}", file=sys.stderr)
     sys.exit(1)
 
 
 def clean_environment() -> dict[str, str]:
-    """Without what would make a Python or its pip look elsewhere than into its own environment."""
+    """Return the environment without variables that redirect a Python or its pip elsewhere."""
     unwanted = {
         "PYTHONPATH",
         "PYTHONHOME",
@@ -88,14 +88,14 @@ def clean_environment() -> dict[str, str]:
 
 
 def quiet(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run to the end, output kept."""
+    """Run a command to its end, and keep its output."""
     return subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env=clean_environment()
     )
 
 
 def find_python() -> str:
-    """A Python that can carry the stub, `python3` first. Ends with the remedy where none can."""
+    """Return a Python that can run the stub, `python3` first. Exits with the remedy if none can."""
     others = [found for found in map(shutil.which, CANDIDATES) if found]
     must_compile = sys.version_info[:2] >= COMPILING
     for python in [*others, sys.executable] if must_compile else [sys.executable, *others]:
@@ -109,7 +109,7 @@ def find_python() -> str:
 
 
 def digest(target: Wanted) -> str:
-    """What `.venv` depends on. Begins with the checkout's path: a moved .venv does not work."""
+    """Return what `.venv` depends on, the checkout's path first: a moved .venv does not work."""
     decided_by = [Path(__file__), Path(gpu_packages.__file__)]
     files = [ROOT / "pyproject.toml", ROOT / "constraints.txt", *decided_by]
     content = b"\0".join(file.read_bytes() for file in files)
@@ -118,7 +118,7 @@ def digest(target: Wanted) -> str:
 
 
 def make_venv() -> None:
-    """Make `.venv` where there is none, or where the one there was moved or lost its Python."""
+    """Make `.venv` if it is missing, was moved, or has lost its Python."""
     python = VENV / "bin" / "python"
     if python.exists() and quiet([str(python), "-c", "import pip"]).returncode == 0:
         stamp = STAMP.read_text() if STAMP.is_file() else ""
@@ -134,15 +134,15 @@ def make_venv() -> None:
 
 
 def has_gpu() -> bool:
-    """Whether the NVIDIA driver is loaded."""
+    """Return whether the NVIDIA driver is loaded."""
     return Path("/proc/driver/nvidia/version").exists()
 
 
 def torch_arguments(cuda: int, printer: Printer) -> list[str]:
     """Return pip's arguments for torch: built for this CUDA major version, or (0) for none.
 
-    The build without CUDA is a fraction of the size. The configured indexes come first; only where
-    they have no such build is PyTorch's own asked.
+    The build without CUDA is a fraction of the size. The configured indexes come first; PyTorch's
+    own index is searched only if they have no such build.
     """
     if cuda == gpu_packages.TORCH_MAJOR:
         return [TORCH]
@@ -166,7 +166,7 @@ def torch_arguments(cuda: int, printer: Printer) -> list[str]:
 
 
 def constraints(cuda: int) -> str:
-    """The file that pip is held to. With CUDA 12 the CUDA 13 packages in it must not bind."""
+    """Return the constraints for pip. With CUDA 12 they must not pin packages of CUDA 13."""
     if cuda != 12:
         return "constraints.txt"
     kept = VENV / "constraints-cuda12.txt"
@@ -176,9 +176,9 @@ def constraints(cuda: int) -> str:
 
 
 def cuda_extra(target: Wanted) -> list[str]:
-    """The extra with CuPy, by the torch that is installed; said in one line.
+    """Return the extra with CuPy for the installed torch, and print the choice in one line.
 
-    Raises GpuPackagesError where the two cannot work together.
+    Raises GpuPackagesError if driver and torch do not fit together.
     """
     if not target.cuda:
         return []
@@ -191,7 +191,7 @@ def cuda_extra(target: Wanted) -> list[str]:
 def pip_install(
     arguments: list[str], environment: dict[str, str], temporary: Path, printer: Printer
 ) -> None:
-    """Run `pip install`, telling how far it is."""
+    """Run `pip install` and print its progress."""
     packages, before = Packages(), num_packages(VENV)
     most = 0
 
@@ -211,7 +211,7 @@ def pip_install(
 
 @contextlib.contextmanager
 def assembling_server(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Put the server together in a process of its own; it is ended if this block fails."""
+    """Install the server in a process of its own, which is killed if the block fails."""
     process = subprocess.Popen(
         [str(VENV / "bin" / "python"), str(SERVER)], cwd=ROOT, env=environment
     )
@@ -224,10 +224,10 @@ def assembling_server(environment: dict[str, str]) -> Iterator[subprocess.Popen[
 
 
 def install(target: Wanted) -> None:
-    """Install the pinned packages and this checkout (editable) while the server is put together."""
+    """Install the pinned packages and this checkout (editable), and the server meanwhile."""
     began = time.monotonic()
     STAMP.unlink(missing_ok=True)
-    temporary = VENV / "tmp"  # where pip downloads to: beside the packages, and measured
+    temporary = VENV / "tmp"  # pip downloads to it: beside the packages, and measured
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     environment = clean_environment() | {"TMPDIR": str(temporary)}
@@ -254,14 +254,14 @@ def install(target: Wanted) -> None:
             time.sleep(0.1)
         printer.clear()
         if server.returncode != 0:
-            sys.exit(1)  # it has said why
+            sys.exit(1)  # it has printed why
     shutil.rmtree(temporary, ignore_errors=True)
     STAMP.write_text(digest(target))
     say(f"installed in {time.monotonic() - began:.0f} s")
 
 
 def main() -> int:
-    """Bring everything up to date; a fraction of a second where it is."""
+    """Bring everything up to date; takes a fraction of a second if it is."""
     gpu = has_gpu()
     os.chdir(ROOT)
     try:

@@ -1,6 +1,6 @@
-"""One small request to a running server: can a token be had, and what does a stream look like?
+"""Send one small request to a running server, for a token or for the text of a stream.
 
-Plain HTTP and the standard library, as a stranger with curl would do it.
+Plain HTTP with the standard library, as a user with curl would do it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TEXT_MODELS = (
     "ensemble",
     "tensorrt_llm_bls",
     "vllm_model",
-)  # take text; the first one there is asked
+)  # the models that take text, most preferred first
 TOKEN_MODEL = "tensorrt_llm"
 _PROBE_TEXT = "a"
 
 
 def text_model(models: Iterable[str]) -> str | None:
-    """The model that a user with a text should ask; None where the repository has none."""
+    """Return the model to which a text should be sent; None if the repository has none."""
     served = set(models)
     return next((name for name in TEXT_MODELS if name in served), None)
 
@@ -57,9 +57,9 @@ def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
 
 
 def first_token(http: str, models: Iterable[str], timeout_s: float = 120.0) -> None:
-    """Have one token generated; nothing to do where no model of ours is served.
+    """Generate one token; do nothing if no model of ours is served.
 
-    Raises ServeError with the server's word if none can be had.
+    Raises ServeError with the server's message if that fails.
     """
     model = text_model(models)
     if model is not None:
@@ -71,16 +71,16 @@ def first_token(http: str, models: Iterable[str], timeout_s: float = 120.0) -> N
     body[PROBE] = Probe.TOKEN
     with _post(f"{http}/v2/models/{model}/generate", body, timeout_s) as reply:
         answer = json.loads(reply.read())
-    if "error" in answer:  # a decoupled model answers errors with status 200
+    if "error" in answer:  # a decoupled model sends errors with status 200
         raise ServeError(f"{model}: {str(answer['error']).splitlines()[0]}")
 
 
 def stream_text(
     http: str, model: str, prompt: str, max_tokens: int, timeout_s: float = 60.0
 ) -> Iterator[str]:
-    """The pieces of text of one completion, as the server sends them (server-sent events).
+    """Yield the pieces of text of one completion, as the server sends them (server-sent events).
 
-    Raises ServeError, also where the answer ends too early.
+    Raises ServeError, also if the answer ends too early.
     """
     body = _body(model, prompt, max_tokens, stream=True) | whole.mark_of(model)
     is_whole = False

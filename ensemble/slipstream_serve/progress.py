@@ -1,4 +1,4 @@
-"""Tell how far an installation is: packages and megabytes, from what pip prints and writes.
+"""Report the progress of an installation in packages and megabytes, from pip's output.
 
 On a terminal one line is rewritten; elsewhere a line follows every few seconds. Standard library
 only: this file runs before anything is installed.
@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import TextIO
 
 TERMINAL_S = 0.5
-LINES_S = 5.0  # between two lines where the output is no terminal
+LINES_S = 5.0  # between two lines if the output is not a terminal
 
 
 @dataclass
 class Packages:
-    """What pip has said so far."""
+    """The state of an installation by pip's output so far."""
 
     num_found: int = 0
-    num_installing: int = 0  # 0: it is still finding and fetching
+    num_installing: int = 0  # 0: pip still finds and fetches
     now: str = ""
     names: set[str] = field(default_factory=set)
 
     def read(self, line: str) -> None:
-        """Take in a line of pip's output."""
+        """Parse a line of pip's output."""
         words = line.split()
         if line.startswith(("Collecting ", "Requirement already satisfied: ")):
             name = re.split(r"[<>=!~;\[( ]", line.split(": ")[-1].removeprefix("Collecting "))[0]
@@ -47,7 +47,7 @@ class Packages:
             self.num_installing = len(line.partition(": ")[2].split(","))
 
     def status(self, num_bytes: int, num_installed: int) -> str:
-        """Return how far it is, after so many fetched bytes and so many packages in place."""
+        """Return the progress after `num_bytes` fetched and `num_installed` packages in place."""
         if self.num_installing:
             return f"installing {self.num_installing} packages, {num_installed} in place"
         now = f", now {self.now}" if self.now else ""
@@ -56,7 +56,7 @@ class Packages:
 
 
 class Printer:
-    """Print a status every so often: over the last one on a terminal, else as a line."""
+    """Print a status at intervals: over the last one on a terminal, else as a line."""
 
     def __init__(self, stream: TextIO, interval_s: float | None = None) -> None:
         self._stream = stream
@@ -65,7 +65,7 @@ class Printer:
         self._began = self._last = time.monotonic()
 
     def show(self, status: Callable[[], str]) -> None:
-        """Print the status if it is time to."""
+        """Print the status if the interval has passed."""
         now = time.monotonic()
         if now - self._last < self._interval_s:
             return
@@ -138,7 +138,7 @@ def follow(
 
 
 def num_packages(venv: Path) -> int:
-    """Return how many packages an environment holds."""
+    """Return the number of packages in an environment."""
     return sum(1 for _ in venv.glob("lib/python3*/site-packages/*.dist-info"))
 
 

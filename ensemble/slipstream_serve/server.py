@@ -1,4 +1,4 @@
-"""Puts a tritonserver together on a machine without Docker, in `.slipstream/{server,stub}`.
+"""Install a tritonserver on a machine without Docker, in `.slipstream/{server,stub}`.
 
 The binaries come out of two public wheels (the server with its Python backend, and the load
 generator); nothing else of those wheels is used. The stub environment is a virtual environment of
@@ -29,7 +29,7 @@ from pathlib import Path
 
 SERVER_WHEEL = "nvidia-pytriton==0.7.0"
 CLIENT_WHEEL = "tritonclient==2.51.0"
-# Installed without their dependencies: of `tokenizers` only the tokenizer is wanted, not the hub.
+# Installed without dependencies: `tokenizers` without the client of Hugging Face's hub.
 STUB_REQUIREMENTS = (
     "numpy==1.26.4",
     "msgspec==0.22.0",
@@ -40,7 +40,7 @@ STUB_REQUIREMENTS = (
 )
 STUB_VERSIONS = ((3, 11), (3, 12), (3, 13))  # this server has stubs for them
 MIN_GLIBC = (2, 35)
-NUMPY_WHEELS_UNTIL = (3, 12)  # later ones must compile numpy 1, which takes some minutes
+NUMPY_WHEELS_UNTIL = (3, 12)  # newer ones compile numpy 1, which takes minutes
 
 BACKENDS = {
     "slipstream": "backend",
@@ -54,44 +54,44 @@ STUB_PACKAGES = (
     "preprocessing/slipstream_preprocessing",
     "postprocessing/slipstream_postprocessing",
 )
-# One stub asks for a libpython by the name that the wheel gave its own: it gets the machine's.
+# One stub loads a libpython by the wheel's own name: a link to the machine's libpython.
 WHEEL_LIBPYTHON = {(3, 13): "libpython3-419a3a08.13.so.1.0"}
-# What perf_analyzer asks the loader for, and the library of the server's wheel that answers.
+# Name that perf_analyzer loads -> library of the server's wheel.
 PERF_LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
 
 HARDEN = Path(__file__).resolve().parent / "workarounds" / "triton_24_10" / "harden.py"
 
 
 class AssemblyError(Exception):
-    """The server cannot be put together; the message is one line that says what to do."""
+    """The server cannot be installed; the message is one line that says what to do."""
 
 
 def python_version() -> tuple[int, int]:
-    """Of this interpreter: major, minor."""
+    """Return this interpreter's version: major, minor."""
     return sys.version_info.major, sys.version_info.minor
 
 
 def repository_root() -> Path:
-    """The checkout this file belongs to."""
+    """Return the checkout that contains this file."""
     return Path(__file__).resolve().parents[2]
 
 
 def server_directory() -> Path:
-    """Where the server is: `$SLIPSTREAM_SERVER`, or `.slipstream/server` in the checkout."""
+    """Return `$SLIPSTREAM_SERVER`, else `.slipstream/server` in the checkout."""
     given = os.environ.get("SLIPSTREAM_SERVER")
     return Path(given) if given else repository_root() / ".slipstream" / "server"
 
 
 def stub_directory() -> Path:
-    """Where the stub environment is: `$SLIPSTREAM_STUB`, or `.slipstream/stub` in the checkout."""
+    """Return `$SLIPSTREAM_STUB`, else `.slipstream/stub` in the checkout."""
     given = os.environ.get("SLIPSTREAM_STUB")
     return Path(given) if given else repository_root() / ".slipstream" / "stub"
 
 
 def server_environment(server: Path, stub: Path) -> dict[str, str]:
-    """This process's environment with what tritonserver and its stubs need to find first.
+    """Return this process's environment with the paths that tritonserver and its stubs need.
 
-    The stub takes the first `python3` on PATH as its Python; PYTHONPATH means nothing to it.
+    The stub uses the first `python3` on PATH as its Python, and ignores PYTHONPATH.
     """
     environment = dict(os.environ)
     for name, first in (
@@ -104,7 +104,7 @@ def server_environment(server: Path, stub: Path) -> dict[str, str]:
 
 
 def shared_libpython() -> Path | None:
-    """The shared library of this interpreter, which the stub embeds; None where there is none."""
+    """Return this interpreter's shared library, which the stub embeds; None without one."""
     name = "libpython{}.{}.so.1.0".format(*python_version())
     variables = [sysconfig.get_config_var(key) for key in ("LIBDIR", "LIBPL")]
     multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
@@ -123,18 +123,18 @@ def shared_libpython() -> Path | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 36) of "2.36"; nothing for a C library that has no version to tell."""
+    """Return (2, 36) for "2.36"; empty for a C library that reports no version."""
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def _can_compile() -> bool:
-    """Whether C, C++ and this Python's headers are there."""
+    """Return whether C and C++ compilers and this Python's headers are installed."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return header.is_file() and all(shutil.which(name) for name in ("cc", "c++"))
 
 
 def missing_parts() -> str:
-    """What this machine's Python lacks to carry the stub, with the remedy in the same line."""
+    """Return what this Python lacks to run the stub, and the remedy, in one line; else empty."""
     version = "{}.{}".format(*python_version())
     if python_version() not in STUB_VERSIONS:
         *others, last = (f"{major}.{minor}" for major, minor in STUB_VERSIONS)
@@ -165,7 +165,7 @@ def missing_parts() -> str:
 
 
 def _run(command: list[str], what: str) -> None:
-    """Run quietly; on failure raise with the last line that says something."""
+    """Run a command quietly; on failure raise AssemblyError with its last line of output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
@@ -194,7 +194,7 @@ def _extract(
 
 
 def _take_server(wheel: zipfile.ZipFile, server: Path) -> None:
-    """Binary, Python backend, the stub of this Python's minor version, and what they load."""
+    """Extract the binary, the Python backend, the stub for this Python, and their libraries."""
     tree = "pytriton/tritonserver/"
     version = "{}.{}".format(*python_version())
     stub = f"{tree}python_backend_stubs/{version}/triton_python_backend_stub"
@@ -215,12 +215,12 @@ def _take_perf_analyzer(wheel: zipfile.ZipFile, server: Path) -> None:
 
 
 def harden_command(server: Path) -> list[str]:
-    """A command that changes the server's binary where one small request could end it."""
+    """Return the command that hardens the server's binary against crafted small requests."""
     return [sys.executable, str(HARDEN), str(server / "bin" / "tritonserver")]
 
 
 def link_backends(server: Path, root: Path) -> None:
-    """Our stages become backends of `server`; what was there under their names is replaced."""
+    """Link our stages as backends of `server`; replace what has their names."""
     for name, folder in BACKENDS.items():
         link = server / "backends" / name
         link.unlink(missing_ok=True)
@@ -228,7 +228,7 @@ def link_backends(server: Path, root: Path) -> None:
 
 
 def _link_libraries(server: Path) -> None:
-    """The shared libpython by the name that the stub has for it, and perf_analyzer's libraries."""
+    """Link libpython by the stub's name for it, and the libraries of perf_analyzer."""
     libpython = shared_libpython()
     assert libpython is not None, "missing_parts() comes first"
     name = WHEEL_LIBPYTHON.get(python_version(), libpython.name)
@@ -251,10 +251,10 @@ def assemble_server(server: Path, root: Path) -> None:
 
 
 def assemble_stub(stub: Path, root: Path) -> None:
-    """A virtual environment for the stubs, with our packages in it as links to the checkout.
+    """Make a virtual environment for the stubs, with links to our packages in the checkout.
 
-    Links and not a path file: the stage folders hold a `model.py` each, and a folder of them on
-    sys.path would hide the one that the server asks for.
+    Links instead of a path file: each stage folder contains a `model.py`, and such a folder on
+    sys.path would hide the one that the server imports.
     """
     _run([sys.executable, "-m", "venv", "--without-pip", str(stub)], "making the stub environment")
     python = str(stub / "bin" / "python3")
@@ -267,7 +267,7 @@ def assemble_stub(stub: Path, root: Path) -> None:
 
 
 def _stamp(root: Path) -> str:
-    """What the tree depends on: these files, the interpreter and where everything lies."""
+    """Return a digest of what the tree depends on: these files, the interpreter, all paths."""
     parts = (
         Path(__file__).read_text(),
         HARDEN.read_text(),
@@ -281,7 +281,7 @@ def _stamp(root: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One at a time: two commands may be started side by side on a fresh checkout."""
+    """Lock a folder: two commands may be started side by side on a fresh checkout."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -291,7 +291,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def assemble(root: Path, *, force: bool = False) -> bool:
     """Make `.slipstream/server` and `.slipstream/stub` in `root` if they are not up to date.
 
-    True if something was made. Raises AssemblyError with one line that says what to do.
+    Returns whether something was made. Raises AssemblyError with one line that says what to do.
     """
     missing = missing_parts()
     if missing:
@@ -314,12 +314,12 @@ def assemble(root: Path, *, force: bool = False) -> bool:
 
 
 def main() -> int:
-    """The command line: by default bring `.slipstream` of this checkout up to date."""
+    """Run the command line: by default bring `.slipstream` of this checkout up to date."""
     parser = argparse.ArgumentParser(description="Put a tritonserver together in .slipstream")
     add = parser.add_argument
-    add("--force", action="store_true", help="make it anew although it is up to date")
-    add("--quiet", action="store_true", help="say nothing when there was nothing to do")
-    add("--missing", action="store_true", help="only say what this Python lacks for it")
+    add("--force", action="store_true", help="install again even if up to date")
+    add("--quiet", action="store_true", help="print nothing if there was nothing to do")
+    add("--missing", action="store_true", help="only print what this Python lacks")
     add(
         "--existing-server",
         type=Path,
@@ -341,7 +341,7 @@ def main() -> int:
     try:
         if arguments.existing_server:
             link_backends(arguments.existing_server, root)
-            # Of a server that is not ours: what cannot be done it says itself.
+            # The command itself prints what it cannot change in a server that is not ours.
             subprocess.run(harden_command(arguments.existing_server), check=False)
             if arguments.stub:
                 assemble_stub(arguments.stub, root)

@@ -1,34 +1,34 @@
-"""Room for a repair where the disk is full.
+"""Reserve disk space for a repair on a full disk.
 
-A new process needs two small files in the runtime directory while the one that it replaces has its
-own, and what little becomes free meanwhile the server's log takes. So a file holds some room from
-the start and gives it up for as long as a repair lasts.
+A new process needs two small files in the runtime directory while the process that it replaces
+still has its own, and the server's log takes whatever becomes free. So a file reserves space from
+the start, and releases it for the time of a repair.
 """
 
 import contextlib
 import os
 from pathlib import Path
 
-_BYTES = 256 << 10  # a start's log has 30 KB; ten processes have two pages of 4 KB each
+_BYTES = 256 << 10  # the log of a start takes 30 KB, ten processes two pages of 4 KB each
 _LEAST = 4 << 10
 
 
 class Spare:
-    """The file. Where there is not even room for it, it holds what there is."""
+    """The reserving file. If there is less space than wanted, it reserves what there is."""
 
     def __init__(self, path: Path) -> None:
-        """It holds the room from now on."""
+        """Reserve the space."""
         self._path = path
-        self.hold()
+        self.reserve()
 
-    def hold(self) -> None:
-        """Take as much of the room as there is."""
+    def reserve(self) -> None:
+        """Reserve as much of the space as there is."""
         size = _BYTES
         while size >= _LEAST and not self._allocate(size):
             size //= 2
 
     def release(self) -> None:
-        """Give it up until `hold()`."""
+        """Release the space until `reserve()`."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""How a tritonserver's process begins: stacks, signals, whom it waits for, whose end is its own."""
+"""Start a tritonserver's process: its stacks, signals, scheduling, and the death of its parent."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from slipstream_runtime.waking import gentle_children
 
-_STACK_BYTES = 1 << 30  # of each thread of the server; what is not used costs nothing
+_STACK_BYTES = 1 << 30  # per thread of the server; unused memory costs nothing
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -22,12 +22,12 @@ def spawn(
     log: BinaryIO,
     blocked: set[signal.Signals],
 ) -> subprocess.Popen[bytes]:
-    """Start it in the directory `working`, with these signals blocked. Raises OSError.
+    """Start the command in the directory `working`, with these signals blocked. Raises OSError.
 
-    It is told to end when the thread that calls this ends.
+    The process gets SIGTERM when the calling thread ends.
     """
     stack = _stack_limits()
-    prctl = ctypes.CDLL(None).prctl  # looked up here: the forked child does as little as it can
+    prctl = ctypes.CDLL(None).prctl  # looked up here: the forked child must do very little
 
     def prepare() -> None:
         prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -42,22 +42,25 @@ def spawn(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # Ctrl-C is ours: the stubs must not see it. But our death is the server's. No session
-            # of its own: Linux would share the cores among sessions first (sched_autogroup), and
-            # who wakes on a core where another's engine computes waits there for up to 80 ms.
+            # This process alone handles Ctrl-C: the stubs must not get it. But our death must end
+            # the server. It gets no session of its own: Linux would share the cores among sessions
+            # first (sched_autogroup), and a thread that wakes on a core of another session's engine
+            # would wait there for up to 80 ms.
             process_group=0,
             preexec_fn=prepare,
         )
 
 
 def _stack_limits() -> tuple[int, int]:
-    """Of the server. Before Triton 25.07 a body of HTTP takes as much of a thread's stack as it is
-    long: with the usual 8 MiB, one of 8 MB ends the whole server.
+    """Return soft and hard limit of the stack for the server's threads.
+
+    Before Triton 25.07 a body over HTTP takes as much of a thread's stack as it is long: with the
+    usual 8 MiB, a body of 8 MB crashes the server.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     unlimited = resource.RLIM_INFINITY
     with contextlib.suppress(OSError):
         if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
-            return soft, hard  # there, what is never touched counts too
+            return soft, hard  # without overcommit, untouched memory counts too
     wanted = _STACK_BYTES if hard == unlimited else min(_STACK_BYTES, hard)
     return (soft if soft != unlimited and soft > wanted else wanted), hard

@@ -1,13 +1,13 @@
-"""Notices when the server or a model's process has died, stands still or hangs, and repairs it.
+"""Detect that the server or a model's process has died, stopped or hangs, and repair it.
 
-A model's process that is gone leaves the server calling itself ready, and nobody starts another.
-To unload the model and load it again takes a fraction of a second and harms no other model. But
-Triton 24.10 never ends the streams that such a process had in its hands; only the end of the server
-does. So where there were any, the server is started again once nobody else has been served for
-`QUIET_S`, and after `OTHERS_S` at the latest; the engine lives on meanwhile. Nor does it let go of
-a model whose process ended at work in a response of an ensemble, or was asked when it was dead:
-what is left of it goes with the server too, but only while nobody is served. Every repair is one
-line.
+When a model's process dies, the server still reports itself ready and starts no other. Unloading
+the model and loading it again takes a fraction of a second and harms no other model. But Triton
+24.10 never ends the streams that the dead process had in flight; only the end of the server does.
+So if there were any, the server is restarted once no other request has been served for `QUIET_S`,
+at the latest after `OTHERS_S`; the engine lives on. Triton also never finishes unloading a model
+whose process died sending a response of an ensemble, or got a request when it was dead. Such
+remains end with the server too, but only while no request is served. Every repair is reported in
+one line.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from slipstream_serve.triton import (
 )
 
 INTERVAL_S = 0.2
-MAX_GAP_S = 2.0  # a longer one between two looks: this process itself stood still
-MODEL_SILENCE_S = 30.0  # of a model that runs all the while, so that it may only be busy
-OTHERS_S = 10.0  # how long others may go on while streams hang that only a restart ends
-QUIET_S = 2.0  # what a model has answered may still be on its way through an ensemble
+MAX_GAP_S = 2.0  # a longer gap between two looks: this process itself was stopped
+MODEL_SILENCE_S = 30.0  # of a running model, which may only be busy
+OTHERS_S = 10.0  # how long other requests delay the restart that ends hanging streams
+QUIET_S = 2.0  # a model's response may still be on its way through an ensemble
 LOAD_S = 60.0
-STEADY_S = 60.0  # without a fault, and the next one is repaired without a pause again
+STEADY_S = 60.0  # without a fault: the next repair follows without a pause
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 _INSTANCE_SUFFIX = re.compile(r"_\d+_\d+$")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What was found. `model` is None where it is the server's own."""
+    """A fault of the server (`model` None) or of one process of a model."""
 
     model: str | None
     what: str
-    pid: int = 0  # of the model's process; negative where it was gone before it was seen
-    is_gentle: bool = False  # the server is well: it may say goodbye to its clients
+    pid: int = 0  # of the model's process; negative if it had ended before it was seen
+    is_gentle: bool = False  # the server works: it may end its streams before it is killed
 
 
 @dataclass
 class _Pauses:
-    """Repairs of one thing: each that follows soon after another waits twice as long."""
+    """The pauses between repairs of one thing: each repair soon after another doubles them."""
 
     num_soon: int = 0
     repaired_s: float = field(default=-STEADY_S)
@@ -77,12 +77,12 @@ class _Pauses:
 
 
 class Repairer:
-    """Watches one server that is ready. `say` takes a line for the user."""
+    """Watches a server that is ready, and repairs it. `say` prints a line for the user."""
 
     def __init__(
         self, server: TritonServer, wait_ready: Callable[[], None], say: Callable[[str], None]
     ) -> None:
-        """`wait_ready` returns once tokens can be had; raises ServeError if that cannot be."""
+        """`wait_ready` returns once tokens can be generated; raises ServeError if they cannot."""
         self.num_repairs = 0
         self._repairs = Repairs(server.runtime.repairs)
         self._spare = Spare(server.runtime.spare)
@@ -90,19 +90,19 @@ class Repairer:
         self._wait_ready = wait_ready
         self._say = say
         self._pauses: dict[str | None, _Pauses] = {}
-        self._stopped_s: dict[int, float] = {}  # pid -> since when
-        self._restart_s = 0.0  # when streams that hang are ended; 0: there are none
+        self._stopped_s: dict[int, float] = {}  # pid -> since when it is stopped
+        self._restart_s = 0.0  # when hanging streams are ended; 0: there are none
         self._num_lost = 0
-        self._busy_s = 0.0  # when somebody was last seen to be served
+        self._busy_s = 0.0  # when a request was last seen in flight
         self._models: dict[int, str] = {}  # pid -> model
         self._still: dict[int, Stillness] = {}  # pid -> whether it hangs
         self._exits = Exits()
         self._server_watch = ServerWatch(server.endpoints)
         self._pulses: dict[str, Pulse] = {}
         self._num_processes: Counter[str] = Counter()  # of each model
-        self._leaving: dict[int, str] = {}  # pid -> model, of those unloaded that still have work
-        self._replaced_s = 0.0  # when the last of them were unloaded
-        self._see_processes()  # the first questions are on their way: nobody's to take back
+        self._leaving: dict[int, str] = {}  # pid -> model: unloaded, but still with requests
+        self._replaced_s = 0.0  # when the last one was unloaded
+        self._see_processes()  # and renew no probes: the first are on their way
         self._num_processes = Counter(self._models.values())
         self._pulses = {
             model: Pulse(server.endpoints, model, self._pids(model))
@@ -110,7 +110,7 @@ class Repairer:
         }
 
     def run(self) -> NoReturn:
-        """Until a signal's exception ends it. A server that it starts dies with this thread."""
+        """Watch until a signal's exception. The server dies with the calling thread."""
         try:
             self._watch()
         finally:
@@ -123,7 +123,7 @@ class Repairer:
         while True:
             now_s = time.monotonic()
             if now_s - looked_s > MAX_GAP_S:
-                self._forget_times()
+                self._reset_timers()
             looked_s = now_s
             fault = self._find(now_s)
             if fault is not None:
@@ -134,20 +134,20 @@ class Repairer:
     # --- finding -------------------------------------------------------------------------------
 
     def _find(self, now_s: float) -> Fault | None:
-        """The first fault whose pause is over."""
+        """Return the first fault whose pause is over."""
         if self._is_due(None, now_s):
             fault = self._find_in_server(now_s)
             if fault is not None:
                 return fault
         if self._server.exit_code is not None:
             return None
-        self._see_off()
+        self._check_leaving()
         for pid, model in self._models.items():
             if self._is_due(model, now_s):
-                what = self._wrong_with(pid, model, now_s)
+                what = self._fault_of(pid, model, now_s)
                 if what:
-                    who = f" (pid {pid})" if pid > 0 else ""
-                    return Fault(model, f"the process of model {model}{who} {what}", pid)
+                    process = f" (pid {pid})" if pid > 0 else ""
+                    return Fault(model, f"the process of model {model}{process} {what}", pid)
         return None
 
     def _find_in_server(self, now_s: float) -> Fault | None:
@@ -162,7 +162,7 @@ class Repairer:
         return self._find_left_over(now_s)
 
     def _find_left_over(self, now_s: float) -> Fault | None:
-        """What a process that has been replaced has left behind, if it is time to end it."""
+        """Return the fault that a replaced process has left behind, if it is time for a restart."""
         if not (self._restart_s or self._leaving):
             return None
         if self._num_in_flight():
@@ -175,7 +175,7 @@ class Repairer:
             return Fault(None, f"a process of {models} that was replaced does not end", 0, True)
         return None
 
-    def _wrong_with(self, pid: int, model: str, now_s: float) -> str:
+    def _fault_of(self, pid: int, model: str, now_s: float) -> str:
         if not is_running(pid):
             return "ended"
         if self._is_stuck(pid, now_s):
@@ -192,7 +192,7 @@ class Repairer:
         return ""
 
     def _unanswered_s(self, model: str) -> float:
-        """How long a question has been waiting for a process, or for another that is idle too."""
+        """Return how long a probe has waited for an idle process of the model, in seconds."""
         others = (self._still[pid] for pid in self._pids(model))
         if model not in self._pulses or any(still.is_at_work for still in others):
             return 0.0
@@ -225,24 +225,24 @@ class Repairer:
             seconds = time.monotonic() - found_s
             line = f"repair {self.num_repairs}, {seconds:.1f} s: {fault.what}; {done}"
         except (ServeError, OSError) as error:
-            self._server.kill()  # whatever is left of it: the next round starts it anew
+            self._server.kill()  # the next round starts a new server
             line = f"could not repair: {fault.what}; {error}; trying again"
             pauses = self._pauses.setdefault(None, _Pauses())
-        self._spare.hold()
+        self._spare.reserve()
         pauses.note(found_s)
-        self._look_again()
-        self._tell(line)  # who reads it may count on the new processes being watched
+        self._watch_anew()
+        self._report(line)  # last: its reader may rely on the new processes being watched
 
-    def _tell(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it, or there is no room for it
+    def _report(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # no reader, or no disk space
             self._say(f"{time.strftime('%H:%M:%S')} {line}")
 
     def _mend(self, fault: Fault) -> str:
-        """Put a new process in the place of a model's; what was done."""
+        """Replace a process of a model; return what was done."""
         assert fault.model is not None
         self._models.pop(fault.pid, None)
         if fault.pid > 0:
-            kill([fault.pid])  # it may have stood still only
+            kill([fault.pid])  # it may only be stopped
         lost = self._take_lost(fault.model)
         others = dict.fromkeys(self._pids(fault.model), fault.model)
         try:
@@ -253,28 +253,28 @@ class Repairer:
         self._replaced_s = self._busy_s = time.monotonic()
         if not lost:
             return f"loaded {loaded} again"
-        self._end_soon(lost)
+        self._restart_soon(lost)
         return f"loaded {loaded} again, {lost} requests hang until the server is started again"
 
-    def _end_soon(self, num_lost: int) -> None:
-        """Start the server again when others have been served: these requests hang until then."""
+    def _restart_soon(self, num_lost: int) -> None:
+        """Schedule a restart of the server, which ends `num_lost` hanging requests."""
         self._busy_s = time.monotonic()
         self._restart_s = self._busy_s + OTHERS_S
         self._num_lost += num_lost
 
-    def _see_off(self) -> None:
-        """What a dead process's siblings had in their hands they finish, and then they end."""
+    def _check_leaving(self) -> None:
+        """Note the end of unloaded processes, and schedule a restart if they lost requests."""
         for pid, model in list(self._leaving.items()):
             if not is_running(pid):
                 del self._leaving[pid]
                 lost = self._take_lost(model)
                 if lost:
-                    self._end_soon(lost)
+                    self._restart_soon(lost)
 
     def _take_lost(self, model: str) -> int:
-        """How many requests its processes that are gone had in their hands; told once.
+        """Return how many requests the model's dead processes had in flight; remove their files.
 
-        Leaves none of their files.
+        Each request is counted once.
         """
         lost = 0
         for file in self._server.runtime.directory.glob(f"in-flight-{model}-*"):
@@ -282,12 +282,12 @@ class Repairer:
             if pid.isdigit() and not is_running(int(pid)):
                 lost += inflight.count(file)
                 file.unlink(missing_ok=True)
-        # Whoever takes its place needs the room on a full disk.
+        # On a full disk the new process needs the room.
         remove_dead(self._server.runtime.vitals(model, 0))
         return lost
 
     def _reload(self, model: str) -> str:
-        """What was loaded. Processes that are well end when they have answered what they have."""
+        """Unload and load a model; return what was loaded. Live processes finish their work."""
         self._server.control("unload", model, LOAD_S)
         loaded = [model, *self._ensembles_on(model)]
         for name in loaded:
@@ -305,7 +305,7 @@ class Repairer:
         ]
 
     def _restart(self, fault: Fault) -> str:
-        """End the server and start it again; what was done. Raises ServeError."""
+        """Restart the server and return what was done. Raises ServeError."""
         server = self._server
         if fault.is_gentle:
             with contextlib.suppress(OSError):
@@ -322,8 +322,8 @@ class Repairer:
         self._wait_ready()
         return "started tritonserver again"
 
-    def _look_again(self) -> None:
-        """After a repair: which processes there are now, and no silence from before."""
+    def _watch_anew(self) -> None:
+        """Find the processes after a repair, and measure silence from now on."""
         self._see_processes()
         self._stopped_s.clear()
         for probe in self._probes():
@@ -334,7 +334,7 @@ class Repairer:
         models = {pid: _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs.items()}
         self._models = {pid: model for pid, model in models.items() if pid not in self._leaving}
         found = Counter(self._models.values())
-        missing = (self._num_processes - found).elements()  # they died since the last look
+        missing = (self._num_processes - found).elements()  # died since the last look
         self._models |= {-index: model for index, model in enumerate(missing, 1)}
         runtime = self._server.runtime
         self._still = {
@@ -347,7 +347,7 @@ class Repairer:
     def _pids(self, model: str) -> list[int]:
         return [pid for pid, other in self._models.items() if other == model]
 
-    def _forget_times(self) -> None:
+    def _reset_timers(self) -> None:
         self._stopped_s.clear()
         for still in self._still.values():
             still.reset()

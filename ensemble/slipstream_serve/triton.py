@@ -1,7 +1,7 @@
-"""One tritonserver process and everything it starts: begin, ready, end without a trace.
+"""A tritonserver process and everything it starts: start, readiness, end without a trace.
 
-Every process of a server carries its runtime directory in the environment, which is how stubs and
-the engine are found again however they were started; its shared memory carries a prefix of its own.
+Every process of a server has its runtime directory in the environment, by which stubs and engine
+are found, however they were started; the server's shared memory has a prefix of its own.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from slipstream_serve.spawn import spawn
 from slipstream_serve.workarounds.triton_24_10 import http_notes
 
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_NEEDED = 32 << 20  # bytes: ten stubs begin with one MiB each and grow with tensors
-MAX_TEMPORARY_PATH = 60  # a socket's whole path may have 107 bytes
-ENDING_S = 0.4  # in which bridges end all streams
-EXIT_TIMEOUT_S = 4  # for requests in flight, which it looks at once a second, and for unloading
+SHARED_MEMORY_NEEDED = 32 << 20  # bytes: ten stubs start with 1 MiB each and grow with tensors
+MAX_TEMPORARY_PATH = 60  # bytes; a socket's whole path may have 107
+ENDING_S = 0.4  # time for the bridges to end all streams
+EXIT_TIMEOUT_S = 4  # for requests in flight, checked once a second, and for unloading
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# The log quotes a message like JSON; the reason ends before the traceback, which begins with \\n.
+# The log quotes a message like JSON; the reason ends before the traceback, which starts with \\n.
 _LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
     r'(?P<reason>(?:(?!\\n)[^\n])*?)(?:\\n|"?\n|"?$)'
 )
 CONTROL_HEADER = "slipstream-control"
-# Through shared memory a client could read and write that of the models, by its name; tracing while
-# a queue is full ends a 24.10. Whoever may use these sends the header with this server's own key.
+# With shared memory a client could read and write the models' regions, by name; tracing while a
+# queue is full crashes 24.10. These APIs need a header with this server's own key.
 CLOSED_APIS = "model-repository,shared-memory,trace,logging"
 _RUNTIME_PREFIX = "slipstream-serve-"
 _STUB = "triton_python_backend_stub"
@@ -58,7 +58,7 @@ class ServeError(Exception):
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the server listens."""
+    """The addresses on which the server listens."""
 
     http_port: int
     grpc_port: int
@@ -67,10 +67,10 @@ class Endpoints:
 
     @classmethod
     def free(cls) -> Endpoints:
-        """Ports of this machine that nobody has at this moment."""
+        """Return ports of this machine that are free at this moment."""
         with contextlib.ExitStack() as stack:
             sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-            for probe in sockets:  # all are held until the last is known
+            for probe in sockets:  # all stay open until the last is known
                 probe.bind(("127.0.0.1", 0))
             return cls(*(probe.getsockname()[1] for probe in sockets))
 
@@ -104,7 +104,7 @@ class Endpoints:
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
 
     def check_free(self) -> None:
-        """Raise ServeError naming the first port that somebody else has."""
+        """Raise ServeError naming the first port that is in use."""
         ports = {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
         if len(set(ports.values())) < len(ports):
             raise ServeError("the HTTP, gRPC and metrics ports must differ")
@@ -121,12 +121,12 @@ class Endpoints:
 
 
 def check_repository(repository: Path) -> list[str]:
-    """The names of the models in it. Raises ServeError where Triton would serve nothing or half."""
+    """Return the names of the repository's models. Raises ServeError if one cannot be served."""
     if not repository.is_dir():
         raise ServeError(f"{repository}: no such directory; make one with `slipstream compose`")
     models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     if not models:
-        raise ServeError(f"{repository}: holds no model (no */config.pbtxt)")
+        raise ServeError(f"{repository}: contains no model (no */config.pbtxt)")
     for name in models:
         if not any(path.name.isdigit() for path in (repository / name).iterdir()):
             raise ServeError(f"{repository / name}: has no version directory (1/)")
@@ -134,7 +134,7 @@ def check_repository(repository: Path) -> list[str]:
 
 
 def check_shared_memory() -> None:
-    """Raise ServeError where /dev/shm is too small for the stubs (Docker's default is near it)."""
+    """Raise ServeError if /dev/shm is too small for the stubs (Docker's default is 64 MiB)."""
     state = os.statvfs(SHARED_MEMORY)
     free = state.f_bavail * state.f_frsize
     if free < SHARED_MEMORY_NEEDED:
@@ -145,10 +145,10 @@ def check_shared_memory() -> None:
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[set[signal.Signals]]:
-    """What asks a server to end waits until the block is left; yields the mask from before.
+def signals_blocked() -> Iterator[set[signal.Signals]]:
+    """Block the signals that end a server until the block is left; yield the old mask.
 
-    Between a fork and its exec a process has no mark of its own yet, and nobody would find it.
+    Between fork and exec a process has no mark in its environment, and no cleanup would find it.
     """
     usual = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
@@ -158,7 +158,7 @@ def signals_held() -> Iterator[set[signal.Signals]]:
 
 
 def kill(pids: list[int]) -> None:
-    """End processes at once; returns when they are gone, after 2 s at the latest."""
+    """Kill processes; return when they are gone, after at most 2 s."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -170,8 +170,8 @@ def kill(pids: list[int]) -> None:
 class TritonServer:
     """A tritonserver on one model repository.
 
-    A supervised one lets its supervisor, and nobody else, load and unload models, and its engine
-    lives as long as this process: it is there already when the server is started again.
+    Only its supervisor may load and unload models of a supervised server, and its engine lives
+    as long as this process: it outlives a restart of the server.
     """
 
     def __init__(
@@ -180,9 +180,9 @@ class TritonServer:
         self.repository = repository.resolve()
         self.endpoints = endpoints
         self.log = log
-        self.note_room: int | None = None  # of `http_notes.widen`; None: it may not
+        self.note_room: int | None = None  # result of `http_notes.widen`; None: not permitted
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_begin = 0  # where this start's lines begin
+        self._log_begin = 0  # offset of this start's lines
         self._is_supervised = is_supervised
         self._control_key = secrets.token_hex(16)
         self._prefix = f"slipstream_{os.getpid()}_{secrets.token_hex(4)}_"
@@ -190,7 +190,7 @@ class TritonServer:
         self.runtime = Runtime(Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_directory())))
 
     def start(self) -> None:
-        """Start the process; it is not ready yet. Raises ServeError where it cannot be run.
+        """Start the process; it is not ready yet. Raises ServeError if it cannot be run.
 
         After `kill()` it may be started again, with the same runtime directory.
         """
@@ -205,11 +205,14 @@ class TritonServer:
         environment.setdefault("SLIPSTREAM_PYTHON", sys.executable)
         if self._is_supervised:
             environment[OWNER_VARIABLE] = str(os.getpid())
-        # The stub's sys.path begins with the server's directory.
+        # The stub's sys.path starts with the server's working directory.
         working = self.runtime.directory / "cwd"
         working.mkdir(exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb" if self._process is None else "ab") as log, signals_held() as usual:
+        with (
+            self.log.open("wb" if self._process is None else "ab") as log,
+            signals_blocked() as usual,
+        ):
             self._log_begin = log.tell() if log.seekable() else 0  # /dev/stderr of a container
             command = [str(binary), *self._arguments(server)]
             self._process = spawn(command, environment, working, log, usual)
@@ -238,15 +241,15 @@ class TritonServer:
             yield f"{option}={CLOSED_APIS}:{CONTROL_HEADER}={self._control_key}"
 
     def control(self, verb: str, model: str, timeout_s: float) -> None:
-        """`load` or `unload` a model of a supervised server. Raises ServeError where it fails."""
-        said = control(
+        """`load` or `unload` a model of a supervised server. Raises ServeError on failure."""
+        error = control(
             self.endpoints.grpc, CONTROL_HEADER, self._control_key, verb, model, timeout_s
         )
-        if said is not None:
-            raise ServeError(f"{verb} of model {model}: {said}")
+        if error is not None:
+            raise ServeError(f"{verb} of model {model}: {error}")
 
     def _plain(self, path: Path, name: str) -> Path:
-        """`path`, or a link to it: the Python backend hands its paths to a shell unquoted."""
+        """Return `path`, or a link to it: the Python backend passes paths to a shell unquoted."""
         if not _AWKWARD.search(str(path)):
             return path
         link = self.runtime.directory / name
@@ -262,11 +265,11 @@ class TritonServer:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the server runs."""
         return self._process.poll() if self._process else None
 
     def is_ready(self) -> bool:
-        """What the server says of itself: `/v2/health/ready`."""
+        """Return what the server reports itself: `/v2/health/ready`."""
         try:
             url = f"{self.endpoints.http}/v2/health/ready"
             with urllib.request.urlopen(url, timeout=2) as reply:
@@ -275,7 +278,7 @@ class TritonServer:
             return False
 
     def wait_ready(self, timeout_s: float, interval_s: float = 0.05) -> None:
-        """Return once it is ready. Raises ServeError with the reason if it ends or is too late."""
+        """Return once it is ready. Raises ServeError with the reason if it ends, or on timeout."""
         deadline = time.monotonic() + timeout_s
         while not self.is_ready():
             if self.exit_code is not None:
@@ -286,15 +289,15 @@ class TritonServer:
         self.widen_notes()
 
     def widen_notes(self) -> None:
-        """Make room for responses that wait for a busy HTTP thread, where that is allowed.
+        """Make room for responses that wait for a busy HTTP thread, if that is permitted.
 
-        The server must be ready: its sockets are made last.
+        Call it when the server is ready: it opens its sockets last.
         """
         with contextlib.suppress(OSError):
             self.note_room = http_notes.widen(self.pid)
 
     def reason(self) -> str:
-        """Why it ended, in one line: the engine's own word, else the server's log."""
+        """Return why it ended, in one line: from the engine's error file, else the server's log."""
         with contextlib.suppress(OSError):
             said = self.runtime.error.read_text(errors="replace").strip()
             if said:
@@ -312,7 +315,7 @@ class TritonServer:
         return f"tritonserver ended with code {code}: {said} (log: {self.log})"
 
     def processes(self) -> Iterator[int]:
-        """Every living process that belongs to this server, the server itself included."""
+        """Yield every live process of this server, with the server itself."""
         mark = f"{VARIABLE}={self.runtime.directory}".encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -321,7 +324,7 @@ class TritonServer:
                         yield int(entry.name)
 
     def stubs(self) -> dict[int, str]:
-        """The models' own processes: pid -> instance of a model, as Triton names it (`m_0_0`)."""
+        """Return the models' processes: pid -> instance of a model by Triton's name (`m_0_0`)."""
         found = {}
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -331,15 +334,15 @@ class TritonServer:
         return found
 
     def stop(self, patience_s: float = 6.0) -> None:
-        """End it and all it started, remove its shared memory and runtime directory.
+        """End it and all it started; remove its shared memory and runtime directory.
 
-        Takes at most `patience_s` + 2 seconds: politely first, then by force. May be called twice.
+        Takes at most `patience_s` + 2 seconds: first by SIGTERM, then by SIGKILL. Idempotent.
         """
         if self._process and self._process.poll() is None:
             with contextlib.suppress(OSError):
                 self.runtime.stopping.touch()
-            # A server that is told to end refuses the next step of an ensemble and, before Triton
-            # 26.03, then waits for it in vain: the bridges end the streams before that.
+            # An ending server refuses the next step of an ensemble and, before Triton 26.03, then
+            # waits for it in vain: so the bridges end the streams first.
             time.sleep(ENDING_S)
             self._process.terminate()
             try:
@@ -354,7 +357,7 @@ class TritonServer:
 
     @contextlib.contextmanager
     def running(self, timeout_s: float = 300.0) -> Iterator[TritonServer]:
-        """Start it; the block begins when it is ready, and ends it. Raises ServeError."""
+        """Start it and run the block once it is ready; stop it after. Raises ServeError."""
         try:
             self.start()
             self.wait_ready(timeout_s)
@@ -363,7 +366,7 @@ class TritonServer:
             self.stop()
 
     def kill(self) -> None:
-        """End the server and its models' processes at once; the engine and the directory stay."""
+        """Kill the server and its models' processes; the engine and the directory stay."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -383,15 +386,15 @@ class TritonServer:
             time.sleep(0.05)
 
     def _rest(self) -> set[int]:
-        """Of the server that has ended: engine and supervisor, and models, also one just begun."""
+        """Return what an ended server leaves: engine, supervisor, and models' processes."""
         return {*self.processes(), *(in_group(self._process.pid) if self._process else ())}
 
 
 def clean_leftovers() -> None:
-    """Remove shared memory and runtime directories whose watcher was killed before it could.
+    """Remove shared memory and runtime directories of `slipstream serve`s that were killed.
 
-    Before this process has any: what bears its number is of one before it, as happens in a
-    container that is started again.
+    Call it before this process makes any: what has its pid belongs to an earlier process, as in
+    a restarted container.
     """
     regions = [
         (region, region.name.split("_")[1]) for region in SHARED_MEMORY.glob("slipstream_*_*")
@@ -407,6 +410,6 @@ def clean_leftovers() -> None:
 
 
 def _temporary_directory() -> Path:
-    """For runtime directories: the usual one, unless its path does not suit."""
+    """Return the folder for runtime directories: the usual one, unless its path is unsuitable."""
     base = tempfile.gettempdir()
     return Path("/tmp" if _AWKWARD.search(base) or len(base) > MAX_TEMPORARY_PATH else base)

@@ -1,6 +1,6 @@
-"""`slipstream tune`: measure which matrix kernels are the fastest on this GPU, and remember it.
+"""`slipstream tune`: measure which GEMM kernels are fastest on this GPU, and save the result.
 
-The measuring runs in the engine's Python; an engine finds the result by itself when it starts.
+The measurement runs in the engine's Python; an engine loads the result when it starts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from slipstream_serve.server import repository_root
 
 
 class _Settings(msgspec.Struct):
-    """What is read of `1/model.json`."""
+    """The fields of `1/model.json` that are read."""
 
     engine: EngineConfig
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare `slipstream tune`."""
-    parser = subparsers.add_parser("tune", help="measure which matrix kernels are the fastest here")
+    parser = subparsers.add_parser("tune", help="measure which GEMM kernels are the fastest here")
     default = repository_root() / "model_repository"
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model-repository", type=Path, metavar="DIR", default=default)
@@ -36,12 +36,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=whole_number,
         nargs="+",
         metavar="N",
-        help="numbers of tokens in a step (default: those of decode steps, and full ones)",
+        help="tokens of a step to measure (default: sizes of decode steps, and a full step)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; the exit code. Raises ComposeError where no engine is configured."""
+    """Measure, and return the exit code. Raises ComposeError if no engine is configured."""
     if args.checkpoint:
         config = EngineConfig(checkpoint=os.path.abspath(args.checkpoint))
     else:

@@ -28,7 +28,7 @@ def test_it_is_held_but_for_the_time_of_a_repair(tmp_path: Path) -> None:
         spare.release()
         spare.release()
         assert not path.exists()
-        spare.hold()
+        spare.reserve()
 
 
 def test_where_there_is_less_it_holds_that(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Room for what tritonserver's HTTP threads are told while they are busy.
+"""Enlarge the buffers of responses that wait for a busy HTTP thread of tritonserver.
 
-A response over HTTP is noted in a socket of the thread that has its connection. Up to the newest
-source (libevhtp's `evthr_defer`, which nobody looks at) a note that does not fit is lost, and the
-response with it: as the kernel makes these sockets, note 279 of all streams while the thread parses
-a long body. And the pool gives a connection to its first thread that has no notes: where little
-happens that is always the same one. So whoever may reach into the server makes them larger.
+Each response over HTTP is noted in a socket of the thread that has its connection. Up to the newest
+source (libevhtp's `evthr_defer`, whose result is ignored) a note that does not fit is lost, and the
+response with it: with the kernel's default size, note 279 of all streams while the thread parses a
+long body. And the pool gives a new connection to its first thread without notes: while little
+happens, always the same one. So a process that may access the server enlarges the sockets.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-ENOUGH = 5_000  # notes; half a second of 10,000 responses/s
+ENOUGH = 5_000  # notes: half a second at 10,000 responses/s
 _WANTED_BYTES = 32 << 20  # the kernel doubles it: 87,000 notes
-_NOTE_BYTES = 768  # of the kernel's, for one of 17 bytes
+_NOTE_BYTES = 768  # what the kernel needs for a note of 17 bytes
 _PIDFD_GETFD = 438  # on every architecture that Triton runs on
 _SO_SNDBUFFORCE = 32
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -31,11 +31,11 @@ class _ClosedError(Exception):
 
 
 def widen(pid: int) -> int:
-    """Give the server's sockets as much room as it may have; how many notes the smallest takes.
+    """Enlarge the server's sockets as far as allowed; return how many notes the smallest takes.
 
-    Beyond `net.core.wmem_max` that asks for CAP_NET_ADMIN. Raises OSError where this process may
-    not reach into the server: it is another's, `ptrace_scope` or a container's profile forbids it,
-    or the kernel is older than 5.6.
+    Beyond `net.core.wmem_max` this needs CAP_NET_ADMIN. Raises OSError if this process may not
+    access the server: it belongs to another user, `ptrace_scope` or a container's profile forbids
+    it, or the kernel is older than 5.6.
     """
     room = 0
     for end in _pairs(pid):
@@ -50,7 +50,7 @@ def widen(pid: int) -> int:
 
 
 def _pairs(pid: int) -> Iterator[socket.socket]:
-    """Our own descriptors of all ends of socket pairs that the process made for itself."""
+    """Yield duplicates of all ends of socket pairs that the process made for itself."""
     pidfd = os.pidfd_open(pid)
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
