@@ -234,21 +234,21 @@ def install(target: Wanted) -> None:
     size = "several GB" if target.cuda else "about 400 MB"
     say(f"installing packages ({size}, torch is the large one) and a tritonserver (140 MB)")
     printer = Printer(sys.stdout)
-    held = ["-c", constraints(target.cuda)]
+    pinned = ["-c", constraints(target.cuda)]
     with assembling_server(environment) as server:
         torch = gpu_packages.torch_cuda(VENV)
         if (torch[0] if torch else 0) != target.cuda:
             compiler = ["nvidia-cuda-nvrtc"] if target.cuda == 12 else []
             quiet([*PIP, "uninstall", "--yes", "torch", *compiler])  # for something else
         pip_install(
-            [*held, "setuptools", *torch_arguments(target.cuda, printer)],
+            [*pinned, "setuptools", *torch_arguments(target.cuda, printer)],
             environment,
             temporary,
             printer,
         )
         extras = ",".join([target.extras, *cuda_extra(target)])
         own = ["--no-build-isolation", "-e", f".[{extras}]"]
-        pip_install([*held, *own], environment, temporary, printer)
+        pip_install([*pinned, *own], environment, temporary, printer)
         while server.poll() is None:
             printer.show(lambda: f"tritonserver: {size_of(temporary) / 1e6:.0f} MB fetched")
             time.sleep(0.1)

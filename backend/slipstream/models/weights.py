@@ -97,7 +97,7 @@ class _Checkpoint:
         return scale
 
     def finish(self) -> None:
-        """Refuse tensors nobody asked for."""
+        """Raise `CheckpointError` if a tensor was never read and is not known to be unused."""
         left = sorted(name for name in self._unread if not name.endswith(self._tensors.unread))
         if left:
             file = self._entries[left[0]].file
