@@ -19,7 +19,7 @@ STOPPED_S = 0.7  # a process stopped (SIGSTOP) for longer counts as hanging
 _OVERDUE_S = 1.0  # before a missing beat or reply counts
 _MAX_LOOK_S = 0.5  # a longer gap between two looks counts as this: the watcher was delayed
 _ACTIVE = 0.1  # share of the elapsed time, from which on the main thread is busy
-_TOGETHER = 0.3  # likewise all threads together, where none beats
+_TOGETHER = 0.3  # the same for all threads together, without a beat
 
 
 class Stillness:

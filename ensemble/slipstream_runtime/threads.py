@@ -1,4 +1,4 @@
-"""See from outside whether the threads of a process work, or all rest."""
+"""Measure from outside for how long all threads of a process have rested."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-_MIN_LOOK_S = 0.1  # between two looks: a shorter gap tells too little
+_MIN_LOOK_S = 0.1  # shortest time between two looks that is measured
 _MAX_LOOK_S = 0.5  # a longer gap counts as this: the watcher was delayed
 _WORKS, _WAITS = 0.8, 0.1  # shares of the time between two looks
 
@@ -27,7 +27,7 @@ class ThreadWatch:
     """
 
     def __init__(self, together: float | None = None) -> None:
-        """Threads that run for this share of the time together work, too; None: no sum counts."""
+        """`together`: threads also work if their sum runs for this share of the time; None: never."""
         self._together = together
         self.reset()
 

@@ -1,4 +1,4 @@
-"""`slipstream kernels`: print which kernels multiply with each matrix of a model, and why."""
+"""`slipstream kernels`: print which GEMM kernel runs for each matrix of a model, and why."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream_serve.tune import configured, whole_number
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare `slipstream kernels`."""
     parser = subparsers.add_parser(
-        "kernels", help="which kernel multiplies with which matrix, and why not the others"
+        "kernels", help="print which GEMM kernel runs for each matrix, and why not the others"
     )
     default = repository_root() / "model_repository"
     source = parser.add_mutually_exclusive_group()
@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--architecture",
         metavar="NAME",
-        help="of a GPU that need not be here: sm_80, sm_89, sm_90a, sm_100a, or cpu "
+        help="GPU to print for, not necessarily this one: sm_80, sm_89, sm_90a, sm_100a, or cpu "
         "(default: this machine's)",
     )
     parser.add_argument(
@@ -36,13 +36,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=whole_number,
         nargs="+",
         metavar="N",
-        help="numbers of tokens in a step (default: 1 2 8 64 256)",
+        help="tokens of a step (default: 1 2 8 64 256)",
     )
-    parser.add_argument("--quantization", choices=quant.names(), help="in place of the configured")
+    parser.add_argument(
+        "--quantization", choices=quant.names(), help="instead of the configured one"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; the exit code. Raises ComposeError where no engine is configured."""
+    """Print the table and return the exit code. Raises ComposeError if no engine is configured."""
     if args.checkpoint:
         config = EngineConfig(checkpoint=os.path.abspath(args.checkpoint))
     else:
