@@ -19,7 +19,10 @@ COMMANDS = {
     "compose": ("slipstream_compose.cli", "write a model repository for a checkpoint"),
     "serve": ("slipstream_serve.serve", "start a tritonserver on a model repository"),
     "tune": ("slipstream_serve.tune", "measure which GEMM kernels are the fastest here"),
-    "kernels": ("slipstream_serve.kernels", "which kernel multiplies with which matrix, and why"),
+    "kernels": (
+        "slipstream_serve.kernels",
+        "print which GEMM kernel runs for each matrix, and why",
+    ),
     "health": ("slipstream_client.commands.health", "exit code 0 only if tokens can be had now"),
     "complete": ("slipstream_client.commands.complete", "stream one completion"),
     "chat": ("slipstream_client.commands.chat", "talk to the model"),

@@ -27,7 +27,7 @@ class ThreadWatch:
     """
 
     def __init__(self, together: float | None = None) -> None:
-        """`together`: threads also work if their sum runs for this share of the time; None: never."""
+        """`together`: all threads work if they run for this share of the time in sum; or None."""
         self._together = together
         self.reset()
 

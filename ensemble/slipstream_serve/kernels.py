@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="tokens of a step (default: 1 2 8 64 256)",
     )
     parser.add_argument(
-        "--quantization", choices=quant.names(), help="instead of the configured one"
+        "--quantization", choices=quant.names(), help="instead of the configuration's"
     )
 
 
