@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runtime", type=Path, required=True, help="the runtime directory")
     parser.add_argument("--server", type=int, required=True, help="the tritonserver's process id")
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
-    parser.add_argument("--lock", type=int, required=True, help="descriptor of the lock, held")
+    parser.add_argument("--lock", type=int, required=True, help="descriptor of the lock, taken")
     options = parser.parse_args(arguments)
     os.set_inheritable(options.lock, False)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s launch %(levelname)s %(message)s")

@@ -120,7 +120,7 @@ def test_a_request_goes_out_and_its_tokens_come_back_past_a_broken_frame(link):
     assert connection.num_dropped == 1
     connection.send(wire.Cancel(5))
     assert ear.wait() == wire.Rejected(5, "CANCELLED", "as you say")
-    assert connection.ask_status(30).kv_blocks_total == 2
+    assert connection.request_status(30).kv_blocks_total == 2
 
 
 def test_requests_without_a_token_are_submitted_to_the_next_engine_once(link):
@@ -196,10 +196,10 @@ def test_an_engine_that_stands_still_does_not_answer_in_time(link):
     peer.process.send_signal(signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(ContractError, match="UNAVAILABLE: the engine did not answer within"):
-        connection.ask_status(0.3)
+        connection.request_status(0.3)
     assert time.monotonic() - begin < 20
     peer.process.send_signal(signal.SIGCONT)
-    assert connection.ask_status(30).running == 3
+    assert connection.request_status(30).running == 3
 
 
 def test_a_refusal_reaches_the_caller(link):
@@ -285,7 +285,7 @@ def test_an_answer_is_heard_though_somebody_sends_just_as_it_comes(link):
     took_s = []
     while sender.is_alive() and len(took_s) < 300:
         begin = time.monotonic()
-        connection.ask_status(30)
+        connection.request_status(30)
         took_s.append(time.monotonic() - begin)
     is_over.set()
     sender.join()

@@ -232,7 +232,7 @@ def test_an_engine_that_is_stuck_is_ended_and_says_where(tmp_path, checkpoint, m
         os.kill(first.engine_pid, signal.SIGSTOP)
         time.sleep(0.5)
         os.kill(first.engine_pid, signal.SIGCONT)
-        assert connection.ask_status(30).engine_pid == first.engine_pid
+        assert connection.request_status(30).engine_pid == first.engine_pid
         os.kill(first.engine_pid, signal.SIGSTOP)
         wait_for(lambda: connection.wait_welcome(0) is None)
         second = connection.wait_welcome(60)

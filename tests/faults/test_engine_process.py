@@ -124,7 +124,7 @@ class House:
 
     def check_idle(self) -> None:
         """Every block is free."""
-        status = self.connection.ask_status(10)
+        status = self.connection.request_status(10)
         assert (status.running, status.waiting) == (0, 0)
         assert status.kv_blocks_free == status.kv_blocks_total
 

@@ -132,7 +132,7 @@ class Connection:
         if has_come:  # its descriptor signals only once, and has done so here
             os.eventfd_write(self._wake, 1)
 
-    def ask_status(self, timeout_s: float, with_figures: bool = False) -> wire.Status:
+    def request_status(self, timeout_s: float, with_figures: bool = False) -> wire.Status:
         """Return the engine's state now. Raises ContractError if it does not answer in time."""
         number = next(self._numbers)
         answer: queue.SimpleQueue[wire.Status] = queue.SimpleQueue()

@@ -294,7 +294,7 @@ class Flow:
             is_back = self._file.is_acknowledged(credit.slot, credit.number)
             # A cancel is written before the acknowledgement, so it is read after that.
             if self._file.is_cancelled(credit.slot, credit.number):
-                self._end(credit, None)
+                self._end_call(credit, None)
             elif not is_back:
                 spent.append(credit)
             if is_back:
@@ -305,12 +305,12 @@ class Flow:
         takers = self._file.takers() if spent else []
         for credit in spent:
             if self._is_dropped(credit, takers):
-                self._end(credit, ContractError(_LOST, Code.UNAVAILABLE))
+                self._end_call(credit, ContractError(_LOST, Code.UNAVAILABLE))
         if self._waiting:
             self._probe()
         self._settle_all()
 
-    def _end(self, credit: SlotCredit, error: ContractError | None) -> None:
+    def _end_call(self, credit: SlotCredit, error: ContractError | None) -> None:
         """Cancel a call whose client has left; with an error if that is not certain."""
         self.num_cancelled += 1
         call = credit.stream.call

@@ -47,7 +47,7 @@ def health(bridge: Bridge, siblings: "Siblings", output: str) -> Outputs:
 
     Raises ContractError if the engine does not answer in 1 s, or the processes cannot be examined.
     """
-    status: wire.Status = bridge.connection.ask_status(_ANSWER_S)
+    status: wire.Status = bridge.connection.request_status(_ANSWER_S)
     state = {field: getattr(status, field) for field in _OF_ENGINE}
     try:
         report = Report(**state, faults=siblings.look())

@@ -171,7 +171,7 @@ class EngineMetrics:
         """Publish the engine's figures; while it does not answer, its silence only."""
         samples: dict[str, list[float]] = {}
         try:
-            status = self._connection.ask_status(_ANSWER_S, with_figures=True)
+            status = self._connection.request_status(_ANSWER_S, with_figures=True)
         except ContractError:
             pass
         else:

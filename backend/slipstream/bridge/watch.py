@@ -26,12 +26,12 @@ _GRACE_NS = 1_000_000_000  # after a deadline, in which the engine ends it unles
 
 
 class Watch:
-    """The thread that asks the server about cancels.
+    """The thread that checks calls for cancels.
 
-    A question is a round trip to the server, some 30 us of either side. Each call is checked about
-    20 times a second, and all together 2,560 times at most: each of 256 calls every 100 ms, of
-    1,024 every 400 ms. Calls of an ensemble are never checked: the server reports nothing to a step
-    that has started.
+    A check is a round trip to the server, some 30 us of either side. Each call is checked about 20
+    times a second, and all together 2,560 times at most: each of 256 calls every 100 ms, of 1,024
+    every 400 ms. Calls of an ensemble are never checked: the server reports nothing to a step that
+    has started.
     """
 
     def __init__(self, calls: Calls, is_stopping: Callable[[], bool]) -> None:

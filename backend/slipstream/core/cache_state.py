@@ -1,4 +1,4 @@
-"""What the KV cache keeps of one sequence. `slipstream.kvcache` alone changes it."""
+"""Hold what the KV cache knows of one sequence; only `slipstream.kvcache` changes it."""
 
 from dataclasses import dataclass, field
 from sys import maxsize
@@ -27,12 +27,12 @@ class CacheState:
     register_at: int = maxsize  # `num_computed` at which the cache registers blocks
     num_registered: int = 0  # blocks in the prefix index
     lead_digest: bytes = b""  # of the first block that it computes itself
-    num_allocated_blocks: int = 0  # since the beginning, new ones
-    num_shared_blocks: int = 0  # since the beginning, found ones
+    num_allocated_blocks: int = 0  # new blocks, over all admissions
+    num_shared_blocks: int = 0  # prefix hits, over all admissions
 
     def clear(self) -> None:
-        """Note that the sequence has no blocks any more; its chain and counts stay."""
-        self.tables = ()  # new ones later: rows in flight keep the old ones
+        """Reset the state of a sequence that has released its blocks; its chain and counts stay."""
+        self.tables = ()  # a new tuple: rows in flight keep the old lists
         self.capacity = self.num_outside = self.gap = 0
         self.copies = []
         self.is_proven = False

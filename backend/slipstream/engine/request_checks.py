@@ -1,4 +1,4 @@
-"""Validate what a request asks of this model and cache.
+"""Validate a request against the limits of this model and cache.
 
 Most limits are known to the engine only; the others are checked again because a value outside them
 could make the runner raise, which would cost other requests a step.

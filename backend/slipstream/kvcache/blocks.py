@@ -113,7 +113,7 @@ class BlockManager:
         references, fence, idle = self._references, self._fence, []
         for block in blocks:
             if not references[block]:
-                assert self._is_cached[block], "sharing a block that nobody owns"
+                assert self._is_cached[block], "sharing a block without an owner"
                 if fence[block]:
                     fence[block] = 0
                     self.num_fenced -= 1
@@ -143,7 +143,7 @@ class BlockManager:
         """Mark blocks in use as holding a prefix: without owners they become cached, not empty."""
         references, is_cached = self._references, self._is_cached
         for block in blocks:
-            assert references[block], "keeping a block that nobody owns"
+            assert references[block], "caching a block without an owner"
             is_cached[block] = True
 
     def retain(self, block: int, priority: int, duration_ns: int) -> None:

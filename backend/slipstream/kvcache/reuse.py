@@ -141,10 +141,10 @@ class Reuse:
         if any(map(self._tier.is_arriving, match.sources)):
             match.num_copied = 0  # it is not there yet
 
-    # --- what is known -------------------------------------------------------------------------
+    # --- index ---------------------------------------------------------------------------------
 
     def _chain(self, sequence: Sequence) -> DigestChain:
-        """The digests of a sequence's whole blocks; those of a prompt are made once a request."""
+        """Return the digests of a sequence's whole blocks; siblings share the prompt's."""
         request, chain = sequence.request, sequence.cache.chain
         if chain is None:
             if request.chain is None:
@@ -218,7 +218,7 @@ class Reuse:
             del self._leaders[sequence.cache.lead_digest]
 
     def _first(self, sequence: Sequence, table: int) -> int:
-        """Return the first block of a table that the sequence still holds."""
+        """Return the first block of a table that the sequence still has."""
         return sequence.cache.num_outside if table in self._local else 0
 
     def _register(self, sequence: Sequence) -> None:
@@ -232,7 +232,7 @@ class Reuse:
         self._retain(sequence, start, end)
         sequence.cache.num_registered = end
 
-    def _put(self, sequence: Sequence, table: int, held: list[int], numbers: range) -> None:
+    def _put(self, sequence: Sequence, table: int, table_blocks: list[int], numbers: range) -> None:
         """Put the blocks `numbers` of a table into the index."""
         if not numbers:
             return
@@ -244,7 +244,7 @@ class Reuse:
         packed = sequence.ids(start * size, end * size).tobytes()
         cached = []
         for block, parent, key, tokens in zip(
-            held[start:end], keys, keys[1:], split(packed, size), strict=False
+            table_blocks[start:end], keys, keys[1:], split(packed, size), strict=False
         ):
             other = index.find(key)
             if other is not None:
