@@ -151,7 +151,7 @@ def test_a_late_send_counts_as_latency():
     assert found["lag_ms"]["max"] == 200
 
 
-def test_who_counts_as_what():
+def test_each_request_counts_once():
     refused = record(10, [], "UNAVAILABLE")
     refused.is_refused, refused.num_tries, refused.sent_ns = True, 3, 15 * MS
     refused.ended_ns = 17 * MS
@@ -292,7 +292,7 @@ def test_requests_over_http_name_inputs_of_the_model(model):
         ("Deadline Exceeded", "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", 0),
     ],
 )
-def test_refusals_are_told_from_errors(text, status, code, is_refused):
+def test_refusals_are_distinguished_from_errors(text, status, code, is_refused):
     answer = Record(0, 0, 0)
     transports.fail(answer, text, status)
     assert (answer.code, answer.is_refused) == (code, bool(is_refused))

@@ -104,7 +104,7 @@ def test_retry_after_is_waited_for_and_counts(bench_run, prompts):
     assert load["ttft_ms"]["p50"] >= 150
 
 
-def test_errors_are_counted_told_and_not_zero(bench_run, prompts, capsys):
+def test_errors_are_counted_printed_and_set_the_exit_code(bench_run, prompts, capsys):
     file = prompts("refuse INVALID_ARGUMENT INVALID_ARGUMENT: top_p is 2", "fail INTERNAL: no")
     options = ("--prompts", file, "--requests", "4", "--warm-up", "0", "--concurrency", "2")
     code, [load] = bench_run(*options)

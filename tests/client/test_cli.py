@@ -94,7 +94,7 @@ def test_an_error_is_one_line(
     )
 
 
-def test_an_error_that_nobody_foresaw_names_its_type_and_the_way_to_its_traceback(
+def test_an_unexpected_error_names_its_type_and_how_to_get_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing(monkeypatch, KeyError("model"))

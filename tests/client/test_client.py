@@ -191,7 +191,7 @@ def test_health_and_readiness(client):
     assert not client.is_ready("nothing")
 
 
-def test_true_statuses_are_not_asked_for(served):
+def test_the_header_for_grpc_statuses_is_never_sent(served):
     """A 24.10 whose clients set this header crashes after some tens of errors that come quickly."""
     triton, url = served
     seen = []

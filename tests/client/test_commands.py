@@ -54,7 +54,7 @@ def test_printer_shows_exactly_what_comes_before_the_stop_word(text, stop_word, 
     assert stream.was_left
 
 
-def test_printer_does_not_hold_back_what_cannot_begin_the_stop_word():
+def test_printer_withholds_only_what_may_start_the_stop_word():
     seen = []
 
     class Sink(io.StringIO):

@@ -142,7 +142,7 @@ def test_what_the_engine_would_refuse_is_refused(checkpoint, tmp_path, option, v
     assert not tree(tmp_path)
 
 
-def test_as_many_processes_as_asked_for(checkpoint, tmp_path):
+def test_the_given_number_of_processes(checkpoint, tmp_path):
     run(checkpoint, tmp_path)
     before = tree(tmp_path)
     options = ["--instances", "postprocessing=4", "--instances", "vllm_model=3"]

@@ -39,7 +39,7 @@ def test_the_schema_reads_what_is_declared(name, is_fused):
         assert is_scalar == model.input(tensor.name).is_scalar
 
 
-def test_who_serves_what():
+def test_each_model_has_its_backend():
     backends = {name: parse(name).backend or parse(name).platform for name in MODELS}
     assert backends == {
         "ensemble": "ensemble",

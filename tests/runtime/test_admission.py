@@ -21,14 +21,14 @@ ROOM = Load(3, 40, 2, 4, 50, 10.5, 0.25)
 FULL = ROOM._replace(num_requests=4)
 
 
-def told(file: LoadFile, load: Load) -> Load | None:
+def published(file: LoadFile, load: Load) -> Load | None:
     file.publish(load)
     return file.read()
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was told, or passed, once counts, however slow the machine is."""
+    """Keep what was published, or passed on, from ageing on a slow machine."""
     monkeypatch.setattr(admission, "MAX_AGE_NS", 10**12)
     monkeypatch.setattr(admission, "IN_TRANSIT_NS", 10**12)
 
@@ -52,12 +52,12 @@ def test_another_process_reads_what_was_published(tmp_path: Path) -> None:
     assert (caught.value.code, caught.value.reason) == (Code.UNAVAILABLE, "max_waiting")
 
 
-def test_an_engine_that_tells_no_more_refuses_nobody(
+def test_an_outdated_load_refuses_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, now_ns = LoadFile(tmp_path / "load"), [10**9]
     monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
-    assert told(file, FULL) == FULL
+    assert published(file, FULL) == FULL
     now_ns[0] += admission.MAX_AGE_NS
     assert file.read() == FULL
     now_ns[0] += 1
@@ -68,7 +68,7 @@ def test_an_engine_that_tells_no_more_refuses_nobody(
 
 
 @pytest.mark.parametrize("up_ns", [1, 10**15], ids=["a machine just started", "days later"])
-def test_an_idle_engine_refuses_nobody(
+def test_an_idle_engine_refuses_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, up_ns: int
 ) -> None:
     monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic_ns=lambda: up_ns))
@@ -142,7 +142,7 @@ class Engine:
         load = Load(len(waits), sum(waits), 1, *self._bounds, 9.0, 0.9, len(came), sum(came))
         self.file.publish(load._replace(looked_ns=self.looked_ns))
 
-    def ask(self, num_tokens: int) -> str:
+    def send(self, num_tokens: int) -> str:
         """Send a request; return why it is refused, or an empty text."""
         try:
             self.gate.admit(num_tokens)
@@ -168,7 +168,7 @@ class Engine:
         self.publish()
 
 
-_TURN = st.tuples(st.sampled_from(["ask", "ask", "receive", "admit"]), st.integers(1, 9))
+_TURN = st.tuples(st.sampled_from(["send", "send", "receive", "admit"]), st.integers(1, 9))
 
 
 @given(
@@ -189,7 +189,7 @@ def test_requests_in_transit_count_as_waiting(
         engine = Engine(Path(directory), max_requests, max_tokens)
         for pause_ms, (what, number) in turns:
             now_ns[0] += pause_ms * 1_000_000
-            if what != "ask":
+            if what != "send":
                 getattr(engine, what)(number)
                 continue
             engine.publish()
@@ -199,7 +199,7 @@ def test_requests_in_transit_count_as_waiting(
             there = engine.waiting + engine.in_transit
             is_full = len(there) >= max_requests
             is_too_much = bool(there) and sum(there) + number > max_tokens
-            if engine.ask(number):
+            if engine.send(number):
                 assert is_full or is_too_much
             else:
                 assert not (is_all_seen and (is_full or is_too_much))
@@ -209,27 +209,27 @@ def test_requests_in_transit_count_as_waiting(
 def test_a_burst_counts_once(tmp_path: Path) -> None:
     engine = Engine(tmp_path, 4, 1000)
     for came in (0, 1, 1, 1):
-        assert not engine.ask(100)
+        assert not engine.send(100)
         engine.receive(came)
     assert (len(engine.waiting), len(engine.in_transit)) == (3, 1)
-    assert engine.ask(100) == "max_waiting"
+    assert engine.send(100) == "max_waiting"
     engine.admit(1)
-    assert engine.ask(701) == "max_waiting_tokens"
-    assert not engine.ask(700)
+    assert engine.send(701) == "max_waiting_tokens"
+    assert not engine.send(700)
 
 
 @pytest.mark.usefixtures("patient")
 def test_an_engine_that_starts_anew_has_received_nothing(tmp_path: Path) -> None:
     engine = Engine(tmp_path, 1, 1000)
     engine.receive_from_others(9)
-    assert not engine.ask(1)
-    assert engine.ask(1) == "max_waiting"
+    assert not engine.send(1)
+    assert engine.send(1) == "max_waiting"
     engine.file.publish(Load(0, 0, 0, 1, 1000))
-    assert not engine.ask(1)
+    assert not engine.send(1)
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_gate_lets_through_what_nobody_tells_of(tmp_path: Path) -> None:
+def test_a_gate_passes_requests_if_there_is_no_load(tmp_path: Path) -> None:
     gate = Gate(LoadFile(tmp_path / "load"), Passed(tmp_path / "passed"))
     for _ in range(100):
         gate.admit(10**6)
@@ -237,7 +237,7 @@ def test_a_gate_lets_through_what_nobody_tells_of(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def another_process(path: Path, num_tokens: int) -> Iterator[None]:
-    """It has let through one request."""
+    """Run a process that has passed on one request."""
     code = (
         "import sys; from pathlib import Path; from slipstream_runtime.admission import Passed;"
         f"passed = Passed(Path(sys.argv[1])); passed.add({num_tokens}, None);"

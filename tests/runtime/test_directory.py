@@ -39,8 +39,8 @@ own.wait()
 """
 
 
-def test_a_group_is_who_began_in_it_and_lives():
-    """What a process would be known by does not count: here, it has no environment."""
+def test_a_group_is_its_live_processes():
+    """Environments do not count: here, the processes have none."""
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER], stdout=subprocess.PIPE, text=True, process_group=0
     )

@@ -1,4 +1,4 @@
-"""The count of requests in a process's hands: right whoever asks, and whenever the process ends."""
+"""The count of requests in flight: right for every reader, however the process ends."""
 
 import signal
 import subprocess
@@ -27,7 +27,7 @@ def test_threads_lose_no_count(tmp_path: Path) -> None:
     assert count(tmp_path / "word") == 16_000
 
 
-def test_it_is_told_of_a_process_that_was_killed(tmp_path: Path) -> None:
+def test_the_count_of_a_killed_process_is_read(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path;"
         "from slipstream_runtime.inflight import InFlight;"

@@ -69,7 +69,7 @@ def collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("collector")
 def test_waiting_tokens_bring_no_collection_about() -> None:
-    """Of 512 streams, of which each has 4 that wait; what ended requests leave is still found."""
+    """Hold 4 waiting tokens for each of 512 streams; cycles of ended requests are still found."""
     rest_collector()
     before = [each["collections"] for each in gc.get_stats()]
     for _ in range(20):
@@ -83,13 +83,13 @@ def test_waiting_tokens_bring_no_collection_about() -> None:
     assert gc.get_stats()[0]["collected"] > collected
 
 
-def test_who_waits_for_a_dead_server_with_the_interpreter_in_its_hands_ends() -> None:
-    """No thread of Python's can see to that."""
+def test_a_process_that_waits_for_a_dead_server_ends() -> None:
+    """No thread of Python could end it: the call keeps the interpreter."""
     code = (
         "import ctypes\n"
         "from slipstream_runtime.stub import must_end\n"
         "with must_end(0.2): pass\n"
-        "ctypes.PyDLL(None).usleep(700_000)\n"  # whose caller keeps the interpreter
+        "ctypes.PyDLL(None).usleep(700_000)\n"  # keeps the interpreter
         "print('past', flush=True)\n"
         "with must_end(0.2): ctypes.PyDLL(None).sleep(600)\n"
     )
@@ -99,13 +99,13 @@ def test_who_waits_for_a_dead_server_with_the_interpreter_in_its_hands_ends() ->
     assert b"Timeout (0:00:00" in found.stderr
 
 
-def test_who_is_answered_goes_on() -> None:
+def test_a_process_with_a_reply_goes_on() -> None:
     with pytest.raises(KeyError), must_end(30.0):
         raise KeyError
 
 
-def test_a_process_keeps_no_connection_of_whoever_started_it(tmp_path: Path) -> None:
-    """Nor half of a pair: their ends reach the other side. A socket with a name stays."""
+def test_a_process_keeps_no_connection_of_its_parent(tmp_path: Path) -> None:
+    """Pairs are closed as well, so that the other side sees the end. A socket with a name stays."""
     ends, pair, named = connected(), socket.socketpair(), socket.socket(socket.AF_UNIX)
     named.bind(str(tmp_path / "named"))
     named.listen()

@@ -1,4 +1,4 @@
-"""Who waits on waking up: a process that wakes gently, what it starts, one that no longer does."""
+"""Waking gently: a process, what it starts, and one that no longer does."""
 
 import logging
 import os
@@ -104,7 +104,7 @@ def test_a_start_that_fails_does_so_as_usual() -> None:
 
 
 @pytest.mark.parametrize("missing", ["", "sched_getscheduler", "SCHED_BATCH"])
-def test_a_refusal_is_told_once_and_harms_nobody(
+def test_a_refusal_is_logged_once_and_harms_nothing(
     missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "slipstream_runtime.waking")

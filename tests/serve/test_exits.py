@@ -52,14 +52,14 @@ def test_it_returns_when_a_process_exits_and_once_only(exits: Exits, is_child: b
         assert seconds_of(exits, 0.05) >= 0.05
 
 
-def test_who_has_exited_or_never_was_is_not_waited_for(exits: Exits) -> None:
+def test_a_process_that_has_exited_or_never_existed_is_not_waited_for(exits: Exits) -> None:
     with started() as (process, _):
         pass
     exits.watch([process.pid, -1])
     assert seconds_of(exits, 0.05) >= 0.05
 
 
-def test_who_is_watched_no_more_costs_nothing(exits: Exits) -> None:
+def test_a_process_that_is_no_longer_watched_costs_nothing(exits: Exits) -> None:
     before = os.listdir("/proc/self/fd")
     with started() as (process, _), started() as (other, _):
         assert process.stdin

@@ -46,7 +46,7 @@ def test_a_server_is_changed_once(original: Path) -> None:
     assert original.stat().st_mode & 0o777 == 0o755
 
 
-def test_another_build_is_told_and_its_code_left_alone(original: Path) -> None:
+def test_another_build_is_reported_and_its_code_left_alone(original: Path) -> None:
     other = original.read_bytes().replace(harden._BUILD, bytes(20))
     original.write_bytes(other)
     (failure,) = harden.harden(original)

@@ -109,7 +109,7 @@ def test_what_cannot_be_printed(
     assert error.count("\n") == 1
 
 
-def test_the_command_asks_the_engines_python(
+def test_the_command_runs_in_the_engines_python(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, heard = tmp_path / "python", tmp_path / "heard"

@@ -20,7 +20,7 @@ def room(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-def test_it_is_held_but_for_the_time_of_a_repair(tmp_path: Path) -> None:
+def test_space_is_reserved_except_during_a_repair(tmp_path: Path) -> None:
     path = tmp_path / "spare"
     spare = Spare(path)
     for _ in range(2):
@@ -31,7 +31,7 @@ def test_it_is_held_but_for_the_time_of_a_repair(tmp_path: Path) -> None:
         spare.reserve()
 
 
-def test_where_there_is_less_it_holds_that(tmp_path: Path) -> None:
+def test_a_nearly_full_disk_gives_what_it_has(tmp_path: Path) -> None:
     """A limit to a file's size stands for a disk that is nearly full."""
     for limit, held in ((100 << 10, 64 << 10), (4 << 10, 4 << 10), (1 << 10, 0)):
         path = tmp_path / str(limit)
@@ -39,5 +39,5 @@ def test_where_there_is_less_it_holds_that(tmp_path: Path) -> None:
         assert path.stat().st_size == held
 
 
-def test_where_there_can_be_no_file_nobody_is_harmed(tmp_path: Path) -> None:
+def test_without_a_file_nothing_breaks(tmp_path: Path) -> None:
     Spare(tmp_path / "missing" / "spare").release()

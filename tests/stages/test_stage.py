@@ -203,7 +203,7 @@ def test_postprocessing_flags_cancelled_streams_where_the_server_does_not_drop_t
         (5000, 200, 0, 1),
     ],
 )
-def test_the_server_is_asked_now_and_then_whether_a_stream_is_cancelled(
+def test_the_server_is_queried_now_and_then_for_a_cancel(
     repository: Path,
     runtime: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -119,7 +119,7 @@ def test_tokens_are_added_as_transformers_adds_them(
 
 
 def test_a_token_whose_id_is_taken_gets_the_next_free_one(tmp_path: Path) -> None:
-    """As where tokenizer.json gave a reserved token a new name, and the configuration did not."""
+    """A reserved token has a new name in tokenizer.json, but not in the configuration."""
     config = {"added_tokens_decoder": {"2": {"content": "<|reserved|>", "special": True}}}
     directory = save(byte_level_bpe(), tmp_path, **config)
     theirs = PreTrainedTokenizerFast.from_pretrained(directory)
