@@ -1,3 +1,3 @@
-"""What Triton loads as backend `slipstream_postprocessing`."""
+"""The module that Triton loads as backend `slipstream_postprocessing`."""
 
 from slipstream_postprocessing.stage import TritonPythonModel as TritonPythonModel

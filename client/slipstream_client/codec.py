@@ -172,7 +172,7 @@ def _wire_type(tensor: Tensor) -> str:
 
 
 def chunks_of(response: Any) -> list[Chunk]:
-    """Return the chunks of a `ModelInferResponse`: one, or one per sequence if it holds them all.
+    """Return the chunks of a `ModelInferResponse`: one, or one per sequence if it has them all.
 
     `vllm_model` with n > 1 sends all sequences at once: text, reason and counts have n entries.
     """

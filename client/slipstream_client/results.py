@@ -1,4 +1,4 @@
-"""What a request returns: the chunks of a stream, or a whole completion."""
+"""The results of a request: the chunks of a stream, or a whole completion."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All sequences of a request, in the order of their index; tuples have one item for each.
+    """The sequences of a request, in the order of their index; tuples have one item for each.
 
     `chunks` holds the chunks of each sequence, with log probs and all other outputs.
     """

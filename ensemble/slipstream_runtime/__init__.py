@@ -1,1 +1,1 @@
-"""How the processes of one server see each other: files that each maps, heartbeats, credits."""
+"""State that the processes of one server share: mapped files, heartbeats, credits."""

@@ -131,7 +131,7 @@ class LoadFile:
 
 
 class Passed:
-    """What the processes of a stage have lately passed on: a mapped file with a row per process.
+    """The requests that a stage has lately passed on: a mapped file with a row per process.
 
     Each process writes its own row and reads all; no call blocks. For each of the last `_NUM_KEPT`
     requests, a row has the time (ns, `time.monotonic_ns()`), the prompt's tokens, and how many

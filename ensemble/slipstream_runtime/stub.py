@@ -1,4 +1,4 @@
-"""What each model's process sets up so that its responses cost less and never stall."""
+"""Set up a model's process so that its responses cost less and never stall."""
 
 import contextlib
 import faulthandler

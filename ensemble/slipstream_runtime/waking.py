@@ -18,13 +18,13 @@ _log = logging.getLogger(__name__)
 
 def wake_gently() -> None:
     """Keep all threads of this process, now and later, from interrupting others as they wake."""
-    with _refusal_told():
+    with _refusals_logged():
         _change_all(is_gentle=True)
 
 
 def wake_at_once() -> None:
     """Undo `wake_gently` for this process, which may have inherited it."""
-    with _refusal_told():
+    with _refusals_logged():
         _change_all(is_gentle=False)
 
 
@@ -35,18 +35,18 @@ def gentle_children() -> Iterator[None]:
     The starting thread itself changes: between a fork and its exec nothing could report an error.
     """
     is_changed = False
-    with _refusal_told():
+    with _refusals_logged():
         is_changed = _change(0, is_gentle=True)
     try:
         yield
     finally:
         if is_changed:
-            with _refusal_told():
+            with _refusals_logged():
                 _change(0, is_gentle=False)
 
 
 @contextlib.contextmanager
-def _refusal_told() -> Iterator[None]:
+def _refusals_logged() -> Iterator[None]:
     try:
         yield
     except (OSError, AttributeError) as error:  # or the system has no such policy

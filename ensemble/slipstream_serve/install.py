@@ -42,7 +42,7 @@ PIP_FLAGS = ("--disable-pip-version-check", "--progress-bar", "off")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to install: extras without CUDA's, and the CUDA major version of torch (0: none)."""
+    """The extras to install, without CUDA's, and the CUDA major version of torch (0: none)."""
 
     extras: str
     cuda: int
@@ -57,10 +57,10 @@ def wanted(given: str | None, has_gpu: bool, driver: Version | None) -> Wanted:
     """
     parts = [part.strip() for part in (DEFAULT_EXTRAS if given is None else given).split(",")]
     majors = {f"cuda{major}": major for major in gpu_packages.MAJORS}
-    asked = [majors[part] for part in parts if part in majors]
-    if len(asked) > 1:
+    named = [majors[part] for part in parts if part in majors]
+    if len(named) > 1:
         raise GpuPackagesError(f"EXTRAS={given} names two CUDA versions: keep one")
-    cuda = asked[0] if asked else 0
+    cuda = named[0] if named else 0
     if has_gpu and given is None:
         cuda = gpu_packages.torch_major(driver)
     unwanted = {"", *majors} | ({"nvrtc"} if cuda == 12 else set())  # which has CUDA 13's compiler

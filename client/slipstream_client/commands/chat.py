@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def template_renderer(template: Path) -> Callable[[Messages], str]:
     """Return a function that renders conversations with a checkpoint's chat template.
 
-    The prompt holds its special tokens: send it with `add_special_tokens` false.
+    The prompt contains its special tokens: send it with `add_special_tokens` false.
     """
     if not template.is_dir():
         raise ContractError(f"--template {template}: no such directory")

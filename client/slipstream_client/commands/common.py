@@ -1,4 +1,4 @@
-"""What the commands share: connection and sampling options, and printing a stream."""
+"""Options and helpers that the commands share: connection, sampling, printing a stream."""
 
 import argparse
 from typing import Any, TextIO

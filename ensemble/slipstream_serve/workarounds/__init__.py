@@ -1,1 +1,1 @@
-"""What tritonserver needs and a later version will not."""
+"""Workarounds for faults of a tritonserver version, which a later version will not need."""
