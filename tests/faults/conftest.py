@@ -1,4 +1,4 @@
-"""One tritonserver whose engine takes orders for faults, and the oracle that judges them."""
+"""A tritonserver whose engine takes orders for faults, and the oracle that judges them."""
 
 import os
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Bodies that keep tritonserver busy, beside streams of others: none of these ends early.
 
-And a server whose threads stand still is started again: busy is told from dead.
+And a server whose threads rest is restarted: busy is distinguished from dead.
 """
 
 import gzip
@@ -61,7 +61,7 @@ def loaded() -> Iterator[None]:
 
 
 class Stream(threading.Thread):
-    """Reads an answer until it is told to leave."""
+    """Reads an answer until the end of the block."""
 
     def __init__(self, client: Client, ask: Ask) -> None:
         super().__init__(daemon=True)
@@ -184,7 +184,7 @@ while True:
 def test_a_server_whose_threads_all_wait_is_started_again(
     supervision: Supervision, client: Client, record_property
 ) -> None:
-    """As in a deadlock: the process is alive and not stopped (no SIGSTOP), and never answers."""
+    """Simulate a deadlock: the process is alive, not stopped (no SIGSTOP), and never answers."""
     holders = []
 
     def measure() -> dict[str, float]:

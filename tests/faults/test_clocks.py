@@ -7,7 +7,7 @@ from slipstream_serve.server import repository_root
 
 FOLDERS = ("backend", "ensemble", "preprocessing", "postprocessing")
 WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "strftime"}
-# Who may ask for it, and for whom.
+# The files that may read it, and why.
 TOLD = {
     "backend/slipstream/bridge/metrics.py": "a gauge",
     "backend/slipstream/engine/loop.py": "StepOutputs.made_ns",

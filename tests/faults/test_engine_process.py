@@ -24,7 +24,7 @@ NUM = 12
 
 @dataclass
 class Answer:
-    """Of one request."""
+    """The outcome of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     end: str = ""  # why, or the error

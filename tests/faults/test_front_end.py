@@ -21,7 +21,7 @@ NOTICED_S, REPAIRED_S = 60.0, 120.0
 
 @pytest.fixture
 def supervision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervision]:
-    """Of a server whose threads wait between two locks, so that a cancel soon finds them there."""
+    """Run a server whose threads wait between two locks, so that a cancel soon meets them."""
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
     monkeypatch.setenv("TRITONSERVER_DELAY_GRPC_RESPONSE", "5")  # ms

@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """Of a server with one HTTP thread, so that all streams are in the hands of the same one."""
+    """Run a server with one HTTP thread, which has all streams."""
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
     usual = TritonServer._arguments
@@ -65,7 +65,7 @@ def answers(client: Client, questions: list[Ask]) -> tuple[list[threading.Thread
 
 
 def load_over_http(client: Client, model: str) -> None:
-    """As `serve` does not: the thread that serves all clients does it."""
+    """Load over HTTP, unlike `serve`: the thread that serves all clients does it."""
     server = client.server
     request = urllib.request.Request(
         f"{client.http}/v2/repository/models/{model}/load",

@@ -1,4 +1,4 @@
-"""Clients that drop, clients that do not read, and files that run out: what it costs, and whom."""
+"""Clients that drop, clients that do not read, and no file descriptors left: what that costs."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def check_slow_readers(oracle: Oracle, number: int, max_tokens: int, record) -> 
         with oracle.storm(questions):
             pass
         assert [outcome.error for outcome in oracle.outcomes] == [None] * len(questions)
-        client.wait_running(0, 400)  # the engine is not held up by who does not read
+        client.wait_running(0, 400)  # the engine does not wait for clients that do not read
         wait_until(lambda: client.health()["waiting"] == 0, 400)
         growth = rss_mib(client.server.pid) - before
         record("RSS growth, MiB", growth)
@@ -104,7 +104,7 @@ def hoard(client: Client, number: int) -> list[socket.socket]:
 
 @pytest.mark.slow
 def test_files_that_run_out(oracle: Oracle) -> None:
-    """Who comes while the server can open no more waits at the door, and is let in afterwards."""
+    """Connections beyond the server's last descriptor wait, and are served afterwards."""
     client = oracle.client
     questions = asks(6)
     oracle.learn(questions)

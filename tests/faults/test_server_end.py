@@ -1,4 +1,4 @@
-"""A server that is told to end while a hundred streams run: `slipstream serve`, and one alone."""
+"""A server that ends while a hundred streams run: `slipstream serve`, and one alone."""
 
 import functools
 import signal
@@ -21,10 +21,10 @@ NUM_STREAMS = 100
 
 
 class Streams:
-    """So many, of these models in turn and over both protocols, too long to end by themselves."""
+    """Start `number` streams, of these models in turn and over both protocols, without an end."""
 
     def __init__(self, client: Client, number: int, models: tuple[str, ...]) -> None:
-        # One question for each model: what was told of it is a beginning of the longest answer.
+        # A request of each model: its text so far is a prefix of the longest answer.
         kinds = [
             Ask(model, PROMPT, 1, 1900, end_id=-1, is_http=is_http)
             for model in models
@@ -97,7 +97,7 @@ def test_slipstream_serve_with_100_streams(roomy: Path) -> None:
 
 @pytest.mark.slow
 def test_a_tritonserver_alone_with_100_streams(roomy: Path, tmp_path: Path) -> None:
-    """Of all but one; streams of a true ensemble hang where Triton refuses their next step."""
+    """Without the true ensemble, whose streams hang if Triton refuses their next step."""
     server = start(roomy, tmp_path / "log")
     try:
         streams = Streams(Client(server), NUM_STREAMS, MODELS[1:])

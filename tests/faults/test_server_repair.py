@@ -1,4 +1,4 @@
-"""Processes of the server that die or stand still: who notices, who repairs, who is harmed."""
+"""Processes of the server that die or hang: detection, repair, and harm to other requests."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def test_health_tells_of_what_is_dead(
     def end_engine() -> None:
         wait_served(client, 30)
         os.kill(engine_pid(client), signal.SIGKILL)
-        time.sleep(0.3)  # until its socket is closed, it is being asked
+        time.sleep(0.3)  # it has a request until its socket is closed
 
     words = "UNAVAILABLE: the engine"
     assert_unhealthy(client, record_property, words, provoke=end_engine)
@@ -154,7 +154,7 @@ def test_health_tells_of_what_is_dead(
             client.server.control("load", "ensemble", 30)
     code, said, _ = health(client)
     assert code == 0, said
-    # The server keeps what was asked of dead processes, and with it what is left of their models.
+    # The server keeps requests of dead processes, and with them the rest of their models.
     os.kill(client.server.pid, signal.SIGKILL)
     with supervision.on() as lines:
         wait_line(lines, "started tritonserver again")
@@ -224,7 +224,7 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
 def test_nobody_asks_a_dead_process_while_its_repair_waits(
     client: Client, supervision: Supervision
 ) -> None:
-    """Its model's other process would never end, and the server would be started again for it."""
+    """Its model's other process would never end, and the server would be restarted for it."""
     assert len(client.stubs("postprocessing")) > 1
     server, killed = client.server.pid, client.stub("postprocessing")
     os.kill(killed, signal.SIGKILL)
@@ -238,7 +238,7 @@ def test_nobody_asks_a_dead_process_while_its_repair_waits(
 def test_who_is_asked_of_another_model_is_not_harmed(
     client: Client, supervision: Supervision, tmp_path
 ) -> None:
-    """Those of the dead process end with an error too, though Triton itself never ends them.
+    """Requests of the dead process end with an error too, though Triton itself never ends them.
 
     Nor is who was given to the model's other process, which goes on while new ones are loaded.
     """
@@ -262,7 +262,7 @@ def test_who_is_asked_of_another_model_is_not_harmed(
 
 
 def check_repaired(oracle: Oracle, concerned: set[str], killed_s: float) -> None:
-    """Those models' requests may have been lost, others only where they took very long."""
+    """Requests of those models may be lost, others only if they took very long."""
 
     def may_fail(outcome: Outcome) -> bool:
         return outcome.ask.model in concerned or outcome.ended_s - killed_s > OTHERS_S

@@ -116,7 +116,7 @@ class Server:
             detokenize_batch(self.vocab, given["TOKENS_BATCH"], given["SEQUENCE_LENGTH"])
             return
         if given.keys() != {"STREAM_STATE"}:
-            raise ContractError("STREAM_STATE holds its tokens itself")
+            raise ContractError("STREAM_STATE contains its tokens")
         try:
             [row] = given["STREAM_STATE"].tolist()
             state, token_ids = StreamState.unpack(row)

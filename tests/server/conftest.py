@@ -1,4 +1,4 @@
-"""One real tritonserver for all tests of this folder, on a repository composed for it."""
+"""A real tritonserver for all tests of this folder, on a repository composed for it."""
 
 from collections.abc import Iterator
 from pathlib import Path

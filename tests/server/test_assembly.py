@@ -1,4 +1,4 @@
-"""Putting the server together: what is asked for where something is missing, and what is there."""
+"""Installing the server: which packages the error names if something is missing, and the files."""
 
 import os
 import re

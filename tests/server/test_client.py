@@ -55,7 +55,7 @@ def greedy(model: str) -> dict[str, object]:
 
 
 def command(client, *arguments: str, **options) -> subprocess.Popen[str]:
-    """The command; Ctrl-C reaches it also where whoever runs the tests ignores SIGINT."""
+    """Run the command; Ctrl-C reaches it even if the shell of the tests ignores SIGINT."""
     port = client.address.rpartition(":")[2]
     return subprocess.Popen(
         [sys.executable, "-m", "slipstream_client.cli", *arguments, "--grpc-port", port],

@@ -93,7 +93,7 @@ def assert_exposed(pids: list[int], host: str, ports: set[int], runtime: Path, s
             break
         time.sleep(0.1)
     assert sorted(port for _, port in network) == sorted(ports)
-    # Who asks gRPC for all addresses gets those of IPv6 with them.
+    # gRPC on all addresses includes those of IPv6.
     assert {address for address, _ in network} - {"::" if host == "0.0.0.0" else host} <= {host}
     assert {each.pid for each in found if each.kind != "unix"} == {server}
     local = [each for each in found if each.kind == "unix"]

@@ -18,7 +18,7 @@ BODY = {"text_input": PROMPT, "max_tokens": 12}
 
 @pytest.fixture
 def explicit(repository, tmp_path):
-    """One whose models can be unloaded and loaded."""
+    """A server whose models can be unloaded and loaded."""
     with serving(repository, tmp_path / "log", is_supervised=True) as client:
         yield client
 

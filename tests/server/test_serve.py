@@ -62,7 +62,7 @@ class TritonPythonModel:
     def initialize(self, args):
         raise ValueError("checkpoint/config.json: no such file")
 """
-# A model that starts a process which leaves its session and ignores being asked to end.
+# A model that starts a process which leaves its session and ignores SIGTERM.
 STUBBORN = (
     ECHO
     + """
@@ -275,7 +275,7 @@ clean_leftovers()
 
 
 def test_only_leftovers_of_dead_watchers_are_removed(scratch: Path) -> None:
-    """Of one with the number of this one, too: in a container that is started again it has that."""
+    """Remove those of a process with this pid, too: a restarted container reuses it."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     pids = (ended.pid, os.getpid())

@@ -1,4 +1,4 @@
-"""Who waits for whom on a core: policies, session and groups of a real server's processes."""
+"""Scheduling policies, session and groups of a real server's processes."""
 
 import os
 from contextlib import nullcontext, suppress
@@ -15,7 +15,7 @@ USUAL, GENTLE = {os.SCHED_OTHER}, {os.SCHED_BATCH}
 
 
 def policies(pid: int) -> set[int]:
-    """Of all threads of a process that there are now."""
+    """Return the policies of all threads of a process."""
     found = set()
     for entry in Path(f"/proc/{pid}/task").iterdir():
         with suppress(ProcessLookupError):  # it has ended meanwhile
