@@ -19,13 +19,13 @@ for name in ("pytest", "torch", "cupy", "cuda.bindings", "hypothesis", "msgspec"
 CHECK
 logs=$(mktemp -d)
 run() {  # FILE [pytest arguments]
-  local log="$logs/$(basename "$1").txt"
+  local log="$logs/$(echo "$1" | tr / -).txt"
   "$python" -m pytest -m gpu -q -s --tb=short --no-header -p no:cacheprovider "$@" > "$log" 2>&1 || touch "$logs/failed"
   # Told at once and in one piece: whoever is cut off knows what has passed.
   echo "== $(basename "$log" .txt)
 $(grep -aE "checks, [0-9]+ failed|FAILED|Error|passed|failed|skipped" "$log")"
 }
-files=" $(echo ${FILES:-$(grep -lE 'mark\.gpu|DEVICES' tests/*/test_*.py)}) "
+files=" $(echo ${FILES:-$(grep -lE 'mark\.gpu|DEVICES' tests/*/test_*.py | grep -v ^tests/suite/)}) "
 # The first measures what is free, the second fills the device.
 for file in tests/runner/test_gpu_memory.py tests/faults/test_engine_process.py; do
   case "$files" in *" $file "*) run "$file" "$@" ;; esac
