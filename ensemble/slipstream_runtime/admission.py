@@ -214,6 +214,6 @@ class Gate:
             ).raise_if_full(num_tokens)
         return load
 
-    def admit(self, num_tokens: int) -> None:
+    def pass_on(self, num_tokens: int) -> None:
         """Raise as `raise_if_full` does, else note the request as passed on."""
         self._passed.add(num_tokens, self.raise_if_full(num_tokens))

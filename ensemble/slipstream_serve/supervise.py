@@ -141,7 +141,7 @@ class Repairer:
                 return fault
         if self._server.exit_code is not None:
             return None
-        self._check_leaving()
+        self._update_leaving()
         for pid, model in self._models.items():
             if self._is_due(model, now_s):
                 what = self._fault_of(pid, model, now_s)
@@ -262,7 +262,7 @@ class Repairer:
         self._restart_s = self._busy_s + OTHERS_S
         self._num_lost += num_lost
 
-    def _check_leaving(self) -> None:
+    def _update_leaving(self) -> None:
         """Note the end of unloaded processes, and schedule a restart if they lost requests."""
         for pid, model in list(self._leaving.items()):
             if not is_running(pid):

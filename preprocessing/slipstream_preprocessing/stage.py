@@ -77,7 +77,7 @@ class TritonPythonModel:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             outputs = encode_batch(self._encoder, inputs, read_parameters(request))
             if is_step:
-                self._gate.admit(int(outputs["REQUEST_INPUT_LEN"].max()))
+                self._gate.pass_on(int(outputs["REQUEST_INPUT_LEN"].max()))
             return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])
         except ContractError as error:
             if not _is_probe(request):

@@ -145,7 +145,7 @@ class Engine:
     def send(self, num_tokens: int) -> str:
         """Send a request; return why it is refused, or an empty text."""
         try:
-            self.gate.admit(num_tokens)
+            self.gate.pass_on(num_tokens)
         except ContractError as error:
             return error.reason
         self.in_transit.append(num_tokens)
@@ -232,7 +232,7 @@ def test_an_engine_that_starts_anew_has_received_nothing(tmp_path: Path) -> None
 def test_a_gate_passes_requests_if_there_is_no_load(tmp_path: Path) -> None:
     gate = Gate(LoadFile(tmp_path / "load"), Passed(tmp_path / "passed"))
     for _ in range(100):
-        gate.admit(10**6)
+        gate.pass_on(10**6)
 
 
 @contextlib.contextmanager
@@ -257,10 +257,10 @@ def test_processes_of_a_stage_count_what_each_lets_through(tmp_path: Path) -> No
     passed, file = Passed(path), LoadFile(tmp_path / "load")
     gate = Gate(file, passed)
     file.publish(load)
-    gate.admit(1)
+    gate.pass_on(1)
     with another_process(path, 10), another_process(path, 100):
         assert passed.in_transit(load) == (3, 111)
-        gate.admit(1000 - 111)
+        gate.pass_on(1000 - 111)
         with pytest.raises(ContractError, match="4 requests wait"):
             gate.raise_if_full()
 

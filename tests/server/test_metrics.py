@@ -11,7 +11,7 @@ import pytest
 from fixtures.server.metrics_page import Page, settled, wait_for
 from fixtures.server.support import GPU_HOUR_PRICE, PROMPT, Client, RequestError
 from slipstream_client import SlipstreamClient
-from slipstream_client.commands.health import check_health
+from slipstream_client.commands.health import health_report
 from slipstream_serve.probe import first_token
 
 pytestmark = pytest.mark.triton
@@ -168,7 +168,7 @@ def test_probes_are_counted_apart(idle, url):
         idle.stream(model, text_input=PROMPT, max_tokens=20, end_id=-1, stream=True)
     first_token(idle.http, [ENSEMBLE])
     with SlipstreamClient(idle.address) as client:
-        reports = [check_health(client, 10.0) for _ in range(2)]
+        reports = [health_report(client, 10.0) for _ in range(2)]
     assert all(report["ok"] and "token_s" in report for report in reports)
     with pytest.raises(RequestError, match="max_tokens is 2, at most 1 where probe is 'token'"):
         idle.stream(BLS, text_input=PROMPT, max_tokens=2, parameters={"probe": "token"})

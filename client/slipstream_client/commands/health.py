@@ -46,7 +46,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Print the engine's state; return 0 if all is well, else 1."""
     with connect(args) as client:
-        report = check_health(client, args.timeout)
+        report = health_report(client, args.timeout)
     if args.json:
         print(json.dumps(report))
         return 0 if report["ok"] else EXIT_UNHEALTHY
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else EXIT_UNHEALTHY
 
 
-def check_health(client: SlipstreamClient, timeout_s: float) -> dict[str, Any]:
+def health_report(client: SlipstreamClient, timeout_s: float) -> dict[str, Any]:
     """Return the engine's state, `ok`, and `error`, or `token_s` of one token if it is idle.
 
     A request reaches one of a model's processes; the readiness of the server covers the others.
