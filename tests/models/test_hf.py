@@ -91,6 +91,17 @@ def write(directory: Path, **changes: object) -> Path:
         ({"hidden_size": True}, "hidden_size = True"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5"),
         ({"num_hidden_layers": 2**63}, "num_hidden_layers = 9223372036854775808 is above 10000"),
+        ({"hidden_size": 2**70}, "hidden_size = 1180591620717411303424 is above 262144"),
+        ({"head_dim": 2**33}, "head_dim = 8589934592 is above 262144"),
+        ({"num_attention_heads": 2**40}, "num_attention_heads = 1099511627776 is above 262144"),
+        ({"vocab_size": 2**62}, "vocab_size = 4611686018427387904 is above 16777216"),
+        ({"intermediate_size": 2**63}, "intermediate_size = 9223372036854775808 is above 16777216"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings = 2147483648 is above"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 2**31}},
+            "rope_scaling.original_max_position_embeddings = 2147483648 is above 2147483647",
+        ),
+        ({"rope_scaling": YARN | {"factor": 1e300}}, "gives more than 2147483647 positions"),
         ({"num_attention_heads": 3}, "hidden_size = 128"),
         (
             {"architectures": ["MistralForCausalLM"], "num_attention_heads": 2},

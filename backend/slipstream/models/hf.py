@@ -8,6 +8,8 @@ is ignored, as transformers does, and named in `ModelConfig.ignored`. No torch.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slipstream_contract.limits import INT32_MAX
+
 from slipstream.errors import CheckpointError
 from slipstream.layers.dims import Dims
 from slipstream.models.axes import Axes
@@ -31,6 +33,8 @@ _READ = words(
 
 
 _MOST_LAYERS = 10_000  # a limit for what is read per layer
+_MOST_WIDE = 1 << 18  # of heads, of their size and of the hidden size: torch can count the bytes
+_MOST_ROWS = 1 << 24  # of the vocabulary and of the MLP
 _MOST_NAMES = 32  # ignored keys in a line
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -82,24 +86,21 @@ def _check_model_type(config: Reader, cls: ConfigClass) -> None:
 
 
 def _dims(config: Reader) -> Dims:
-    heads = config.whole("num_attention_heads")
+    heads = config.whole("num_attention_heads", most=_MOST_WIDE)
     kv_heads = config.whole("num_key_value_heads", heads)
-    hidden = config.whole("hidden_size")
+    hidden = config.whole("hidden_size", most=_MOST_WIDE)
     if heads % kv_heads:
         raise config.refusal("num_key_value_heads", f"does not divide {heads} attention heads")
     if not config.has("head_dim") and hidden % heads:
         raise config.refusal("hidden_size", f"is not a multiple of {heads} attention heads")
-    head_size = config.whole("head_dim", hidden // heads)
+    head_size = config.whole("head_dim", hidden // heads, _MOST_WIDE)
     if head_size % 2:
         raise config.refusal("head_dim", f"gives heads of {head_size}: rotation needs an even size")
-    num_layers = config.whole("num_hidden_layers")
-    if num_layers > _MOST_LAYERS:
-        raise config.refusal("num_hidden_layers", f"is above {_MOST_LAYERS}")
     return Dims(
-        vocab_size=config.whole("vocab_size"),
+        vocab_size=config.whole("vocab_size", most=_MOST_ROWS),
         hidden_size=hidden,
-        intermediate_size=config.whole("intermediate_size"),
-        num_layers=num_layers,
+        intermediate_size=config.whole("intermediate_size", most=_MOST_ROWS),
+        num_layers=config.whole("num_hidden_layers", most=_MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
@@ -161,10 +162,14 @@ def read_config(directory: Path) -> ModelConfig:
     if any(windows) and not family.has_windows:
         key = "sliding_window" if config.has("sliding_window") else "layer_types"
         raise config.refusal(key, f"is in use, but {architecture} has no windows")
-    max_positions = config.whole("max_position_embeddings")
+    max_positions = config.whole("max_position_embeddings", most=INT32_MAX)
     rope, local_rope = family.read_ropes(config, max_positions)
     if rope.kind == "yarn":  # a checkpoint may give the context before scaling
-        max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
+        key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+        scaled = int(rope.factor * rope.original_max_positions)
+        if scaled > INT32_MAX:
+            raise config.refusal(key, f"gives more than {INT32_MAX} positions")
+        max_positions = max(max_positions, scaled)
     return ModelConfig(
         architecture=architecture,
         dims=dims,

@@ -40,11 +40,13 @@ class Reader:
         """Return whether the key has a value that is not null."""
         return self.get(key) is not None
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """Return a whole number >= 1; raises `CheckpointError` for anything else."""
+    def whole(self, key: str, default: int | None = None, most: int | None = None) -> int:
+        """Return a whole number from 1 to `most`; raises `CheckpointError` for anything else."""
         value = self._value(key, default)
         if type(value) is not int or value < 1:
             raise self.refusal(key, "is not a whole number >= 1")
+        if most is not None and value > most:
+            raise self.refusal(key, f"is above {most}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:

@@ -3,6 +3,7 @@
 import math
 
 from slipstream_contract.errors import clip
+from slipstream_contract.limits import INT32_MAX
 
 from slipstream.layers.dims import RopeConfig
 from slipstream.models.reader import Reader, words
@@ -98,9 +99,9 @@ def _rope(
     factor = rope.positive("factor")
     if kind == "linear":
         return RopeConfig(kind, theta, factor)
-    original = rope.whole(_ORIGINAL, max_positions)
+    original = rope.whole(_ORIGINAL, max_positions, INT32_MAX)
     if outer_wins:
-        original = config.whole(_ORIGINAL, original)
+        original = config.whole(_ORIGINAL, original, INT32_MAX)
     if kind == "llama3":
         low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
         if low >= high:
