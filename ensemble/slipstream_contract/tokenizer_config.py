@@ -1,9 +1,10 @@
 """What `tokenizer_config.json` adds to `tokenizer.json`: tokens, and the roles of tokens.
 
 The rules are those of transformers 5. Tokens of `added_tokens_decoder` come first, by their ids;
-then those with a role (`bos_token`, `eos_token`, ..., and a model's own, such as `image_token`);
-then those of `extra_special_tokens`, which older files call `additional_special_tokens`. A token
-that neither the vocabulary nor `tokenizer.json` has gets the next free id.
+then those with a role (`bos_token`, `eos_token`, ..., and a model's own, such as `image_token`,
+which may also stand in `model_specific_special_tokens`); then those of `extra_special_tokens`,
+which older files call `additional_special_tokens`. A token that neither the vocabulary nor
+`tokenizer.json` has gets the next free id.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ ROLES = (
 """Roles that every tokenizer can have, in the order in which their tokens are added."""
 
 _EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
+_NAMED = "model_specific_special_tokens"
 _NUMBERED = "added_tokens_decoder"
 
 
@@ -77,6 +79,7 @@ class TokenizerConfig(msgspec.Struct, frozen=True):
         own = {name: given.pop(name) for name in list(given) if _is_own(name, given[name], str)}
         _rename_extra(given, not given.get(_EXTRA))
         own |= _pop_named(given)
+        own = own or _pop_specific(path, given)
         is_old = _NUMBERED not in given
         if is_old:
             _merge(given, _read_object(directory / "special_tokens_map.json"))
@@ -168,6 +171,14 @@ def _rename_extra(given: dict[str, Any], is_free: bool) -> None:
 def _pop_named(given: dict[str, Any]) -> dict[str, Any]:
     """Take out extra tokens that are an object of names and tokens: each has a role."""
     return given.pop(_EXTRA) if isinstance(given.get(_EXTRA), dict) else {}
+
+
+def _pop_specific(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Take out a model's own roles under their own key: it counts where no other key names one."""
+    value = given.pop(_NAMED, None) or {}
+    if not isinstance(value, dict):
+        raise UnsupportedTokenizerError(f"{path}: {_NAMED} is {clip(value)}, not an object")
+    return value
 
 
 def _merge(given: dict[str, Any], older: Mapping[str, Any]) -> None:

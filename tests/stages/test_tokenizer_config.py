@@ -48,6 +48,7 @@ CONFIGS = st.fixed_dictionaries(
         "audio_token": TOKENS,
         "extra_special_tokens": LISTS | NAMED,
         "additional_special_tokens": st.none() | LISTS,
+        "model_specific_special_tokens": st.none() | NAMED,
         "split_special_tokens": st.booleans(),
     },
 )
@@ -158,6 +159,7 @@ def test_an_end_that_the_model_cannot_make_is_none(tmp_path: Path) -> None:
         ({"bos_token": 5}, "bos_token is 5, neither a text nor a token"),
         ({"eos_token": {"text": "x"}}, "eos_token is .*content"),
         ({"extra_special_tokens": "<|a|>"}, "extra_special_tokens is '<|a|>', not tokens"),
+        ({"model_specific_special_tokens": ["<|a|>"]}, "model_specific_special_tokens is .*<|a|>"),
         ({"additional_special_tokens": [None]}, r"extra_special_tokens\[0\] is None, neither"),
         ({"added_tokens_decoder": ["<|a|>"]}, r"added_tokens_decoder is \['<|a|>'\], not tokens"),
         ({"added_tokens_decoder": {"7": {}}}, r"added_tokens_decoder\[7\] is .*content"),
