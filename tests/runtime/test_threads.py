@@ -50,8 +50,9 @@ def test_threads_that_work_or_rest(processes, kind: str, number: int, *, is_rest
         assert processes[-1].stdout.readline()
     watches = [ThreadWatch(0.3) for _ in processes]
     longest_s = [0.0] * number
-    until_s = time.monotonic() + 1.0
-    while time.monotonic() < until_s:
+    # On a loaded machine one that rests may seem to work for a look or two, and starts over.
+    until_s = time.monotonic() + (30.0 if is_resting else 1.0)
+    while time.monotonic() < until_s and not (is_resting and min(longest_s) > 0.8):
         for index, (watch, process) in enumerate(zip(watches, processes, strict=True)):
             longest_s[index] = max(longest_s[index], watch.resting_s(process.pid))
         time.sleep(0.12)

@@ -1,0 +1,22 @@
+"""Both tiers keep their budgets of processor time, as they were last measured."""
+
+import json
+
+from fixtures.durations import FILE
+
+QUICK_S = 450  # two slow processors have 960 in eight minutes, and lint and check types too
+REST_S = 1500
+SINGLE_S = 20  # a longer test is for the rest tier
+MEASURE = "make test-durations measures"
+
+
+def test_both_tiers_keep_their_budgets() -> None:
+    tiers = json.loads(FILE.read_text())
+    assert tiers["quick"]["total"][2] <= QUICK_S, MEASURE
+    assert tiers["rest"]["total"][2] <= REST_S, MEASURE
+
+
+def test_no_quick_test_is_long() -> None:
+    quick = json.loads(FILE.read_text())["quick"]
+    longer = {name: row for name, row in quick.items() if "::" in name and row[2] > SINGLE_S}
+    assert longer == {}, MEASURE
