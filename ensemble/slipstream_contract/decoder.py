@@ -1,8 +1,8 @@
-"""How the decoder of a `tokenizer.json` maps pieces of the vocabulary to bytes.
+"""Decoders of a `tokenizer.json`: map pieces of the vocabulary to bytes.
 
 Accepted are the decoders of byte-level BPE, of SentencePiece models (Metaspace; Replace,
 ByteFallback, Fuse, Strip) and of WordPiece. Any other, and any other order, is refused by name: its
-text could not be told token by token, or nobody has shown that it can.
+text cannot be streamed token by token, or nobody has shown that it can.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Chain(NamedTuple):
     strip: bytes  # taken once from the front of the whole text
 
     def encode(self, piece: str, is_first: bool = False) -> bytes:
-        """Bytes of a piece; those of the text's first one, if the steps make a difference."""
+        """Return the bytes of a piece, as the text's first one if the steps distinguish it."""
         for step in self.steps:
             piece = step(piece, is_first)
         return self.to_bytes(piece)
@@ -131,7 +131,7 @@ def _byte_fallback(piece: str) -> bytes:
 
 
 def _byte_level_table() -> dict[int, int]:
-    """Character -> byte of GPT-2's byte-level BPE; unused characters leave Latin-1.
+    """Return character -> byte of GPT-2's byte-level BPE; unused characters leave Latin-1.
 
     Printable bytes stand for themselves, the other 68 are numbered from U+0100.
     """

@@ -1,4 +1,4 @@
-"""The one error a client can be told: a code of Triton's; field, value and limit in the text."""
+"""The one error that reaches a client: a code of Triton's; field, value and limit in the text."""
 
 from enum import StrEnum
 
@@ -25,19 +25,19 @@ REASONS = (
 
 
 def label_of(reason: str) -> str:
-    """What metrics call it: one of `REASONS`, whatever it is."""
+    """Return the word for metrics: one of `REASONS`, `other` for any other word."""
     return reason if reason in REASONS else _OTHER
 
 
 class ContractError(Exception):
-    """A request that cannot be served, told to the one who sent it and to nobody else.
+    """A request that cannot be served; the error goes to its client alone.
 
     The text always starts with the code, because a gRPC stream of Triton's loses the status:
     clients can rely on `"INVALID_ARGUMENT: top_p ..."`.
     """
 
     def __init__(self, message: str, code: Code = Code.INVALID_ARGUMENT, reason: str = "") -> None:
-        """`reason` is a word for metrics, of `REASONS`; empty: the code's name."""
+        """Take `reason`, a word for metrics, of `REASONS`; empty: the code's name."""
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
@@ -45,6 +45,6 @@ class ContractError(Exception):
 
 
 def clip(value: object, limit: int = 64) -> str:
-    """`repr` of a value from outside, short enough for an error message."""
+    """Return the `repr` of a value from outside, short enough for an error message."""
     text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,8 +1,8 @@
-"""The table of request fields: what each means, its bounds, its names, its place on the device.
+"""Table of request fields: what each means, its bounds, its names, its place on the device.
 
 The table stands in the structs themselves: an annotation of `SamplingParams`, or of another struct
 of the contract, carries a `Field`. From it come the checks of the schemas and of the engine, the
-page of limits, the options of the command and the device's record of how a token is drawn. So a
+page of limits, the options of the command and the device's record of how to sample a token. So a
 new sampling parameter is one annotation here, and the kernel that obeys it.
 """
 
@@ -22,14 +22,14 @@ BOTH = f"{MODEL}, {ENGINE}"
 
 
 class Bounds(NamedTuple):
-    """The values that are served; `least` itself is not if it `is_open`."""
+    """Bounds of the values that are served; `least` itself is not served if it `is_open`."""
 
     least: float
     most: float
     is_open: bool = False
 
     def has(self, value: float) -> bool:
-        """Whether a value is served; NaN never is."""
+        """Return whether a value is served; NaN never is."""
         return (self.least < value if self.is_open else self.least <= value) and value <= self.most
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """How one schema asks for a field, where that differs from the field itself."""
+    """A field as one schema has it, where that differs from the field itself."""
 
     name: str = ""  # of the input or parameter; empty: the field's own
     default: float | None = None  # in the schema's meaning; None: the struct's
@@ -73,7 +73,7 @@ class Field(msgspec.Struct, frozen=True):
     trtllm: Asked | None = Asked()  # None: that schema reads it in its own way, or not at all
     vllm: Asked | None = Asked()
     device: str = ""  # its name in the device's record; empty: it is not there
-    is_filter: bool = False  # it keeps some of the tokens to draw from; greedy decoding needs none
+    is_filter: bool = False  # leaves tokens out before sampling; greedy decoding needs none
     is_option: bool = False  # of the command
     rows: tuple[Row, ...] = ()  # of the page of limits, beside those of its numbers
 
@@ -88,7 +88,7 @@ class Entry(NamedTuple):
     field: Field
 
     def asked(self, schema: SchemaName) -> Asked | None:
-        """How a schema asks for it, with nothing left open; None: not as a plain value."""
+        """Return how a schema has it, with nothing left open; None: not as a plain value."""
         asked: Asked | None = getattr(self.field, schema)
         if asked is None or self.kind is object:
             return None
@@ -102,27 +102,27 @@ class Entry(NamedTuple):
 
 
 class Source(Protocol):
-    """Where a schema finds the values of one request."""
+    """Source of one request's values for a schema."""
 
     def label(self, name: str) -> str:
-        """What errors call it."""
+        """Return the name that errors give it."""
 
     def has(self, name: str) -> bool:
-        """Whether it is given."""
+        """Return whether the request gives it."""
 
     def whole(self, name: str) -> int:
-        """A whole number. Raises ContractError."""
+        """Return a whole number. Raises ContractError."""
 
     def number(self, name: str) -> float:
-        """A number. Raises ContractError."""
+        """Return a number. Raises ContractError."""
 
     def flag(self, name: str) -> bool:
-        """True or false. Raises ContractError."""
+        """Return true or false. Raises ContractError."""
 
 
 @cache
 def table(struct: type[msgspec.Struct]) -> Mapping[str, Entry]:
-    """The fields of a struct that are in the table, in its order."""
+    """Return the fields of a struct that are in the table, in its order."""
     hints = get_type_hints(struct, include_extras=True)
     defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
     found = {}
@@ -144,9 +144,9 @@ def read_fields(
     source: Source,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Every plain value that a schema has for a struct, checked; `names` are the source's own.
+    """Return every plain value that a schema has for a struct, checked.
 
-    Raises ContractError.
+    `names`: a field's name -> the source's own. Raises ContractError.
     """
     values: dict[str, Any] = {}
     for entry, asked in _asked(struct, schema):
@@ -161,7 +161,7 @@ def read_fields(
 
 @cache
 def _asked(struct: type[msgspec.Struct], schema: SchemaName) -> list[tuple[Entry, Asked]]:
-    """What a schema asks for; made once, as it is gone through with every request."""
+    """Return what a schema reads; made once, as every request goes through it."""
     pairs = [(entry, entry.asked(schema)) for entry in table(struct).values()]
     return [(entry, asked) for entry, asked in pairs if asked is not None]
 
@@ -183,7 +183,7 @@ def check_fields(values: msgspec.Struct) -> None:
 
 
 def rows(struct: type[msgspec.Struct]) -> Iterator[Row]:
-    """The lines of the page of limits."""
+    """Return the lines of the page of limits."""
     for entry in table(struct).values():
         yield from _rows_of(entry)
         yield from entry.field.rows
@@ -209,7 +209,7 @@ def _rows_of(entry: Entry) -> Iterator[Row]:
 
 
 def markdown(lines: Iterable[Row]) -> str:
-    """The page's table."""
+    """Return the page's table."""
     text = ["| field | from | to | refused by |", "|---|---|---|---|"]
     for field, least, most, place in lines:
         text.append(f"| {field} | {_shown(least)} | {_shown(most)} | {place} |")

@@ -14,10 +14,10 @@ else:
 
 
 def pack(token_ids: Sequence[int]) -> TokenIds:
-    """An `array("i")` of them; `struct` makes it three times as fast as `array` itself."""
+    """Return an `array("i")` of ids; `struct` makes it three times as fast as `array` itself."""
     return array("i", pack_struct(f"{len(token_ids)}i", *token_ids))
 
 
 def are_below(token_ids: TokenIds, size: int) -> bool:
-    """Whether each of at least one id is from 0 to `size` - 1; one pass without Python objects."""
+    """Return whether all of one or more ids are in [0, size); one pass, no Python objects."""
     return bool(np.frombuffer(token_ids, np.uint32).max() < size)  # negative ids are the largest

@@ -50,12 +50,12 @@ TRITON_PARAMETERS = frozenset(
         "content-type",
     }
 )
-TRITON_PREFIXES = ("triton_", "triton-", "x-")  # x-: headers that the server was told to forward
+TRITON_PREFIXES = ("triton_", "triton-", "x-")  # x-: headers that the server forwards
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
 
 def read_parameters(request: Any) -> dict[str, object]:
-    """Parameters of a request of Triton's: strings, integers, floats and booleans, by name.
+    """Return the parameters of Triton's request: strings, integers, floats, booleans, by name.
 
     Raises ContractError for what is no text.
     """
@@ -68,7 +68,7 @@ def read_parameters(request: Any) -> dict[str, object]:
 
 
 def is_triton_parameter(name: str) -> bool:
-    """Whether the server or a proxy puts it into a request, rather than someone who asks for it."""
+    """Return whether the server or a proxy adds this parameter to a request, and no client."""
     return name.lower() in TRITON_PARAMETERS or name.lower().startswith(TRITON_PREFIXES)
 
 
@@ -83,7 +83,7 @@ _MEANT = {
 
 
 def refuse_parameter(name: str, known: Collection[str]) -> ContractError:
-    """The error for a request parameter that no model knows, with the nearest name there is."""
+    """Return the error for a parameter that no model knows, with the nearest name there is."""
     written = name.lower().replace("-", "_")
     meant = _MEANT.get(written)
     longer = sorted(other for other in known if written and other.startswith(written))
@@ -94,7 +94,7 @@ def refuse_parameter(name: str, known: Collection[str]) -> ContractError:
 
 
 class Inputs:
-    """What one request says. Arrays come without the batch dimension.
+    """Inputs and parameters of one request. Arrays come without the batch dimension.
 
     Args:
         model: whose inputs they are.
@@ -135,52 +135,52 @@ class Inputs:
             self._put_parameter(name, value, names)
 
     def label(self, name: str) -> str:
-        """What errors call an input."""
+        """Return the name that errors give an input."""
         return self._labels.get(name, name)
 
     def has(self, name: str) -> bool:
-        """Whether it is given."""
+        """Return whether the request gives it."""
         return name in self._values
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number. Raises ContractError if it is missing without a default."""
+        """Return a whole number. Raises ContractError if it is missing without a default."""
         if default is not None and name not in self._values:
             return default
         return to_whole(self._called(name), self._scalar(name))
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number, perhaps not a finite one. Raises ContractError."""
+        """Return a number, perhaps not a finite one. Raises ContractError."""
         if default is not None and name not in self._values:
             return default
         return to_number(self._called(name), self._scalar(name))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false. Raises ContractError."""
+        """Return true or false. Raises ContractError."""
         if name not in self._values:
             return default
         return to_flag(self._called(name), self._scalar(name))
 
     def flag_or_none(self, name: str) -> bool | None:
-        """True or false; None where it is not given. Raises ContractError."""
+        """Return true or false; None where it is not given. Raises ContractError."""
         return self.flag(name) if self.has(name) else None
 
     def value(self, name: str, default: object) -> object:
-        """A request parameter as it came."""
+        """Return a request parameter as it came."""
         return self._values.get(name, default)
 
     def text(self, name: str) -> str:
-        """A text in UTF-8. Raises ContractError if it is missing or is none."""
+        """Return a text. Raises ContractError if it is missing or is not UTF-8."""
         return decode(self._called(name), self._scalar(name))
 
     def texts(self, name: str) -> list[str]:
-        """All texts of an input, none if it is not given. Raises ContractError."""
+        """Return all texts of an input, none if it is not given. Raises ContractError."""
         array = self.array(name)
         if array is None:
             return []
         return [decode(f"{self.label(name)}[{i}]", item) for i, item in enumerate(array.tolist())]
 
     def array(self, name: str) -> Array | None:
-        """The tensor as it came."""
+        """Return the tensor as it came."""
         value = self._values.get(name)
         return value if isinstance(value, np.ndarray) else None
 
@@ -220,7 +220,7 @@ class Inputs:
 
 
 def _checked(tensor: Tensor, array: object, label: str) -> Array:
-    """The array, if its type and shape are as declared. A scalar input has no dimension or one."""
+    """Return the array if its type and shape are as declared; a scalar has no dimension or one."""
     if isinstance(array, np.generic):  # an element of a batch of scalars
         array = np.asarray(array)
     if not isinstance(array, np.ndarray):
@@ -238,7 +238,7 @@ def _checked(tensor: Tensor, array: object, label: str) -> Array:
 
 
 def refuse_later(tensor: Tensor, array: Array, label: str) -> None:
-    """Inputs of later work may only say that they are not used. Raises ContractError."""
+    """Refuse an input of later work unless it has no effect. Raises ContractError."""
     if tensor.neutral is None or array.size == 0:
         return
     if tensor.dtype is DType.STRING:
@@ -250,7 +250,7 @@ def refuse_later(tensor: Tensor, array: Array, label: str) -> None:
 
 
 def refuse_unsupported(name: str, value: object, served: Sequence[object]) -> ContractError:
-    """The error for what is declared but not implemented, and asks for something."""
+    """Return the error for an input that is declared, not implemented, and has an effect."""
     only = [f"{each:g}" if isinstance(each, float) else str(each) for each in served if each != ""]
     limit = f"only {' or '.join(only)} is served" if only else "leave it out"
     return ContractError(f"{name} is not supported yet: it is {clip(value)}, {limit}")
@@ -260,7 +260,7 @@ def refuse_unsupported(name: str, value: object, served: Sequence[object]) -> Co
 
 
 def to_whole(field: str, value: object) -> int:
-    """A whole number; texts of one count. Raises ContractError."""
+    """Return a whole number; a text of one counts. Raises ContractError."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, float) and value.is_integer():
@@ -274,7 +274,7 @@ def to_whole(field: str, value: object) -> int:
 
 
 def to_number(field: str, value: object) -> float:
-    """A number; texts of one count. Raises ContractError."""
+    """Return a number; a text of one counts. Raises ContractError."""
     if isinstance(value, int | float | np.number | str | np.bool_):
         try:
             return float(value)
@@ -284,7 +284,7 @@ def to_number(field: str, value: object) -> float:
 
 
 def to_flag(field: str, value: object) -> bool:
-    """True or false; the texts "true", "false", "1", "0" count. Raises ContractError."""
+    """Return true or false; the texts "true", "false", "1", "0" count. Raises ContractError."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     text = str(value).lower() if isinstance(value, str | int) else ""
@@ -294,7 +294,7 @@ def to_flag(field: str, value: object) -> bool:
 
 
 def decode(field: str, value: object) -> str:
-    """A text in UTF-8; NUL characters are as good as others. Raises ContractError."""
+    """Return a text from UTF-8; NUL characters are as good as others. Raises ContractError."""
     try:
         if isinstance(value, bytes | np.bytes_):
             return value.decode()
@@ -308,7 +308,7 @@ def decode(field: str, value: object) -> str:
 
 
 def token_ids(field: str, array: Array) -> TokenIds:
-    """Ids of an int32 array, none of them negative. Raises ContractError."""
+    """Return the ids of an int32 array, none of them negative. Raises ContractError."""
     if array.size and int(array.min()) < 0:
         at = int(array.argmin())
         raise ContractError(

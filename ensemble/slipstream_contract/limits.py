@@ -1,4 +1,4 @@
-"""The bounds of what a request may ask for, and checks of them.
+"""Bounds of what a request may ask for, and checks of them.
 
 What depends on a model, its engine checks itself. `limits_page` lists all bounds.
 """
@@ -42,14 +42,14 @@ GREEDY_BELOW = 1e-5
 
 
 def check_whole(field: str, value: int, low: int, high: int = INT32_MAX) -> int:
-    """The value if it is in bounds. Raises ContractError naming field, value and limits."""
+    """Return the value if it is in bounds. Raises ContractError naming field, value and limits."""
     if not low <= value <= high:
         raise ContractError(f"{field} is {clip(value)}, not a whole number from {low} to {high}")
     return value
 
 
 def check_number(field: str, value: float, low: float, high: float = math.inf) -> float:
-    """The value if it is finite and in bounds. Raises ContractError."""
+    """Return the value if it is finite and in bounds. Raises ContractError."""
     if not (math.isfinite(value) and low <= value <= high):
         bounds = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
         raise ContractError(f"{field} is {value:.7g}, not a finite number {bounds}")
@@ -57,13 +57,13 @@ def check_number(field: str, value: float, low: float, high: float = math.inf) -
 
 
 def check_count(field: str, size: int, limit: int, what: str) -> None:
-    """Raises ContractError if there are more than `limit` of something."""
+    """Check that there are at most `limit` of something. Raises ContractError."""
     if size > limit:
         raise ContractError(f"{field} has {size} {what}, at most {limit} are served")
 
 
 def check_word_bytes(field: str, words: Sequence[bytes], limit: int = MAX_LIST_BYTES) -> None:
-    """Words in UTF-8: neither too many nor too long, alone and together. Raises ContractError."""
+    """Check words in UTF-8: their number, each length, all lengths. Raises ContractError."""
     check_count(field, len(words), MAX_WORDS, "words")
     for word in words:
         if len(word) > MAX_WORD_BYTES:
@@ -75,7 +75,7 @@ def check_word_bytes(field: str, words: Sequence[bytes], limit: int = MAX_LIST_B
 
 
 def check_words(field: str, words: Sequence[Sequence[int]], most: int = MAX_WORDS) -> None:
-    """Words as token ids: neither too many nor too long. Raises ContractError."""
+    """Check words as token ids: their number and lengths. Raises ContractError."""
     check_count(field, len(words), most, "words")
     longest = max(map(len, words), default=0)
     if longest > MAX_WORD_TOKENS:
@@ -85,7 +85,7 @@ def check_words(field: str, words: Sequence[Sequence[int]], most: int = MAX_WORD
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises ContractError if a request's id is too long to be kept and logged."""
+    """Check that a request's id is short enough to be kept and logged. Raises ContractError."""
     size = len(request_id.encode(errors="replace"))
     if size > MAX_REQUEST_ID_BYTES:
         raise ContractError(

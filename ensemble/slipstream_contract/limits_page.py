@@ -1,4 +1,4 @@
-"""Every bound on a request, as docs/limits.md shows it; tests hold each row against who refuses."""
+"""Every bound on a request, as docs/limits.md shows it; tests check each row on what refuses."""
 
 from slipstream_contract import limits
 from slipstream_contract.fields import BOTH, ENGINE, MODEL, SERVER, Row, markdown, rows
@@ -23,5 +23,5 @@ ROWS = (
 
 
 def page() -> str:
-    """All of them in Markdown."""
+    """Return all of them in Markdown."""
     return markdown(ROWS)

@@ -52,5 +52,5 @@ def split_openai(parameters: Mapping[str, object]) -> tuple[int | None, dict[str
 
 
 def _plain(value: object) -> object:
-    """A request parameter may say `false` as a text."""
+    """Return a request parameter's flag, which may be the text `false`."""
     return False if isinstance(value, str) and value.lower() == "false" else value

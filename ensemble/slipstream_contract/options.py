@@ -1,4 +1,4 @@
-"""Parameters of config.pbtxt: which keys of TensorRT-LLM's templates are honoured.
+"""Parameters of config.pbtxt: the keys of TensorRT-LLM's templates that are honoured.
 
 Templates of old deployments set dozens of them. One that asks for what is not done, or that nobody
 knows, keeps the model from loading, by name: it must not look as if it had an effect.
@@ -49,12 +49,12 @@ _INSTEAD = {
 
 
 def is_unset(name: str, value: str) -> bool:
-    """Whether a template's placeholder, or nothing, is left as the value."""
+    """Return whether the value is empty or a template's placeholder."""
     return value in ("", "${" + name + "}")
 
 
 def refuse_unserved(model: str, parameters: Mapping[str, str]) -> None:
-    """Raises ValueError for the first parameter that is neither honoured nor without effect.
+    """Check that every parameter is honoured or without effect. Raises ValueError for the first.
 
     Other keys in capitals are the server's own.
     """

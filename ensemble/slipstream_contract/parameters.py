@@ -1,4 +1,4 @@
-"""What Triton tells a model at its start: the parameters of its config.pbtxt, and where it lies."""
+"""What Triton passes to a model at its start: the parameters of config.pbtxt, and its folder."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _TRUE, _FALSE = ("true", "1", "t", "y", "yes", "on"), ("false", "0", "f", "n", "
 
 
 class StageParameters:
-    """The arguments of `initialize()` of a stage. A value left as `${name}` counts as not given.
+    """Arguments of `initialize()` of a stage. A value left as `${name}` counts as not given.
 
     Raises ValueError if a parameter asks for what is not done.
     """
@@ -25,12 +25,12 @@ class StageParameters:
         refuse_unserved(self.model, self._texts)
 
     def text(self, name: str, default: str = "") -> str:
-        """A parameter as it is written."""
+        """Return a parameter as it is written."""
         value = self._texts.get(name, "")
         return default if is_unset(name, value) else value
 
     def flag(self, name: str, default: bool) -> bool:
-        """A parameter that is true or false. Raises ValueError for anything else."""
+        """Return a parameter that is true or false. Raises ValueError for anything else."""
         value = self.text(name).lower()
         if not value:
             return default
@@ -40,16 +40,16 @@ class StageParameters:
 
     @property
     def has_dynamic_batching(self) -> bool:
-        """Whether the server collects requests, and so drops cancelled ones by itself."""
+        """Return whether the server collects requests, and so drops cancelled ones by itself."""
         return "dynamic_batching" in self.config
 
     def engine(self) -> dict[str, Any]:
-        """The `engine` part of the sibling model `tensorrt_llm`; nothing where there is none."""
+        """Return the `engine` part of the sibling `tensorrt_llm`; nothing where there is none."""
         path = self._engine_file()
         return json.loads(path.read_bytes()).get("engine", {}) if path.is_file() else {}
 
     def tokenizer_directory(self) -> Path:
-        """`tokenizer_dir`, relative to the version directory; else the checkpoint of the engine.
+        """Return `tokenizer_dir`, relative to the version directory; else the engine's checkpoint.
 
         Raises ValueError where neither is known.
         """

@@ -1,6 +1,6 @@
-"""Requests of probes, told from those of clients by the request parameter `probe`.
+"""Requests of probes; the request parameter `probe` sets them apart from those of clients.
 
-- `true`: the process of the model answers with an empty final response; the engine is not asked.
+- `true`: the model's process answers with an empty final response; the engine takes no part.
 - `"token"`: the request runs as a client's would, and is counted apart from those. So that nobody
   is served uncounted it may be of one token, after a short prompt.
 """

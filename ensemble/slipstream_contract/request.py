@@ -1,4 +1,4 @@
-"""The request that every schema is read into: a prompt, and how it is to be answered."""
+"""The request that every schema is read into: a prompt, and how to answer it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ def _count(text: str, name: str) -> Field:
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the responses hold beside new tokens. Its fields are lines of the table of `fields`."""
+    """Contents of the responses beside new tokens; its fields stand in the table of `fields`."""
 
     is_streaming: Annotated[
         bool, _flag("a response whenever there are new tokens", "stream", "stream")
@@ -51,11 +51,11 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     perf_metrics: Annotated[
         bool, _flag("times and counts of blocks, at the end", "return_perf_metrics")
     ] = False
-    skip_special_tokens: bool | None = None  # in the text; None: as the model is configured
+    skip_special_tokens: bool | None = None  # from the text; None: as the model is configured
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tokenizer makes token ids of before the engine has it, and the end id."""
+    """Words that a tokenizer turns into token ids before the engine has them, and the end id."""
 
     bad: tuple[str, ...] = ()
     biased: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Words(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and how it is to be answered; a batch has several."""
+    """A prompt and how to answer it; a batch has several."""
 
     prompt: str | TokenIds
     sampling: SamplingParams  # without what `words` says, where the prompt is a text
@@ -78,18 +78,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The prompt as a text."""
+        """Return the prompt as a text."""
         assert isinstance(self.prompt, str), "the prompt is encoded already"
         return self.prompt
 
     @property
     def token_ids(self) -> TokenIds:
-        """The prompt as token ids."""
+        """Return the prompt as token ids."""
         assert not isinstance(self.prompt, str), "the prompt is still a text"
         return self.prompt
 
     def texts(self) -> Iterator[str]:
-        """All that is to be encoded."""
+        """Return every word that has to be encoded."""
         yield self.text
         yield from self.words.bad
         yield from self.words.biased
@@ -100,7 +100,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         bad_words: Sequence[Sequence[int]] = (),
         biased_words: Sequence[Sequence[int]] = (),
     ) -> SamplingParams:
-        """Make the sampling parameters whole.
+        """Return the sampling parameters with the words' token ids.
 
         Args:
             end_ids: the checkpoint's.
@@ -125,7 +125,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_handling(parameters: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, object]]:
-    """Take what every schema says of a request's handling out of the request parameters.
+    """Split the parameters that every schema shares, urgency and cache salt, from the others.
 
     Returns fields of `GenerateRequest`, and the other parameters. Raises ContractError.
     """
@@ -135,7 +135,7 @@ def split_handling(parameters: Mapping[str, object]) -> tuple[dict[str, Any], di
 
 
 def choose_end_ids(given: int | None, own: Sequence[int]) -> tuple[int, ...]:
-    """Which ids end a sequence.
+    """Return the ids that end a sequence.
 
     Some checkpoints have several, a client can name one: if it is one of them, all of them count.
     None given: the checkpoint's; -1: none.
@@ -148,7 +148,7 @@ def choose_end_ids(given: int | None, own: Sequence[int]) -> tuple[int, ...]:
 def checked_words(
     field: str, words: Sequence[Sequence[int]], most: int = limits.MAX_WORDS
 ) -> tuple[tuple[int, ...], ...]:
-    """At most so many words as token ids, without empty ones. Raises ContractError."""
+    """Return words as token ids, without empty ones, at most `most`. Raises ContractError."""
     limits.check_words(field, words, most)
     return tuple(tuple(word) for word in words if len(word))
 
@@ -156,9 +156,9 @@ def checked_words(
 def checked_bias(
     field: str, bias: dict[int, float], size: int | None = None
 ) -> tuple[tuple[int, float], ...]:
-    """What is added to logits, by rising token id; of `size` tokens, where not all are given.
+    """Return (token id, what is added to its logit), by rising id.
 
-    Raises ContractError.
+    `size`: the number of biased tokens, where `bias` has only a part of them. Raises ContractError.
     """
     size = len(bias) if size is None else size
     limits.check_count(field, size, limits.MAX_BIASED_TOKENS, "biased tokens")

@@ -1,4 +1,4 @@
-"""What a request says of the KV cache: how long its blocks are kept, and who may share them.
+"""Request inputs for the KV cache: how long to keep its blocks, and which requests share them.
 
 Blocks have priorities as in TensorRT-LLM: the lowest go first. A block belongs to the range that
 its first token is in; outside of all ranges, it has the usual one. Where `cache_salt` differs, a
@@ -40,7 +40,7 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Retention(msgspec.Struct, frozen=True, array_like=True):
-    """What a request says about its blocks; `decode_priority` counts for the output."""
+    """Retention of a request's blocks; `decode_priority` is that of the output."""
 
     ranges: Annotated[
         tuple[TokenRange, ...],
@@ -67,7 +67,7 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     decode_duration_ms: int = -1
 
     def of(self, token: int, num_prompt: int) -> tuple[int, int] | None:
-        """Priority and ms (-1: for ever) of the block that begins with this token.
+        """Return priority and ms (-1: for ever) of the block that begins with this token.
 
         None: nothing is said of it.
         """
@@ -88,7 +88,7 @@ class _Inputs(Protocol):
 
 
 def read_retention(read: _Inputs) -> Retention | None:
-    """The `retention_*` inputs; None if they say nothing. Raises ContractError."""
+    """Read the `retention_*` inputs; None if they say nothing. Raises ContractError."""
     columns = {field: _numbers(read, _RANGE + field) for field in _FIELDS}
     size = len(columns["starts"])
     if not columns["durations_ms"]:
@@ -114,7 +114,7 @@ def _numbers(read: _Inputs, name: str) -> list[int]:
 
 
 def check_retention(retention: Retention) -> None:
-    """Raises ContractError for what the cache could not do."""
+    """Check ranges and priorities for what the cache can do. Raises ContractError."""
     check_count(f"{_RANGE}starts", len(retention.ranges), MAX_RANGES, "ranges")
     last_end = 0
     for i, each in enumerate(retention.ranges):
@@ -138,7 +138,7 @@ def _check_duration(field: str, duration_ms: int) -> None:
 
 
 def split_salt(parameters: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """`cache_salt`, empty if not given, and the other parameters. Raises ContractError."""
+    """Return `cache_salt`, empty if not given, and the others. Raises ContractError."""
     others = dict(parameters)
     salt = others.pop(_SALT, "")
     if not isinstance(salt, str):
@@ -148,7 +148,7 @@ def split_salt(parameters: Mapping[str, object]) -> tuple[str, dict[str, object]
 
 
 def check_salt(salt: str) -> None:
-    """Raises ContractError if it is too long."""
+    """Check a salt's length. Raises ContractError."""
     try:
         size = len(salt.encode())
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""How to choose tokens: one struct, made from any schema, for the engine as is.
+"""Parameters that choose tokens: one struct, made from any schema, for the engine as is.
 
 Each field is a line of the table of `fields`: what the schemas ask for, what the engine checks,
 what the kernel reads and what docs/limits.md says comes from it.
@@ -26,7 +26,7 @@ VLLM_MAX_TOKENS = 16
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Normalised and validated; the engine trusts it. Defaults mean "no effect".
+    """Sampling parameters, normalised and validated. Defaults mean "no effect".
 
     Greedy decoding is `temperature == 0`. The engine checks token ids against its vocabulary.
     """
@@ -95,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             is_filter=True,
         ),
     ] = 0.0
-    # Of prompt and output, as transformers and TensorRT-LLM have it.
+    # Counts prompt and output, as transformers and TensorRT-LLM have it.
     repetition_penalty: Annotated[
         float,
         Field(
@@ -125,7 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             is_option=True,
         ),
     ] = 0.0
-    # None: drawn per request; sequence i of n samples with (seed, i).
+    # None: a random one per request; sequence i of n samples with (seed, i).
     seed: Annotated[
         int | None,
         Field(
@@ -233,7 +233,7 @@ def greedy(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """What would hurt other requests if whoever made the struct had not checked it.
+    """Check a struct that another process made, as a bad one could harm other requests.
 
     Raises ContractError. A vocabulary is the engine's to know: ids are not looked at.
     """

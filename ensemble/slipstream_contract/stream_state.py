@@ -1,6 +1,6 @@
 """A response on its way from `tensorrt_llm` to `postprocessing`: `STREAM_STATE INT64[-1]`.
 
-Six integers of what postprocessing must know so that it can stay stateless, and the token ids after
+Six integers that let postprocessing stay stateless, and the token ids after
 them. One tensor, since each costs all four processes between them more than what it holds. A direct
 caller of `postprocessing` sends `TOKENS_BATCH` and `SEQUENCE_LENGTH` instead and gets the one-shot
 decode.
@@ -15,7 +15,7 @@ NUM_INTEGERS = 6  # before the token ids
 
 
 class StreamState(NamedTuple):
-    """One response's place in its stream."""
+    """Place of a response in its stream."""
 
     slot: int = -1  # of the credit file; -1: no flow control
     number: int = 0  # of this response in its stream, from 1
@@ -25,7 +25,7 @@ class StreamState(NamedTuple):
     tail: bytes = b""  # incomplete UTF-8 (0 to 3 bytes) left by the response before
 
     def pack(self, token_ids: Iterable[int] = ()) -> list[int]:
-        """Six integers, and the tokens of the response."""
+        """Return six integers, and the tokens of the response."""
         flags = _FIRST * self.is_first | _LAST * self.is_last
         tail = int.from_bytes(self.tail, "little")
         size = len(self.tail)
@@ -33,7 +33,7 @@ class StreamState(NamedTuple):
 
     @classmethod
     def unpack(cls, values: Sequence[int]) -> tuple["StreamState", Sequence[int]]:
-        """Inverse of `pack`: the state, and the token ids as they are.
+        """Invert `pack`: return the state, and the token ids as they are.
 
         Raises ValueError or OverflowError for a state that `pack` never makes.
         """

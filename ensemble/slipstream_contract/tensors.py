@@ -38,7 +38,7 @@ class DType(StrEnum):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """One input or output of a model."""
+    """Declaration of an input or output of a model."""
 
     name: str
     dtype: DType
@@ -64,15 +64,15 @@ class Model(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def inputs_by_name(self) -> Mapping[str, Tensor]:
-        """Made once: every request is held against it."""
+        """Return input name -> tensor; made once, as every request is checked against it."""
         return {tensor.name: tensor for tensor in self.inputs}
 
     def input(self, name: str) -> Tensor:
-        """Raises KeyError."""
+        """Return an input's declaration. Raises KeyError."""
         return self.inputs_by_name[name]
 
     def output(self, name: str) -> Tensor:
-        """Raises KeyError."""
+        """Return an output's declaration. Raises KeyError."""
         return {tensor.name: tensor for tensor in self.outputs}[name]
 
 

@@ -1,4 +1,4 @@
-"""What `tokenizer_config.json` adds to `tokenizer.json`: tokens, and the roles of tokens.
+"""Contents of `tokenizer_config.json` beside `tokenizer.json`: tokens, and roles of tokens.
 
 The rules are those of transformers 5. Tokens of `added_tokens_decoder` come first, by their ids;
 then those with a role (`bos_token`, `eos_token`, ..., and a model's own, such as `image_token`,
@@ -43,7 +43,7 @@ class AddedToken(msgspec.Struct, frozen=True):
     special: bool = False
 
     def resolve(self, is_special: bool) -> "AddedToken":
-        """The token with no flag left open."""
+        """Return the token with no flag left open."""
         normalized = not is_special if self.normalized is None else self.normalized
         return msgspec.structs.replace(self, special=is_special, normalized=normalized)
 
@@ -105,14 +105,14 @@ class TokenizerConfig(msgspec.Struct, frozen=True):
         )
 
     def text(self, role: str) -> str | None:
-        """The token with a role, such as `eos_token`."""
+        """Return the token with a role, such as `eos_token`."""
         token = self.roles.get(role)
         return None if token is None else token.content
 
     def additions(self, present: Mapping[int, AddedToken]) -> list[AddedToken]:
-        """Tokens to add to those that `tokenizer.json` has, by id, in the order of adding.
+        """Return the tokens to add to those of `tokenizer.json`, by id, in the order of adding.
 
-        One that is there with other flags is among them: it gets the flags that it has here.
+        A token that is there with other flags is among them: it gets the flags that it has here.
         """
         numbered = {**self.numbered, **present} if self.gives_way else self.numbered
         found = [token for _, token in sorted(numbered.items())]
@@ -158,7 +158,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _is_own(name: str, value: object, kind: Any) -> bool:
-    """Whether it gives a token a role that is this model's own."""
+    """Return whether the entry gives a token a role that is this model's own."""
     return name.endswith("_token") and name not in ROLES and isinstance(value, kind)
 
 
@@ -208,7 +208,7 @@ def _number_old(given: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, A
 
 
 def _content(value: object) -> str | None:
-    """The text of a token; None for an object of `save_pretrained`, which has its flags itself."""
+    """Return a token's text; None for an object of `save_pretrained`, which has its own flags."""
     if isinstance(value, dict) and "__type" in value:
         return None
     text = value.get("content") if isinstance(value, dict) else value
@@ -222,7 +222,7 @@ def _id(path: Path, text: str) -> int:
 
 
 def _token(path: Path, name: str, value: object, is_special: bool = True) -> AddedToken:
-    """A token written as its text or as an object, which may leave out whether it is special."""
+    """Read a token, a text or an object, which may leave out whether it is special."""
     if isinstance(value, str):
         value = {"content": value}
     if isinstance(value, dict) and "__type" not in value:

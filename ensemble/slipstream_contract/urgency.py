@@ -1,7 +1,7 @@
-"""How long a request may take and whom it goes before: request parameters of every model.
+"""Deadline and priority of a request: request parameters of every model.
 
 `timeout_ms`, and Triton's own `timeout` in microseconds, count from the moment the generating model
-is given the request; the shorter one holds. `priority` is 0 (first) to 9 among those that wait. A
+has the request; the shorter one holds. `priority` is 0 (first) to 9 among requests that wait. A
 server takes a gRPC parameter of that name for its own queue and does not pass it on, so over gRPC
 it is called `request_priority`.
 """
@@ -25,7 +25,7 @@ _NAMES = frozenset({_PRIORITY, _GRPC_PRIORITY, _TIMEOUT_MS, _TIMEOUT_US})
 
 
 class Urgency(msgspec.Struct, frozen=True):
-    """Of one request."""
+    """Deadline and priority of one request."""
 
     timeout_ns: Annotated[
         int,
@@ -47,7 +47,7 @@ class Urgency(msgspec.Struct, frozen=True):
 
 
 def split_urgency(parameters: Mapping[str, object]) -> tuple[Urgency, dict[str, object]]:
-    """The urgency of a request, and its other parameters. Raises ContractError."""
+    """Return the urgency of a request, and its other parameters. Raises ContractError."""
     own = {name: parameters[name] for name in _NAMES & parameters.keys()}
     others = {name: value for name, value in parameters.items() if name not in own}
     timeouts_us = []

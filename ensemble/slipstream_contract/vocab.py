@@ -5,7 +5,7 @@ text because one character may be spread over several tokens; the 0 to 3 bytes o
 has only begun (the tail) travel from one response to the next. Concatenated, the texts of a stream
 equal the one-shot decode of the `tokenizers` library, with one difference: where a model emits byte
 tokens (`<0xE4>`) that are no valid UTF-8, that library turns the whole run into U+FFFD, valid
-characters included, which no stream can do that has sent them; here only invalid bytes do.
+characters included. A stream that has sent them cannot: here only invalid bytes become U+FFFD.
 """
 
 import codecs
@@ -79,7 +79,7 @@ class TokenBytes:
             raise UnsupportedTokenizerError(f"{path}: {error}") from None
 
     def raw(self, token_id: int) -> bytes:
-        """What the token stands for after other tokens; a special token is its own text.
+        """Return a token's bytes after other tokens; a special token is its own text.
 
         Empty for an id that the tokenizer does not have: models pad their vocabulary.
         """
@@ -88,7 +88,7 @@ class TokenBytes:
         return self._blob[self._offsets[token_id] : self._offsets[token_id + 1]]
 
     def visible(self, token_id: int, is_first: bool, skip_special: bool = True) -> bytes:
-        """What the token adds to the decoded text, which is empty so far if `is_first`."""
+        """Return what the token adds to the decoded text, which is empty so far if `is_first`."""
         if skip_special and token_id in self.special:
             return b""
         data = self.raw(token_id)
@@ -105,7 +105,7 @@ class TokenBytes:
         skip_special: bool = True,
         drop_bytes: int = 0,
     ) -> tuple[bytes, bool]:
-        """What the tokens add to the text, and whether the next token is still its first.
+        """Return what the tokens add to the text, and whether the next token is still its first.
 
         `drop_bytes` are cut from the end of what the last of them adds.
         """
@@ -122,7 +122,7 @@ class TokenBytes:
         return _cut(parts, drop_bytes), is_first
 
     def _begins_text(self, token_id: int, skip_special: bool) -> bool:
-        """Whether the tokens after this one no longer count as first."""
+        """Return whether the tokens after this one no longer count as first."""
         if not 0 <= token_id < self.size or (skip_special and token_id in self.special):
             return False
         # A decoder that counts tokens counts an empty one too; one that cuts the text does not.
@@ -132,14 +132,14 @@ class TokenBytes:
 
 
 def _cut(parts: list[bytes], drop_bytes: int) -> bytes:
-    """All parts, of which the last loses so many bytes at its end."""
+    """Join all parts without the last `drop_bytes` bytes of the last one."""
     if drop_bytes and parts:
         parts[-1] = parts[-1][: max(0, len(parts[-1]) - drop_bytes)]
     return b"".join(parts)
 
 
 def split_incomplete(data: bytes) -> tuple[bytes, bytes]:
-    """(whole, tail): the tail is 0 to 3 bytes of a UTF-8 character that later bytes can complete.
+    """Split into (whole, tail): a tail of 0 to 3 bytes of a character that later bytes complete.
 
     Bytes that are invalid whatever follows stay in the whole part.
     """
@@ -150,7 +150,7 @@ def split_incomplete(data: bytes) -> tuple[bytes, bytes]:
 def state_after(
     vocab: TokenBytes, token_ids: Iterable[int], state: StreamState, skip_special: bool = True
 ) -> StreamState:
-    """The state of the response after this one: its tail, and whether it is still the first.
+    """Return the state of the response after this one: its tail, and whether it is the first.
 
     A stream that began with special tokens alone has no text yet, so the next one is first too.
     """
@@ -170,14 +170,14 @@ class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]  # Unigram has the list
 
     def ids(self) -> dict[str, int]:
-        """Piece -> token id."""
+        """Return piece -> token id."""
         if isinstance(self.vocab, dict):
             return self.vocab
         return {piece: token_id for token_id, (piece, _) in enumerate(self.vocab)}
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What is read of `tokenizer.json`; merges, the large rest, are skipped."""
+    """Parts of `tokenizer.json` that are read; merges, the large rest, are skipped."""
 
     model: _Model
     added_tokens: list[_NumberedToken] = []

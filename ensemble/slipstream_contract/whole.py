@@ -1,6 +1,6 @@
-"""How a client over HTTP knows that an answer is whole: the end of its connection does not tell.
+"""Marks of a whole answer over HTTP, where the end of the connection says nothing.
 
-A tritonserver whose HTTP thread is kept from writing loses the last events of streams, an error
+A tritonserver whose HTTP thread cannot write loses the last events of streams, an error
 among them, and ends them in good order all the same (docs/faults.md). Events that do come are in
 order. So an answer is whole if the event is there that only its end brings: a reason, or the times
 of the whole answer.
@@ -13,16 +13,16 @@ RUNNING = "None"  # as Triton's vLLM backend writes a reason that is not there y
 
 
 def mark_of(model: str) -> dict[str, object]:
-    """What a request to that model asks for, so that its last event can be told from the others."""
+    """Return what a request to that model asks for, so that its last event differs from others."""
     name = "return_finish_reason" if model == "vllm_model" else "return_perf_metrics"
     return {name: True}
 
 
 def is_last(event: Mapping[str, object]) -> bool:
-    """Whether a sequence has ended with it; each of several in one answer has such an event."""
+    """Return whether an event ends a sequence; each sequence of an answer has such an event."""
     return has_ended(event.get("last_token_time_ns"), event.get("finish_reason", RUNNING))
 
 
 def has_ended(last_token_time_ns: object, finish_reason: object) -> bool:
-    """The same of the two fields that tell; a time of None is one that is not there."""
+    """Return whether these two fields of an event end a sequence; None: no time is there."""
     return last_token_time_ns is not None or finish_reason != RUNNING

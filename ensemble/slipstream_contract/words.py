@@ -12,7 +12,7 @@ _MALFORMED = "not flat token ids above the cumulative ends of the words, padded 
 
 
 def pack_word_list(words: Iterable[Sequence[int]]) -> NDArray[np.int32]:
-    """int32[2, n]: ids padded with 0, ends padded with -1. Empty words are left out; n is >= 1."""
+    """Return int32[2, n], n >= 1: ids padded with 0, ends padded with -1, without empty words."""
     kept = [word for word in words if len(word)]
     ids = [token_id for word in kept for token_id in word]
     packed = np.zeros((2, max(1, len(ids))), np.int32)
@@ -23,7 +23,7 @@ def pack_word_list(words: Iterable[Sequence[int]]) -> NDArray[np.int32]:
 
 
 def unpack_word_list(packed: NDArray[Any], field: str = "words") -> list[list[int]]:
-    """Inverse of `pack_word_list`; words of no tokens are left out. Raises ContractError."""
+    """Invert `pack_word_list`; words of no tokens are left out. Raises ContractError."""
     if packed.ndim != 2 or packed.shape[0] != 2 or packed.dtype.kind not in "iu":
         raise ContractError(
             f"{field} has shape {clip(list(packed.shape))}, type {packed.dtype}, not INT32 [2, n]"

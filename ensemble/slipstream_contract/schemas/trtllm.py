@@ -59,16 +59,16 @@ _READ_ELSEWHERE = openai_names.NAMES | {"timeout_ms", "request_priority", "cache
 
 
 class Vocabulary(Protocol):
-    """The part of TokenBytes that is needed here."""
+    """The part of TokenBytes that this module needs."""
 
     def raw(self, token_id: int) -> bytes:
-        """What a token stands for, empty if the vocabulary does not have it."""
+        """Return a token's bytes, empty if the vocabulary does not have it."""
 
 
 def text_request(
     inputs: Arrays, parameters: Mapping[str, object], exclude_input_in_output: bool = False
 ) -> GenerateRequest:
-    """A request of `ensemble` or `tensorrt_llm_bls`. Raises ContractError.
+    """Read a request of `ensemble` or `tensorrt_llm_bls`. Raises ContractError.
 
     `exclude_input_in_output` counts where the request does not say.
     """
@@ -106,7 +106,7 @@ def llm_request(
     end_ids: Sequence[int] = (),
     max_model_len: int | None = None,
 ) -> GenerateRequest:
-    """A request of `tensorrt_llm`. Raises ContractError.
+    """Read a request of `tensorrt_llm`. Raises ContractError.
 
     Args:
         inputs, parameters: what came.
@@ -150,7 +150,7 @@ def llm_request(
 
 
 def _split(parameters: Mapping[str, object]) -> tuple[int | None, dict[str, object]]:
-    """A second bound on the output, and the parameters that are neither Triton's nor OpenAI's."""
+    """Return a second bound on the output, and parameters neither Triton's nor OpenAI's."""
     asked = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
     return openai_names.split_openai(asked)
 
@@ -164,7 +164,7 @@ def _check_type(read: Inputs) -> None:
 
 
 def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -> SamplingParams:
-    """All that is numbers and flags, by the rules at the head of this file.
+    """Read numbers and flags, by the rules at the head of this file.
 
     `names` has the inputs of the text models that this one calls otherwise.
     """
@@ -185,7 +185,7 @@ def _options(
 
 
 def _end_id(read: Inputs) -> int | None:
-    """The id that the request names; -1: none, None: it does not say. A pad id has no effect."""
+    """Return the id that the request names; -1: none, None: not given. A pad id has no effect."""
     ids = {
         name: limits.check_whole(name, read.whole(name), -1, limits.INT32_MAX)
         for name in ("end_id", "pad_id")
@@ -198,14 +198,14 @@ def _end_id(read: Inputs) -> int | None:
 
 
 def _texts(read: Inputs, name: str, limit: int) -> tuple[str, ...]:
-    """Words of at most `limit` bytes together; empty ones are left out."""
+    """Read words of at most `limit` bytes together; empty ones are left out."""
     words = [word for word in read.texts(name) if word]
     limits.check_word_bytes(name, [word.encode() for word in words], limit)
     return tuple(words)
 
 
 def _weighted(read: Inputs) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """Words whose tokens are biased, and their weights.
+    """Read the words whose tokens are biased, and their weights.
 
     Clients that do not use the two fields send one empty word, and perhaps a zero.
     """
@@ -229,7 +229,7 @@ def _weighted(read: Inputs) -> tuple[tuple[str, ...], tuple[float, ...]]:
 
 
 def _prompt(read: Inputs, max_model_len: int | None) -> TokenIds:
-    """`input_ids` as far as `input_lengths` says; what follows is padding."""
+    """Read `input_ids` as far as `input_lengths` says; what follows is padding."""
     array = read.array("input_ids")
     if array is None:
         raise ContractError("input_ids is missing")
@@ -252,7 +252,7 @@ def _word_ids(read: Inputs, name: str) -> list[list[int]]:
 def _stop_words(
     words: Sequence[Sequence[int]], vocab: Vocabulary | None
 ) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-    """Stop words as bytes; without a vocabulary as token ids, which one token each can be."""
+    """Return stop words as bytes and token ids; without a vocabulary each must be one token."""
     field = "stop_words_list (stop_words)"
     if vocab is None:
         limits.check_count(field, len(words), limits.MAX_WORDS, "words")

@@ -64,7 +64,7 @@ _SERVED = frozenset(
 def vllm_request(
     inputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, object]
 ) -> GenerateRequest:
-    """A request of `vllm_model`. Raises ContractError.
+    """Read a request of `vllm_model`. Raises ContractError.
 
     Bad words are banned as they are and after a space, as tokenizers write them in a text.
     """
@@ -117,7 +117,7 @@ class _Values:
         return to_flag(name, self._values.get(name, default))
 
     def words(self, name: str, most_bytes: int) -> tuple[str, ...]:
-        """One text or a list of texts, of so many bytes together; none of them is empty."""
+        """Read a text or a list of texts, at most `most_bytes` together, none empty."""
         value = self._values.get(name, [])
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list):
@@ -130,7 +130,7 @@ class _Values:
         return words
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """A list of token ids."""
+        """Read a list of token ids."""
         items = self._values.get(name, [])
         if not isinstance(items, list):
             raise ContractError(f"{name} is {clip(items)}, not a list of token ids")
@@ -141,7 +141,7 @@ class _Values:
         )
 
     def bias(self, name: str) -> tuple[tuple[int, float], ...]:
-        """An object of token ids and what is added to their logits."""
+        """Read an object: token id -> what is added to its logit."""
         items = self._values.get(name, {})
         if not isinstance(items, dict):
             raise ContractError(f"{name} is {clip(items)}, not an object of token ids and numbers")
@@ -159,9 +159,9 @@ class _Values:
 
 
 def _parameters(read: Inputs, parameters: Mapping[str, object]) -> tuple[_Values, int | None]:
-    """The sampling parameters, from the tensor or from the request, with known names only.
+    """Read the sampling parameters, from the tensor or from the request, with known names only.
 
-    Beside them a second bound on the output.
+    Return a second bound on the output beside them.
     """
     asked = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
     most, given = openai_names.split_openai(asked)
@@ -177,7 +177,7 @@ def _parameters(read: Inputs, parameters: Mapping[str, object]) -> tuple[_Values
                 raise refuse_unsupported(name, value, served)
         elif name not in _SERVED:
             raise refuse_parameter(name, _SERVED | _LATER.keys() | openai_names.NAMES)
-    if given.get("max_tokens") is None and most is not None:  # no default bounds what was asked
+    if given.get("max_tokens") is None and most is not None:  # no default below the bound given
         return _Values(given | {"max_tokens": most}), None
     return _Values(given), most
 
@@ -194,7 +194,7 @@ def _options(read: Inputs, values: _Values) -> ResponseOptions:
 
 
 def _add_special_tokens(read: Inputs, values: _Values) -> bool | None:
-    """The input, or the parameter of the same name; None where neither is given."""
+    """Return the input, or the parameter of its name; None where neither is given."""
     name = "add_special_tokens"
     if not values.has(name):
         return read.flag_or_none(name)
@@ -204,7 +204,7 @@ def _add_special_tokens(read: Inputs, values: _Values) -> bool | None:
 
 
 def _object(text: str) -> dict[str, object]:
-    """JSON. An empty text asks for nothing."""
+    """Parse JSON. An empty text asks for nothing."""
     limits.check_count("sampling_parameters", len(text.encode()), limits.MAX_JSON_BYTES, "bytes")
     try:
         value = json.loads(text, object_pairs_hook=_without_twins) if text.strip() else {}
@@ -216,7 +216,7 @@ def _object(text: str) -> dict[str, object]:
 
 
 def _fault(error: Exception) -> str:
-    """What is wrong with a JSON; not in Python's words where they are about Python."""
+    """Describe what is wrong with a JSON, without Python's words about Python."""
     if isinstance(error, json.JSONDecodeError):
         start = error.doc[error.pos : error.pos + 65]
         return f"{error.msg} at character {error.pos}: {clip(start)}"
@@ -235,7 +235,7 @@ def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _neutral_form(value: object) -> object:
-    """Request parameters say `false` and `1` as texts."""
+    """Return the value of a request parameter, which may be the text `false` or `1`."""
     if isinstance(value, str):
         return {"false": False, "true": True, "none": None}.get(value.lower(), _number(value))
     return value
@@ -267,14 +267,14 @@ def _sampling(values: _Values, most_tokens: int | None) -> SamplingParams:
 
 
 def _seed(seed: int | None) -> int | None:
-    """None and -1: drawn per request. Negative seeds count as 64-bit patterns, like vLLM's."""
+    """Read a seed. None and -1: a random one. Negative ones are 64-bit patterns, like vLLM's."""
     if seed is None or seed == -1:
         return None
     return int(np.array(seed, np.int64).astype(np.uint64))
 
 
 def _log_probs(values: _Values, temperature: float) -> bool:
-    """Whether any are wanted; other tokens than the sampled one are not to be had yet."""
+    """Return whether log probabilities are wanted; only the sampled token has one."""
     wanted = values.whole_or_none("logprobs")
     if wanted is None:
         return False
