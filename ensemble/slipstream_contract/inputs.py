@@ -93,6 +93,13 @@ def refuse_parameter(name: str, known: Collection[str]) -> ContractError:
     return ContractError(f"unknown request parameter {clip(name)}{hint}")
 
 
+def refuse_others(parameters: Mapping[str, object], known: Collection[str] = ()) -> None:
+    """Raise ContractError for the first request parameter that is neither known nor Triton's."""
+    for name in parameters:
+        if name not in known and not is_triton_parameter(name):
+            raise refuse_parameter(name, known)
+
+
 class Inputs:
     """Inputs and parameters of one request. Arrays come without the batch dimension.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import Code, ContractError, label_of
-from slipstream_contract.inputs import read_parameters
+from slipstream_contract.inputs import read_parameters, refuse_others
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.probes import PROBE
 from slipstream_runtime.admission import Gate, LoadFile, Passed, passed_path_of, path_of
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 # An output that echoes an input: only the next step of an ensemble needs it.
 _STEP_OUTPUT = "REQUEST_OUTPUT_LEN"
 _REPORT_S = 1.0
+_PARAMETERS = ("add_special_tokens", PROBE)
 
 
 class TritonPythonModel:
@@ -75,7 +76,10 @@ class TritonPythonModel:
             if is_step:
                 self._gate.raise_if_full()
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            outputs = encode_batch(self._encoder, inputs, read_parameters(request))
+            parameters = read_parameters(request)
+            if not is_step:  # else the next step reads the others
+                refuse_others(parameters, _PARAMETERS)
+            outputs = encode_batch(self._encoder, inputs, parameters)
             if is_step:
                 self._gate.pass_on(int(outputs["REQUEST_INPUT_LEN"].max()))
             return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])

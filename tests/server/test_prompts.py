@@ -25,6 +25,7 @@ from slipstream_preprocessing.encode import Encoder
 from slipstream_serve.server import server_directory
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from tritonclient.utils import InferenceServerException
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
@@ -108,6 +109,9 @@ def test_preprocessing_alone(begins, checkpoint):
         plain = begins.tensors("preprocessing", asked)
         result = grpc.infer("preprocessing", plain, parameters={NAME: False})
         assert result.as_numpy("INPUT_ID").tolist() == [expected]
+        for model, inputs in (("preprocessing", plain), ("slipstream_health", [])):
+            with pytest.raises(InferenceServerException, match="unknown request parameter 'min_p'"):
+                grpc.infer(model, inputs, parameters={"min_p": 0.5})
     body = {
         "inputs": [
             {"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": [PROMPT]},

@@ -53,9 +53,14 @@ class Response:
 
 class Request:
     def __init__(
-        self, is_cancelled: bool = False, outputs: tuple[str, ...] = (), **tensors: Any
+        self,
+        is_cancelled: bool = False,
+        outputs: tuple[str, ...] = (),
+        parameters: str = "",
+        **tensors: Any,
     ) -> None:
         self.tensors, self._is_cancelled, self._outputs = tensors, is_cancelled, outputs
+        self._parameters = parameters
 
     def requested_output_names(self) -> list[str]:
         return list(self._outputs)
@@ -70,7 +75,7 @@ class Request:
         return self._is_cancelled
 
     def parameters(self) -> str:
-        return ""
+        return self._parameters
 
 
 @pytest.fixture
@@ -321,6 +326,19 @@ def test_preprocessing_takes_the_checkpoint_and_the_context_of_the_engine(reposi
     assert good.outputs["INPUT_ID"].tolist() == [byte_level_bpe().encode("fox").ids]
     assert empty.error.message == "INVALID_ARGUMENT: text_input is empty"
     assert "the context has 9" in long.error.message
+    asked = [
+        Request(QUERY=queries[0], REQUEST_OUTPUT_LEN=limit, parameters=text, outputs=outputs)
+        for text, outputs in (
+            ('{"add_special_token": false}', ()),
+            ('{"add_special_tokens": false, "probe": true, "x-tenant": "a"}', ()),
+            ('{"min_p": 0.5}', ("INPUT_ID", "REQUEST_OUTPUT_LEN")),  # of a step of an ensemble
+        )
+    ]
+    misspelt, known, step = model.execute(asked)
+    hint = "unknown request parameter 'add_special_token'; do you mean add_special_tokens?"
+    assert misspelt.error.message == f"INVALID_ARGUMENT: {hint}"
+    assert known.error is None
+    assert step.error is None
     model.finalize()
 
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import msgspec
 import triton_python_backend_utils as pb
 from slipstream_contract.errors import ContractError
-from slipstream_contract.inputs import read_parameters
+from slipstream_contract.inputs import read_parameters, refuse_others
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
-from slipstream_contract.probes import Probe, split_probe
+from slipstream_contract.probes import PROBE, Probe, split_probe
 from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.directory import hide_shared_memory, open_runtime
 from slipstream_runtime.inflight import InFlight
@@ -159,8 +159,9 @@ class TritonPythonModel:
 
     def _report(self, requests: Sequence[Any], siblings: Siblings) -> list[Any] | None:
         responses = []
-        for _ in requests:
+        for request in requests:
             try:
+                refuse_others(read_parameters(request), (PROBE,))
                 outputs = health(self._bridge, siblings, self._outputs[0])
                 responses.append(pb.InferenceResponse(make_tensors(outputs)))
             except ContractError as error:
