@@ -77,14 +77,14 @@ def untuned() -> Iterator[None]:
     before = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as empty:
         os.environ["XDG_CACHE_HOME"] = empty
-        cublaslt.forget()
+        cublaslt.discard_plans()
         try:
             yield
         finally:
             del os.environ["XDG_CACHE_HOME"]
             if before is not None:
                 os.environ["XDG_CACHE_HOME"] = before
-            cublaslt.forget()
+            cublaslt.discard_plans()
 
 
 def single() -> list[Result]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from slipstream.kernels.sampling.sample import MAX_COUNT, count_tokens
-from slipstream.runner.sampler import Results, SamplingInputs, draw
+from slipstream.runner.sampler import Results, SamplingInputs, sample_tokens
 from slipstream.runner.sampling_rows import history_arrays, pack_row, sampling_arrays
 from slipstream_contract.sampling import SamplingParams
 from timing import DTYPE, VOCAB, Result, measure
@@ -50,7 +50,7 @@ def make_draw(
     counts *= (counts < 2).to(torch.int16)
     logits, results = make_logits(n), Results(n, torch.device("cuda"))
     assert int(counts.max()) < MAX_COUNT
-    return lambda: draw(logits, inputs, counts, results)
+    return lambda: sample_tokens(logits, inputs, counts, results)
 
 
 def counting() -> Result:

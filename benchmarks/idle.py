@@ -16,7 +16,7 @@ import workloads
 from engine import build
 from slipstream import wire
 from slipstream.engine.engine import Engine
-from slipstream.runner.step_arrays import Shape
+from slipstream.runner.step_arrays import StepShape
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
@@ -54,7 +54,7 @@ def steps(engine: Engine) -> float:
 def replays(engine: Engine, rows: int) -> float:
     """Seconds of the graph of the last step, its inputs as they are."""
     graphs = engine._runner._graphs  # type: ignore[attr-defined]
-    found = graphs.find(Shape(rows, rows, rows, rows, 0))
+    found = graphs.find(StepShape(rows, rows, rows, rows, 0))
     assert found is not None
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_REPLAYS + 1)]

@@ -20,7 +20,7 @@ from slipstream.core.batch import Batch, Row
 from slipstream.kernels.gemm import linear
 from slipstream.layers.attention import Attention
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.step_arrays import Shape
+from slipstream.runner.step_arrays import StepShape
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 from workloads import VOCABULARY
@@ -53,9 +53,9 @@ def batch_of(runner: ModelRunner, decodes: int, cached: int, prompt: int) -> Bat
     return Batch(tuple(rows), decodes)
 
 
-def shape_of(runner: Any, batch: Batch) -> Shape:
+def shape_of(runner: Any, batch: Batch) -> StepShape:
     """In which the engine would run it."""
-    exact: Shape = runner._builder.layout.shape_of(batch)
+    exact: StepShape = runner._builder.layout.shape_of(batch)
     return runner._graphs._buckets.find(exact) or exact
 
 
@@ -109,7 +109,7 @@ def without(runner: Any, part: str, num_rows: int) -> Iterator[None]:
     elif part == "gate":
         patch = mock.patch.dict(linear.GATES, silu=lambda x: x[:, : x.shape[1] // 2])
     elif part == "draw":
-        patch = mock.patch("slipstream.runner.model_runner.draw")
+        patch = mock.patch("slipstream.runner.model_runner.sample_tokens")
     else:
         logits = random(num_rows, runner.vocab_size)
         patch = mock.patch.object(model, "head", lambda _, x: logits[: len(x)])

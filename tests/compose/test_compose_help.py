@@ -41,7 +41,7 @@ def test_what_an_attention_window_needs_on_a_gpu() -> None:
     text = config.help_of("attention_window")
     assert "CPU" not in text
     assert "--kv-cache-dtype auto" in text
-    widest = max(size for size in jit.HEAD_SIZES if not jit.is_wide(size))
+    widest = max(size for size in jit.HEAD_SIZES if not jit.has_large_heads(size))
     assert f"heads of at most {widest} " in text
 
 

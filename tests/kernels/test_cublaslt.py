@@ -9,7 +9,7 @@ import torch
 from fixtures.kernels.checking import Judge
 from slipstream.kernels.gemm import cublaslt, search, tuning
 from slipstream.kernels.gemm.cublaslt import matmul
-from slipstream.kernels.gemm.cublaslt_api import WORKSPACE, Algorithm, Shape
+from slipstream.kernels.gemm.cublaslt_api import WORKSPACE, Algorithm, GemmShape
 from slipstream.kernels.runtime.op import KernelError
 
 GUESS, SPLIT, TUNED, TUNED_TO_ADD = (
@@ -62,7 +62,7 @@ class FakeProblem:
     without_workspace: list[Algorithm] = [GUESS]
     can_run = True
 
-    def __init__(self, shape: Shape, device: int) -> None:
+    def __init__(self, shape: GemmShape, device: int) -> None:
         self.shape = shape
         self.device = device
 
@@ -70,7 +70,7 @@ class FakeProblem:
         self.heard.append(workspace)
         return self.without_workspace if workspace == 0 else [SPLIT]
 
-    def check(self, blob: bytes) -> Algorithm | None:
+    def algorithm_of(self, blob: bytes) -> Algorithm | None:
         return Algorithm(blob, 0) if self.can_run else None
 
 
@@ -88,7 +88,9 @@ def lt(monkeypatch: pytest.MonkeyPatch) -> type[FakeProblem]:
         tuning.Choice(adding, 32, TUNED_TO_ADD.blob.hex(), "", 1.0, 2.0),
     ]
     monkeypatch.setattr(cublaslt, "Problem", Fresh)
-    monkeypatch.setattr(cublaslt, "Plan", lambda problem, algorithm: (problem.shape, algorithm))
+    monkeypatch.setattr(
+        cublaslt, "MatmulPlan", lambda problem, algorithm: (problem.shape, algorithm)
+    )
     monkeypatch.setattr(tuning, "choices", lambda device: tuning.Choices(choices))
     cublaslt._plan.cache_clear()
     return Fresh
@@ -102,7 +104,7 @@ def plan(
     alignment: int = 16,
     dtype: torch.dtype = torch.bfloat16,
     adds: bool = False,
-) -> tuple[Shape, Algorithm]:
+) -> tuple[GemmShape, Algorithm]:
     shapes = ((rows, 128), outputs, (rows, outputs), dtype, dtype)
     strides = (x_strides, weight_strides, (outputs, 1))
     return cublaslt._plan(*shapes, *strides, alignment, adds, 0)  # type: ignore[return-value]
@@ -258,7 +260,7 @@ def algorithm(number: int) -> Algorithm:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "Plan", lambda problem, algorithm: (problem, algorithm))
+    monkeypatch.setattr(search, "MatmulPlan", lambda problem, algorithm: (problem, algorithm))
 
 
 @pytest.mark.usefixtures("plans")

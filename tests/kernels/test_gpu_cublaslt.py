@@ -21,9 +21,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @pytest.fixture(autouse=True)
 def _untuned(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cublaslt.forget()
+    cublaslt.discard_plans()
     yield
-    cublaslt.forget()
+    cublaslt.discard_plans()
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -162,7 +162,7 @@ def save(operands: search.Operands, rows: int, algorithm: bytes) -> None:
     product = tuning.Product.of(operands.shape(rows))
     choice = tuning.Choice(product, rows, algorithm.hex(), "", 1.0, 1.0)
     tuning.save(tuning.Machine.of(0), [choice])
-    cublaslt.forget()
+    cublaslt.discard_plans()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
 ]
 HALVES = (torch.float16, torch.bfloat16)
-CONFIGURATIONS = [case for case in configurations() if not jit.is_wide(case[1])]
+CONFIGURATIONS = [case for case in configurations() if not jit.has_large_heads(case[1])]
 LENGTHS = [0, 1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 0, 64, 1100, 0]
 WINDOWS = [(24, 4), (1, 0), (64, 63), (300, 40), (700, 4), (2000, 130)]
 CHUNKS = [1, 5, 0, 64, 65, 100, 17, 40, 1]

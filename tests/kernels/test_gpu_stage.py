@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fixtures.kernels.checking import Judge, same_bits
-from slipstream.kernels.staging.stage import begin_step
+from slipstream.kernels.staging.stage import start_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -12,7 +12,7 @@ pytestmark = [
 
 
 def test_begin_step() -> None:
-    judge = Judge("begin_step")
+    judge = Judge("start_step")
     generator = torch.Generator().manual_seed(1)
     for num_tokens, num_rows, width, columns in [
         (1, 1, 1, 1),
@@ -33,8 +33,8 @@ def test_begin_step() -> None:
             torch.full((num_rows + 3, columns), -7, dtype=torch.int32),
         ]
         on_gpu = [tensor.cuda() for tensor in inputs]
-        begin_step(*on_gpu)
-        begin_step(*inputs)
+        start_step(*on_gpu)
+        start_step(*inputs)
         case = f"{num_tokens} tokens, {num_rows} rows of {width}"
         for name, ours, want in zip(("tokens", "tables"), on_gpu[2::3], inputs[2::3], strict=True):
             judge.true(f"{name} of {case}", same_bits(ours.cpu(), want))

@@ -230,10 +230,11 @@ def test_tiles_of_skinny(num_rows: int, num_weight_rows: int, chunks: int, num_s
 
 
 def test_where_power_is_the_limit_tiles_are_large() -> None:
-    assert skinny.tiling(64, 4096, 224, 132) == skinny.Tiling(64, 1, 2)
-    assert skinny.tiling(65, 4096, 224, 132) == skinny.Tiling(144, 2, 4)  # down of Llama-3.1-8B
-    assert skinny.tiling(65, 8192, 448, 132) == skinny.Tiling(128, 2, 2)  # of 70B
-    assert skinny.tiling(65, 4096, 64, 132) == skinny.Tiling(64, 2, 2)  # too few steps
+    tiles = skinny.SkinnyTiling
+    assert skinny.tiling(64, 4096, 224, 132) == tiles(64, 1, 2)
+    assert skinny.tiling(65, 4096, 224, 132) == tiles(144, 2, 4)  # down of Llama-3.1-8B
+    assert skinny.tiling(65, 8192, 448, 132) == tiles(128, 2, 2)  # of 70B
+    assert skinny.tiling(65, 4096, 64, 132) == tiles(64, 2, 2)  # too few steps
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from slipstream.kernels.gemm import tuning
-from slipstream.kernels.gemm.cublaslt_api import Shape
+from slipstream.kernels.gemm.cublaslt_api import GemmShape
 from slipstream.kernels.gemm.tuning import Choice, Choices, Machine, Product
 
 H200 = Machine(gpu="NVIDIA H200", num_sms=132, driver=13000, cublaslt=130100)
@@ -104,7 +104,7 @@ def test_rows_are_rounded_up_but_not_far() -> None:
 
 def test_product_of_a_shape() -> None:
     types = (torch.float8_e4m3fn, torch.bfloat16)
-    product = Product.of(Shape(5, 64, 32, *types, (64, 64, 32), 16, True))
+    product = Product.of(GemmShape(5, 64, 32, *types, (64, 64, 32), 16, True))
     assert product == Product(64, 32, "float8_e4m3fn", "bfloat16", True)
 
 

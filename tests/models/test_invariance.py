@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from slipstream.core.batch import Batch, Row
 from slipstream.core.edits import EDIT
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.sampler import Results, SamplingInputs, draw, make_counts
+from slipstream.runner.sampler import Results, SamplingInputs, make_counts, sample_tokens
 from slipstream.runner.sampling_rows import pack_row, sampling_arrays
 from slipstream_contract.sampling import SamplingParams
 
@@ -138,7 +138,7 @@ def test_every_row_is_drawn_by_its_own_parameters(runner: ModelRunner) -> None:
     results = Results(20, torch.device("cpu"))
     inputs = SamplingInputs(torch.from_numpy(drawn.rows), torch.zeros(0, 2, dtype=torch.int32))
     counts = make_counts(1, runner.vocab_size, torch.device("cpu"))
-    draw(runner.logits(Batch(rows, 0)), inputs, counts, results)
+    sample_tokens(runner.logits(Batch(rows, 0)), inputs, counts, results)
     token_ids, log_probs, _ = results.read(0, 20)
     assert sampled.token_ids == token_ids
     assert sampled.log_probs == pytest.approx(log_probs)

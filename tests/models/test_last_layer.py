@@ -13,7 +13,7 @@ from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.streaming import StreamingInputs
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.step_arrays import Shape
+from slipstream.runner.step_arrays import StepShape
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
 GROUPS = {
@@ -59,7 +59,7 @@ def runner(
     return make_runner(directory, device=device, kv_cache_tokens=2048, block_size=16, **options)
 
 
-def shape_of(runner: ModelRunner, batch: Batch) -> Shape:
+def shape_of(runner: ModelRunner, batch: Batch) -> StepShape:
     """In which the engine computes it."""
     exact = runner._builder.layout.shape_of(batch)
     found = runner._graphs and runner._graphs.find(exact)

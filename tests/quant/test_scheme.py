@@ -22,7 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.linear import Linear
 from slipstream.models.weights import RandomSource, Weights
-from slipstream.quant.scheme import Scheme, Source
+from slipstream.quant.scheme import MatrixSource, Scheme
 from slipstream.runner.plan import resolve
 from torch import Tensor
 
@@ -39,10 +39,12 @@ class Split(Scheme):
 
     name = "split"
 
-    def detects(self, w: Source, names: Sequence[str]) -> bool:
+    def detects(self, w: MatrixSource, names: Sequence[str]) -> bool:
         return all(w.has(f"{name}.coarse") for name in names)
 
-    def read(self, w: Source, names: Sequence[str], outputs: Sequence[int], inputs: int) -> Halves:
+    def read(
+        self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
+    ) -> Halves:
         if self.detects(w, names):
             halves = [
                 w.packed([f"{name}.{half}" for name in names], outputs, inputs)

@@ -23,7 +23,7 @@ from slipstream.core.edits import EDIT
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.graphs import MAX_CHUNK_ROWS
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.step_arrays import Layout, Shape
+from slipstream.runner.step_arrays import Layout, StepShape
 from slipstream.wire import FinishReason
 from slipstream_contract.sampling import SamplingParams
 
@@ -128,7 +128,7 @@ def with_chunks(runner: ModelRunner, rng: random.Random) -> Iterator[Batch]:
         yield Batch(tuple(rows), num_decodes)
 
 
-def eager(runner: ModelRunner, batch: Batch, shape: Shape) -> None:
+def eager(runner: ModelRunner, batch: Batch, shape: StepShape) -> None:
     """The step in this shape, its results where `replay` has them."""
     runner._step(shape, runner._stage(runner._builder.build(batch, shape, 0, runner._half)))
 
@@ -252,7 +252,7 @@ def test_steps_without_a_graph_run_eagerly(checkpoints: dict[str, Path]) -> None
             cache.normal_()
     batch = decodes(runner, rng, [rng.randint(1, 300) for _ in range(MAX_ROWS)])
     replayed = runner.run(batch)
-    del graphs._graphs[Shape(MAX_ROWS, MAX_ROWS, MAX_ROWS, MAX_ROWS, 0)]
+    del graphs._graphs[StepShape(MAX_ROWS, MAX_ROWS, MAX_ROWS, MAX_ROWS, 0)]
     assert runner.run(batch).token_ids == replayed.token_ids
     batch = Batch(batch.rows[:5], 5)
     replayed = runner.run(batch)
@@ -260,8 +260,8 @@ def test_steps_without_a_graph_run_eagerly(checkpoints: dict[str, Path]) -> None
     runner._staging.home = home[:100]  # too small for what it is asked to hold
     assert runner.run(batch).token_ids == replayed.token_ids
     runner._staging.home = home
-    assert graphs.find(Shape(513, 1, 0, 1, 513)) is None
-    assert graphs.find(Shape(100, MAX_CHUNK_ROWS + 1, 0, 3, 90)) is None
+    assert graphs.find(StepShape(513, 1, 0, 1, 513)) is None
+    assert graphs.find(StepShape(100, MAX_CHUNK_ROWS + 1, 0, 3, 90)) is None
 
 
 def test_a_shape_for_which_memory_is_short_runs_eagerly(
@@ -269,7 +269,7 @@ def test_a_shape_for_which_memory_is_short_runs_eagerly(
 ) -> None:
     plain = ModelRunner._step
 
-    def hungry(self: ModelRunner, shape: Shape, *inputs: Any) -> None:
+    def hungry(self: ModelRunner, shape: StepShape, *inputs: Any) -> None:
         if torch.cuda.is_current_stream_capturing() and shape.num_rows == 4:
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
         plain(self, shape, *inputs)
@@ -278,7 +278,7 @@ def test_a_shape_for_which_memory_is_short_runs_eagerly(
     runner, rng = make(checkpoints["llama"]), random.Random(7)
     assert runner._graphs is not None
     assert "no memory for the CUDA graph" in caplog.text
-    missing = Shape(4, 4, 4, 4, 0)
+    missing = StepShape(4, 4, 4, 4, 0)
     assert set(runner._graphs._buckets.shapes) - runner._graphs._graphs.keys() == {missing}
     with torch.inference_mode():
         for cache in runner._caches:

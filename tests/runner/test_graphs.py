@@ -23,7 +23,7 @@ from slipstream.kernels.sampling.sample import ROW
 from slipstream.runner.graphs import MAX_CHUNK_ROWS, Buckets, row_buckets, token_buckets
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.staging import joined
-from slipstream.runner.step_arrays import Layout, Shape, Slots, StepArrays, StepBuilder
+from slipstream.runner.step_arrays import Layout, Slots, StepArrays, StepBuilder, StepShape
 from slipstream.runner.step_inputs import StepInputs
 
 TOKENS = token_buckets(2048)
@@ -89,7 +89,7 @@ def test_a_shape_with_chunks_holds_them(
     buckets = Buckets(256, 2048)
     num_rows = num_decodes + len(counts)
     samples = num_rows - (not first_samples)
-    shape = Shape(num_decodes + sum(counts), num_rows, num_decodes, samples, max(counts))
+    shape = StepShape(num_decodes + sum(counts), num_rows, num_decodes, samples, max(counts))
     found = buckets.find(shape)
     if shape.num_samples == shape.num_tokens:
         return  # such a row would be a decode
@@ -149,7 +149,7 @@ def tables(
 
 
 def logits_and_cache(
-    runner: ModelRunner, batch: Batch, shape: Shape
+    runner: ModelRunner, batch: Batch, shape: StepShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A step in that shape; the caches are as before it."""
     with torch.inference_mode():
@@ -176,7 +176,7 @@ def make_batch(
     return batch
 
 
-def check_padding(runner: ModelRunner, batch: Batch, shape: Shape) -> None:
+def check_padding(runner: ModelRunner, batch: Batch, shape: StepShape) -> None:
     plain, plain_cache = logits_and_cache(runner, batch, Layout().shape_of(batch))
     padded, padded_cache = logits_and_cache(runner, batch, shape)
     torch.testing.assert_close(padded, plain, rtol=1e-5, atol=2e-5)
@@ -196,9 +196,9 @@ def test_padding_decodes_changes_nothing(
     sizes = [(1, length - 1) for length in lengths]
     batch = make_batch(tables, random.Random(seed), sizes, len(sizes))
     count = len(sizes) + more_rows
-    check_padding(tables, batch, Shape(count, count, count, count, 0))
+    check_padding(tables, batch, StepShape(count, count, count, count, 0))
     untold = Batch(batch.rows, seed % len(sizes))  # who has one token that samples is a decode
-    check_padding(tables, untold, Shape(count, count, count, count, 0))
+    check_padding(tables, untold, StepShape(count, count, count, count, 0))
 
 
 @settings(max_examples=20, deadline=None)
@@ -225,17 +225,17 @@ def test_padding_chunks_changes_nothing(
     batch = make_batch(tables, random.Random(seed), sizes, num_decodes)
     exact = Layout().shape_of(batch)
     num_rows, num_tokens = exact.num_rows + more_rows, exact.num_tokens + more_tokens
-    check_padding(tables, batch, Shape(num_tokens, num_rows, 0, num_rows, num_tokens))
+    check_padding(tables, batch, StepShape(num_tokens, num_rows, 0, num_rows, num_tokens))
     num_rows, num_tokens = num_rows + more_decodes, num_tokens + more_decodes
     decodes = num_decodes + more_decodes
-    check_padding(tables, batch, Shape(num_tokens, num_rows, decodes, num_rows, num_tokens))
+    check_padding(tables, batch, StepShape(num_tokens, num_rows, decodes, num_rows, num_tokens))
 
 
 def test_padding_keeps_what_was_there(runner: ModelRunner) -> None:
     rows = tuple(Row(i, i, [7 + i], 9 * i, ([i, 9, 4],), True, GREEDY, 0, 0) for i in range(3))
     batch = Batch(rows, 3)
-    plain = runner._builder.build(batch, Shape(3, 3, 3, 3, 0), 0, 0)
-    padded = runner._builder.build(batch, Shape(5, 5, 5, 5, 0), 20, 0)
+    plain = runner._builder.build(batch, StepShape(3, 3, 3, 3, 0), 0, 0)
+    padded = runner._builder.build(batch, StepShape(5, 5, 5, 5, 0), 20, 0)
     assert [a.dtype for a in padded] == [a.dtype for a in plain]
     assert padded.token_ids.tolist() == [7, 8, 9, 0, 0]
     assert padded.sources.tolist() == [-1] * 5
@@ -255,7 +255,7 @@ def test_chunks_of_a_padded_step(runner: ModelRunner) -> None:
         Row(1, 1, [6, 7, 8], 0, ([2],), False, GREEDY, 0, 0),
         Row(2, 2, [9, 10], 7, ([4, 5],), True, GREEDY, 0, 0),
     )
-    step = runner._builder.build(Batch(rows, 1), Shape(8, 4, 0, 4, 8), 0, 20)
+    step = runner._builder.build(Batch(rows, 1), StepShape(8, 4, 0, 4, 8), 0, 20)
     assert step.token_ids.tolist() == [5, 6, 7, 8, 9, 10, 0, 0]
     assert step.sources.tolist() == [22, *[-1] * 7]
     assert step.positions.tolist() == [9, 0, 1, 2, 7, 8, 0, 0]
@@ -264,10 +264,10 @@ def test_chunks_of_a_padded_step(runner: ModelRunner) -> None:
     assert step.lengths.tolist() == [10, 3, 9, 0]
     assert step.sample_rows.tolist() == [0, 5, 0, 0]
     assert step.sample_starts.tolist() == [0, 1, 1, 2, 2]
-    mixed = runner._builder.build(Batch(rows, 1), Shape(6, 3, 1, 2, 3), 0, 20)
+    mixed = runner._builder.build(Batch(rows, 1), StepShape(6, 3, 1, 2, 3), 0, 20)
     assert mixed.query_starts.tolist() == [0, 3, 5]
     assert mixed.sample_starts.tolist() == [0, 0, 1]
-    apart = runner._builder.build(Batch(rows, 1), Shape(10, 6, 3, 4, 7), 0, 20)
+    apart = runner._builder.build(Batch(rows, 1), StepShape(10, 6, 3, 4, 7), 0, 20)
     assert apart.token_ids.tolist() == [5, 0, 0, 6, 7, 8, 9, 10, 0, 0]
     assert apart.sources.tolist() == [22, *[-1] * 9]
     assert apart.slots.tolist() == [9, -1, -1, 16, 17, 18, 39, 40, -1, -1]
@@ -344,7 +344,7 @@ def test_a_step_that_continues_is_built_from_the_one_before(
         size = layout.up(count + more_rows)
         shape = exact._replace(num_tokens=size, num_samples=size)
         if not is_deterministic:
-            shape = Shape(size, size, size, size, 0)
+            shape = StepShape(size, size, size, size, 0)
         first, before = 20 * (step % 2), 20 * (1 - step % 2)
         fast, plain = (
             builder.build(Batch(tuple(rows), count, continues), shape, first, before)
@@ -357,7 +357,7 @@ def test_a_step_that_continues_is_built_from_the_one_before(
 
 
 def test_inputs_have_the_names_and_the_values_of_their_arrays() -> None:
-    shape = Shape(num_tokens=7, num_rows=4, num_decodes=2, num_samples=3, max_queries=3)
+    shape = StepShape(num_tokens=7, num_rows=4, num_decodes=2, num_samples=3, max_queries=3)
     arrays = StepArrays.of(shape, num_tables=2, num_edits=1, tables=(8, 5))
     arrays.memory[:] = np.arange(len(arrays.memory)) % 251
     inputs = StepInputs.of(torch.from_numpy(arrays.memory), arrays)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from slipstream.core.edits import EDIT
 from slipstream.kernels.sampling.sample import CHOSEN, EDIT_WORDS, ROW, ROW_WORDS
-from slipstream.runner.sampler import Results, SamplingInputs, draw, make_counts
+from slipstream.runner.sampler import Results, SamplingInputs, make_counts, sample_tokens
 from slipstream.runner.sampling_rows import pack_row, sampling_arrays
 from slipstream_contract.sampling import SamplingParams
 
@@ -46,7 +46,7 @@ def test_two_steps_write_to_two_halves() -> None:
         packed = [pack_row(GREEDY, 0, n) for n in rows]
         arrays = sampling_arrays(packed, [0] * len(rows), [b""] * len(rows), 3, first)
         inputs = SamplingInputs(*(torch.from_numpy(np.array(a)) for a in arrays))
-        draw(logits[[*rows, 0][:3]], inputs, counts, results)
+        sample_tokens(logits[[*rows, 0][:3]], inputs, counts, results)
     assert results.read(0, 3)[0] == [0, 1, 2]
     assert results.read(3, 2)[0] == [2, 0]
     assert results.read(3, 2)[2] == [True, True]

@@ -16,7 +16,7 @@ from fixtures.models.checkpoints import FAMILIES, make_model, save
 from slipstream.config import EngineConfig
 from slipstream.kernels.gemm import op as gemm_op
 from slipstream.kernels.gemm import search, tuning
-from slipstream.kernels.gemm.cublaslt_api import Algorithm, Shape
+from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
 from slipstream.kernels.gemm.tuning import Choices, Machine, Product
 from slipstream.kernels.runtime.registry import KNOWN, Target
 from slipstream.models.decoder import build
@@ -80,9 +80,9 @@ class FakeOperands:
         self.x = torch.empty(max_rows, inputs, dtype=dtype)
         self.weights = [torch.empty(outputs, inputs, dtype=dtype)]
 
-    def shape(self, rows: int) -> Shape:
+    def shape(self, rows: int) -> GemmShape:
         assert rows <= self.max_rows
-        return Shape(rows, *self.sizes)
+        return GemmShape(rows, *self.sizes)
 
 
 def set_target(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:

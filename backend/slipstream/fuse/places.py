@@ -1,4 +1,4 @@
-"""The places of linear layers in a block, by GEMMs that fuse what stands around them.
+"""The places of linear layers in a block, by GEMMs that fuse the stages around them.
 
 Each falls back to the plain place where its layer has no matrix for GEMMs: a scheme that multiplies
 by itself, or a stage between the product and what follows.
@@ -11,10 +11,10 @@ from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.activation import GATES
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand, follow, multiply, route_of
-from slipstream.kernels.gemm.op import E4M3, Around
+from slipstream.kernels.gemm.op import E4M3, Addend, Around
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm
-from slipstream.layers.residual import Addend, Residual
+from slipstream.layers.residual import Residual
 
 
 def _behind_norm(linear: Linear, norm: Norm, addend: Addend | None, gate: str = "") -> Around:

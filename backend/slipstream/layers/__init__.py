@@ -1,1 +1,1 @@
-"""What model families are made of."""
+"""Layers that model families are made of."""

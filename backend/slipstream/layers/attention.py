@@ -36,7 +36,7 @@ class StepRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What attention reads of a step besides its tokens; made once a step for all layers that have
+    """Inputs of attention besides the tokens of a step; made once a step for all layers that have
     the same window and table.
     """
 
@@ -44,7 +44,7 @@ class AttentionInputs:
     rows: StepRows
     plan: Tensor  # of the decodes
     window: int  # tokens that a query sees, its own included; 0: all
-    asked: Tensor | None = None  # [r] i64: the tokens whose output is asked for; None: of all
+    wanted: Tensor | None = None  # [r] i64: the tokens whose output is needed; None: all
     decodes: Rows = field(init=False)  # cut once, for all layers
     chunked: Rows = field(init=False)
     chunks: Chunks = field(init=False)
@@ -79,14 +79,14 @@ class AttentionInputs:
         """
         most = min(1, self.rows.max_queries)
         rows = self.rows._replace(query_starts=sample_starts, max_queries=most)
-        return replace(self, asked=sample_rows, rows=rows)
+        return replace(self, wanted=sample_rows, rows=rows)
 
-    def keep_asked(self, q: Tensor, residual: Residual) -> Tensor:
+    def keep_wanted(self, q: Tensor, residual: Residual) -> Tensor:
         """Keep, of the queries `[n, heads, d]` and of `residual`, those whose output is wanted."""
-        if self.asked is None:
+        if self.wanted is None:
             return q
-        residual.keep(self.asked)
-        return q[self.asked]
+        residual.keep(self.wanted)
+        return q[self.wanted]
 
     @property
     def num_single(self) -> int:
@@ -122,7 +122,7 @@ class Attention:
         qkv_bias, out_bias: whether these matrices have biases.
         qk_norms: of every head's query and of its key, before rotation (Qwen3).
         out_norm: of what is added to the residual sum (Gemma).
-        scale: of the products of queries and keys; None: `head_size ** -0.5`.
+        scale: of the scores of queries and keys; None: `head_size ** -0.5`.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class Attention:
     ) -> None:
         """`residual [n, hidden] += ` the attention of `norm(residual)`.
 
-        Writes this step's K and V into the layer's `cache`. Of `residual` only those rows are left
-        whose output is asked for.
+        Writes this step's K and V into the layer's `cache`. `residual` keeps only the rows
+        whose output is needed.
         """
         (q, k, v), scales = self.project(norm, residual)
         newest = self._rotate(q, k, v, scales, inputs, cache)
-        q = inputs.keep_asked(q, residual)
+        q = inputs.keep_wanted(q, residual)
         out = inputs.attend(q, newest, cache, self.scale_of(cache))
         self.out(self.unscaled(out, cache).flatten(1), residual)
 

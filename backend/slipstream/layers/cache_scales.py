@@ -18,7 +18,7 @@ def are_among(names: Iterable[str]) -> bool:
 
 
 def static_scales(w: WeightSource) -> Static | None:
-    """Of the attention layer below `w`; None if the checkpoint has none.
+    """Read the scales of the attention layer below `w`; None if the checkpoint has none.
 
     Raises `CheckpointError` for one that is missing beside the other, or is no scale.
     """

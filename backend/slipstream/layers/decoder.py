@@ -20,7 +20,7 @@ class AttentionLayer(Protocol):
     def __call__(
         self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor
     ) -> None:
-        """`residual [n, hidden] += ` the attention of `norm(residual)`, of the rows asked for."""
+        """`residual [n, hidden] += ` the attention of `norm(residual)`, of the rows needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Block:
     mlp: Callable[[Norm, Residual], None]
 
     def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
-        """One block further: `residual [n, hidden]` is changed; the last keeps rows asked for."""
+        """Apply the block to `residual [n, hidden]`; the last block keeps only rows needed."""
         self.attention(self.input_norm, residual, inputs, cache)
         self.mlp(self.mlp_norm, residual)
 
@@ -60,11 +60,11 @@ class Decoder:
         inputs: Sequence[AttentionInputs],
         caches: Sequence[Tensor],
     ) -> Tensor:
-        """`token_ids [n] i64` in; logits out, `[n, vocab]`, or of the rows that the last layer is
-        asked for.
+        """Return logits of `token_ids [n] i64`: `[n, vocab]`, or only the rows that `inputs` of the
+        last layer wants.
 
         `inputs[i]` and `caches[i]` are layer i's; a cache is
-        `[num_blocks, num_kv_heads, 2, block_size, head_size]`. All but the last ask for all rows.
+        `[num_blocks, num_kv_heads, 2, block_size, head_size]`. All but the last want all rows.
         """
         residual = Residual(self.embedding(token_ids))
         for block, where, cache in zip(self.blocks, inputs, caches, strict=True):

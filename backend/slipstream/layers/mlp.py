@@ -26,6 +26,6 @@ class GatedMLP:
 
 
 class GeluMLP(GatedMLP):
-    """The same with GELU (its tanh form) in the place of SiLU."""
+    """`GatedMLP` with GELU (its tanh form) in the place of SiLU."""
 
     gate = "gelu"

@@ -1,15 +1,8 @@
 """The sum that the blocks of a model add to."""
 
-from typing import Protocol
-
 from torch import Tensor
 
-
-class Addend(Protocol):
-    """What can be added on the way to the next norm."""
-
-    def add_to(self, values: Tensor) -> None:
-        """Add it to `values [n, hidden]`, in place."""
+from slipstream.kernels.gemm.op import Addend
 
 
 class Residual:
@@ -36,7 +29,7 @@ class Residual:
         return self._values, addend
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all rows but these, `[r] i64`, which are `0 .. r - 1` from now on."""
+        """Keep these rows alone, `[r] i64`; they become `0 .. r - 1`."""
         self._values = self.values[rows]
 
     def add_later(self, addend: Addend) -> None:

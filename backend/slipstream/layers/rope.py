@@ -9,7 +9,7 @@ from slipstream.layers.dims import RopeConfig
 
 
 def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Long waves are stretched by the factor, short ones kept, those between blended."""
+    """Stretch long waves by the factor, keep short ones, blend those between."""
     turns = config.original_max_positions * frequencies / (2 * math.pi)  # in the original context
     low, high = config.low_freq_factor, config.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -17,11 +17,11 @@ def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """As llama3's, but the blend is linear in the dimension's number."""
+    """Stretch as llama3, but with a blend that is linear in the dimension's number."""
     half = len(frequencies)
 
     def dimension(turns: float) -> float:
-        """The (real) dimension that turns so often in the original context."""
+        """Return the (real) dimension that turns so often in the original context."""
         wavelength = config.original_max_positions / (turns * 2 * math.pi)
         return half * math.log(wavelength) / math.log(config.theta)
 
@@ -53,7 +53,7 @@ def cos_sin_table(
 ) -> Tensor:
     """`[num_positions, head_size]` fp32: half cosines, half sines.
 
-    Angles are fp32 products, as checkpoints were trained with.
+    Angles are computed in fp32, as checkpoints were trained with.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, frequencies(config, head_size))

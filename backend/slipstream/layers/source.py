@@ -1,4 +1,4 @@
-"""What the layers ask of whoever holds the weights."""
+"""The protocol by which layers read their weights."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -29,10 +29,10 @@ class WeightSource(Protocol):
         """Whether the checkpoint holds this tensor."""
 
     def number(self, name: str) -> float:
-        """The one number of a tensor: a scale, above zero."""
+        """Return the one number of a tensor: a scale, above zero."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """One tensor, which must have this shape."""
+        """Return a tensor, which must have this shape."""
 
     def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
         """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""

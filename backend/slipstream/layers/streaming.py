@@ -24,7 +24,7 @@ from slipstream.layers.rope import cos_sin_at, frequencies
 class StreamingInputs(AttentionInputs):
     """`rows.positions` are those in the sequence, all else is of its table, which lacks tokens.
 
-    In the last layer `n` of `positions` and of `further` are those that are asked for.
+    In the last layer `positions` and `further` are those of the `n` tokens that are needed.
     """
 
     turns: Tensor  # [n, d] f32: cosines and sines of the positions

@@ -1,8 +1,8 @@
 """Schemes in which weights are kept: one module each, named as `quantization` names it.
 
-A scheme reads a layer's weights, packs them and multiplies with them; `scheme.py` says what it is
-made of. It knows nothing of what stands around a product. No torch is imported before a scheme is
-asked for.
+A scheme reads a layer's weights, packs them and multiplies with them; `scheme.py` is its
+interface. It knows nothing of the stages around a product. No torch is imported before a scheme is
+named.
 """
 
 import functools
@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slipstream.quant.scheme import Scheme, Source
+    from slipstream.quant.scheme import MatrixSource, Scheme
 
 _registered: "dict[str, Scheme]" = {}  # beside the modules
 
@@ -50,10 +50,10 @@ def _of_module(name: str) -> "Scheme":
     return scheme
 
 
-def scheme_of(w: "Source", matrices: Sequence[str], default: str) -> "Scheme":
+def scheme_of(w: "MatrixSource", matrices: Sequence[str], default: str) -> "Scheme":
     """Return the scheme in which the checkpoint stores these matrices; `default` if it says none.
 
-    `default` is what the operator asked for: weights of 16 and 32 bits can be packed by any.
+    `default` is what the operator chose: weights of 16 and 32 bits can be packed by any.
     """
     schemes = (named(name) for name in names())
     return next((each for each in schemes if each.detects(w, matrices)), named(default))

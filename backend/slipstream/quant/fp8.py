@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
-from slipstream.quant.scheme import Scheme, Source
+from slipstream.quant.scheme import MatrixSource, Scheme
 
 
 class Fp8(Scheme):
@@ -21,7 +21,9 @@ class Fp8(Scheme):
 
     name = "fp8"
 
-    def read(self, w: Source, names: Sequence[str], outputs: Sequence[int], inputs: int) -> Matrix:
+    def read(
+        self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
+    ) -> Matrix:
         """Read `NAME.weight` of all names and quantise them."""
         weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
         return Matrix(*fp8.quantize(weight))
@@ -35,7 +37,7 @@ class Fp8(Scheme):
         return 1
 
     def check(self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype) -> None:
-        """Hold a GPU against what the e4m3 kernels need; a CPU takes any size."""
+        """Raise `ConfigError` if a GPU lacks what the e4m3 kernels need; a CPU takes any size."""
         if device.type == "cpu":
             return
         asked = "quantization = 'fp8' on a GPU"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
-from slipstream.quant.scheme import Scheme, Source
+from slipstream.quant.scheme import MatrixSource, Scheme
 
 
 class Unquantized(Scheme):
@@ -15,7 +15,9 @@ class Unquantized(Scheme):
 
     name = "none"
 
-    def read(self, w: Source, names: Sequence[str], outputs: Sequence[int], inputs: int) -> Matrix:
+    def read(
+        self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
+    ) -> Matrix:
         """Read `NAME.weight` of all names."""
         return Matrix(w.packed([f"{name}.weight" for name in names], outputs, inputs))
 

@@ -1,4 +1,4 @@
-"""What a scheme is made of."""
+"""The interface of a scheme."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Source(Protocol):
+class MatrixSource(Protocol):
     """Tensors of a checkpoint below a prefix; each comes in the engine's dtype, on its device."""
 
     def has(self, name: str) -> bool:
@@ -23,15 +23,17 @@ class Scheme(ABC):
 
     name: ClassVar[str]
 
-    def detects(self, w: Source, names: Sequence[str]) -> bool:
+    def detects(self, w: MatrixSource, names: Sequence[str]) -> bool:
         """Whether the checkpoint stores the matrices `names` in this scheme already."""
         return False
 
     @abstractmethod
-    def read(self, w: Source, names: Sequence[str], outputs: Sequence[int], inputs: int) -> Any:
+    def read(
+        self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
+    ) -> Any:
         """Read matrices `[outputs[i], inputs]` and pack them into one.
 
-        A `Matrix` (`kernels/gemm/op.py`) lets GEMMs fuse what stands around the product; anything
+        A `Matrix` (`kernels/gemm/op.py`) lets GEMMs fuse the stages around the product; anything
         else is multiplied by `matmul` alone.
         """
 

@@ -1,4 +1,4 @@
-"""What a configuration asks of attention, and the dtype of the KV cache that comes of it."""
+"""The attention spec of a configuration, and the dtype of the KV cache."""
 
 import logging
 from pathlib import Path

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from slipstream.runner.step_arrays import Layout, Shape
+from slipstream.runner.step_arrays import Layout, StepShape
 
 _MAX_ROWS = 512
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
@@ -73,7 +73,7 @@ class Buckets:
         self._beside = _up_to(max_num_batched_tokens - 1, _MIXED_TOKENS)
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[StepShape]:
         """All of them, of each kind the largest first."""
         mixed = [
             self._of_both(decodes, tokens)
@@ -93,7 +93,7 @@ class Buckets:
         """The most tokens of any shape."""
         return max(shape.num_tokens for shape in self.shapes)
 
-    def find(self, shape: Shape) -> Shape | None:
+    def find(self, shape: StepShape) -> StepShape | None:
         """The smallest that holds a step; None: it has no graph."""
         if shape.max_queries <= 1 and shape.num_samples == shape.num_tokens:
             if shape.num_tokens > self._rows[-1]:
@@ -112,22 +112,22 @@ class Buckets:
             return None
         return self._of_both(self._decodes[at], self._beside[beside])
 
-    def _of_rows(self, rows: int) -> Shape:
+    def _of_rows(self, rows: int) -> StepShape:
         if self._layout.has_decodes:
-            return Shape(rows, rows, rows, rows, 0)
-        return Shape(rows, rows, 0, rows, 1)
+            return StepShape(rows, rows, rows, rows, 0)
+        return StepShape(rows, rows, 0, rows, 1)
 
-    def _of_tokens(self, tokens: int) -> Shape:
-        return Shape(tokens, MAX_CHUNK_ROWS, 0, self._layout.up(MAX_CHUNK_ROWS), tokens)
+    def _of_tokens(self, tokens: int) -> StepShape:
+        return StepShape(tokens, MAX_CHUNK_ROWS, 0, self._layout.up(MAX_CHUNK_ROWS), tokens)
 
-    def _of_both(self, decodes: int, tokens: int) -> Shape:
+    def _of_both(self, decodes: int, tokens: int) -> StepShape:
         rows = decodes + MAX_CHUNK_ROWS
-        return Shape(decodes + tokens, rows, decodes, self._layout.up(rows), tokens)
+        return StepShape(decodes + tokens, rows, decodes, self._layout.up(rows), tokens)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """What the collector frees meanwhile, an old graph say, would make a capture invalid."""
+    """Stop the garbage collector: what it frees, say an old graph, makes a capture invalid."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -147,16 +147,16 @@ class Graphs:
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
-        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
 
-    def find(self, shape: Shape) -> tuple[Shape, torch.cuda.CUDAGraph] | None:
+    def find(self, shape: StepShape) -> tuple[StepShape, torch.cuda.CUDAGraph] | None:
         """The graph for a step of this shape, and its own shape."""
         found = self._buckets.find(shape)
         graph = None if found is None else self._graphs.get(found)
         return None if found is None or graph is None else (found, graph)
 
-    def capture(self, prepare: Callable[[Shape], Callable[[], None]]) -> None:
-        """Make them.
+    def capture(self, prepare: Callable[[StepShape], Callable[[], None]]) -> None:
+        """Capture all graphs.
 
         Args:
             prepare: from a shape to a step without rows: its inputs lie in place, and calling it
@@ -181,7 +181,7 @@ class Graphs:
     def _capture(
         step: Callable[[], None], pool: Any, stream: torch.cuda.Stream
     ) -> torch.cuda.CUDAGraph:
-        """Not by `torch.cuda.graph`, which gives memory back to the device at every capture."""
+        """Capture without `torch.cuda.graph`, which returns memory to the device every time."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool)

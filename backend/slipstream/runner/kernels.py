@@ -19,7 +19,7 @@ from slipstream import quant
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, StartError
 from slipstream.fuse.rewrite import FUSED_GATES
-from slipstream.kernels.gemm.linear import Answer, answers
+from slipstream.kernels.gemm.linear import PathAnswer, answers
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import KNOWN, Target, target_of
 from slipstream.models.hf import read_config
@@ -59,16 +59,16 @@ def _rows(weight: Weight, num_rows: int, target: Target) -> Iterator[str]:
             yield f"         not {name}: {_why_not(name, others, best)}"
 
 
-def _shown(answer: Answer) -> str:
+def _shown(answer: PathAnswer) -> str:
     return str(answer.path).replace("GEMM", answer.gemm.name)
 
 
-def _is_elsewhere(found: list[Answer], name: str, target: Target) -> bool:
+def _is_elsewhere(found: list[PathAnswer], name: str, target: Target) -> bool:
     """Whether an implementation runs on another kind of device."""
     return any(each.gemm.name == name and each.gemm.device != target.device for each in found)
 
 
-def _why_not(name: str, found: list[Answer], best: Answer) -> str:
+def _why_not(name: str, found: list[PathAnswer], best: PathAnswer) -> str:
     own = [answer for answer in found if answer.gemm.name == name]
     taken = [answer for answer in own if answer.refusal is None]
     if taken:

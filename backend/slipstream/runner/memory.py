@@ -1,4 +1,4 @@
-"""How many blocks the KV cache gets: what weights and the largest step leave, measured on a GPU.
+"""The number of blocks of the KV cache: weights and the largest step leave room for so many.
 
 A step allocates nothing that the largest one did not: torch keeps what that one took. So it is run
 once before the cache is made, and what the device has free afterwards is free for good.

@@ -1,4 +1,4 @@
-"""Executes a `Batch` on the device: stage inputs, run the model, draw tokens. Knows no request."""
+"""Executes a `Batch` on the device: stage inputs, run the model, sample. Knows no request."""
 
 import logging
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from slipstream.core.batch import Batch, Sampled
 from slipstream.core.laps import Laps
 from slipstream.kernels.cache.copy_blocks import copy_blocks
 from slipstream.kernels.runtime import jit
-from slipstream.kernels.staging.stage import begin_step
+from slipstream.kernels.staging.stage import start_step
 from slipstream.kvcache.host import Mover
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.sliced import ROWS
@@ -26,12 +26,19 @@ from slipstream.runner.sampler import (
     HistoryInputs,
     Results,
     count,
-    draw,
     make_counts,
+    sample_tokens,
 )
 from slipstream.runner.sampling_rows import HistoryArrays
 from slipstream.runner.staging import Staging
-from slipstream.runner.step_arrays import Layout, Shape, Slots, StepArrays, StepBuilder, histories
+from slipstream.runner.step_arrays import (
+    Layout,
+    Slots,
+    StepArrays,
+    StepBuilder,
+    StepShape,
+    histories,
+)
 from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.transfers import Transfers
 
@@ -76,7 +83,7 @@ class _OnDevice:
         self._size = size
 
     def wait(self) -> Sampled:
-        """Until the device has got so far."""
+        """Block until the step is complete on the device."""
         self._done.synchronize()
         return Sampled(*self._results.read(self._first, self._size))
 
@@ -134,8 +141,10 @@ class ModelRunner:
         layout, budget = self._builder.layout, plan.max_num_batched_tokens
         size = min(plan.max_num_seqs, budget)
         count, num_decodes = layout.up(size), size if layout.has_decodes else 0
-        alone = Shape(count, size, num_decodes, count, int(num_decodes == 0))
-        mixed = Shape(layout.up(budget), size, max(0, num_decodes - 1), count, budget - size + 1)
+        alone = StepShape(count, size, num_decodes, count, int(num_decodes == 0))
+        mixed = StepShape(
+            layout.up(budget), size, max(0, num_decodes - 1), count, budget - size + 1
+        )
         with jit.compile_ahead():
             for shape in [*buckets.shapes, alone, mixed]:
                 self._prepare(shape)()
@@ -162,7 +171,7 @@ class ModelRunner:
         self._host_bytes = num_slots * plan.block_bytes
 
     def _make_buffers(self, plan: Plan, buckets: Buckets) -> None:
-        """What a step reads and writes besides weights and cache, for the largest step there is."""
+        """Make the buffers of a step besides weights and cache, for the largest step."""
         device = plan.device
         layout = _layout(plan)
         num_rows = layout.up(max(plan.max_num_seqs, buckets.max_rows))
@@ -177,7 +186,7 @@ class ModelRunner:
         self._half = num_rows
         self._first_result = 0  # of the next step
         self._results = Results(2 * num_rows, device)
-        largest = Shape(num_tokens, num_rows, 0, num_rows, num_tokens)
+        largest = StepShape(num_tokens, num_rows, 0, num_rows, num_tokens)
         arrays = self._builder.build(Batch((), 0), largest, 0, 0)
         size = len(arrays.memory) + self._tables.nbytes + _EDIT_BYTES
         self._staging = Staging(device, size)
@@ -187,7 +196,7 @@ class ModelRunner:
             self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def launch(self, batch: Batch) -> _OnDevice | _OnHost:
-        """Begin a step; on a CPU it is computed when it is waited for."""
+        """Launch a step; on a CPU it is computed when it is waited for."""
         first, before = self._first_result, self._half - self._first_result
         self._first_result = before
         size = sum([row.samples for row in batch.rows])
@@ -255,17 +264,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _count(self, history: HistoryArrays) -> None:
-        """The tokens of these sequences, before the step draws more."""
+        """Count the tokens of these sequences anew, before the step samples more."""
         count(self._counts, HistoryInputs(*self._histories.upload(history)))
 
     @torch.inference_mode()
     def _copy_blocks(self, batch: Batch) -> None:
-        """The copies of a batch, in all layers."""
+        """Copy the blocks that a batch names, in all layers."""
         (pairs,) = self._copies.upload([np.array(batch.copies, np.int32)])
         copy_blocks(pairs, self._cache)
 
-    def _prepare(self, shape: Shape) -> Callable[[], None]:
-        """A step of nothing but padding, its inputs in place."""
+    def _prepare(self, shape: StepShape) -> Callable[[], None]:
+        """Stage a step of nothing but padding; return what launches it."""
         inputs = self._stage(self._builder.build(Batch((), 0), shape, 0, 0))
         return lambda: self._step(shape, inputs)
 
@@ -276,24 +285,26 @@ class ModelRunner:
         return StepInputs.of(base, arrays)
 
     @torch.inference_mode()
-    def _step(self, shape: Shape, inputs: StepInputs) -> None:
+    def _step(self, shape: StepShape, inputs: StepInputs) -> None:
         """Run all kernels of a step."""
         logits = self._forward(shape, inputs)
         if shape.num_samples:
-            draw(logits, inputs.sampling, self._counts, self._results)
+            sample_tokens(logits, inputs.sampling, self._counts, self._results)
 
-    def _forward(self, shape: Shape, inputs: StepInputs) -> Tensor:
+    def _forward(self, shape: StepShape, inputs: StepInputs) -> Tensor:
         """Run the kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""
         x, tables = inputs, self._tables[: shape.num_rows * self._num_tables]
         results = self._results.token_ids
-        begin_step(x.header, x.words, x.token_ids, x.sources, results, tables)
+        start_step(x.header, x.words, x.token_ids, x.sources, results, tables)
         of_layers = self._inputs(shape, inputs, tables)
         if shape.num_decodes < shape.num_tokens:  # else all tokens are sampled, in order
             of_layers[-1] = of_layers[-1].of_last_layer(x.sample_rows, x.sample_starts)
         caches = [self._caches[place] for place in self._places]
         return self._model(x.token_ids, of_layers, caches)
 
-    def _inputs(self, shape: Shape, inputs: StepInputs, tables: Tensor) -> list[AttentionInputs]:
+    def _inputs(
+        self, shape: StepShape, inputs: StepInputs, tables: Tensor
+    ) -> list[AttentionInputs]:
         """Return the inputs of each layer.
 
         A plan without a window says what is shared in its table; others are of lengths alone, and

@@ -1,4 +1,4 @@
-"""What an `EngineConfig` comes to on this machine: one frozen `Plan`, before weights are read."""
+"""The resolution of an `EngineConfig` on this machine: a frozen `Plan`, before weights are read."""
 
 import logging
 import os
@@ -76,12 +76,12 @@ class Plan:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be under way: on a CPU they run one after another."""
+        """Steps that may be in flight: on a CPU they run one after another."""
         return 2 if self.device.type == "cuda" else 1
 
     @property
     def window(self) -> AttentionWindow:
-        """What of a sequence must stay in the cache."""
+        """The part of a sequence that must stay in the cache."""
         num_ahead = self.max_in_flight * self.max_num_batched_tokens
         if self.config.attention_window is not None:
             size, num_sinks = self.config.attention_window, self.config.sink_tokens
@@ -190,7 +190,7 @@ def dtype_on(device: str, config: EngineConfig, model: ModelConfig) -> torch.dty
 def _check_scheme(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Hold the scheme of the weights against device, dtype and the inputs of the matrices."""
+    """Raise `ConfigError` if the scheme cannot have the device, the dtype or the matrices."""
     d = model.dims
     inputs = {
         "hidden_size": d.hidden_size,

@@ -1,4 +1,4 @@
-"""From the logits of a step to one token a row, on the device; the host reads the results later."""
+"""Sampling of a step on the device: one token a row of logits; the host reads it later."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from slipstream.kernels.sampling.sample import count_tokens, sample
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """How each of `n` rows is drawn (`SamplingArrays`), on the logits' device."""
+    """How to sample each of `n` rows (`SamplingArrays`), on the logits' device."""
 
     rows: Tensor  # [n, ROW_WORDS] i32: `ROW` records
     edits: Tensor  # [e, 2] i32: `EDIT` records
@@ -27,10 +27,10 @@ class HistoryInputs:
 
 
 class Results:
-    """Where the draws of a step go, on the device and, the same again, where the host reads.
+    """The samples of a step, on the device and, as a copy, where the host reads them.
 
     A row says which of the `size` places is its own: steps that take turns between two halves may
-    overlap. The host reads after an event recorded behind the draw; on a CPU there is one copy.
+    overlap. The host reads after an event recorded behind the samples; on a CPU there is one copy.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -54,12 +54,12 @@ def make_counts(num_slots: int, vocab_size: int, device: torch.device) -> Tensor
 
 
 def count(counts: Tensor, inputs: HistoryInputs) -> None:
-    """Make slots of `counts` anew: of sequences with penalties, before their first draw there."""
+    """Make slots of `counts` anew: of sequences with penalties, before their first sample there."""
     count_tokens(counts, inputs.tokens, inputs.slots, inputs.starts, inputs.num_prompts)
 
 
-def draw(logits: Tensor, inputs: SamplingInputs, counts: Tensor, results: Results) -> None:
-    """Draw a token of each row of `logits [n, vocab]`, in the model's dtype, into `results`.
+def sample_tokens(logits: Tensor, inputs: SamplingInputs, counts: Tensor, results: Results) -> None:
+    """Sample a token of each row of `logits [n, vocab]`, in the model's dtype, into `results`.
 
     Launches depend on shapes and addresses alone: a CUDA graph may hold them.
     """

@@ -1,4 +1,4 @@
-"""What the sampling kernels read of a step, as numpy arrays: two for a draw, four for histories."""
+"""Inputs of the sampling kernels as numpy arrays: two for samples, four for histories."""
 
 from collections.abc import Sequence
 from struct import Struct
@@ -20,7 +20,7 @@ _CODES = {"<i4": "i", "<f4": "f", "<i8": "q"}
 
 
 def _packer() -> Struct:
-    """What packs a `ROW` from its fields in order."""
+    """Return the function that packs a `ROW` from its fields in order."""
     assert ROW.fields is not None
     code, end = "<", 0
     for name in ROW.names or ():
@@ -50,7 +50,7 @@ class HistoryArrays(NamedTuple):
 
 
 def pack_row(sampling: SamplingParams, seed: int, slot: int) -> bytes:
-    """What never changes of a sequence's `ROW` record while it keeps its slot: worth keeping."""
+    """Pack what does not change in a sequence's `ROW` record while it keeps its slot."""
     return _RECORD.pack(
         *(getattr(sampling, name) for name in CHOSEN.values()),
         slot,
@@ -91,7 +91,7 @@ def fill_rows(
         rows, all_edits: the arrays.
         places: which of the rows.
         packed: `pack_row` of each.
-        numbers: how many output tokens are before the one to draw.
+        numbers: how many output tokens are before the one to sample.
         edits: `Edits.pack` of each, empty for most.
         first_result: where in the results the tokens go, one after the other.
     """
@@ -108,7 +108,7 @@ def fill_rows(
 
 
 def history_arrays(histories: Sequence[tuple[int, Sequence[int], int]]) -> HistoryArrays:
-    """Of (slot, prompt and output, length of the prompt) each."""
+    """Make the arrays of histories: (slot, prompt and output, length of the prompt) each."""
     lengths = [len(token_ids) for _, token_ids, _ in histories]
     parts = [np.asarray(token_ids, np.int32) for _, token_ids, _ in histories]
     return HistoryArrays(

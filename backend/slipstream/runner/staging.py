@@ -1,4 +1,4 @@
-"""A step's small arrays on their way to the device: one copy, whatever their number."""
+"""Copies of a step's small arrays to the device: one copy, whatever their number."""
 
 from collections.abc import Sequence
 
@@ -92,9 +92,9 @@ class Staging:
         return base
 
     def sent(self) -> None:
-        """What was copied may be overwritten once the stream has done all that is in it by now.
+        """Mark that the copied memory may be overwritten once the stream has come this far.
 
-        Apart from `copy`, so that a step which is launched between the two need not wait for this.
+        Apart from `copy`, so that a step which is launched between the two need not wait for it.
         """
         if self._device.type != "cpu":
             self._pinned[self._turn].copied.record(self._stream)

@@ -1,6 +1,6 @@
-"""A batch as numpy arrays in one piece of memory: what a step copies to the device.
+"""A batch as numpy arrays in one piece of memory: the inputs that a step copies to the device.
 
-What a sequence keeps while it runs (`Slots`) is written down once, and then what changed of it; so
+Fields that a sequence keeps while it runs (`Slots`) are written once, then only their changes; so
 a step of decodes costs a few microseconds of numpy and next to nothing a row. A step of one prompt
 is what a request waits for on an idle device, where each numpy function is slow the first time: it
 takes few of them.
@@ -35,7 +35,7 @@ _I32, _I64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def aligned(size: int) -> int:
-    """Where the next array begins, after one of so many bytes."""
+    """Return where the next array begins, after one of so many bytes."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -50,7 +50,7 @@ def side_by_side(parts: Iterable[tuple[np.dtype[Any], tuple[int, ...]]]) -> tupl
     ]
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """The sizes of a step's tensors: `num_decodes` of the rows come first and have one token."""
 
     num_tokens: int
@@ -61,13 +61,13 @@ class Shape(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """A step of a `Shape`: `n` tokens of `s` rows, `r` of which are sampled.
+    """A step of a `StepShape`: `n` tokens of `s` rows, `r` of which are sampled.
 
-    What is there only to fill a shape reads no cache, writes none, and draws nothing. All arrays
+    Padding, which only fills a shape, reads and writes no cache and samples nothing. All arrays
     lie in one memory, in this order, each `aligned`.
     """
 
-    header: Int32s  # [3]: see `kernels.stage.begin_step`
+    header: Int32s  # [3]: see `kernels.staging.stage.start_step`
     token_ids: Int64s  # [n]
     sources: Int32s  # [n]; >= 0: the token is this one of the results
     sample_rows: Int64s  # [r], of the n tokens: the decodes, then the last ones of chunks
@@ -89,14 +89,14 @@ class StepArrays(NamedTuple):
 
     @property
     def samples(self) -> Int64s:
-        """Which of `sample_rows` are drawn."""
+        """Indices of those `sample_rows` that are sampled."""
         return (self.rows[:, RESULT] >= 0).nonzero()[0]
 
     @classmethod
     def of(
-        cls, shape: Shape, num_tables: int, num_edits: int, tables: tuple[int, int]
+        cls, shape: StepShape, num_tables: int, num_edits: int, tables: tuple[int, int]
     ) -> "StepArrays":
-        """All of it is there to fill the shape; `tables` is the shape of those."""
+        """Make a step of padding alone; `tables` is the shape of those."""
         n, r = shape.num_tokens, shape.num_samples
         memory, made = side_by_side(
             [
@@ -133,23 +133,23 @@ class Layout(NamedTuple):
     has_chunks: bool = True  # False: a chunk is as many rows of one token
 
     def up(self, count: int) -> int:
-        """To the multiple."""
+        """Round up to the multiple."""
         return -(-count // self.multiple) * self.multiple
 
-    def shape_of(self, batch: Batch) -> Shape:
-        """The least shape of a batch."""
+    def shape_of(self, batch: Batch) -> StepShape:
+        """Return the least shape of a batch."""
         rows = batch.rows
         num_decodes = batch.num_decodes if self.has_decodes else 0
         if num_decodes == len(rows):
             count = self.up(num_decodes)
-            return Shape(count, num_decodes, num_decodes, count, 0)
+            return StepShape(count, num_decodes, num_decodes, count, 0)
         counts = [len(row.token_ids) for row in rows]
         num_tokens = sum(counts)
         num_samples = self.up(sum([row.samples for row in rows]))
         if not self.has_chunks:
-            return Shape(self.up(num_tokens), num_tokens, num_decodes, num_samples, 1)
+            return StepShape(self.up(num_tokens), num_tokens, num_decodes, num_samples, 1)
         longest = max(counts[num_decodes:])
-        return Shape(self.up(num_tokens), len(rows), num_decodes, num_samples, longest)
+        return StepShape(self.up(num_tokens), len(rows), num_decodes, num_samples, longest)
 
 
 class Slots:
@@ -169,13 +169,13 @@ class Slots:
         slots = np.array([row.slot for row in rows], np.int64)
         for row in rows:
             if row.is_new:
-                self._begin(row)
+                self._write_row(row)
         if not all(row.is_new for row in rows):
             sizes = [len(table) for row in rows for table in row.tables]
             self.grow(rows, self.of(slots), np.array(sizes, np.int64))
         return slots
 
-    def _begin(self, row: Row) -> None:
+    def _write_row(self, row: Row) -> None:
         """Write all of a row: its slot is new to its sequence, or all that it has there is."""
         for place, blocks in enumerate(row.tables, row.slot * self.num_tables):
             self.tables[place, : len(blocks)] = blocks
@@ -199,7 +199,7 @@ class Slots:
         return grown
 
     def packed(self, rows: list[Row]) -> list[bytes]:
-        """How each is drawn, but for what changes with every step."""
+        """Return how to sample each row, but for what changes with every step."""
         packed = self._packed
         return [packed[row.slot] for row in rows]
 
@@ -210,8 +210,8 @@ def histories(rows: tuple[Row, ...]) -> HistoryArrays | None:
     return history_arrays(found) if found else None
 
 
-def _gap(batch: Batch, shape: Shape) -> tuple[int, int]:
-    """What fills a shape between decodes and chunks: at which row, and how many, of a token each.
+def _gap(batch: Batch, shape: StepShape) -> tuple[int, int]:
+    """Return the padding between decodes and chunks: the row, and how many rows of a token each.
 
     None where the decodes are chunks, or the shape has nothing but decodes.
     """
@@ -224,7 +224,7 @@ def _gap(batch: Batch, shape: Shape) -> tuple[int, int]:
 class _Built(NamedTuple):
     """A step of decodes alone, and where its rows have what."""
 
-    shape: Shape
+    shape: StepShape
     tables: Int64s  # of `Slots`
     every: Int64s  # numbers from 0, one for each of these
     owners: Int64s | slice  # the row of each
@@ -232,7 +232,7 @@ class _Built(NamedTuple):
     arrays: StepArrays
 
     @classmethod
-    def of(cls, shape: Shape, tables: Int64s, num_tables: int, arrays: StepArrays) -> "_Built":
+    def of(cls, shape: StepShape, tables: Int64s, num_tables: int, arrays: StepArrays) -> "_Built":
         """Remember a step whose rows have these tables."""
         every = np.arange(len(tables))
         if num_tables == 1:
@@ -245,10 +245,10 @@ class StepBuilder:
     """Makes the arrays of steps.
 
     Args:
-        slots: what is known of the sequences.
+        slots: fields of the sequences.
         block_size: tokens of a block.
         layout: of the shapes.
-        has_gaps: whether tables may lack what their sequences have forgotten.
+        has_gaps: whether tables may lack blocks outside the window.
     """
 
     def __init__(
@@ -261,7 +261,9 @@ class StepBuilder:
         self._every_table = np.arange(slots.num_tables)[:, None]
         self._last: _Built | None = None
 
-    def build(self, batch: Batch, shape: Shape, first_result: int, first_source: int) -> StepArrays:
+    def build(
+        self, batch: Batch, shape: StepShape, first_result: int, first_source: int
+    ) -> StepArrays:
         """The batch in a shape that is at least as large as its own.
 
         Args:
@@ -280,7 +282,7 @@ class StepBuilder:
             self._last = _Built.of(shape, tables, self._slots.num_tables, arrays)
         return arrays
 
-    def _is_next(self, last: _Built, batch: Batch, shape: Shape) -> bool:
+    def _is_next(self, last: _Built, batch: Batch, shape: StepShape) -> bool:
         """Is a step the last one, but for numbers that grow?"""
         is_next = batch.continues and not self._has_gaps
         return is_next and last.shape == shape and not any(row.edits for row in batch.rows)
@@ -314,7 +316,7 @@ class StepBuilder:
         return arrays
 
     def _build(
-        self, batch: Batch, shape: Shape, first_result: int, first_source: int
+        self, batch: Batch, shape: StepShape, first_result: int, first_source: int
     ) -> tuple[Int64s, StepArrays]:
         """The slots of the rows, and `build`."""
         rows, count = batch.rows, batch.num_decodes

@@ -25,7 +25,7 @@ class StepInputs(NamedTuple):
     rows: Tensor
     edits: Tensor
     tables: Tensor
-    words: Tensor  # [w] i32: all of it; `begin_step` finds the tables there
+    words: Tensor  # [w] i32: all of it; `start_step` finds the tables there
 
     @classmethod
     def of(cls, base: Tensor, arrays: StepArrays) -> "StepInputs":

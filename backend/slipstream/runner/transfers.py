@@ -1,8 +1,8 @@
 """Copies of blocks between the device's cache and host memory, beside the steps.
 
 Each direction has a stream of its own, in which copies end in the order in which they began. No
-step waits for a stream, nor a stream for a step: a copy begins when its source is complete and
-nobody touches its destination, and who needs it looks whether it has ended. See host.py.
+step waits for a stream, nor a stream for a step: a copy starts when its source is complete and
+its destination is unused, and its reader polls whether it has ended. See host.py.
 
 In host memory a block's parts, one a layer, lie side by side. On a GPU its copy engine moves them
 (kernels/cache/dma.py): it takes no multiprocessor from a step, only some of the memory's time.
@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.cache.dma import BlockDma
 from slipstream.kvcache.host import Direction
 
-_MAX_PAIRS = 128  # of one copy: who waits for a block may wait for the others, too
+_MAX_PAIRS = 128  # of one copy: a step that needs a block waits for all of its copy
 _MAX_PARTS = 1 << 15  # of a direction that the driver has: a host with more waits for room
 _NUM_SAMPLES = 7
 _TRIAL_BYTES = 64 << 20
@@ -82,7 +82,7 @@ class _OneWay:
         self._waiting: deque[Pairs] = deque()  # copies that the driver does not have yet
         self._copies: deque[_OnDevice] = deque()  # that it has, and that have not ended
         self._max_copies = max(1, _MAX_PARTS // (_MAX_PAIRS * len(cache)))  # of these
-        self._num_untold = 0  # ended, and told of by the next `poll`
+        self._num_unreported = 0  # ended, and counted by the next `poll`
         if cache.is_cuda:
             self._stream = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
             self._dma = BlockDma(cache, slots, self._is_out, self._stream)
@@ -93,7 +93,7 @@ class _OneWay:
             self._copy_on_host(pairs)
             seconds = time.perf_counter() - begin
             self.rates.append(self._num_bytes(pairs) / max(seconds, 1e-9))
-            self._num_untold += 1
+            self._num_unreported += 1
         else:
             self._waiting.append(pairs)
             self._hand_over(self._dma)
@@ -102,7 +102,7 @@ class _OneWay:
         return len(pairs) * self._slots[0].nbytes
 
     def _hand_over(self, dma: BlockDma) -> None:
-        """What waits to the driver, as far as there is room."""
+        """Pass waiting copies to the driver, as far as there is room."""
         while self._waiting and len(self._copies) < self._max_copies:
             pairs = self._waiting.popleft()
             copy = _OnDevice(self._num_bytes(pairs))
@@ -119,9 +119,9 @@ class _OneWay:
             self._cache[:, destinations] = self._slots[sources].transpose(0, 1)
 
     def poll(self, waits: bool = False) -> int:
-        """How many have ended; with `waits`, the oldest among them if there is one."""
-        self.num_ended += self._num_untold
-        self._num_untold = 0
+        """Return how many have ended; with `waits`, the oldest among them if there is one."""
+        self.num_ended += self._num_unreported
+        self._num_unreported = 0
         while self._copies and (waits or self._copies[0].has_ended()):
             copy = self._copies.popleft()
             copy.ended.synchronize()
@@ -180,11 +180,11 @@ class Transfers:
         self._ways[direction].start(pairs)
 
     def num_ended(self, direction: Direction) -> int:
-        """How many copies of those that were begun."""
+        """Return how many of the copies that were started have ended."""
         return self._ways[direction].poll()
 
     def wait(self) -> None:
-        """Until the oldest copy of each direction has ended."""
+        """Block until the oldest copy of each direction has ended."""
         for way in self._ways.values():
             way.poll(waits=True)
 

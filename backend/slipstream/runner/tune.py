@@ -1,4 +1,4 @@
-"""Measures cuBLASLt's kernels for the products of a checkpoint and keeps the fastest of each.
+"""Measures cuBLASLt's kernels for the GEMMs of a checkpoint and keeps the fastest of each.
 
     python -m slipstream.runner.tune [--rows N ...] < CONFIG
 
@@ -32,7 +32,7 @@ _MOST_DECODES = 512  # of a CUDA graph
 
 
 def usual_rows(plan: Plan) -> list[int]:
-    """Those of graphs of decodes, and of steps full of prompts: the budget, its half and so on."""
+    """Return the rows of decode graphs, and of steps full of prompts: the budget, its half, ..."""
     rows = {rows for rows in row_buckets(_MOST_DECODES) if rows >= _FEWEST_ROWS}
     budget = plan.max_num_batched_tokens
     while budget > _MOST_DECODES:
@@ -73,7 +73,7 @@ def _matrices(plan: Plan) -> list[Weight]:
 
 
 def _adds(matrix: Weight) -> bool:
-    """Whether cuBLASLt adds; e4m3's products are scaled first."""
+    """Whether cuBLASLt adds the bias or residual; a product in e4m3 is scaled first."""
     return matrix.adds and matrix.dtype == matrix.model_dtype
 
 
@@ -108,7 +108,7 @@ def _line(matrix: Weight, choice: tuning.Choice) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="slipstream.runner.tune", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows")
     options = parser.parse_args(arguments)

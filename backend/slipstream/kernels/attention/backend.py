@@ -35,8 +35,8 @@ class Chunks(NamedTuple):
     max_queries: int  # of the longest
 
 
-class Choice(NamedTuple):
-    """Which kernels attend in layers of a window; what is slower says why."""
+class AttentionKernels(NamedTuple):
+    """The kernels of layers with one window, and why a slower one was chosen."""
 
     decode: str
     prefill: str
@@ -49,7 +49,7 @@ class AttentionBackend(ABC):
     """Attention over the paged cache, on one kind of device.
 
     Args:
-        spec: what it has to do; one that `supports` takes.
+        spec: what the layers need; `supports` must accept it.
     """
 
     name: ClassVar[str]
@@ -66,12 +66,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Return why this backend does not do what `spec` asks (field, value, limit), or None."""
+        """Return why this backend does not support `spec` (field, value, limit), or None."""
         return _no_device(cls.device, spec) or _no_layout(spec) or _no_cache(spec)
 
     @classmethod
     @abstractmethod
-    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> Choice:
+    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
         """Return the kernels of layers with this window."""
 
     @property
@@ -148,7 +148,7 @@ class PagedCuda(AttentionBackend):
         return super().supports(spec) or _no_heads(spec) or _no_stream(spec)
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> Choice:
+    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
         """Return the kernels of layers with this window, as the launchers choose them."""
         case = spec.case(window)
         alone = "deterministic mode" if spec.deterministic else None
@@ -158,7 +158,7 @@ class PagedCuda(AttentionBackend):
         decode = "decode_split.cu" if not_planned else "decode.cu"
         if alone or (spec.streams and not_planned):
             decode = prefill  # a decode is a chunk of one token
-        return Choice(
+        return AttentionKernels(
             decode=decode,
             prefill=prefill,
             own_prefix=not_planned or rules.no_sharing(case),
@@ -168,7 +168,7 @@ class PagedCuda(AttentionBackend):
 
 
 class TorchCpu(AttentionBackend):
-    """The references of the operations, by torch: the oracle, and what serves without a GPU."""
+    """The operations in torch: the oracle of tests, and the backend of a CPU."""
 
     name = "torch CPU"
     device = "cpu"
@@ -176,9 +176,11 @@ class TorchCpu(AttentionBackend):
     has_graphs = False
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> Choice:
+    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
         """Return torch for everything."""
-        return Choice("torch", "torch", "one sequence at a time", None, "one chunk at a time")
+        return AttentionKernels(
+            "torch", "torch", "one sequence at a time", None, "one chunk at a time"
+        )
 
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (PagedCuda, TorchCpu)
@@ -203,7 +205,7 @@ def _no_device(device: str, spec: AttentionSpec) -> str | None:
 
 
 def _no_layout(spec: AttentionSpec) -> str | None:
-    """What no backend has, whatever the device."""
+    """Return what no backend supports on any device, or None."""
     if spec.form != CAUSAL:
         return f"{spec.model} needs {spec.form} attention, which no backend has"
     if spec.num_heads % spec.num_kv_heads:
@@ -220,7 +222,7 @@ def _no_layout(spec: AttentionSpec) -> str | None:
 
 
 def _no_cache(spec: AttentionSpec) -> str | None:
-    """What no cache holds."""
+    """Return what no cache of this format holds, or None."""
     asked = f"kv_cache_dtype = {kv_format.name_of(spec.cache_dtype)!r}"
     is_quantized = spec.cache_dtype in kv_format.FORMATS.values()
     if is_quantized and spec.block_size < kv_format.MIN_BLOCK_SIZE:
@@ -248,7 +250,7 @@ def _no_heads(spec: AttentionSpec) -> str | None:
 
 
 def _no_stream(spec: AttentionSpec) -> str | None:
-    """What the kernels of streaming do not take; without them decodes would be chunks."""
+    """Return what the streaming kernels do not take: without them decodes would be chunks."""
     asked, case = f"attention_window = {spec.stream_window}", spec.case()
     if not spec.streams or (reason := rules.no_sinks(case)) is None:
         return None

@@ -1,4 +1,4 @@
-"""Arguments of an operation as one struct, which its reference and its launcher share."""
+"""Arguments of an operation as one struct, shared by its oracle and its launcher."""
 
 import functools
 from collections.abc import Callable

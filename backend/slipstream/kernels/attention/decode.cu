@@ -1,8 +1,8 @@
 // Paged decode attention for 16-bit elements: every warp is a worker that streams the tiles which the plan gives it
 // (decode_plan.cuh) through a ring of its own. What several workers of a CTA have of one (sequence, head) they merge
-// in shared memory; what several CTAs have, the last of them to arrive. Every sum has one order, whoever is last.
+// in shared memory; what several CTAs have, the last to arrive merges. The order of every sum is fixed.
 // What sequences share is attended to first, for all of them together (decode_prefixes.cuh); what is left of it is merged
-// with the sums of their own tokens, by whoever has the first of these, some tiles before its last.
+// with the sums of their own tokens, by the worker of the first of these, some tiles before its last.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, TILE (tokens), WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K
 // come as projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SINKS (1: the
 // first tokens are seen too, by queries that are turned further: sinks.py), SHARES (1: there may be what sequences
@@ -379,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   constexpr const Prefixes* shared_prefixes = nullptr;
   constexpr int num_items = 0;
 #endif
-  // Who has nothing to do makes room for the next kernel; CTA 0 keeps the order of kernels.
+  // A CTA without work makes room for the next kernel; CTA 0 keeps the order of kernels.
   if (!has_tiles && !has_empty && blockIdx.x > 0 && num_items == 0) return;
   if (lane == 0) shared.entries[warp * 2] = shared.entries[warp * 2 + 1] = {0, 0, 0};
 

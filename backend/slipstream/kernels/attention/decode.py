@@ -20,7 +20,7 @@ from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.decode_prefixes import Work, find_prefixes
 from slipstream.kernels.attention.decode_shapes import (
     COLUMNS,
-    Shape,
+    CtaShape,
     attention_variant,
     is_planned,
     part_words,
@@ -28,14 +28,13 @@ from slipstream.kernels.attention.decode_shapes import (
     state_words,
     tile_of,
 )
-from slipstream.kernels.attention.newest import Newest, rotate_and_cache
-from slipstream.kernels.attention.newest import check as check_newest
+from slipstream.kernels.attention.newest import Newest, check_newest, rotate_and_cache
 from slipstream.kernels.attention.rules import Case, no_sharing, no_sinks
 from slipstream.kernels.attention.sinks import Sinks, check_angles, sink_attention
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.pages import (
     TileShape,
-    check,
+    check_layouts,
     first_seen,
     gather,
     tiles_variant,
@@ -54,7 +53,7 @@ _MOST_TOKENS = 2**31 - 1
 
 
 class PlanCall(NamedTuple):
-    """What `plan_decode` takes."""
+    """Arguments of `plan_decode`."""
 
     lengths: Tensor  # [s] i32
     cache: Tensor  # of any of the layers that the plan is for
@@ -65,7 +64,7 @@ class PlanCall(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """What `decode_attention` takes."""
+    """Arguments of `decode_attention`."""
 
     q: Tensor  # [s, hq, d]
     cache: Tensor  # [block, kv head, K or V, token in block, row]
@@ -111,7 +110,7 @@ def decode_attention(call: DecodeCall) -> Tensor:
     `sink_attention` has it: `window` is all that a query sees, lengths are those of tables.
     """
     q, cache, block_tables, lengths, _, scale, out, newest, window, sinks = call
-    kv_format.check("decode_attention", cache, q)
+    kv_format.check_cache("decode_attention", cache, q)
     _check_scale(scale)
     if newest is not None:
         q = rotate_and_cache(q, newest, cache, block_tables, lengths, sinks is not None)
@@ -149,8 +148,8 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @functools.cache
-def _device(index: int, dtype: torch.dtype, head_size: int) -> tuple[int, Shape]:
-    """CTAs of the grid, one for each SM, and their shape, for a cache of this dtype."""
+def _device(index: int, dtype: torch.dtype, head_size: int) -> tuple[int, CtaShape]:
+    """Return the number of CTAs, one for each SM, and their shape, for a cache of this dtype."""
     limit = jit.shared_memory_limit(index)
     shapes = decode_shapes.shapes(dtype, head_size)
     shape = next(s for s in shapes if s.shared_memory(dtype, head_size) <= limit)
@@ -164,8 +163,8 @@ def _plan_size(num_sequences: int, num_ctas: int, num_warps: int, shares: bool =
     return arrivals + num_ctas * (8 + start * num_warps) + sequence * (num_sequences + 2)
 
 
-def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: Shape) -> Work:
-    """Describe what is to be found of sequences that share."""
+def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: CtaShape) -> Work:
+    """Describe the search for tokens that sequences share."""
     return Work.of(cache, num_q_heads, 16 * shape.warps, num_ctas)
 
 
@@ -221,7 +220,7 @@ def _plan_decode(call: PlanCall) -> Tensor:
 @takes(DecodeCall)
 def _decode_attention(call: DecodeCall) -> Tensor:
     q, cache, block_tables, lengths, plan, scale, out, newest, _, sinks = call
-    check("decode_attention", q, cache, block_tables, lengths, plan)
+    check_layouts("decode_attention", q, cache, block_tables, lengths, plan)
     _check_scale(scale)
     jit.block_shift(cache.shape[3])
     if out is None:
@@ -249,7 +248,7 @@ def _decode_attention(call: DecodeCall) -> Tensor:
 def _streaming(
     q: Tensor, cache: Tensor, sinks: Sinks | None, window: int
 ) -> tuple[int, Tensor | int]:
-    """How many tokens of each sequence are sinks, and their angles, as the kernel takes them."""
+    """Return the number of sinks of each sequence and their angles, as the kernel takes them."""
     if sinks is None:
         return 0, 0
     check_angles("decode_attention", sinks.angles, q.shape[2])
@@ -325,10 +324,10 @@ def _launch_by_plan(call: DecodeCall, out: Tensor) -> None:
 
 def _split_shape(dtype: torch.dtype, head_size: int) -> TileShape:
     """Return the shape of a CTA of decode_split.cu: a warp for 16 tokens of a tile."""
-    is_wide = jit.is_wide(head_size)
+    is_large = jit.has_large_heads(head_size)
     if dtype == torch.float32:
-        return TileShape(1, 16, 2) if is_wide else TileShape(2, 32, 2)
-    return TileShape(2, 32, 3) if is_wide else TileShape(4, 64, 3)
+        return TileShape(1, 16, 2) if is_large else TileShape(2, 32, 2)
+    return TileShape(2, 32, 3) if is_large else TileShape(4, 64, 3)
 
 
 def _launch_by_split(call: DecodeCall, out: Tensor) -> None:

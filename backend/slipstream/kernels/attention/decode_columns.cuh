@@ -1,5 +1,5 @@
 // The running softmax of up to 8 query heads over the tiles of one (sequence, kv head), kept by one warp
-// (FlashAttention-2; Dao, 2023). Products are transposed: tokens, then dimensions, are the 16 rows of a fragment,
+// (FlashAttention-2; Dao, 2023). Its GEMMs are transposed: tokens, then dimensions, are the 16 rows of a fragment,
 // query heads its 8 columns.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, ROTATES, WINDOWED, SINKS
 #pragma once

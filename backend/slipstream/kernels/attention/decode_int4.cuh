@@ -1,7 +1,7 @@
 // As decode_columns.cuh, over a cache of int4. A number n of 0 .. 15 is a float16 as it lies in the cache, n * 2^-24 in
 // the low four bits and 16 times that in the next: subnormal and exact, so is every product with it. Its zero is not
 // subtracted from each n but from the sums of them: scale * (sum q n - zero * sum q) is a score, and of weights
-// w = exponential * scale (sum w n - sum w zero) a part of the output, of which products of matrices too are made.
+// w = exponential * scale (sum w n - sum w zero) a part of the output; GEMMs compute these, too.
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, WINDOWED, FORMAT (3)
 #pragma once
 #include "attention/decode_quantized.cuh"
@@ -74,7 +74,7 @@ struct Codes {
 
   DEVICE u32 scales(int i, int duo) const { return words[i][duo] & 0x00ff00ffu; }
   DEVICE u8 code(int i, int group) const { return u8(words[i][group / 2] >> group % 2 * 16); }
-  // Of both groups: 2^-20 zero, from 1,024 + 128 + zero. Products with 128 + zero would be so large that what a tensor
+  // 2^-20 zero of both groups, from 1,024 + 128 + zero. Terms with 128 + zero would be so large that what a tensor
   // core cuts off of long sums of them comes to as much as the quantisation.
   DEVICE u32 signed_zeros(int i, int duo) const {
     return fma_halves(words[i][duo] >> 8 & 0x00ff00ffu ^ 0x64806480u, 0x00100010u, 0x94809480u);

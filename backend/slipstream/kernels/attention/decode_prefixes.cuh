@@ -65,7 +65,7 @@ class SharedTiles {
   DEVICE void find_block() { block = cache.block(item.leader, min(first + lane * PIECE, item.end - 1)); }
 };
 
-// While products are computed memory would be idle: a worker's first pieces of its own come to the L2 cache meanwhile,
+// While GEMMs are computed memory would be idle: a worker's first pieces of its own come to the L2 cache meanwhile,
 // a few at a time, so that nothing else has to wait behind them.
 class Ahead {
   static_assert(AHEAD * PIECES <= 32, "a lane for each piece");
@@ -109,7 +109,7 @@ DEVICE void attend_items(const Prefixes& prefixes, int num_items, const Heads& h
     SharedTiles tiles(cache, memory, item);
 #pragma unroll
     for (int stage = 0; stage < SharedTiles::FETCHED; ++stage) tiles.start_copy(stage);
-    // Who its query rows are of was found before the kernels that are waited for.
+    // The sequences of its query rows were found before the kernels that are waited for.
     const T* heads_of[2] = {nullptr, nullptr};
     const float* angles[2] = {nullptr, nullptr};
     State* targets[2] = {nullptr, nullptr};

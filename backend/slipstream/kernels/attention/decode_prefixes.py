@@ -1,4 +1,4 @@
-"""What sequences of a decode batch share: runs of tokens that lie in the same blocks.
+"""Runs of tokens that sequences of a decode batch share: they lie in the same blocks.
 
 Found on the device from the block tables, once a step, so that one CUDA graph serves any mix.
 Attention then reads such a run once for all of them (decode_prefixes.cuh).
@@ -29,7 +29,7 @@ _MIN_TOKENS, _MIN_SAVED_TOKENS, _MIN_SAVED_BYTES = 64, 1024, 384 << 20
 
 
 class Work(NamedTuple):
-    """What finding depends on besides tables and lengths."""
+    """Inputs of the search besides tables and lengths."""
 
     block_size: int
     num_kv_heads: int
@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
 
 def _places(num_rows: int) -> tuple[int, int]:
-    """Where members begin, and items."""
+    """Return the offsets of members and of items, in words."""
     members = _HEADER + 2 * (num_rows + num_rows % 2)
     return members, members + LEVELS * ((num_rows + 3) // 4 * 4)
 
@@ -91,7 +91,7 @@ class _Segment:
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be read."""
+        """Tokens that need not be read again."""
         return (len(self.members) - 1) * (self.end - self.begin)
 
 
@@ -99,7 +99,7 @@ class _Segment:
 def find_prefixes(block_tables: Tensor, lengths: Tensor, out: Tensor, work: Work) -> Tensor:
     """Fill `out`, of `num_words`, with what the rows share; as find_prefixes.cu says. Returns it.
 
-    Tokens from the block on that holds the newest are shared with nobody.
+    Tokens in the block of the newest one, and later, are never shared.
     """
     out.zero_()
     num_rows = len(lengths)
@@ -128,7 +128,7 @@ def find_prefixes(block_tables: Tensor, lengths: Tensor, out: Tensor, work: Work
 def _find(
     tables: list[list[int]], lengths: list[int], work: Work
 ) -> tuple[list[_Segment], list[int]]:
-    """The runs, and for each row the token with which its own part begins.
+    """Return the runs, and for each row the token at which its own part begins.
 
     Rows with the same next block are a class; what all of a class have in common is a run if that
     pays, else the runs of its classes begin where it would.
@@ -166,7 +166,7 @@ def _divide(
     limits: list[int],
     columns: int,
 ) -> dict[int, list[int]]:
-    """Classes by the last block of the next unit, of two rows or more, by their first row."""
+    """Return classes by the last block of the next unit, of two rows or more, by first row."""
     divided: dict[tuple[int, int], list[int]] = {}
     for leader, rows in classes.items():
         for row in rows:
@@ -179,7 +179,7 @@ def _divide(
 def _common(
     tables: list[list[int]], rows: list[int], limits: list[int], columns: int
 ) -> Iterator[int]:
-    """Units that each of the rows has in common with the first."""
+    """Return the units that each of the rows has in common with the first."""
     first = tables[rows[0]]
     yield limits[rows[0]]
     for row in rows[1:]:

@@ -1,7 +1,7 @@
 // Rows that a warp multiplies alone (mma.sync). See decode_rows.cuh.
 #pragma once
 
-constexpr int ROW_WARPS = 1;    // whose products are one
+constexpr int ROW_WARPS = 1;    // whose GEMMs are one
 constexpr int QUERY_BYTES = 0;  // of shared memory that queries take
 constexpr int MOST_STAGES = 4;  // tiles in shared memory, or on their way to it
 constexpr int TILES_READ = 1;   // at once

@@ -1,4 +1,4 @@
-"""What decode.cu is compiled for: shapes of its CTAs, and its variants."""
+"""CTA shapes and variants of decode.cu."""
 
 import functools
 import itertools
@@ -34,10 +34,10 @@ def state_words(head_size: int) -> int:
 
 def tile_of(cached: torch.dtype, head_size: int) -> int:
     """Tokens that a worker takes at once from such a cache."""
-    return _INT4_TILE if cached == torch.uint8 and not jit.is_wide(head_size) else _TILE
+    return _INT4_TILE if cached == torch.uint8 and not jit.has_large_heads(head_size) else _TILE
 
 
-class Shape(NamedTuple):
+class CtaShape(NamedTuple):
     """The shape of a CTA of decode.cu."""
 
     warps: int
@@ -54,28 +54,28 @@ class Shape(NamedTuple):
         return self.warps * (self.slots * slot + 4 * part_words(head_size) + 2 * 16) + 16
 
 
-_SHAPES = (Shape(8, 3), Shape(8, 2), Shape(4, 2))
-_WIDE_SHAPES = (Shape(4, 3), Shape(4, 2), Shape(2, 2))
-# Of bytes more warps hide more of the arithmetic, but of wide heads they share too few registers.
-_BYTE_SHAPES = (Shape(10, 4), Shape(12, 3), *_SHAPES)
-_WIDE_BYTE_SHAPES = (Shape(8, 2), Shape(4, 2))
+_SHAPES = (CtaShape(8, 3), CtaShape(8, 2), CtaShape(4, 2))
+_LARGE_HEAD_SHAPES = (CtaShape(4, 3), CtaShape(4, 2), CtaShape(2, 2))
+# With bytes, more warps hide more arithmetic, but with large heads each has too few registers.
+_BYTE_SHAPES = (CtaShape(10, 4), CtaShape(12, 3), *_SHAPES)
+_LARGE_HEAD_BYTE_SHAPES = (CtaShape(8, 2), CtaShape(4, 2))
 
 
-def shapes(cached: torch.dtype, head_size: int) -> tuple[Shape, ...]:
+def shapes(cached: torch.dtype, head_size: int) -> tuple[CtaShape, ...]:
     """Return the shapes of CTAs over such a cache; the first that fits is best."""
-    is_wide = jit.is_wide(head_size)
+    is_large = jit.has_large_heads(head_size)
     if cached == torch.uint8:
         return _SHAPES
     if cached in kv_format.FORMATS.values():
-        return _WIDE_BYTE_SHAPES if is_wide else _BYTE_SHAPES
-    return _WIDE_SHAPES if is_wide else _SHAPES
+        return _LARGE_HEAD_BYTE_SHAPES if is_large else _BYTE_SHAPES
+    return _LARGE_HEAD_SHAPES if is_large else _SHAPES
 
 
 @functools.cache
 def attention_variant(
     dtype: torch.dtype,
     head_size: int,
-    shape: Shape,
+    shape: CtaShape,
     rotates: bool,
     window: int,
     shares: bool = False,

@@ -10,7 +10,7 @@ from slipstream.kernels.runtime import jit
 
 
 class Newest(NamedTuple):
-    """What `rope_and_cache` takes of it."""
+    """The newest tokens, as `rope_and_cache` takes them."""
 
     k: Tensor  # [s, h, d]
     v: Tensor  # [s, h, d]
@@ -25,7 +25,7 @@ def rotate_and_cache(
     lengths: Tensor,
     streams: bool = False,
 ) -> Tensor:
-    """The rotated `q [s, hq, d]`; `newest` goes into `cache`."""
+    """Return the rotated `q [s, hq, d]`; write `newest` into `cache`."""
     places = (lengths.long() - 1).clamp(min=0)
     block_size = cache.shape[3]
     blocks = block_tables.long().gather(1, (places // block_size)[:, None])[:, 0]
@@ -36,8 +36,8 @@ def rotate_and_cache(
     return q
 
 
-def check(op_name: str, q: Tensor, cache: Tensor, newest: Newest) -> None:
-    """What the kernel assumes of `newest`, or `KernelError`."""
+def check_newest(op_name: str, q: Tensor, cache: Tensor, newest: Newest) -> None:
+    """Raise `KernelError` unless `newest` is as the kernel assumes."""
     num_rows, _, head_size = q.shape
     for name, x in (("k", newest.k), ("v", newest.v)):
         is_like_q = x.shape == (num_rows, cache.shape[1], head_size) and x.dtype == q.dtype

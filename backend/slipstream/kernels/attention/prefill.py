@@ -15,7 +15,7 @@ from slipstream.kernels.attention.rules import WGMMA_HEAD_SIZES, Case, no_parts,
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.pages import (
     TileShape,
-    check,
+    check_layouts,
     first_seen,
     gather,
     tiles_variant,
@@ -29,7 +29,7 @@ _MOST_PARTS, _WARP_ROWS = 384, 16  # as in prefill_items.cuh, prefill_parts.cuh
 
 
 class PrefillCall(NamedTuple):
-    """What `prefill_attention` takes."""
+    """Arguments of `prefill_attention`."""
 
     q: Tensor  # [n, hq, d]
     cache: Tensor  # [block, kv head, K or V, token in block, row]
@@ -44,7 +44,7 @@ class PrefillCall(NamedTuple):
 
 
 class SinkRows(NamedTuple):
-    """What `launch_tiles` takes beside for sequences that stream, as `sink_attention` has it."""
+    """Arguments of `launch_tiles` for sequences that stream, as in `sink_attention`."""
 
     num_sinks: int
     angles: Tensor  # [n, d] f32
@@ -67,7 +67,7 @@ def prefill_attention(call: PrefillCall) -> Tensor:
     equal bits.
     """
     q, cache, block_tables, query_starts, lengths, scale, _, out, window, _ = call
-    kv_format.check("prefill_attention", cache, q)
+    kv_format.check_cache("prefill_attention", cache, q)
     if out is None:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     bounds, sizes = query_starts.tolist(), lengths.tolist()
@@ -91,7 +91,7 @@ def prefill_attention(call: PrefillCall) -> Tensor:
 
 def wgmma_tile(head_size: int) -> int:
     """Tokens of a tile of prefill_wgmma.cu."""
-    return 64 if jit.is_wide(head_size) else 128
+    return 64 if jit.has_large_heads(head_size) else 128
 
 
 def wgmma_memory(head_size: int) -> int:
@@ -114,10 +114,10 @@ def _wgmma_variant(dtype: torch.dtype, head_size: int, splits: bool) -> jit.Vari
 
 def tiles_shape(dtype: torch.dtype, head_size: int) -> TileShape:
     """Return the shape of a CTA of prefill.cu: a warp for 16 queries."""
-    is_wide = jit.is_wide(head_size)
+    is_large = jit.has_large_heads(head_size)
     if dtype == torch.float32:
-        return TileShape(1, 16, 2) if is_wide else TileShape(2, 32, 2)
-    return TileShape(4, 16, 3) if is_wide else TileShape(4, 64, 2)
+        return TileShape(1, 16, 2) if is_large else TileShape(2, 32, 2)
+    return TileShape(4, 16, 3) if is_large else TileShape(4, 64, 2)
 
 
 def variants() -> Iterator[jit.Variant]:
@@ -145,7 +145,7 @@ def _all_counters(device: int) -> Tensor:
 
 
 def _counters(device: int) -> int:
-    """The address of a launch's counters, which the kernel leaves as they were: zero."""
+    """Return the address of a launch's counters, which are zero before and after it."""
     row = next(_launches) % _COUNTED_LAUNCHES
     return _all_counters(device).data_ptr() + row * _NUM_COUNTERS * 4
 
@@ -168,7 +168,7 @@ def _has(
 @takes(PrefillCall)
 def _prefill_attention(call: PrefillCall) -> Tensor:
     q, cache, block_tables, query_starts, lengths, scale, max_queries, out, window, splits = call
-    check("prefill_attention", q, cache, block_tables, query_starts, lengths)
+    check_layouts("prefill_attention", q, cache, block_tables, query_starts, lengths)
     num_starts, num_rows = query_starts.shape[0], lengths.shape[0]
     jit.require(
         num_starts == num_rows + 1,

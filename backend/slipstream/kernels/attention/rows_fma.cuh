@@ -107,7 +107,7 @@ class WarpRows {
     accumulate(scores, values + lane % (HEAD_SIZE / 4) * 4);
   }
 
-  // This lane's half of the products of its token's key with every row.
+  // This lane's half of the dot product of its token's key with every row.
   DEVICE void score(float (&scores)[16], const T* key, int column) const {
 #pragma unroll
     for (int row = 0; row < 16; ++row) scores[row] = 0.0f;

@@ -1,4 +1,4 @@
-"""Which attention kernel takes what: one rule a kernel, and one reason where it does not.
+"""Rules of the attention kernels: why a kernel does not take a case, or None.
 
 The launchers choose by these rules, `AttentionBackend.supports` refuses by them, and the table in
 docs/attention.md is made from them. What a rule says of a call, the sources say by `static_assert`:
@@ -17,7 +17,7 @@ WGMMA_HEAD_SIZES = (64, 128, 256)
 
 
 class Case(NamedTuple):
-    """What decides which kernel attends; the same for every step of a layer."""
+    """Inputs of the rules; the same for every step of a layer."""
 
     dtype: torch.dtype  # of queries, keys and values
     cached: torch.dtype  # of the cache
@@ -57,7 +57,7 @@ def no_sharing(case: Case) -> str | None:
         return "a cache that is not of 16 bits"
     if case.has_window:
         return "a window hides what sequences share"
-    if jit.is_wide(case.head_size):
+    if jit.has_large_heads(case.head_size):
         return "two tiles of 64 tokens of wide heads do not fit the rings"
     return None
 
@@ -77,7 +77,7 @@ def no_sinks(case: Case) -> str | None:
     """Why no kernel turns queries further for sinks, or None."""
     if case.is_quantized:
         return "queries over a quantised cache are not turned"
-    if jit.is_wide(case.head_size):
+    if jit.has_large_heads(case.head_size):
         return f"no sinks of heads of {case.head_size}"
     return None
 
@@ -97,6 +97,6 @@ def no_wgmma(case: Case) -> str | None:
 @functools.cache
 def no_parts(case: Case) -> str | None:
     """Why a chunk is not cut into parts for several multiprocessors, or None."""
-    if jit.is_wide(case.head_size):
+    if jit.has_large_heads(case.head_size):
         return f"no variant cuts chunks of heads of {case.head_size}"
     return no_wgmma(case)

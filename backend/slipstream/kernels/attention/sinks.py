@@ -1,10 +1,10 @@
 """Attention that keeps the first tokens of a sequence and a window of the last (Xiao et al., 2023).
 
-Of a cache of `window` tokens the first `num_sinks` of the sequence, the sinks, hold the front, and
-its newest tokens the rest. A query and what it sees have the positions that they hold there. Among
-the newest, rotated by their true positions, that makes no difference: rotation tells distances
-alone, and theirs are true. But sinks stay where they are while the sequence goes on; so for them a
-query is turned further, to the position that it has in the cache.
+A cache of `window` tokens holds the sinks, the first `num_sinks` of the sequence, in front, and
+its newest tokens behind them. A query and what it sees have the positions that they hold there.
+Among the newest, rotated by their true positions, that makes no difference: rotation depends on
+distances alone, and theirs are true. But sinks stay where they are while the sequence goes on; so
+for them a query is turned further, to the position that it has in the cache.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.prefill import PrefillCall, SinkRows, launch_tiles, tiles_shape
 from slipstream.kernels.cache.pages import (
-    check,
+    check_layouts,
     first_seen,
     gather,
     tiles_variants,
@@ -27,14 +27,14 @@ from slipstream.kernels.runtime.op import op
 
 
 class Sinks(NamedTuple):
-    """What decodes take of sequences that stream (`decode_attention`)."""
+    """Arguments of `decode_attention` for sequences that stream."""
 
     angles: Tensor  # [s, d] f32, as `sink_attention` has them
     num_sinks: int  # of each sequence, in its window
 
 
 class SinkCall(NamedTuple):
-    """What `sink_attention` takes."""
+    """Arguments of `sink_attention`."""
 
     q: Tensor  # [n, hq, d], rotated by `positions`
     angles: Tensor  # [n, d] f32: how much further for sinks; half cosines, half sines
@@ -60,7 +60,7 @@ def sink_attention(call: SinkCall) -> Tensor:
     tokens in the table of sequence s; `[n, hq, d]`.
 
     A query sees the table's first `num_sinks` tokens and the last `window - num_sinks` up to its
-    own. What a sequence has forgotten may be missing between them, as whole blocks. `q` is rotated
+    own. Blocks between them, outside the window, may be missing. `q` is rotated
     by its `positions` in the sequence; half cosines, half sines of `angles` turn it further, by the
     position in the cache less that one. `max_queries` is the longest chunk. The result goes to
     `out` if given; rows of no chunk are undefined. A row's bits depend on its position and on what
@@ -114,7 +114,7 @@ def variants() -> Iterator[jit.Variant]:
 def _sink_attention(call: SinkCall) -> Tensor:
     q, angles, positions, cache, block_tables, query_starts, lengths = call[:7]
     scale, max_queries, window, num_sinks, out = call[7:]
-    check("sink_attention", q, cache, block_tables, query_starts, lengths, positions)
+    check_layouts("sink_attention", q, cache, block_tables, query_starts, lengths, positions)
     check_angles("sink_attention", angles, q.shape[2])
     is_window = 0 <= num_sinks < window
     jit.require(is_window, f"sink_attention: {num_sinks} sinks in a window of {window}")

@@ -1,4 +1,4 @@
-"""What a model and its configuration ask of attention: known before weights are read."""
+"""The attention that a model and its configuration need: known before weights are read."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ MISSING_FORMS = ("ALiBi", "soft-capped", "cross", "latent (MLA)")
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What attention has to do, on one device.
+    """The attention of a model on one device.
 
     Attention is grouped-query: `num_heads` of queries read `num_kv_heads` of K and V, all of
     `head_size` numbers. A sequence that streams keeps its first `num_sinks` tokens and the newest
@@ -39,7 +39,7 @@ class AttentionSpec:
 
     @property
     def streams(self) -> bool:
-        """Whether sequences have no end, and lose what they no longer see."""
+        """Whether sequences have no end, and release what lies outside their window."""
         return self.stream_window > 0
 
     def case(self, window: int = 0) -> Case:

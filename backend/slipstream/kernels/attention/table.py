@@ -12,7 +12,7 @@ import torch
 from slipstream.kernels.attention.backend import (
     BACKENDS,
     AttentionBackend,
-    Choice,
+    AttentionKernels,
     PagedCuda,
 )
 from slipstream.kernels.attention.spec import MISSING_FORMS, AttentionSpec
@@ -21,7 +21,7 @@ from slipstream.kernels.cache.kv_format import FORMATS
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """Something that a model or a configuration asks for."""
+    """A feature that a model or a configuration can have."""
 
     name: str
     origin: str  # the option or the key that asks for it
@@ -137,7 +137,7 @@ def choices() -> str:
     return "\n".join(lines)
 
 
-def _choice(spec: AttentionSpec, is_hopper: bool) -> Choice:
+def _choice(spec: AttentionSpec, is_hopper: bool) -> AttentionKernels:
     return PagedCuda.choose(spec, max(spec.windows), is_hopper)
 
 

@@ -55,7 +55,7 @@ DEVICE void for_each_tile(const Pages& pages, int first, int begin, int end, con
     pages.store(stage, memory, scales);
     if (i + 1 < num_tiles) pages.start_copy(memory, scales, first + (i + 1) * TILE, begin, end);
     copy_commit();
-    __syncthreads();  // tile i is there; who goes on has consumed tile i - 1, whose stage is the next to be written
+    __syncthreads();  // tile i is there, and tile i - 1, whose stage is the next to be written, is consumed
     consume(stage, first + i * TILE);
   }
 }

@@ -15,7 +15,7 @@ from slipstream.kernels.runtime import jit
 
 
 class BlockDma:
-    """One direction. The tensors must outlive the copies.
+    """Copies in one direction. The tensors must outlive them.
 
     Args:
         cache: `[part, block, ...]`, contiguous, on the device.

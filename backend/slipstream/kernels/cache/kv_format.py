@@ -16,7 +16,7 @@ in 16 bits. Numbers of one scale among which is NaN or infinity are NaN as a who
 int4 1e4, they are cut off.
 
 In fp8 a layer may have scales of its own (`Static`). Then a token's scale is 1 and its numbers are
-over the layer's: who reads the cache multiplies by that.
+over the layer's: a reader of the cache multiplies by that.
 """
 
 import functools
@@ -44,7 +44,7 @@ class Static(NamedTuple):
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Of a cache of this dtype, as it is asked for."""
+    """Name the format of a cache of this dtype, as `kv_cache_dtype` has it."""
     names = {kept: name for name, kept in FORMATS.items()}
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
@@ -55,12 +55,12 @@ def is_quantized(cache: Tensor) -> bool:
 
 
 def macros(dtype: torch.dtype) -> dict[str, int]:
-    """Of a kernel over a cache of this dtype; none where it is that of the activations."""
+    """Return a kernel's macros for a cache of this dtype; none if it is that of activations."""
     return {"FORMAT": _NUMBERS[dtype]} if dtype in _NUMBERS else {}
 
 
 def num_groups(head_size: int) -> int:
-    """Of a head in int4."""
+    """Count the groups of a head in int4."""
     return -(-head_size // GROUP)
 
 
@@ -76,7 +76,7 @@ def row_size(dtype: torch.dtype, head_size: int) -> int:
 
 
 def head_size_of(cache: Tensor) -> int:
-    """The numbers that a row of a cache holds."""
+    """Return how many numbers a row of a cache holds."""
     row = cache.shape[4]
     if cache.dtype == torch.uint8:
         return 2 * (row - 2 * -(-row // (GROUP // 2 + 2)))
@@ -88,7 +88,7 @@ def is_legal(dtype: torch.dtype, head_size: int) -> bool:
     return dtype != torch.uint8 or (head_size % 2 == 0 and head_size % num_groups(head_size) == 0)
 
 
-def check(op_name: str, cache: Tensor, x: Tensor, static: Static | None = None) -> None:
+def check_cache(op_name: str, cache: Tensor, x: Tensor, static: Static | None = None) -> None:
     """Raise `KernelError` unless a cache is for heads like `x [n, heads, d]`, and such scales."""
     if cache.dtype != x.dtype and not is_quantized(cache):
         raise KernelError(f"{op_name}: a cache of {cache.dtype} for {x.dtype}")
@@ -115,7 +115,7 @@ def _codes(scales: Tensor) -> Tensor:
 
 @functools.cache
 def _meanings(device: torch.device) -> Tensor:
-    """Of all codes; fp32."""
+    """Return the meanings of all codes; fp32."""
     codes = torch.arange(256, dtype=torch.int32, device=device)
     values = ((codes + _FIRST) << _SHIFT).view(torch.float32).clone()
     values[_NAN] = torch.nan
@@ -162,7 +162,7 @@ def _quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantize` was given, as far as it is known; fp32."""
+    """Return the numbers that the bytes stand for; fp32. Inverse of `quantize` up to rounding."""
     if dtype == torch.int8:
         return numbers.view(torch.int8).float().mul_(_meaning(scales))
     if dtype == torch.float8_e4m3fn:  # moved into a float16's bits, e4m3 means 1 / 256 of itself
@@ -189,7 +189,7 @@ def _parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, static: Static | None = None) -> None:
-    """K and V of tokens, `[n, kv head, d]` each, go to their slots in the cache."""
+    """Write K and V of tokens, `[n, kv head, d]` each, to their slots in the cache."""
     block, offset = slots // cache.shape[3], slots % cache.shape[3]
     if not is_quantized(cache):
         cache[block, :, 0, offset] = k
@@ -202,5 +202,5 @@ def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, static: Static | N
 
 
 def read(blocks: Tensor) -> Tensor:
-    """The numbers of whole blocks, `[..., token, d]`: as they are, or fp32 of fewer bits."""
+    """Return the numbers of whole blocks, `[..., token, d]`: as cached, or fp32 of fewer bits."""
     return dequantize(*_parts(blocks), blocks.dtype) if is_quantized(blocks) else blocks

@@ -2,7 +2,7 @@
 
 `block_tables[s]` lists the blocks of sequence s in order; query head h reads kv head
 `h // (hq / h_kv)`. With a `window` the token at position p sees positions
-`max(0, p - window + 1) .. p`, without one (0) all up to p. Entries of blocks that nobody sees are
+`max(0, p - window + 1) .. p`, without one (0) all up to p. Entries of blocks that no token sees are
 not read: those past a sequence's length, and those in front of the window.
 """
 
@@ -26,7 +26,7 @@ def first_seen(position: int, window: int) -> int:
 def gather(cache: Tensor, table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
     """K and V of positions `begin .. end - 1` of one sequence as `[kv head, position, d]`.
 
-    In the dtype of the cache, fp32 if that is of fewer bits (kv_format.py).
+    They have the dtype of the cache, or fp32 if that has fewer bits (kv_format.py).
     """
     size = cache.shape[3]
     skipped = begin // size
@@ -37,8 +37,10 @@ def gather(cache: Tensor, table: Tensor, begin: int, end: int) -> tuple[Tensor, 
     return flat[0], flat[1]
 
 
-def check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors: Tensor) -> None:
-    """What the kernels assume of layouts, beyond the signature, or `KernelError`."""
+def check_layouts(
+    op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors: Tensor
+) -> None:
+    """Raise `KernelError` unless layouts are as the kernels assume beyond the signature."""
     head_size, num_q_heads, num_kv_heads = q.shape[2], q.shape[1], cache.shape[1]
     jit.head_size_of(q.dtype, head_size)
     jit.require(
@@ -51,7 +53,7 @@ def check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors
     is_row = q.stride(2) == 1 and (q.stride(1) == head_size or num_q_heads == 1)
     jit.require(is_row, "{}: heads of a row of q must be contiguous", op_name)
     jit.require(cache.is_contiguous(), "{}: cache must be contiguous", op_name)
-    kv_format.check(op_name, cache, q)
+    kv_format.check_cache(op_name, cache, q)
     is_whole = not kv_format.is_quantized(cache) or cache.shape[3] >= kv_format.MIN_BLOCK_SIZE
     jit.require(is_whole, "{}: blocks of {} tokens of {}", op_name, cache.shape[3], cache.dtype)
     are_vectors = all(x.is_contiguous() for x in vectors)
@@ -67,7 +69,7 @@ def check(op_name: str, q: Tensor, cache: Tensor, block_tables: Tensor, *vectors
 
 
 class TileShape(NamedTuple):
-    """Of a CTA; with two stages it fits the 99 KiB of small GPUs, whatever the cache's format."""
+    """The tile of a CTA; two stages fit the 99 KiB of small GPUs in every cache format."""
 
     warps: int
     tokens: int  # of a tile
@@ -108,7 +110,7 @@ def tiles_variant(
 ) -> jit.Variant:
     """The instantiation of a kernel that includes tiles.cuh; `cached` is the cache's dtype."""
     jit.head_size_of(dtype, head_size)
-    jit.require(not (sinks and jit.is_wide(head_size)), f"no sinks of heads of {head_size}")
+    jit.require(not (sinks and jit.has_large_heads(head_size)), f"no sinks of heads of {head_size}")
     return jit.variant(
         source,
         dtype,
@@ -129,7 +131,7 @@ def tiles_variants(
     """Every legal instantiation; `shape_of` dtype and head size is a CTA's."""
     windows = (1,) if sinks else (0, 1)
     for dtype, head_size in itertools.product(jit.DTYPES, jit.HEAD_SIZES):
-        if sinks and jit.is_wide(head_size):
+        if sinks and jit.has_large_heads(head_size):
             continue
         shape = shape_of(dtype, head_size)
         for stages, window in itertools.product(range(2, shape.stages + 1), windows):

@@ -52,7 +52,7 @@ def _gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _launch(name: str, gate_up: Tensor) -> Tensor:
-    """A row is spread over more threads where there are few rows."""
+    """Launch a kernel that spreads a row over more threads where there are few rows."""
     jit.type_name(gate_up.dtype)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     jit.require(gate_up.shape[1] % 2 == 0, "{}: width {} is odd", name, gate_up.shape[1])

@@ -1,4 +1,4 @@
-// Rows to e4m3 (largest number 448) with one fp32 scale each, and products of such matrices back to the model's type.
+// Rows to e4m3 (largest number 448) with one fp32 scale each, and GEMMs of such matrices back to the model's type.
 // A product comes in BFloat16 and unscaled: its sums reach 448 * 448 * inputs, which Half cannot hold. It is
 // product * (scale of the column) * (scale of the row) + bias. Where a row gets a scale, a CTA holds all of it.
 // -D ELEMENT (T, of 16 bits), PACKS (accesses of a thread along a row)
@@ -18,7 +18,7 @@ DEVICE float max_or_nan(float a, float b) {
 }
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// What scales a product's columns; read-only, so that it may be asked for before the wait.
+// Scales of a product's columns; read-only, so that they may be fetched before the wait.
 struct Columns {
   const float* scales;
   const T* bias;  // or null

@@ -1,4 +1,4 @@
-"""Matrices in e4m3 (Micikevicius et al., 2022), an fp32 scale a row, and what GEMMs of them lack.
+"""Matrices in e4m3 (Micikevicius et al., 2022), an fp32 scale a row; scaling of their GEMMs.
 
 A row's scale is its largest absolute value over 448, the largest number of the type; so nothing
 overflows, zeros stay zeros, and NaN or infinity makes the row's every product NaN. Rows are tokens
@@ -19,9 +19,9 @@ from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
 E4M3 = torch.float8_e4m3fn
-MIN_CAPABILITY = (8, 9)  # conversions and matrix products
+MIN_CAPABILITY = (8, 9)  # conversions and GEMMs
 DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
-MULTIPLE = 16  # a matrix product needs both sides of the weights to be multiples of it
+MULTIPLE = 16  # a GEMM needs both sides of the weights to be multiples of it
 MAX_WIDTH = 32_768  # elements of a row that a CTA can hold
 
 _LARGEST = 448.0
@@ -53,7 +53,7 @@ def _quantized(values: Tensor) -> Quantized:
 
 @op("x[n,k]:T")
 def quantize(x: Tensor) -> Quantized:
-    """The rows of `x` as they are."""
+    """Quantise the rows of `x` as they are."""
     return _quantized(x.float())
 
 
@@ -106,7 +106,7 @@ def scale(
 
 
 class Unscaled(NamedTuple):
-    """A product whose scales and bias, and all that follows, are left to its reader."""
+    """A product without its scales and bias: its reader applies them and what follows."""
 
     product: Tensor  # [n, m] bf16
     scales: Scales
@@ -155,7 +155,7 @@ def _empty(shape: tuple[int, ...], device: torch.device) -> Quantized:
 
 
 def _packs(accesses: int, num_rows: int) -> int:
-    """Of a thread; with 4, two CTAs that hold a long row each fit on a multiprocessor."""
+    """Count a thread's accesses; with 4, two CTAs that hold a long row fit a multiprocessor."""
     if accesses <= _MAX_THREADS:
         return 1
     if num_rows > _FEW_ROWS and accesses <= 4 * _SHARING_THREADS:

@@ -15,7 +15,7 @@ THREADS = 128
 
 
 class HeadStages(NamedTuple):
-    """What is computed of heads before they are rotated, and of the cache."""
+    """Stages of heads before their rotation, and scales of the cache."""
 
     scales: Scales | None = None  # which a product `[q | k | v]` still lacks; all is bf16 then
     q_norm: Tensor | None = None  # [d]: of every head of q, as `rms_norm` (Qwen3); with k_norm
@@ -73,7 +73,7 @@ def rope_and_cache(
     (views of one qkv matrix); heads and elements within a row are contiguous.
     """
     scales, q_norm, k_norm, eps, static = stages
-    kv_format.check("rope_and_cache", cache, k, static)
+    kv_format.check_cache("rope_and_cache", cache, k, static)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     out = q
     if scales is not None and len(q) > 0:
@@ -110,7 +110,7 @@ def _check_layout(
     slots: Tensor,
     cache: Tensor,
 ) -> None:
-    """What the kernel assumes beyond the signature, or `KernelError`."""
+    """Raise `KernelError` unless layouts are as the kernel assumes beyond the signature."""
     head_size = jit.head_size_of(q.dtype, q.shape[2])
     jit.block_shift(cache.shape[3])
     is_whole = not kv_format.is_quantized(cache) or (
@@ -143,7 +143,7 @@ def _rope_and_cache(
     num_tokens, num_q_heads, head_size = q.shape
     _check_layout(q, k, v, cos_sin, positions, slots, cache)
     scales, q_norm, k_norm, eps, static = stages
-    kv_format.check("rope_and_cache", cache, k, static)
+    kv_format.check_cache("rope_and_cache", cache, k, static)
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
     jit.require(len(norms) != 1, "rope_and_cache: norms of both q and k, or none")
     jit.require(

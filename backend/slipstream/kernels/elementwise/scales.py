@@ -1,4 +1,4 @@
-"""Scales of a GEMM's rows and columns, and its bias: what a product of few bits still lacks.
+"""Scales of a GEMM's rows and columns, and its bias: a quantised product still needs them.
 
 Its reader applies them: a kernel that reads the product for something else anyway, or `fp8.scale`.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Scales(NamedTuple):
-    """What a product of `n` rows and `m` columns still lacks."""
+    """Scales and bias that a product of `n` rows and `m` columns still needs."""
 
     rows: Tensor  # [n] f32
     columns: Tensor  # [m] f32

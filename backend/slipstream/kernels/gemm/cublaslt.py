@@ -1,8 +1,8 @@
 """GEMMs of many rows: cuBLASLt's kernels, chosen by us.
 
-The kernel of a shape is the one that `slipstream tune` measured as the fastest (`tuning.py`); if
-that was never done, cuBLASLt's own first guess among those that do not split the sum of an element.
-Splitting it costs a second kernel, and bits that depend on how many rows there are.
+The kernel of a shape is the one that `slipstream tune` measured as the fastest (`tuning.py`);
+without a measurement, cuBLASLt's own first guess among those that do not split the sum of an
+element. Splitting it costs a second kernel, and bits that depend on how many rows there are.
 """
 
 import functools
@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.gemm import tuning
-from slipstream.kernels.gemm.cublaslt_api import WORKSPACE, Algorithm, Plan, Problem, Shape
+from slipstream.kernels.gemm.cublaslt_api import (
+    WORKSPACE,
+    Algorithm,
+    GemmShape,
+    MatmulPlan,
+    Problem,
+)
 from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import KernelError, op
@@ -109,8 +115,8 @@ def cublaslt(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
 # ---- plans ----
 
 
-def plan_of(x: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False) -> Plan:
-    """What was worked out for tensors that lie in memory like these."""
+def plan_of(x: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False) -> MatmulPlan:
+    """Return the plan of a GEMM whose tensors lie in memory like these; made once."""
     device = torch.cuda.current_device()
     if not x.get_device() == out.get_device() == device:
         where = f"x is on {x.device}, out on {out.device}"
@@ -135,7 +141,7 @@ def _plan(
     alignment: int,
     accumulate: bool,
     device: int,
-) -> Plan:
+) -> MatmulPlan:
     rows, inputs = x_shape
     jit.require(dtype in DTYPES, f"matmul: {dtype} has no kernels")
     jit.require(
@@ -146,9 +152,9 @@ def _plan(
         _row_stride("weight", outputs, inputs, weight_strides),
         _row_stride("out", rows, outputs, out_strides),
     )
-    shape = Shape(rows, inputs, outputs, dtype, out_dtype, strides, alignment, accumulate)
+    shape = GemmShape(rows, inputs, outputs, dtype, out_dtype, strides, alignment, accumulate)
     problem = Problem(shape, device)
-    return Plan(problem, _tuned(problem) or default(problem))
+    return MatmulPlan(problem, _tuned(problem) or default(problem))
 
 
 def _row_stride(name: str, rows: int, width: int, strides: tuple[int, ...]) -> int:
@@ -179,15 +185,15 @@ def _tuned(problem: Problem) -> Algorithm | None:
         return None
     product, choices = tuning.Product.of(shape), tuning.choices(problem.device)
     blob = choices.find(product, shape.rows)
-    if blob is None and product.adds:  # to biases, which nobody measures
+    if blob is None and product.adds:  # to biases, which are not measured
         blob = choices.find(msgspec.structs.replace(product, adds=False), shape.rows)
-    algorithm = None if blob is None else problem.check(blob)
+    algorithm = None if blob is None else problem.algorithm_of(blob)
     if blob is not None and algorithm is None:
         _log.warning("%s: the tuned kernel cannot do it: tune again", shape)
     return algorithm
 
 
-def forget() -> None:
+def discard_plans() -> None:
     """Make plans anew: the choices on disk have changed."""
     _plan.cache_clear()
     tuning.choices.cache_clear()

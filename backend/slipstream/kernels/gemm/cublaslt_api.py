@@ -1,7 +1,7 @@
-"""libcublasLt through ctypes: what a matrix product needs of its C interface.
+"""libcublasLt through ctypes: the part of its C interface that a GEMM needs.
 
 cuBLASLt counts columns first: our row-major `[rows, width]` is its `[width, rows]`. So `x W^T` is
-asked for as `W^T x` with `W` transposed, the one form that takes fp8 too. What fails raises a
+written as `W^T x` with `W` transposed, the one form that takes fp8 too. A failed call raises
 `KernelError`.
 """
 
@@ -76,7 +76,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def library() -> Any:
-    """The functions, typed. torch has loaded the library already; asked by name, it is the same."""
+    """Return the functions, typed. torch has loaded the library; its name gives the same one."""
     major = (torch.version.cuda or "13").split(".")[0]
     name = f"libcublasLt.so.{major}"
     try:
@@ -91,7 +91,7 @@ def library() -> Any:
 
 
 def version() -> int:
-    """Of cuBLASLt: 130100 is 13.1."""
+    """Return the version of cuBLASLt: 130100 is 13.1."""
     return int(library().cublasLtGetVersion())
 
 
@@ -119,7 +119,7 @@ class Algorithm:
     workspace: int  # bytes
 
     def read(self, name: str) -> int:
-        """One of its attributes: tile, splits, reduction, swizzle, custom, cluster."""
+        """Read an attribute: tile, splits, reduction, swizzle, custom, cluster."""
         number, kind = _ATTRIBUTES[name]
         value = kind()
         blob, written = _Blob.from_buffer_copy(self.blob), ctypes.c_size_t()
@@ -130,7 +130,7 @@ class Algorithm:
         return int(value.value)
 
     def changed(self, **attributes: int) -> bytes:
-        """The blob with other attributes; whether that is any good, `Problem.check` tells."""
+        """Return the blob with other attributes; `Problem.algorithm_of` says if it is valid."""
         blob = _Blob.from_buffer_copy(self.blob)
         for name, wanted in attributes.items():
             number, kind = _ATTRIBUTES[name]
@@ -152,11 +152,11 @@ class Algorithm:
         return list(numbers)[: written.value // ctypes.sizeof(ctypes.c_uint32)]
 
 
-# ---- products ----
+# ---- GEMMs ----
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GemmShape:
     """`out [rows, outputs] = x [rows, inputs] weight [outputs, inputs]^T` as it lies in memory.
 
     Or `+=`, if it adds.
@@ -182,7 +182,7 @@ class Shape:
 class Problem:
     """The descriptors of one shape on one device."""
 
-    def __init__(self, shape: Shape, device: int) -> None:
+    def __init__(self, shape: GemmShape, device: int) -> None:
         self.shape = shape
         self.device = device
         self._library = library()
@@ -220,7 +220,7 @@ class Problem:
         _check(status, f"{self.shape}: attribute {number}")
 
     def heuristics(self, workspace: int, count: int = 8) -> list[Algorithm]:
-        """What cuBLASLt believes to be fastest, best first; it never names more than 8.
+        """Return the algorithms that cuBLASLt ranks highest, best first; never more than 8.
 
         Parts of a sum that is split are added in fp32, in one order.
         """
@@ -248,8 +248,8 @@ class Problem:
         taken = [result for result in results[: found.value] if result.state == 0]
         return [Algorithm(bytes(result.algorithm), result.workspace) for result in taken]
 
-    def check(self, blob: bytes) -> Algorithm | None:
-        """The algorithm, if it can compute this shape; it may still do so very slowly."""
+    def algorithm_of(self, blob: bytes) -> Algorithm | None:
+        """Return the algorithm if it can compute this shape, however slowly; else None."""
         result, algorithm = _Result(), _Blob.from_buffer_copy(blob)
         status = self._library.cublasLtMatmulAlgoCheck(
             *(self._handle, self._description),
@@ -267,12 +267,12 @@ class Problem:
 
 @functools.cache
 def _workspace(device: int) -> torch.Tensor:
-    """One for all products of a device: they run one after the other on the engine's stream."""
+    """Return the workspace of a device, shared by all GEMMs: they run one after another."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
 
 
-class Plan:
-    """A product that is ready to be launched, any number of times."""
+class MatmulPlan:
+    """A GEMM that is ready to be launched, any number of times."""
 
     def __init__(self, problem: Problem, algorithm: Algorithm) -> None:
         self.algorithm = algorithm

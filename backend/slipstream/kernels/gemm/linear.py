@@ -1,4 +1,4 @@
-"""Linear layers by GEMMs: which kernels compute a product and the stages around it.
+"""Linear layers by GEMMs: the choice of kernels for a product and its stages.
 
 `op.py` says which stages there are, and in which order. A route computes them by at most one kernel
 before the GEMM (norm, quantise), the GEMM with what it fuses, and one kernel behind it. The
@@ -42,8 +42,8 @@ class Route(NamedTuple):
     gemm: Implementation[Spec]
 
 
-class Answer(NamedTuple):
-    """What a GEMM says to a path: the kernels that it comes to, or why it does not take it."""
+class PathAnswer(NamedTuple):
+    """A GEMM's answer to a path: the route and its cost, or why it does not take it."""
 
     path: Path
     gemm: Implementation[Spec]
@@ -55,7 +55,7 @@ _routes: dict[tuple[object, ...], Route] = {}
 
 
 def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
-    """All ways to a product, and what is left of its spec for the GEMM."""
+    """Return all paths to a product, each with the spec that is left for the GEMM."""
     befores = [(Path(), spec)]
     is_scaled = spec.weight == E4M3
     if is_scaled and spec.x != E4M3:
@@ -77,13 +77,13 @@ def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
             yield behind, inner._replace(gate="", residual=False)
 
 
-def answers(spec: Spec) -> list[Answer]:
+def answers(spec: Spec) -> list[PathAnswer]:
     """Ask all GEMMs about all paths; the cheapest that is taken comes first."""
     found = []
     for path, inner in paths(spec):
         for each in gemm.implementations.answers(inner, spec.target):
             cost = path.cost + each.cost
-            found.append(Answer(path, each.implementation, cost, each.refusal))
+            found.append(PathAnswer(path, each.implementation, cost, each.refusal))
     return sorted(found, key=lambda answer: (answer.refusal is not None, answer.cost))
 
 

@@ -8,7 +8,7 @@ An implementation says which of them it takes (fuses). What none takes is comput
 `linear.py`. `lora` and `all-reduce` are room for what no implementation takes yet: a layer with
 such a stage computes it, and all that follows, behind the plain product (`layers/linear.py`).
 
-`weight` is `[outputs, inputs]` as in a checkpoint. Products are accumulated in fp32 and rounded
+`weight` is `[outputs, inputs]` as in a checkpoint. Sums are accumulated in fp32 and rounded
 once, behind the last stage that an implementation takes.
 """
 
@@ -35,7 +35,7 @@ class Matrix(NamedTuple):
 
 
 class Addend(Protocol):
-    """What is still to be added to the residual sum, in place."""
+    """A product that is still to be added to the residual sum, in place."""
 
     def add_to(self, values: Tensor) -> None:
         """Add it to `values [n, k]`."""
@@ -56,7 +56,7 @@ class Around(NamedTuple):
 
     @property
     def scales(self) -> Scales | None:
-        """What a product in e4m3 lacks; None without scales of rows."""
+        """Scales and bias that a product in e4m3 still needs; None without scales of rows."""
         if self.rows is None:
             return None
         assert self.columns is not None, "e4m3 rows multiply e4m3 weights"
@@ -88,7 +88,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
-    """Say what a GEMM is to an implementation."""
+    """Return the spec of a GEMM, by which an implementation is chosen."""
     norm = around.norm
     kind = "" if norm is None else "norm plus one" if around.plus_one else "norm"
     scales = "both" if around.rows is not None else "" if around.columns is None else "columns"

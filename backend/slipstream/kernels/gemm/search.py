@@ -5,7 +5,7 @@ few full waves, in small clusters, in a swizzled order. Kernels that split the s
 left out: they seldom win, and their bits depend on the number of rows. So tiles are ranked by a
 model first, the best are timed once each, variants of the winners likewise, and the last few
 against each other in many rounds, so that all of them see the same clocks. Those of many rows each
-make their own: then the GPU is at its power's limit, and the fastest is who needs the least energy.
+make their own: then the GPU is at its power limit, and the fastest needs the least energy.
 What cuBLASLt accepts may be 50 times as slow as it should be: nothing is chosen that was not timed.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import cublaslt
-from slipstream.kernels.gemm.cublaslt_api import Algorithm, Plan, Problem, Shape
+from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape, MatmulPlan, Problem
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import KernelError
 
@@ -91,18 +91,18 @@ class Operands:
         self.out = self.before.clone()
         torch.cuda.synchronize()
 
-    def shape(self, rows: int) -> Shape:
+    def shape(self, rows: int) -> GemmShape:
         """The product of the first rows."""
         outputs, inputs = self.weights[0].shape
         strides = (inputs, inputs, outputs)
-        return Shape(rows, inputs, outputs, self.dtype, self.out_dtype, strides, 16, self.adds)
+        return GemmShape(rows, inputs, outputs, self.dtype, self.out_dtype, strides, 16, self.adds)
 
 
 def _random(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, or small integers, would draw less power and run at other clocks."""
+    """Make random values: zeros or small integers need less power and run at other clocks."""
     is_small = dtype == torch.float8_e4m3fn
-    drawn = torch.randn(rows, width, dtype=torch.bfloat16 if is_small else dtype, device="cuda")
-    return drawn.to(dtype)
+    values = torch.randn(rows, width, dtype=torch.bfloat16 if is_small else dtype, device="cuda")
+    return values.to(dtype)
 
 
 def search(operands: Operands, rows: int) -> Found:
@@ -124,7 +124,7 @@ def search(operands: Operands, rows: int) -> Found:
         for name, values in _VARIANTS:
             for algorithm in trial.best(_NUM_WIDENED):
                 changed = (algorithm.changed(**{name: value}) for value in values)
-                trial.time(filter(None, map(problem.check, changed)))
+                trial.time(filter(None, map(problem.algorithm_of, changed)))
         return trial.finish(default)
 
 
@@ -139,7 +139,7 @@ def _tilings(problem: Problem, like: Algorithm, cluster: int, num_sms: int) -> I
     for tile in ranked(numbers, shape.rows, shape.outputs, num_sms):
         for custom in (0, like.read("custom"), 2, 4, 6):
             blob = like.changed(tile=numbers[tile], custom=custom, **same)
-            algorithm = problem.check(blob)
+            algorithm = problem.algorithm_of(blob)
             if algorithm is not None:
                 yield algorithm
                 break
@@ -166,8 +166,8 @@ def _num_waves(tile: tuple[int, int], rows: int, outputs: int, num_sms: int) -> 
 def modelled_cost(tile: tuple[int, int], rows: int, outputs: int, num_sms: int) -> float:
     """Clocks for each input that the last multiprocessor is busy, roughly.
 
-    In a clock a multiprocessor takes 32 numbers of 16 bits from the L2 cache and computes 2048
-    products; the two overlap, and not quite.
+    In a clock a multiprocessor takes 32 numbers of 16 bits from the L2 cache and does 2048
+    multiplications; the two overlap, and not quite.
     """
     loads, products = sum(tile) / 32, math.prod(tile) / 2048
     cost = max(loads, products) + min(loads, products) / 4
@@ -182,7 +182,7 @@ def tile_sizes() -> dict[int, tuple[int, int]]:
         "128x160 160x128 192x128 128x192 128x96 32x256 256x32"
     )
     sizes = [(int(a), int(b)) for a, b in (text.split("x") for text in first.split())]
-    grids = (  # steps of outputs and rows, most products
+    grids = (  # steps of outputs and rows, for most GEMMs
         (8, 64, 768 * 64),
         (64, 8, 256 * 256),
     )
@@ -222,7 +222,7 @@ class _Trial:
         for algorithm in algorithms:
             if algorithm in self._seconds:
                 continue
-            plan = Plan(self._problem, algorithm)
+            plan = MatmulPlan(self._problem, algorithm)
             try:
                 self._launch(plan, 1)  # loads the kernel
             except KernelError:
@@ -253,7 +253,7 @@ class _Trial:
     def _compare(self, finalists: list[Algorithm], expected: float) -> list[float]:
         """Seconds of each: in turns, or of many rows by itself, when the clocks have settled."""
         count = max(len(self._operands.weights), math.ceil(_ROUND_S / expected))
-        graphs = [self._captured(Plan(self._problem, a), count) for a in finalists]
+        graphs = [self._captured(MatmulPlan(self._problem, a), count) for a in finalists]
         is_load = self._problem.shape.rows >= _LOAD_ROWS
         number = math.ceil(_LOAD_S / 2 / (count * expected)) if is_load else 1
         times: list[list[float]] = [[] for _ in finalists]
@@ -263,7 +263,7 @@ class _Trial:
                 taken.append(self._elapsed(partial(_replay, graph, number)) / number / count)
         return [min(taken) if is_load else median(taken) for taken in times]
 
-    def _launch(self, plan: Plan, count: int) -> None:
+    def _launch(self, plan: MatmulPlan, count: int) -> None:
         operands = self._operands
         for index in range(count):
             weight = operands.weights[index % len(operands.weights)]
@@ -278,7 +278,7 @@ class _Trial:
         self._end.synchronize()
         return float(self._begin.elapsed_time(self._end)) * 1e-3
 
-    def _captured(self, plan: Plan, count: int) -> torch.cuda.CUDAGraph:
+    def _captured(self, plan: MatmulPlan, count: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
         try:
@@ -295,7 +295,7 @@ class _Trial:
             out.copy_(self._operands.before[:rows])
         else:
             out.fill_(float("nan"))
-        self._launch(Plan(self._problem, algorithm), 1)
+        self._launch(MatmulPlan(self._problem, algorithm), 1)
         return out.float()
 
 

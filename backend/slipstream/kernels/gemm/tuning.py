@@ -1,7 +1,7 @@
-"""Which of cuBLASLt's kernels is the fastest for a product: measured once a machine, kept on disk.
+"""The fastest of cuBLASLt's kernels for a GEMM: measured once a machine, kept on disk.
 
 A file holds what was measured on one kind of machine: GPU, driver and version of cuBLASLt, whose
-hash is in its name. What cannot be read counts as absent: a product then runs by its default.
+hash is in its name. A file that cannot be read counts as absent: its GEMMs then run by the default.
 """
 
 import bisect
@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from slipstream.kernels.gemm import cublaslt_api
-from slipstream.kernels.gemm.cublaslt_api import Shape
+from slipstream.kernels.gemm.cublaslt_api import GemmShape
 from slipstream.kernels.runtime import disk_cache
 
 _FORMAT = 2  # of the file, and of what an algorithm is written as
@@ -57,7 +57,7 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adds: bool  # to what is there
 
     @staticmethod
-    def of(shape: Shape) -> "Product":
+    def of(shape: GemmShape) -> "Product":
         """The product of a shape."""
         dtype, out_dtype = (
             str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype)
@@ -91,7 +91,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Choices:
-    """Looked up by product and rows."""
+    """Choices by product and rows."""
 
     def __init__(self, choices: Iterable[Choice]) -> None:
         self._blobs: dict[Product, dict[int, bytes]] = defaultdict(dict)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def folder(kind: str) -> Path:
-    """Where files of a kind lie; it need not exist."""
+    """Return the folder of files of a kind; it need not exist."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     # The specification has relative paths ignored.
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -14,7 +14,7 @@ def folder(kind: str) -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that whoever reads meanwhile sees a whole one, old or new, or none.
+    """Write a file atomically: a reader sees the old one, the new one, or none.
 
     Raises OSError; nothing is left behind then.
     """

@@ -5,7 +5,7 @@
 #include "runtime/copies.cuh"
 #include "runtime/tma.cuh"
 
-// A ring is first filled so fast at most: 1.7 times a multiprocessor's share of an H200's memory. What is asked for
+// A ring is first filled so fast at most: 1.7 times a multiprocessor's share of an H200's memory. What is requested
 // earlier queues before memory, and what small kernels in front still read queues behind it.
 constexpr int BYTES_A_NS = 61;
 

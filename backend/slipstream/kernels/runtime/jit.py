@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One instantiation of a .cu file; equal variants are compiled once."""
+    """An instantiation of a .cu file; equal variants are compiled once."""
 
     source: str
     defines: tuple[tuple[str, str], ...]
@@ -96,9 +96,9 @@ def head_size_of(dtype: torch.dtype, head_size: int) -> int:
     return head_size
 
 
-def is_wide(head_size: int) -> bool:
-    """Whether heads take so many registers, and so much shared memory, that kernels of attention
-    have shapes of their own for them.
+def has_large_heads(head_size: int) -> bool:
+    """Whether heads are so large (registers, shared memory) that attention kernels have shapes of
+    their own for them.
     """
     return head_size > 128
 
@@ -123,8 +123,8 @@ def vector_width(width: int, *tensors: Tensor) -> int:
 def require(condition: bool, message: str, *values: object) -> None:
     """Raise `KernelError` unless `condition`.
 
-    `values` go to where `message` has `{}`: what every launch asks for is not put together for
-    nothing.
+    `values` go to where `message` has `{}`: the message is formatted only
+    where it is raised.
     """
     if not condition:
         raise KernelError(message.format(*values) if values else message)
@@ -270,7 +270,7 @@ def shared_memory_limit(device: int) -> int:
 
 @functools.cache
 def num_multiprocessors(device: int) -> int:
-    """Of the device of this index."""
+    """Count the multiprocessors of the device of this index."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -373,7 +373,7 @@ def _stream(handle: int) -> Any:
 
 @functools.cache
 def _passed(types: tuple[type, ...]) -> tuple[str, list[int], list[int]]:
-    """How arguments of these types are passed, 8 bytes each; where tensors are, and where maps."""
+    """Return how to pass arguments of these types, 8 bytes each; places of tensors and maps."""
     kinds = {Tensor: "P", TensorMap: "P", int: "q", float: "f4x"}
     layout = "".join(next(kinds[k] for k in kinds if issubclass(one, k)) for one in types)
     tensors_at, maps_at = (
@@ -425,7 +425,7 @@ def bind(
 ) -> Callable[..., None]:
     """A kernel of so many pointers and integers in one stream: `run(num_ctas, *args)`.
 
-    Nothing is looked up at a launch, at which a host is slow that was idle. The kernel is loaded at
+    A launch looks nothing up, which would be slow on a host that was idle. The kernel is loaded at
     once, and its launches are not put off.
     """
     kernel = _kernel(wanted, entry, block, 0, False, stream.device_index, "q" * num_args)

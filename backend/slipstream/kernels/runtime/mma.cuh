@@ -1,4 +1,4 @@
-// Matrix products of a warp on tensor cores, for 16-bit elements.
+// GEMMs of a warp on tensor cores, for 16-bit elements.
 //
 // Fragments of m16n8k16, for lane = 4 * g + t: A holds rows g and g + 8, columns 2t, 2t + 1, 2t + 8, 2t + 9; B
 // holds the same of its k dimension at column g; C holds rows g and g + 8, columns 2t, 2t + 1.

@@ -1,4 +1,4 @@
-"""Ops: a signature, a torch oracle that says what is computed, and implementations by device.
+"""Ops: a signature, a torch oracle that defines the result, and implementations by device.
 
 The oracle is what tests compare with. It also is the implementation on a CPU until another is
 registered. The signature string is checked whatever the device, so a mistake shows on a laptop:
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 class KernelError(Exception):
-    """A shape, stride or dtype that no kernel is built for (what the plan should have refused)."""
+    """A shape, stride or dtype that no kernel is built for; the plan should have refused it."""
 
 
 _DTYPES = {
@@ -42,7 +42,7 @@ _MOST_CHOICES = 1024  # of an op
 
 
 def _traits(x: object) -> tuple[object, ...] | None:
-    """All that a signature says of a tensor; None of anything else."""
+    """Return what a signature checks of a tensor; None for anything else."""
     return (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None
 
 

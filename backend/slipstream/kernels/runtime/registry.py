@@ -1,7 +1,7 @@
-"""Implementations of an op: which there are, which of them takes a case, and why the others do not.
+"""Implementations of an op, the choice among them, and why the others do not take a case.
 
 An implementation names the device and the architecture that it runs on, says of a case's spec
-(shapes, dtypes, what stands around) why it does not take it, and what it costs. The cheapest that
+(shapes, dtypes, stages around it) why it does not take it, and what it costs. The cheapest that
 takes a spec is chosen, once; after that the choice is one look into a dict.
 """
 
@@ -77,7 +77,7 @@ class Implementation(Generic[S]):
 
 
 class Answer(NamedTuple):
-    """What an implementation says to a spec: a cost, or why not."""
+    """An implementation's answer to a spec: a cost, or why it does not take it."""
 
     implementation: Implementation[Any]
     cost: float

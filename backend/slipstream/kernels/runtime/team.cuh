@@ -85,8 +85,8 @@ DEVICE Value warp_reduce(Value value, const Combine& f) {
 DEVICE u64 higher(u64 a, u64 b) { return a > b ? a : b; }
 DEVICE float plus(float a, float b) { return a + b; }
 
-// Letters between the warps of a team. Two boxes take turns: who is a barrier ahead writes to the other one, and
-// nobody is two ahead.
+// Letters between the warps of a team. Two boxes take turns: a CTA a barrier ahead writes to the other one, and
+// none is two ahead.
 struct Mail {
   static constexpr int SIZE = TEAM * WARPS;
   static constexpr int LANES = SIZE < 32 ? SIZE : 32;  // that read different letters

@@ -1,4 +1,4 @@
-// Products of a warpgroup (128 threads) on Hopper's tensor cores: 64 rows of fp32 sums in registers (sm_90a alone).
+// GEMMs of a warpgroup (128 threads) on Hopper's tensor cores: 64 rows of fp32 sums in registers (sm_90a alone).
 //
 // Sums and A in registers, for lane = 4 g + t of warp w: sum [4 i + 2 h + j] is of row 16 w + g + 8 h and column
 // 8 i + 2 t + j; a k-step of A is what mma.m16n8k16 takes, so packed sums are an A.
@@ -23,7 +23,7 @@ DEVICE u64 advance(u64 descriptor, u32 bytes) {
   return (descriptor >> 32 << 32) | (u32(descriptor) + (bytes >> 4));  // the address never carries
 }
 
-// Before products that read registers which other instructions wrote.
+// Before GEMMs that read registers which other instructions wrote.
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // All but the last PENDING committed groups are done.

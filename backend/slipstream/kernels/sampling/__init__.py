@@ -1,1 +1,1 @@
-"""Draws tokens from logits, and counts them for penalties."""
+"""Samples tokens from logits, and counts them for penalties."""

@@ -51,7 +51,7 @@ DEVICE u32 draw(const Row& row, Team& team, float low, u32 likeliest) {
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
       const float scaled = row.scaled(logits[i]);
-      // gumbel(u) < -log(1 - u): whoever has no chance by this bound is spared two logarithms.
+      // gumbel(u) < -log(1 - u): a token without a chance by this bound is spared two logarithms.
       const float one_to_two = __uint_as_float(0x3f800000u | words[i] >> 9);
       const float chance = exp2_fast(scaled * LOG2_E + (slack - bound * LOG2_E));
       if (!(2.0f - one_to_two - 0x1p-24f <= chance) || !(scaled >= low)) continue;

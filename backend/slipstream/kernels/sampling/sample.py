@@ -1,10 +1,10 @@
-"""From logits to one token a row: penalties, edits and the draw, without a sort on the GPU.
+"""Sampling of one token a row of logits: penalties, edits, choice; no sort on the GPU.
 
 A row's random numbers are Philox4x32-10 (Salmon et al., 2011) of (seed, output number, token id),
-so a sequence draws the same tokens whatever else is in the batch. The draw is the Gumbel-max trick:
+so a sequence gets the same tokens whatever else is in the batch. Sampling is by Gumbel-max:
 the argmax of `logit / temperature + gumbel` over the kept tokens samples their softmax.
 
-How a row is drawn is one record (`ROW`): what requests choose, by the table of
+One record (`ROW`) says how to sample a row: what requests choose, by the table of
 `slipstream_contract.sampling`, and where the row belongs. The device keeps count of the tokens of
 every sequence that has penalties (`counts`, a row for each slot), because the host schedules a step
 before it knows the token of the step before.
@@ -26,7 +26,7 @@ _OWN = (  # of the row, behind what the request chose
     ("slot", "<i4"),  # row of `counts`; any, without penalties
     ("seed", "<i8"),
     ("number", "<i4"),  # of the token in its output
-    ("result", "<i4"),  # where the token goes; -1: nothing is drawn, the row is padding
+    ("result", "<i4"),  # where the token goes; -1: nowhere, the row is padding
     ("first_edit", "<i4"),
     ("end_edit", "<i4"),
 )
@@ -98,9 +98,10 @@ def _falling(x: Tensor) -> Tensor:
 
 
 def _keep(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Tokens to draw from: top k, of those the smallest set of mass p, of those min p. Ties stay.
+    """Return which tokens to keep: top k, of those the smallest set of mass p, of those min p.
 
     Each of the three keeps a prefix of the ranking, so the shortest prefix's last logit decides.
+    Ties stay.
     """
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
         return torch.ones_like(scaled, dtype=torch.bool)
@@ -177,12 +178,12 @@ def sample(
     is_finite: Tensor,
     mirrors: Sequence[Tensor] = (),
 ) -> None:
-    """Draw one token of each row of logits, as `ROW` says, into the results' `row.result`.
+    """Sample one token of each row of logits, as `ROW` says, into the results' `row.result`.
 
     A logit is converted to fp32, then `l / repetition if l > 0 else l * repetition` where prompt or
     output has the token, then plus its edit (`EDIT`; `first_edit .. end_edit - 1`, by rising token
-    id) minus `presence + frequency * count` where the output has it. With penalties the drawn token
-    is counted at once; without, `counts` is neither read nor written.
+    id) minus `presence + frequency * count` where the output has it. With penalties the token is
+    counted at once; without, `counts` is neither read nor written.
 
     Temperature 0, or so near it that 1 or the logits overflow when divided by it, is greedy (the
     lowest id of equal logits). `log_probs` are of the chosen token under the softmax of the edited
@@ -204,10 +205,10 @@ def sample(
     scaled = logits / torch.where(greedy, 1.0, row.temperature)[:, None]
     if not bool(greedy.all()):
         which = (~greedy).nonzero()[:, 0]
-        drawn = scaled[which]
-        keep = _keep(drawn, row.top_k[which], row.top_p[which], row.min_p[which])
-        drawn += _gumbel(philox(row.seed[which], row.number[which], logits.shape[-1]))
-        scaled[which] = torch.where(keep, drawn, float("-inf"))
+        perturbed = scaled[which]
+        keep = _keep(perturbed, row.top_k[which], row.top_p[which], row.min_p[which])
+        perturbed += _gumbel(philox(row.seed[which], row.number[which], logits.shape[-1]))
+        scaled[which] = torch.where(keep, perturbed, float("-inf"))
     chosen = torch.where(finite, scaled.argmax(-1), 0)
     chosen_log_probs = logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
     chosen_log_probs = torch.where(finite, chosen_log_probs, torch.nan)

@@ -73,7 +73,7 @@ struct Range {
   }
 };
 
-// Add to 64 bits in shared memory, which has atomics of 32: the carry is told by who makes it.
+// Add to 64 bits in shared memory, which has atomics of 32: the thread that makes a carry adds it.
 DEVICE void add(u64* sum, u64 value) {
   u32* words = reinterpret_cast<u32*>(sum);
   u32 high = u32(value >> 32);

@@ -1,4 +1,4 @@
-"""The beginning of a step on the device: tokens that the host has not seen, and tables in place."""
+"""The start of a step on the device: tokens that the host has not seen, and tables in place."""
 
 from collections.abc import Iterator
 
@@ -10,18 +10,21 @@ from slipstream.kernels.runtime.op import op
 _THREADS = 256
 
 
-@op("header[3]:i32, staged[w]:i32, token_ids[n]:i64, sources[n]:i32, drawn[r]:i64, tables[s,_]:i32")
-def begin_step(
+@op(
+    "header[3]:i32, staged[w]:i32, token_ids[n]:i64, sources[n]:i32, "
+    "sampled[r]:i64, tables[s,_]:i32"
+)
+def start_step(
     header: Tensor,
     staged: Tensor,
     token_ids: Tensor,
     sources: Tensor,
-    drawn: Tensor,
+    sampled: Tensor,
     tables: Tensor,
 ) -> None:
     """Complete the inputs of a step, in place.
 
-    `token_ids[i] = drawn[sources[i]]` where a source is not negative. Block tables come side by
+    `token_ids[i] = sampled[sources[i]]` where a source is not negative. Block tables come side by
     side in `staged`, as wide as the longest needs, and go to the first rows of `tables`, the rest
     of which is left as it is.
 
@@ -29,11 +32,11 @@ def begin_step(
         header: where in `staged` the tables begin, how many columns they have, how many they are.
         staged: words, among them the tables.
         token_ids, sources: of the step's tokens.
-        drawn: tokens of the step before.
+        sampled: tokens of the step before.
         tables: of a fixed width; rows must be contiguous.
     """
     chosen = sources >= 0
-    token_ids[chosen] = drawn[sources[chosen].long()]
+    token_ids[chosen] = sampled[sources[chosen].long()]
     begin, width, count = header.tolist()
     tables[:count, :width] = staged[begin : begin + count * width].view(count, width)
 
@@ -47,21 +50,21 @@ def variants() -> Iterator[jit.Variant]:
     yield _variant()
 
 
-@begin_step.cuda
-def _begin_step(
+@start_step.cuda
+def _start_step(
     header: Tensor,
     staged: Tensor,
     token_ids: Tensor,
     sources: Tensor,
-    drawn: Tensor,
+    sampled: Tensor,
     tables: Tensor,
 ) -> None:
     num_tokens, num_rows = len(token_ids), len(tables)
     jit.require(
-        all(t.is_contiguous() for t in (header, staged, token_ids, sources, drawn)),
-        "begin_step: inputs must be contiguous",
+        all(t.is_contiguous() for t in (header, staged, token_ids, sources, sampled)),
+        "start_step: inputs must be contiguous",
     )
-    jit.require(tables.shape[1] <= 1 or tables.stride(1) == 1, "begin_step: rows of tables")
+    jit.require(tables.shape[1] <= 1 or tables.stride(1) == 1, "start_step: rows of tables")
     grid = (max(1, min(128, max(num_rows, -(-num_tokens // _THREADS)))),)
-    args = (header, staged, token_ids, sources, num_tokens, drawn, tables, tables.stride(0))
+    args = (header, staged, token_ids, sources, num_tokens, sampled, tables, tables.stride(0))
     jit.launch(_variant(), "begin_step", grid, _THREADS, *args)

@@ -1,7 +1,7 @@
-"""Small inputs on their way to the device, past the copy engine.
+"""Copies of small inputs to the device, past the copy engine.
 
-That serves copies in their order: with blocks coming in from host memory a step's inputs would wait
-10 ms for their turn. A kernel that reads them takes a few microseconds, whatever is under way.
+The engine serves copies in order: with blocks coming in from host memory a step's inputs would wait
+10 ms for their turn. A kernel that reads them takes a few microseconds, whatever else is in flight.
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
 #pragma once
 #include "runtime/wgmma.cuh"
 
-constexpr int ROW_WARPS = 4;  // whose products are one
+constexpr int ROW_WARPS = 4;  // whose GEMMs are one
 static_assert(WARPS % ROW_WARPS == 0);
 constexpr int QUERY_BYTES = WARPS * 16 * HEAD_SIZE * sizeof(T);  // of shared memory that queries take
 constexpr int MOST_STAGES = 5;  // tiles in shared memory, or on their way to it

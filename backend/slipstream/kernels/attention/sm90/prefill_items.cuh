@@ -252,7 +252,7 @@ class Schedule {
   DEVICE Item next() {
     const int total = num_parts + row_tiles * a.num_kv_heads;
     if (number < 0) {
-      // Every CTA whose first number is good draws until it gets none: `total` tickets in all, and the last of them
+      // Every CTA whose first number is good goes on until it gets none: `total` tickets in all, and the last of them
       // sets the counter to zero.
       u32 ticket = 0;
       if (lane == 0) ticket = atomicInc(a.counters, total - 1);

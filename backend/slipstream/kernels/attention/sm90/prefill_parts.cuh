@@ -1,6 +1,6 @@
 // Puts together what several CTAs have of an item that is cut into parts: two by two, then by fours, and so on, each
 // warp with those that have the same rows. The later of two adds up both, so nobody waits; a sum of two has the same
-// bits whoever adds, so equal launches give equal bits.
+// bits in either order, so equal launches give equal bits.
 // -D ELEMENT (T: Half or BFloat16), HEAD_SIZE (64, 128, 256), TILE, SPLITS
 #pragma once
 #include "attention/sm90/prefill_rows.cuh"
@@ -9,7 +9,7 @@
 
 constexpr int WARP_ROWS = 16, ITEM_WARPS = ITEM_ROWS / WARP_ROWS;
 
-// Whether the warp is the second to come here. Whoever is reads what the first has written before.
+// Whether the warp is the second to come here. The second reads what the first has written before.
 DEVICE bool arrives_second(u32* arrivals) {
   __threadfence();
   __syncwarp();

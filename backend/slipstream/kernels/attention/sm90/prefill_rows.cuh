@@ -10,7 +10,7 @@ constexpr int ROWS = 64;                 // query rows
 constexpr int COLUMNS = HEAD_SIZE / 64;  // of 128 bytes, as swizzled operands have
 constexpr int QUERY_COLUMN = ROWS * 128, QUERY_BYTES = COLUMNS * QUERY_COLUMN;
 constexpr int TILE_COLUMN = TILE * 128, TILE_BYTES = COLUMNS * TILE_COLUMN;
-// Whether products read queries from shared memory; else registers have room for them.
+// Whether GEMMs read queries from shared memory; else registers have room for them.
 constexpr bool QUERIES_STAY = HEAD_SIZE > 128;
 constexpr u32 NOWHERE = ~0u;  // instead of a place in q or in the output, in 16-byte chunks
 

@@ -164,7 +164,7 @@ DEVICE void fetch_queries(const Arguments& a, const Shared& shared) {
   }
 }
 
-// The group's turn to start products: until it ends, the other exponentiates.
+// The group's turn to start GEMMs: until it ends, the other exponentiates.
 DEVICE void turn_begin(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
 DEVICE void turn_end(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
 

@@ -177,7 +177,7 @@ DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROW
     convert<false>(task, words, factors, part, squares);
 }
 
-// Products of GROUP weight rows with this thread's part of every row of x.
+// Multiply GROUP weight rows with this thread's part of every row of x.
 DEVICE void multiply(const Task& task, const u8* weights, const Part<PACKED>& part,
                      float (&sums)[SUMS]) {
 #pragma unroll

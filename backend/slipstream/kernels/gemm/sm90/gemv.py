@@ -1,6 +1,6 @@
 """GEMMs of one or two rows, as fast as the matrix can be read (sm_90).
 
-What stands around a product in a block is part of it: the norm of its input, bias, scales of 8-bit
+The stages around a product in a block are fused: the norm of its input, bias, scales of 8-bit
 weights, `silu(gate) * up`, the residual sum.
 """
 
@@ -31,8 +31,8 @@ MIN_BYTES = {1: 110 << 10, 2: 78 << 10}
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a matrix streams through the shared memory of its CTAs."""
+class GemvTiling:
+    """Tiles in which a matrix streams through the shared memory of its CTAs."""
 
     rows: int  # of x
     chunks: int  # pieces of a weight row for each thread
@@ -52,7 +52,7 @@ class Tiling:
 
 
 @functools.cache
-def tiling(num_rows: int, width: int, row_bytes: int, gated: bool) -> Tiling | None:
+def tiling(num_rows: int, width: int, row_bytes: int, gated: bool) -> GemvTiling | None:
     """For `num_rows` rows of x and weight rows of `width` elements; None where it does not fit."""
     chunks = next((c for c in CHUNKS if c * THREADS * PIECE >= width), None)
     if chunks is None or chunks > MAX_CHUNKS[num_rows]:
@@ -67,7 +67,7 @@ def tiling(num_rows: int, width: int, row_bytes: int, gated: bool) -> Tiling | N
         slot_rows = min(max(slot_bytes // row_bytes // step * step, step), THREADS // num_rows)
         num_slots = min(RING_BYTES[ctas] // (slot_rows * row_bytes), MAX_SLOTS)
         if num_slots > ctas:
-            return Tiling(num_rows, chunks, group, slot_rows, num_slots, ctas)
+            return GemvTiling(num_rows, chunks, group, slot_rows, num_slots, ctas)
     return None
 
 
@@ -108,7 +108,7 @@ def cost(spec: Spec) -> float:
     return 2.5 if spec.weight == FP8 and spec.rows > 1 else 0.0
 
 
-def _variant(dtype: torch.dtype, fp8: bool, tiles: Tiling) -> jit.Variant:
+def _variant(dtype: torch.dtype, fp8: bool, tiles: GemvTiling) -> jit.Variant:
     return jit.variant(
         "gemm/sm90/gemv.cu",
         dtype,
@@ -145,7 +145,7 @@ def gemv(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     return launch(tiles, x, weight, around)
 
 
-def launch(tiles: Tiling, x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+def launch(tiles: GemvTiling, x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemv` with tiles of choice."""
     num_rows, width = x.shape
     streams = 2 if around.gate else 1

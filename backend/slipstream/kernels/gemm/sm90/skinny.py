@@ -34,8 +34,8 @@ MEMORY = 226 << 10  # of a CTA; a kernel of a norm finds room beside it
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a product is shared out: tiles of `rows` weight rows, a cluster of CTAs for each."""
+class SkinnyTiling:
+    """Division of a GEMM: tiles of `rows` weight rows, a cluster of CTAs for each."""
 
     rows: int
     groups: int  # of 64 rows of x
@@ -53,7 +53,7 @@ class Tiling:
 
     @property
     def end_bytes(self) -> int:
-        """Beside the ring: scales and biases of columns, and what others send of their sums.
+        """Bytes beside the ring: scales and biases of columns, and sums from the other CTAs.
 
         Where two groups are in clusters of four, that comes to where the ring was.
         """
@@ -65,7 +65,7 @@ class Tiling:
 
     @property
     def num_slots(self) -> int:
-        """That fit into the shared memory of a multiprocessor."""
+        """Count the slots that fit into the shared memory of a multiprocessor."""
         slots = (MEMORY - self.end_bytes) // (self.slot_bytes + BARRIER_BYTES)
         return min(slots, MAX_SLOTS)
 
@@ -84,7 +84,9 @@ def _rows_and_waves(num_weight_rows: int, cluster: int, multiprocessors: int) ->
 
 
 @functools.cache
-def tiling(num_rows: int, num_weight_rows: int, num_chunks: int, multiprocessors: int) -> Tiling:
+def tiling(
+    num_rows: int, num_weight_rows: int, num_chunks: int, multiprocessors: int
+) -> SkinnyTiling:
     """For `num_rows` rows of x: every multiprocessor gets a part of the weights, the same for all.
 
     The sums of an output are added in an order that does not depend on `num_rows`, but for whether
@@ -98,7 +100,7 @@ def tiling(num_rows: int, num_weight_rows: int, num_chunks: int, multiprocessors
             if rows >= _THRIFTY_TILE_ROWS and waves == 1 and num_chunks >= cluster * _THRIFTY_STEPS:
                 chosen = cluster
                 break
-    return Tiling(tilings[chosen][0], groups, chosen)
+    return SkinnyTiling(tilings[chosen][0], groups, chosen)
 
 
 def takes(spec: Spec) -> str | None:
@@ -120,7 +122,7 @@ def takes(spec: Spec) -> str | None:
 
 
 def shared_refusal(spec: Spec) -> str | None:
-    """Say what of a product no kernel of wgmma and tensor maps takes."""
+    """Say why no kernel of wgmma and tensor maps takes a product; None: one may."""
     if spec.x not in DTYPES or spec.weight != spec.x:
         return "takes rows and weights of one type: fp16, bf16 or e4m3"
     if spec.norm:
@@ -137,7 +139,7 @@ def shared_refusal(spec: Spec) -> str | None:
     return None
 
 
-def _variant(dtype: torch.dtype, tiles: Tiling) -> jit.Variant:
+def _variant(dtype: torch.dtype, tiles: SkinnyTiling) -> jit.Variant:
     is_fp8 = dtype == fp8.E4M3
     return jit.variant(
         "gemm/sm90/skinny.cu",
@@ -154,7 +156,7 @@ def variants() -> Iterator[jit.Variant]:
     for dtype, groups, cluster in itertools.product(DTYPES, (1, 2), CLUSTERS):
         most = TILE_ROWS[-1] if cluster == 1 else _MOST_SHARED_ROWS[groups]
         for rows in range(_FEWEST_TILE_ROWS[cluster], most + 1, TILE_ROWS.step):
-            yield _variant(dtype, Tiling(rows, groups, cluster))
+            yield _variant(dtype, SkinnyTiling(rows, groups, cluster))
 
 
 @gemm.implementation("skinny", "cuda", "sm_90a", takes=takes)

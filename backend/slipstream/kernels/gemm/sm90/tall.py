@@ -1,7 +1,7 @@
 """Tall GEMMs: gated, of some 200 rows and more, on Hopper's tensor cores (sm_90a); a tile a CTA.
 
-So many rows are bound by power. Of 256 rows cuBLASLt's tiles of usual size leave a third of the
-multiprocessors idle in their second wave; of thousands its product is as fast, but its gate is a
+GEMMs of so many rows are bound by power. With 256 rows cuBLASLt's tiles of usual size leave a third
+of the multiprocessors idle in their second wave; with thousands it is as fast, but its gate is a
 kernel of its own, which reads and writes as much as the product does.
 """
 
@@ -33,7 +33,7 @@ def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
 
 @functools.cache
 def share(num_rows: int, num_weight_rows: int, multiprocessors: int) -> float:
-    """What part of the multiplications that multiprocessors could do meanwhile is the product."""
+    """Return the part of the multiprocessors' multiplications that belongs to the product."""
     rows = tile_rows(num_weight_rows, multiprocessors)
     tiles = -(-num_rows // X_ROWS) * -(-num_weight_rows // rows)
     room = -(-tiles // multiprocessors) * multiprocessors * X_ROWS * rows
@@ -70,12 +70,12 @@ def slot_bytes(rows: int) -> int:
 
 
 def num_slots(rows: int) -> int:
-    """That fit into the shared memory of a multiprocessor."""
+    """Count the slots that fit into the shared memory of a multiprocessor."""
     return (MEMORY - _end_bytes(rows)) // (slot_bytes(rows) + _BARRIER_BYTES)
 
 
 def _end_bytes(rows: int) -> int:
-    """Scales and biases of columns, and what aligns them."""
+    """Bytes of scales and biases of columns, and of their alignment."""
     return 2 * 4 * rows + _BARRIER_BYTES
 
 

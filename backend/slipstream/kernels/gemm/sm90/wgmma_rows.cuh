@@ -1,4 +1,4 @@
-// Products of rows that lie in shared memory: 64 of x with ROWS of the weights, summed in a warpgroup's registers (sm_90a).
+// GEMMs of rows that lie in shared memory: 64 of x with ROWS of the weights, summed in a warpgroup's registers (sm_90a).
 // Rows come in chunks of 128 bytes. -D ELEMENT (T), FP8 (whether rows are e4m3 rather than T), ROWS (a multiple of 16 up
 // to 224)
 #pragma once
