@@ -18,6 +18,7 @@ OF_TODAY = [page for page in PAGES if page != "LOG.md" and not page.startswith("
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^()\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)*/?")
+WRITTEN = "benchmarks/out/"  # where runs write; git ignores it
 SUFFIXES = (".py", ".cu", ".cuh", ".md", ".toml", ".yml", ".sh", ".pbtxt", ".txt")
 
 
@@ -84,6 +85,7 @@ def looks_like_a_path(span: str) -> bool:
     return (
         "/" in span
         and PATH.fullmatch(span) is not None
+        and not span.startswith(WRITTEN)
         and (span.partition("/")[0] in tops or span.endswith(SUFFIXES))
     )
 
