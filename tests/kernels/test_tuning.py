@@ -108,7 +108,7 @@ def test_product_of_a_shape() -> None:
     assert product == Product(64, 32, "float8_e4m3fn", "bfloat16", True)
 
 
-@pytest.mark.parametrize(("saved", "said"), [(0, "`slipstream tune`"), (2, "2 products")])
+@pytest.mark.parametrize(("saved", "said"), [(0, "`slipstream tune`"), (2, "2 GEMMs")])
 def test_what_the_log_says_at_start(
     saved: int,
     said: str,

@@ -18,7 +18,7 @@ from slipstream.layers.residual import Residual
 
 
 def _behind_norm(linear: Linear, norm: Norm, addend: Addend | None, gate: str = "") -> Around:
-    """Say what stands around a product with a norm: of `addend` and the residual sum."""
+    """Return the stages of a product behind a norm of the residual sum, `addend` included."""
     return Around(norm.weight, norm.eps, norm.plus_one, bias=linear.bias, gate=gate, addend=addend)
 
 

@@ -2,7 +2,7 @@
 the residual sum.
 
 All of this is plain arithmetic, one step after the other. `slipstream.fuse` rewrites the places
-into GEMMs that fuse what stands around them; what it cannot fuse it leaves to the code here.
+into GEMMs that fuse the stages around them; stages that it cannot fuse run in the code here.
 """
 
 from collections.abc import Callable, Sequence

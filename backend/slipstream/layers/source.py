@@ -12,7 +12,7 @@ class WeightSource(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors go."""
+        """Device of the tensors."""
 
     @property
     def quantization(self) -> str:

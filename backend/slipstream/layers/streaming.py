@@ -85,7 +85,7 @@ class Streaming:
         self._frequencies = frequencies(config, backend.spec.head_size).to(device)
 
     def places(self, positions: Tensor) -> Tensor:
-        """Where the newest tokens of these positions are in the cache."""
+        """Return the cache positions of the newest tokens, from their positions in sequences."""
         return positions.clamp(max=self._window - 1)
 
     def inputs(self, cache: Tensor, rows: StepRows) -> StreamingInputs:

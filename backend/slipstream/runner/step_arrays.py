@@ -126,7 +126,7 @@ class StepArrays(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a step presents its rows; not by default where tokens may not depend on neighbours."""
+    """Form of a step's rows; not the default where tokens may not depend on neighbours."""
 
     multiple: int = 1  # tokens and samples are filled up to a multiple of it
     has_decodes: bool = True  # False: a decode is a chunk of one token
@@ -283,7 +283,7 @@ class StepBuilder:
         return arrays
 
     def _is_next(self, last: _Built, batch: Batch, shape: StepShape) -> bool:
-        """Is a step the last one, but for numbers that grow?"""
+        """Whether a step is the last one but for numbers that grow."""
         is_next = batch.continues and not self._has_gaps
         return is_next and last.shape == shape and not any(row.edits for row in batch.rows)
 
@@ -396,8 +396,9 @@ class StepBuilder:
         rows: tuple[Row, ...],
         sizes: int | list[int],
     ) -> None:
-        """Where keys and values of these tokens go, so many of each row; slots are of each token,
-        or one of all.
+        """Write where keys and values of these tokens go, so many of each row.
+
+        `slots` has the slot of each token, or one slot of all.
         """
         places = arrays.positions[tokens]  # in the tables
         if self._has_gaps:

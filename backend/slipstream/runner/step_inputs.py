@@ -34,5 +34,5 @@ class StepInputs(NamedTuple):
 
     @property
     def sampling(self) -> SamplingInputs:
-        """How each row is sampled."""
+        """Inputs of sampling, by row."""
         return SamplingInputs(self.rows, self.edits)

@@ -66,7 +66,7 @@ class _OnDevice:
         return bool(self.ended.query())  # type: ignore[no-untyped-call]
 
     def seconds(self) -> float:
-        """That it took, once it has ended."""
+        """Return the seconds that it took, once it has ended."""
         return float(self.began.elapsed_time(self.ended)) / 1e3
 
 
@@ -159,7 +159,7 @@ class Transfers:
             self._try()
 
     def _try(self) -> None:
-        """The first figures, with blocks that nobody uses yet, each to its own slot and back."""
+        """Measure first rates, with blocks that are not in use yet, each to its slot and back."""
         ways = self._ways
         most = max(1, _TRIAL_BYTES // self.block_bytes)
         size = min(_MAX_PAIRS, self._num_blocks, self.num_slots, most)

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Where the queries of several tokens a sequence lie."""
+    """Chunks of a step: sequences with queries of several tokens."""
 
     query_starts: Tensor  # [s + 1] i32, of the rows of q
     max_queries: int  # of the longest

@@ -81,12 +81,13 @@ class DecodeCall(NamedTuple):
 @op("lengths[s]:i32, cache[_,h,2,_,_]:any")
 @takes(PlanCall)
 def plan_decode(call: PlanCall) -> Tensor:
-    """How the tiles of sequences of these lengths are shared out, for all layers of a step that
+    """Plan how to divide the tiles of sequences of these lengths, for all layers of a step that
     have this window.
 
-    `cache` is that of any of them. What `decode_attention` of the same lengths and window takes,
-    one call after the other; i32, opaque. With `block_tables`, which must be those of the calls,
-    and no window, tokens that lie in the same blocks of several sequences are read once for them.
+    `cache` is that of any of them. The plan, i32 and opaque, is for calls of `decode_attention`
+    with the same lengths and window, one after the other. With `block_tables`, which must be those
+    of the calls, and no window, tokens that lie in the same blocks of several sequences are read
+    once for them.
     `num_sinks` of the window's tokens are the first of a sequence that streams; None: none streams.
     """
     return torch.empty(0, dtype=torch.int32, device=call.lengths.device)
@@ -141,7 +142,7 @@ def _check_scale(scale: float) -> None:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     yield from decode_shapes.variants()
     yield from decode_prefixes.variants()
     yield from tiles_variants("attention/decode_split.cu", _split_shape)

@@ -235,7 +235,7 @@ def _items(segments: list[_Segment], work: Work) -> Iterator[tuple[int, ...]]:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     yield jit.variant("attention/find_prefixes.cu")
 
 

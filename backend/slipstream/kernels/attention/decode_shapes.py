@@ -118,7 +118,7 @@ def plan_variant(
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     for tile, window in itertools.product((_TILE, _INT4_TILE), (0, 1)):
         yield plan_variant(tile, window)
     yield plan_variant(_TILE, 0, shares=True)

@@ -121,7 +121,7 @@ def tiles_shape(dtype: torch.dtype, head_size: int) -> TileShape:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     yield from tiles_variants("attention/prefill.cu", tiles_shape)
     for dtype in (torch.float16, torch.bfloat16):
         for head_size, splits in itertools.product(WGMMA_HEAD_SIZES, (False, True)):

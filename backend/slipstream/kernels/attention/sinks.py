@@ -105,7 +105,7 @@ def check_angles(op_name: str, angles: Tensor, head_size: int) -> None:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     yield from tiles_variants("attention/prefill.cu", tiles_shape, sinks=True)
 
 

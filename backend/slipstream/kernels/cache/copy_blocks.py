@@ -32,7 +32,7 @@ def _variant() -> jit.Variant:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     yield _variant()
 
 

@@ -10,7 +10,7 @@ from slipstream.kernels.cache import kv_format
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """How keys and values lie in the blocks of the cache.
+    """Layout of keys and values in the blocks of the cache.
 
     A block of the pool holds `block_size` tokens of each of `num_layers` layers. A layer's cache is
     `[block, kv head, K or V, token in block, row]`, a row being a head's numbers, or in fewer bits

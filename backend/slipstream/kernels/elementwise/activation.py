@@ -35,7 +35,7 @@ def _variant(dtype: torch.dtype, vector: int) -> jit.Variant:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     for dtype in jit.DTYPES:
         for vector in (1, 16 // dtype.itemsize):
             yield _variant(dtype, vector)

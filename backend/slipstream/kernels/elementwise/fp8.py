@@ -130,7 +130,7 @@ def _variant(dtype: torch.dtype, packs: int) -> jit.Variant:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     for dtype in DTYPES:
         for packs in (1, 2, 4, 8):
             yield _variant(dtype, packs)

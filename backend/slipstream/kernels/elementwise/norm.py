@@ -35,7 +35,7 @@ def _variant(
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     for dtype in jit.DTYPES:
         for vector in (1, 16 // dtype.itemsize):
             for threads, packs in ((32, 2), (256, 2), (256, 8)):

@@ -92,7 +92,7 @@ def _variant(
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     for dtype in jit.DTYPES:
         for head_size in jit.HEAD_SIZES:
             for vector in (1, 16 // dtype.itemsize):

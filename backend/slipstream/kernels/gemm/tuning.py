@@ -100,7 +100,7 @@ class Choices:
         self._rows = {product: sorted(blobs) for product, blobs in self._blobs.items()}
 
     def find(self, product: Product, rows: int) -> bytes | None:
-        """What was measured for so many rows, or for a few more."""
+        """Return the algorithm measured for so many rows, or for a few more; else None."""
         measured = self._rows.get(product, [])
         index = bisect.bisect_left(measured, rows)
         if index == len(measured) or measured[index] > rows + max(16, rows // 8):
@@ -110,12 +110,12 @@ class Choices:
 
 @functools.cache
 def choices(device: int) -> Choices:
-    """What was measured on this machine, read once a process."""
+    """Return the choices measured on this machine, read once a process."""
     found = load(Machine.of(device))
     if found:
-        _log.info("%d products run by the kernels that were measured as the fastest", len(found))
+        _log.info("%d GEMMs run by the kernels that were measured as the fastest", len(found))
     else:
-        _log.info("products run by cuBLASLt's guesses: `slipstream tune` measures its kernels")
+        _log.info("GEMMs run by cuBLASLt's guesses: `slipstream tune` measures its kernels")
     return Choices(found)
 
 
@@ -127,7 +127,7 @@ def path(machine: Machine) -> Path:
 
 
 def load(machine: Machine) -> list[Choice]:
-    """What the machine's file holds; nothing, and a warning, if it cannot be used."""
+    """Read the machine's file; log a warning and return nothing if it cannot be used."""
     file = path(machine)
     try:
         read = msgspec.json.decode(file.read_bytes(), type=_File)

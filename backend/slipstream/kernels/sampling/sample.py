@@ -212,12 +212,12 @@ def sample(
     chosen = torch.where(finite, scaled.argmax(-1), 0)
     chosen_log_probs = logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
     chosen_log_probs = torch.where(finite, chosen_log_probs, torch.nan)
-    is_drawn = row.result >= 0
-    where = row.result[is_drawn]
+    is_sampled = row.result >= 0
+    where = row.result[is_sampled]
     for out, values in zip(
         (token_ids, log_probs, is_finite), (chosen, chosen_log_probs, finite), strict=True
     ):
-        out[where] = values[is_drawn]
+        out[where] = values[is_sampled]
     for mirror, out in zip(mirrors, (token_ids, log_probs, is_finite), strict=False):
         mirror.copy_(out)
     counted = row.has_penalties & finite
@@ -252,7 +252,7 @@ def _variant(dtype: torch.dtype) -> jit.Variant:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     yield from map(_variant, jit.DTYPES)
     yield jit.variant("sampling/count_tokens.cu")
 

@@ -121,7 +121,7 @@ def _variant(dtype: torch.dtype, fp8: bool, tiles: GemvTiling) -> jit.Variant:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     found: dict[jit.Variant, None] = {}
     for dtype, size, rows, chunks, gated in product(
         DTYPES, (1, 2), MAX_CHUNKS, CHUNKS, (False, True)

@@ -152,7 +152,7 @@ def _variant(dtype: torch.dtype, tiles: SkinnyTiling) -> jit.Variant:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     for dtype, groups, cluster in itertools.product(DTYPES, (1, 2), CLUSTERS):
         most = TILE_ROWS[-1] if cluster == 1 else _MOST_SHARED_ROWS[groups]
         for rows in range(_FEWEST_TILE_ROWS[cluster], most + 1, TILE_ROWS.step):

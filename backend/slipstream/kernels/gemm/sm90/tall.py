@@ -87,7 +87,7 @@ def _variant(dtype: torch.dtype, rows: int) -> jit.Variant:
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Every legal instantiation."""
+    """Yield every legal instantiation."""
     for dtype, rows in itertools.product(DTYPES, TILE_ROWS):
         yield _variant(dtype, rows)
 
