@@ -1,4 +1,4 @@
-"""Documents point at what exists: relative links, their anchors, and paths in backticks."""
+"""Documents point at what exists: relative links, their anchors, and paths and targets in code."""
 
 import re
 import subprocess
@@ -16,6 +16,7 @@ PAGES = [*TOP, *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob(
 OF_TODAY = [page for page in PAGES if page != "LOG.md" and not page.startswith("docs/log/")]
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^()\s]+)\)")
+MAKE = re.compile(r"(?:^|\s)make ([a-z][a-z-]*)\b")
 SPAN = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)*/?")
 WRITTEN = "benchmarks/out/"  # where runs write; git ignores it
@@ -63,6 +64,15 @@ def _numbered(anchor: str, count: int) -> str:
     return f"{anchor}-{count}" if count else anchor
 
 
+def code(page: Path) -> list[str]:
+    """Return what a page shows as code: texts in backticks, and lines of blocks."""
+    plain = prose(page)
+    lines = page.read_text().splitlines()
+    blocks = [line for line, text in zip(lines, plain, strict=True) if line != text]
+    indented = [line for line in plain if line.startswith("    ")]
+    return [*blocks, *indented, *chain.from_iterable(SPAN.findall(line) for line in plain)]
+
+
 def links(page: str) -> list[str]:
     """Return the targets of a page's links that are no URLs."""
     found = chain.from_iterable(LINK.findall(line) for line in prose(ROOT / page))
@@ -102,9 +112,16 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", OF_TODAY)
-def test_paths_in_backticks_exist(page: str) -> None:
-    spans = chain.from_iterable(SPAN.findall(line) for line in prose(ROOT / page))
-    assert [s for s in spans if looks_like_a_path(s) and not exists(s)] == []
+def test_paths_in_code_exist(page: str) -> None:
+    words = {word for text in code(ROOT / page) for word in text.split()}
+    assert sorted(w for w in words if looks_like_a_path(w) and not exists(w)) == []
+
+
+@pytest.mark.parametrize("page", OF_TODAY)
+def test_targets_of_make_exist(page: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for text in code(ROOT / page) for name in MAKE.findall(text)}
+    assert named - targets == set()
 
 
 def test_a_bad_link_anchor_or_path_is_found() -> None:
