@@ -272,3 +272,9 @@ def test_arguments_lie_where_the_driver_looks(monkeypatch: pytest.MonkeyPatch) -
         assert kernel(grid, jit._stream(0x77), values, {4: tensor_map}) == 0
         shape = [*[*grid, 1, 1][:3], 128, 1000]
         assert seen.pop() == (0xABC0, shape, 0x77, 0, values[:4], pointer // 2)
+
+
+def test_a_folder_of_an_architecture_is_for_it_alone() -> None:
+    names = ("gemm/linear.cu", "gemm/sm90/gemv.cu", "gemm/sm100/gemm.cu", "gemm/sm80/gemm.cu")
+    only = [jit.variant(name).only for name in names]
+    assert only == ["", "sm_90a", "sm_100a", "sm_80"]

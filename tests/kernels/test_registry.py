@@ -67,7 +67,7 @@ def test_modules_of_a_package_register_before_the_first_choice() -> None:
     from slipstream.kernels.gemm.op import gemm
 
     names = {each.name for each in gemm.implementations}
-    assert names == {"cublaslt", "torch", "gemv", "skinny", "tall"}
+    assert names >= {"cublaslt", "torch", "gemv", "skinny", "tall"}
 
 
 def test_an_op_has_its_oracle_apart_from_what_runs() -> None:

@@ -141,10 +141,6 @@ class HostMemory:
         """Whether a copy is queued, or is not known to have ended."""
         return bool(self._leaving or self._arriving)
 
-    def num_moved(self, direction: Direction) -> int:
-        """Return the number of blocks whose copies have ended."""
-        return self._queues[direction].num_ended
-
     def is_faster(self, compute_s: float | None, *directions: Direction) -> bool:
         """Return whether a block is copied in less time than it is computed.
 

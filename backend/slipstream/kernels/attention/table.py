@@ -1,4 +1,4 @@
-"""The tables of docs/attention.md, from what the backends say: `make attention-tables`.
+"""The tables of docs/attention.md, from what the backends say: `make attention`.
 
 A feature is a change of a plain spec: bfloat16, heads of 128, 32 query heads over 8 of K and V.
 """

@@ -144,7 +144,7 @@ def linear(x: Tensor, matrix: Matrix, around: Around = PLAIN) -> Tensor:
 def follow(route: Route, x: Operand, matrix: Matrix, around: Around) -> Tensor | Unscaled:
     """`multiply` by a route."""
     path, run = route.path, route.gemm.run
-    rows = _before(path, x, matrix, around)
+    rows = _before(path, x, around)
     if isinstance(rows, Quantized) or matrix.scales is not None:
         around = _with_scales(rows, matrix, around)
     elif path.norms:
@@ -164,7 +164,7 @@ def _finish(y: Tensor, around: Around) -> Tensor:
     return y if around.residual is None else around.residual.add_(y)
 
 
-def _before(path: Path, x: Operand, matrix: Matrix, around: Around) -> Operand:
+def _before(path: Path, x: Operand, around: Around) -> Operand:
     """Compute what comes before the product by kernels of its own."""
     if isinstance(x, Quantized):
         return x

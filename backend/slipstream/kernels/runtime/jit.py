@@ -32,7 +32,7 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 MIN_CAPABILITY = (8, 0)  # cp.async, bf16 mma
 
 FOLDER = Path(__file__).parents[1]  # names of sources and headers are relative to it
-_FOLDERS = {"sm90": "sm_90a"}  # of sources for one architecture
+_ARCHITECTURE = re.compile(r"/sm(\d+)/")  # in the name of a source that is for one alone
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ def variant(
 
     Sources in a folder of an architecture are for that alone.
     """
-    folder = Path(source).parent.name
-    only = only or _FOLDERS.get(folder, "")
+    if not only and (number := _ARCHITECTURE.search(source)):
+        only = architecture_of(divmod(int(number[1]), 10))
     pairs = [] if dtype is None else [("ELEMENT", type_name(dtype))]
     values = ((name, str(value)) for name, value in defines.items())
     return Variant(source, (*pairs, *values), only)

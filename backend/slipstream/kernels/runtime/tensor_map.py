@@ -41,13 +41,6 @@ def eights(x: Tensor, box_columns: int, box_rows: int) -> jit.TensorMap:
     return _encode(x.data_ptr(), x.dtype, sizes, strides, (column, 8, box_columns, box_rows // 8))
 
 
-def can_map(x: Tensor, weight: Tensor) -> bool:
-    """Whether the rows of `x`, and the contiguous `weight`, lie as maps want them: at 16 bytes."""
-    is_aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight))
-    has_rows = x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0
-    return is_aligned and has_rows and weight.is_contiguous()
-
-
 @functools.lru_cache(maxsize=4096)
 def _encode(
     address: int,
