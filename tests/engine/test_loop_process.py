@@ -1,0 +1,105 @@
+"""The engine as a process: it serves a checkpoint, and a start that fails says why in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+from slipstream import __version__, wire
+from slipstream_contract.ids import pack
+from slipstream_contract.sampling import SamplingParams
+
+LONG = SamplingParams(max_tokens=30, temperature=0.0)
+
+
+def checkpoint(folder: Path) -> Path:
+    """A directory of a Llama so small that random weights will do; without a tokenizer."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 101,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def start(folder: Path, address: str = "", **config: object) -> subprocess.Popen[str]:
+    path = folder / "engine.json"
+    path.write_text(json.dumps({"checkpoint": ".", "load_format": "random", **config}))
+    command = [sys.executable, "-m", "slipstream.engine.loop", "--config", str(path)]
+    command += ["--socket", address or f"ipc://{folder}/engine"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_process_serves_a_checkpoint_and_ends_when_told(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/engine"
+    process = start(checkpoint(tmp_path), address, device="cpu", kv_cache_tokens=1024)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address)
+        for message in (
+            wire.Hello(wire.PROTOCOL, __version__, "test"),
+            wire.Submit(0, pack([1, 2, 3]), LONG, 1),
+        ):
+            socket.send(wire.encode(message))
+        assert socket.poll(60_000), process.stderr
+        welcome = wire.decode_bridge(socket.recv())
+        assert isinstance(welcome, wire.Welcome)
+        assert (welcome.engine_pid, welcome.vocab_size) == (process.pid, 101)
+        assert welcome.max_model_len == 128
+        tokens: list[int] = []
+        while socket.poll(10_000):
+            outputs = wire.decode_bridge(socket.recv())
+            assert isinstance(outputs, wire.StepOutputs)
+            tokens += outputs.tokens[0].token_ids
+            if outputs.tokens[0].finished is not None:
+                break
+        assert len(tokens) == LONG.max_tokens
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        context.destroy(0)
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"checkpoint": "absent"}, "absent"),
+        ({"block_size": 33}, "block_size = 33"),
+        ({"max_seqs": 3}, "max_seqs"),
+        ({"device": "tpu"}, "device"),
+    ],
+)
+def test_a_start_that_fails_is_one_line_and_code_2(
+    tmp_path: Path, config: dict[str, object], words: str
+) -> None:
+    process = start(checkpoint(tmp_path), **config)
+    _, text = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert len(text.splitlines()) == 1, text
+    assert words in text
+
+
+def test_an_address_in_use_or_impossible_is_one_line(tmp_path: Path) -> None:
+    process = start(checkpoint(tmp_path), "ipc:///nowhere/engine", device="cpu")
+    _, text = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "nowhere" in text.splitlines()[-1]
+    assert not os.path.exists("/nowhere")
