@@ -67,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: Annotated[
         int,
         Field(
-            "draw from so many of the likeliest tokens; 0: from all",
+            "sample from so many of the likeliest tokens; 0: from all",
             Bounds(0, limits.INT32_MAX),
             vllm=Asked(bounds=Bounds(-1, limits.INT32_MAX)),
             device="top_k",
@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: Annotated[
         float,
         Field(
-            "draw from the likeliest tokens that have so much of the probability together",
+            "sample from the likeliest tokens that have so much of the probability together",
             Bounds(0, 1, is_open=True),
             trtllm=Asked(default=0.0, bounds=_SHARE),
             device="top_p",
@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_p: Annotated[
         float,
         Field(
-            "draw from tokens that are so likely beside the likeliest",
+            "sample from tokens that are so likely beside the likeliest",
             _SHARE,
             device="min_p",
             is_filter=True,
@@ -129,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: Annotated[
         int | None,
         Field(
-            "the same seed draws the same tokens",
+            "the same seed samples the same tokens",
             Bounds(0, limits.UINT64_MAX),
             trtllm=Asked(refused_by=SERVER),
             vllm=Asked(bounds=_VLLM_SEED),
