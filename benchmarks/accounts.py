@@ -18,7 +18,7 @@ COLUMNS = ("weights read", "computed", "cache read", "Slipstream", "to reach")
 
 
 def ceilings_of(table: dict[str, Any], line: dict[str, Any]) -> dict[str, float]:
-    """Of the sitting of a row, which may be an earlier one; empty where nothing keeps them."""
+    """Return the ceilings of a row's sitting, maybe an earlier one; empty if none are kept."""
     if "commit" not in line:
         return dict(table["ceilings"])
     for path in sorted(RESULTS.glob(f"*-{line['commit']}*.json")):
@@ -43,7 +43,7 @@ def account(row: Row, ours: float, peer: float, ceilings: dict[str, float]) -> l
 
 
 def accounts_table(table: dict[str, Any]) -> str:
-    """As markdown, of the rows that were measured beside a peer on a machine of known rates."""
+    """Format as markdown the rows that were measured beside a peer on a machine of known rates."""
     lines = [f"| workload | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
     for line in table["rows"]:
         row = ROWS[line["row"]]

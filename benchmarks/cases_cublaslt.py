@@ -73,7 +73,7 @@ def _one() -> torch.Tensor:
 
 @contextmanager
 def untuned() -> Iterator[None]:
-    """As if nobody had tuned."""
+    """Run without tuned kernels."""
     before = os.environ.get("XDG_CACHE_HOME")
     with tempfile.TemporaryDirectory() as empty:
         os.environ["XDG_CACHE_HOME"] = empty

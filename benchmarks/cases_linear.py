@@ -20,7 +20,7 @@ EPS = 1e-5
 
 
 class Weights:
-    """Of all layers and the head: 15 GB, so that nothing stays in the L2 cache."""
+    """Weights of all layers and the head: 15 GB, so that nothing stays in the L2 cache."""
 
     def __init__(self) -> None:
         self.matrices = {

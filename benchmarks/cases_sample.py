@@ -32,7 +32,7 @@ def flat(n: int) -> torch.Tensor:
 
 
 def peaked(n: int) -> torch.Tensor:
-    """As text has it: a few dozen tokens well above the others."""
+    """Make logits like those of text: a few dozen tokens well above the others."""
     logits = torch.randn(n, VOCAB, device="cuda") * 2
     logits[:, torch.randperm(VOCAB)[:40]] = torch.linspace(20, 8, 40, device="cuda")
     return logits.to(DTYPE)

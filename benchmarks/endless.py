@@ -57,7 +57,7 @@ class Done:
     sampled: Sampled
 
     def wait(self) -> Sampled:
-        """Its tokens."""
+        """Return the step's tokens."""
         return self.sampled
 
 
@@ -136,7 +136,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def resident() -> int:
-    """Of this process, MB."""
+    """Return the resident memory of this process, MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() >> 20
 

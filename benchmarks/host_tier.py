@@ -35,7 +35,7 @@ BLOCK_SIZE = 32
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of everything; lengths in tokens."""
+    """Sizes of the workload; lengths in tokens."""
 
     shape: str
     prefix: int
@@ -123,7 +123,7 @@ class Drive:
         return others
 
     def end(self) -> None:
-        """Of all that is in flight."""
+        """Wait for the end of all copies in flight."""
         self.engine.cancel_bridge(b"bench")
         while self.engine.has_work:
             self.step()

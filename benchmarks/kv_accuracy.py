@@ -25,7 +25,7 @@ OUTLIERS, TIMES = 4, 20  # channels of a key's head that are so many times as la
 
 
 def attention_error(name: str, has_outliers: bool) -> float:
-    """Of decode attention in float16, in parts of the exact result (root mean squares)."""
+    """Measure decode attention's error in float16, as a part of the exact result (both RMS)."""
     generator = torch.Generator().manual_seed(0)
     numbers = {"generator": generator, "dtype": torch.float64}
     k, v = torch.randn((2, TOKENS, KV_HEADS, HEAD_SIZE), **numbers).unbind()
@@ -76,7 +76,7 @@ def measure(dtype: str) -> list[dict[str, object]]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """As markdown."""
+    """Format the rows as markdown."""
     lines = [
         "| cache | tokens that fit (heads of 64, 128) | bits a byte | | at most | error, "
         "random | with outliers |",

@@ -39,7 +39,7 @@ def measured_rates(ceilings: dict[str, float]) -> Rates:
 
 
 def rates_of(gpu: str | None, ceilings: dict[str, float]) -> Rates:
-    """Of a GPU; of one that is not among `CARDS` as measured."""
+    """Return the rates of a GPU; as measured where `CARDS` lacks it."""
     known = card(gpu)
     if known is None and ceilings:
         return measured_rates(ceilings)
@@ -82,7 +82,7 @@ class Model:
         self.rates = rates
 
     def products(self, num_tokens: float, num_sampled: float) -> list[Work]:
-        """Of one step: the layers' products, then the head's."""
+        """List the GEMMs of one step: the layers', then the head's."""
         return [
             Work(
                 self.in_layers * self.layer_itemsize / self.rates.read,
@@ -102,7 +102,7 @@ class Model:
 
 
 def decode_work(model: Model, batch: int, context: float) -> list[Work]:
-    """Of a step in which `batch` sequences of `context` tokens get one each: the layers' products,
+    """List a step's work that gives `batch` sequences of `context` tokens one each: layers' GEMMs,
     the head's, attention."""
     return [*model.products(batch, batch), model.attention(batch * context, batch * context)]
 

@@ -28,7 +28,7 @@ class _NotingReply(TritonReply):
 
 
 class TritonPythonModel(model.TritonPythonModel):
-    """As it is served, but for the notes."""
+    """Model as it is served, with notes."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Begin the journal."""

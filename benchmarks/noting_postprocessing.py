@@ -18,7 +18,7 @@ def _noting_detokenize(*args: Any) -> str:
 
 
 class TritonPythonModel(stage.TritonPythonModel):
-    """As it is served, but for the notes."""
+    """Model as it is served, with notes."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Begin the journal."""

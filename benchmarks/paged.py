@@ -7,12 +7,12 @@ from timing import BLOCK, DTYPE, HEAD_SIZE, KV_HEADS, rows
 
 
 def kv_spec(name: str, kv_heads: int, head_size: int) -> KVSpec:
-    """Of one layer in this format."""
+    """Return the `KVSpec` of one layer in this format."""
     return KVSpec(FORMATS.get(name, DTYPE), kv_heads, head_size, BLOCK, num_layers=1)
 
 
 def token_bytes(name: str = "auto", kv_heads: int = KV_HEADS, head_size: int = HEAD_SIZE) -> int:
-    """Of K and V of a token in this format, scales included."""
+    """Return the bytes of a token's K and V in this format, scales included."""
     return kv_spec(name, kv_heads, head_size).token_bytes
 
 

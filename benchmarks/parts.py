@@ -74,7 +74,7 @@ def graph_of(runner: Any, batch: Batch) -> torch.cuda.CUDAGraph:
 
 
 def milliseconds(replay: Callable[[], None]) -> float:
-    """Of one replay, under steady load."""
+    """Time one replay under steady load."""
     replay()
     torch.cuda.synchronize()
     began = time.perf_counter()

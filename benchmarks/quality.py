@@ -55,7 +55,7 @@ class Model:
         ]
 
     def bits(self, tokens: list[int]) -> float:
-        """Of all tokens but the first, each given those before it."""
+        """Sum the bits of all tokens but the first, each given those before it."""
         token_ids = torch.tensor(tokens, device=self.device)
         count = len(tokens)
         every = torch.arange(count, device=self.device)
@@ -103,7 +103,7 @@ def bits_per_byte(
 
 
 def heldout() -> list[Path]:
-    """Of the default model's training."""
+    """Read the held-out text of the default model's training."""
     spec = importlib.util.spec_from_file_location("data", ROOT / "training" / "data.py")
     assert spec is not None
     assert spec.loader is not None

@@ -207,7 +207,7 @@ def merge(ours: dict[str, Any], peer: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def show(table: dict[str, Any]) -> str:
-    """As text, a line a row."""
+    """Format as text, a line a row."""
     text = lambda x: "-" if x is None else f"{x:,.3f}" if x < 10 else f"{x:,.1f}"  # noqa: E731
     lines = [f"{table['gpu']}, commit {table['commit']}"]
     lines.append(f"{'':58} {'ours':>9} {'vLLM':>9} {'ratio':>7}  goal")

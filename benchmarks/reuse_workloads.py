@@ -37,7 +37,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the workloads; tokens unless said."""
+    """Sizes of the workloads; in tokens unless said."""
 
     requests: int = 256
     shared: int = 1024
@@ -65,7 +65,7 @@ class Client:
     _open: dict[int, tuple[float, list[int]]] = field(default_factory=dict)
 
     def offer(self, number: int, prompt: list[int], max_tokens: int) -> None:
-        """Its number must never have been used with this engine."""
+        """Submit a request; `number` is new to this engine."""
         self._open[number] = (time.perf_counter(), [])
         self.num_offered += 1
         self.target.submit(number, prompt, max_tokens)
@@ -91,7 +91,7 @@ class Client:
 
 
 class Figures(NamedTuple):
-    """Of one run."""
+    """Figures of one run."""
 
     requests_s: float
     output_tok_s: float

@@ -41,7 +41,7 @@ class Row:
 
     @property
     def ratio_to_reach(self) -> float:
-        """Of ours and the peer's, above 1 where ours is to be better."""
+        """Return the ratio to reach; above 1 where ours is to be better."""
         return self.goal / self.reference if self.is_rate else self.reference / self.goal
 
     def ratio(self, ours: float, peer: float) -> float:
@@ -61,7 +61,7 @@ class Row:
         return replace(whole, prompts=few, max_tokens=min(whole.max_tokens, 16))
 
     def work(self, rates: Rates) -> list[Work] | None:
-        """Of the layers' products, the head's and attention on a GPU of these rates: of a step
+        """List the work of GEMMs, head and attention on a GPU of these rates: of a step
         where the figure is one, else of the whole workload."""
         if self.make is None:
             return None
@@ -81,7 +81,7 @@ class Row:
         return sum(map(len, load.prompts))
 
     def seconds(self, figure: float) -> float:
-        """Of what `work` is of, by a figure in the row's unit."""
+        """Convert a figure in the row's unit to seconds of its `work`."""
         return self.num_tokens() / figure if self.is_rate else figure / 1e3
 
     def limit(self, rates: Rates) -> float | None:
@@ -166,6 +166,6 @@ ROWS = {
 
 
 def pareto_limit_ms(batch: int, rates: Rates) -> float:
-    """Of a step of the short bf16 decodes."""
+    """Return the limit of a step of the short bf16 decodes."""
     model = limits.Model(SHAPES[SHAPE], rates)
     return 1e3 * limits.decode_step(model, batch, 128 + PARETO_TOKENS / 2)

@@ -128,7 +128,7 @@ def figures(
 def first_figures(
     streams: list[Received], journal: Journal, handovers: Mapping[int, Handed]
 ) -> dict[str, float]:
-    """Of first tokens: the delay, what it and the way to the source add, and the client's wait."""
+    """Summarise first tokens: delay, what it and the way to the source add, the client's wait."""
     delays, added, waits = [], [], []
     for stream in streams:
         handed = handovers[stream.seed]

@@ -263,7 +263,7 @@ def measure(wiring: str, row: str, args: argparse.Namespace) -> dict[str, Any]:
 def _cores(
     before: dict[str, float], after: dict[str, float], client_s: float, seconds: float
 ) -> dict[str, float]:
-    """Who had how much of the machine, in cores."""
+    """Return the processor time of each process, in cores."""
     shares = {f"{name}_cpu": round((after[name] - before[name]) / seconds, 2) for name in after}
     shares["client_cpu"] = round(client_s / seconds, 2)
     known = sum(shares[f"{name}_cpu"] for name in ("server", "stubs", "source", "client"))

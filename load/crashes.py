@@ -21,7 +21,7 @@ _LOOKS_A_READ = 5  # of the log
 
 
 class Watch:
-    """Of one server. One that hangs, or has crashed and does not end, is ended.
+    """Watches one server. A server that hangs, or has crashed and does not end, is ended.
 
     Where it was the heap that broke, it can wait for ever for a lock to write its stack.
     """

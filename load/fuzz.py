@@ -105,7 +105,7 @@ class Run:
         return None
 
     async def ask_canary(self, model: str) -> None:
-        """Its answer must be what it was in the beginning, whoever is asked beside it."""
+        """Check that the canary's answer is what it was at the start."""
         outcome = await self._sender.send(canary(model))
         if outcome.is_lost:
             return

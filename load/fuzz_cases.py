@@ -31,7 +31,7 @@ _NO_OBJECTS = ("[" * 9999, "7" * 9999, "7" * 999, '{"n": 1, "n": 1}', '{"n": 0x1
 
 
 class _NoConstants(HypothesisProvider):
-    """As ever, but draws no constants of whatever modules happen to be imported."""
+    """Hypothesis's provider without constants of the modules that happen to be imported."""
 
     def _maybe_draw_constant(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -72,7 +72,7 @@ class Case:
     mutation: tuple[int, bytes] | None = None  # bytes put over the message: anything may come of it
 
     def body(self) -> bytes:
-        """As JSON over HTTP."""
+        """Return the request as JSON for HTTP."""
         told: dict[str, Any] = {"id": self.request_id} if self.request_id else {}
         for tensor in self.tensors:
             values = [_json(each) for each in tensor.elements]

@@ -53,7 +53,7 @@ def _refusal(case: Case, outcome: Outcome) -> str:
 
 
 def statuses(case: Case, outcome: Outcome) -> tuple[str, ...]:
-    """Those that an outcome may have.
+    """Return the statuses that an outcome may have.
 
     A gRPC stream of tritonserver's ends with OK whatever its responses say: an error is a text in
     one of them. HTTP has sent its status once a stream has begun.

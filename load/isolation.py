@@ -54,7 +54,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Return its length."""
         return (self.end_ns - self.begin_ns) / 1e9
 
 
@@ -131,7 +131,7 @@ class Disturber:
 
 
 def between_tokens(records: Sequence[Record]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Of every token but a stream's first: when it came (ns), and how long after the one before."""
+    """List each token but a stream's first: its time (ns), and the time since the one before."""
     ends, times = [np.zeros(0, np.int64)], [np.zeros(0)]
     for trace in map(Trace.of, records):
         ends.append(np.repeat(trace.times_ns[1:], trace.counts[1:]))

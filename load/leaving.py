@@ -46,14 +46,14 @@ class Asked:
         return f"left-{self.seed}"
 
     def arguments(self) -> dict[str, Any]:
-        """Of the client's `stream`."""
+        """Return the arguments of the client's `stream`."""
         common = {"max_tokens": self.max_tokens, "seed": self.seed, "temperature": 0.0}
         end = {"ignore_eos": True} if self.model == "vllm_model" else {"end_id": -1}
         about = {"prompt": self.prompt, "model": self.model, "request_id": self.request_id}
         return about | common | end
 
     def body(self) -> dict[str, Any]:
-        """Of HTTP `generate_stream`."""
+        """Return the body of HTTP `generate_stream`."""
         common = {"max_tokens": self.max_tokens, "seed": self.seed, "temperature": 0.0}
         if self.model == TOKEN_MODEL:
             del common["max_tokens"]

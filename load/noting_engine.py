@@ -72,12 +72,12 @@ class NotingEngine(Engine):
         self._left: dict[str, set[int]] = {}  # seed -> blocks that it had when it was told to end
 
     def submit(self, bridge: bytes, message: Submit) -> None:
-        """As `Engine.submit`."""
+        """Note and do `Engine.submit`."""
         super().submit(bridge, message)
         self._note("submit", message.sampling.seed)
 
     def cancel(self, bridge: bytes, request: int, *why: Any) -> bool:
-        """As `Engine.cancel`."""
+        """Note and do `Engine.cancel`."""
         found = self._requests.get((bridge, request))
         if found is None:
             return super().cancel(bridge, request, *why)
@@ -89,7 +89,7 @@ class NotingEngine(Engine):
         return is_known
 
     def step(self) -> dict[bytes, list[Tokens]]:
-        """As `Engine.step`, later."""
+        """Do `Engine.step`, delayed."""
         time.sleep(self._step_s)
         outputs = super().step()
         cache = self._scheduler.cache

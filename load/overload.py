@@ -143,7 +143,7 @@ def goodput(records: Sequence[Record], window: MeasuredWindow, timeout_s: float)
 
 
 def refusal_tenths(records: Sequence[Record], window: MeasuredWindow) -> list[float]:
-    """Of the refusals in each tenth of the window, how long they took: p99, ms."""
+    """Return the p99 of the refusals' time in each tenth of the window, ms."""
     parts: list[list[float]] = [[] for _ in range(_NUM_PARTS)]
     for record in records:
         part = _part(record.sent_ns, window)

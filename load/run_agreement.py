@@ -90,7 +90,7 @@ def by_locust(args: argparse.Namespace, http: str, grpc: str) -> Figures:
 
 
 def of_locust(stats: list[dict[str, Any]]) -> Figures:
-    """Its figures over the time from its first user to its last answer."""
+    """Return locust's figures over the time from its first user to its last answer."""
     named = {entry["name"]: entry for entry in stats}
     request, first = named["request"], named["ttft"]
     seconds = request["last_request_timestamp"] - named["connect"]["start_time"]

@@ -28,7 +28,7 @@ PROMPTS = (
 
 
 def commit() -> str:
-    """Of what is measured; a tree that git does not know is told by SLIPSTREAM_COMMIT."""
+    """Return the measured commit; SLIPSTREAM_COMMIT names it where git does not know the tree."""
     git = ["git", "-C", str(repository_root()), "rev-parse", "--short", "HEAD"]
     found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return os.environ.get("SLIPSTREAM_COMMIT") or found

@@ -51,7 +51,7 @@ _MANY = 5000  # requests, among which some must have been preempted
 
 @dataclass
 class Accounts:
-    """Of all servers of a run."""
+    """Accounts of all servers of a run."""
 
     before: Held | None = None  # of the last server
     after: Held | None = None

@@ -158,7 +158,7 @@ class Memory:
         self._servers[-1].append((now_s, num_requests, sizes))
 
     def slopes(self) -> dict[str, Slope]:
-        """Of each process: one line through all servers' samples, each with its own beginning.
+        """Fit for each process one line through all servers' samples, each with its own beginning.
 
         The first third of each server's time, and at least ten minutes or 20,000 requests, are its
         warm-up and do not count. Of a process that no server kept as long again nothing is said.

@@ -90,7 +90,7 @@ def _entry(config: type, names: list[dict[str, Any]], without: set[str]) -> dict
 
 
 def _default(field: dataclasses.Field) -> Any:
-    """As JSON has it; null for what is not a plain value."""
+    """Return the default as JSON has it; null for what is not a plain value."""
     value = field.default
     if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 from slipstream import quant
-from slipstream.config import EngineConfig
 
-from slipstream_serve.server import repository_root
-from slipstream_serve.tune import configured, whole_number
+from slipstream_serve.tune import add_source, run_engine_module, source_of, whole_number
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,10 +15,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "kernels", help="print which GEMM kernel runs for each matrix, and why not the others"
     )
-    default = repository_root() / "model_repository"
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model-repository", type=Path, metavar="DIR", default=default)
-    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a Hugging Face directory")
+    add_source(parser)
     parser.add_argument(
         "--architecture",
         metavar="NAME",
@@ -45,16 +36,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table and return the exit code. Raises ComposeError if no engine is configured."""
-    if args.checkpoint:
-        config = EngineConfig(checkpoint=os.path.abspath(args.checkpoint))
-    else:
-        config = configured(args.model_repository)
+    config = source_of(args)
     if args.quantization:
         config = msgspec.structs.replace(config, quantization=args.quantization)
-    python = os.environ.get("SLIPSTREAM_PYTHON", sys.executable)
-    command = [python, "-P", "-m", "slipstream.runner.kernels"]
-    if args.architecture:
-        command += ["--architecture", args.architecture]
+    options = ["--architecture", args.architecture] if args.architecture else []
     if args.rows:
-        command += ["--rows", *map(str, args.rows)]
-    return subprocess.run(command, input=msgspec.json.encode(config), check=False).returncode
+        options += ["--rows", *map(str, args.rows)]
+    return run_engine_module("slipstream.runner.kernels", options, config)

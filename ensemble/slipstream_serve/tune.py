@@ -27,10 +27,7 @@ class _Settings(msgspec.Struct):
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare `slipstream tune`."""
     parser = subparsers.add_parser("tune", help="measure which GEMM kernels are the fastest here")
-    default = repository_root() / "model_repository"
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model-repository", type=Path, metavar="DIR", default=default)
-    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a Hugging Face directory")
+    add_source(parser)
     parser.add_argument(
         "--rows",
         type=whole_number,
@@ -42,14 +39,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and return the exit code. Raises ComposeError if no engine is configured."""
+    options = ["--rows", *map(str, args.rows)] if args.rows else []
+    return run_engine_module("slipstream.runner.tune", options, source_of(args))
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Declare where the engine's configuration comes from: a repository or a checkpoint."""
+    default = repository_root() / "model_repository"
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model-repository", type=Path, metavar="DIR", default=default)
+    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a Hugging Face directory")
+
+
+def source_of(args: argparse.Namespace) -> EngineConfig:
+    """Return the configuration that `add_source`'s options name."""
     if args.checkpoint:
-        config = EngineConfig(checkpoint=os.path.abspath(args.checkpoint))
-    else:
-        config = configured(args.model_repository)
+        return EngineConfig(checkpoint=os.path.abspath(args.checkpoint))
+    return configured(args.model_repository)
+
+
+def run_engine_module(module: str, options: list[str], config: EngineConfig) -> int:
+    """Run a module of the engine in the engine's Python with `config` on its stdin."""
     python = os.environ.get("SLIPSTREAM_PYTHON", sys.executable)
-    command = [python, "-P", "-m", "slipstream.runner.tune"]
-    if args.rows:
-        command += ["--rows", *map(str, args.rows)]
+    command = [python, "-P", "-m", module, *options]
     return subprocess.run(command, input=msgspec.json.encode(config), check=False).returncode
 
 

@@ -76,7 +76,7 @@ def test_what_a_window_shows_is_found_again(
 
 
 def test_a_window_of_a_prompt_is_enough() -> None:
-    """Of 32 tokens the last 6 stay cached, and the next turn needs no others."""
+    """The last 6 of 32 tokens stay cached; the next turn needs no others."""
     window = AttentionWindow(6, num_ahead=4)
     runner = CountingRunner(7, 2, 48, 1, window)
     client = Client(Engine(Limits(1, 4), runner, Words()))

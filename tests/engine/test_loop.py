@@ -202,7 +202,7 @@ def test_messages_that_come_twice_are_dropped_and_counted(house: House) -> None:
 
 
 def test_a_process_that_connects_anew_has_left_what_it_ran(roomy: House) -> None:
-    """Its old connection may look alive for seconds, with requests under ids that it uses again."""
+    """The old connection may look alive for seconds, with requests under ids that it uses again."""
     hello = wire.Hello(wire.PROTOCOL, __version__, "model", 77)
     submit = wire.Submit(0, pack([1]), ENDLESS, 1, request_id="mine", model="model")
     before, other = roomy.bridge(greet=False), roomy.bridge(greet=False)

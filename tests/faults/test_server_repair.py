@@ -224,7 +224,7 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
 def test_nobody_asks_a_dead_process_while_its_repair_waits(
     client: Client, supervision: Supervision
 ) -> None:
-    """Its model's other process would never end, and the server would be restarted for it."""
+    """The model's other process would never end, and the server would be restarted for it."""
     assert len(client.stubs("postprocessing")) > 1
     server, killed = client.server.pid, client.stub("postprocessing")
     os.kill(killed, signal.SIGKILL)

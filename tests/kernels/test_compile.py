@@ -84,7 +84,7 @@ def is_everyday(wanted: Variant) -> bool:
 
 
 def marked(variants: list[Variant]) -> list[object]:
-    """Of each source one in the quick tier, every everyday one in the rest."""
+    """Put one variant of each source into the quick tier, every everyday one into the rest."""
     ones = {v.source: v for v in reversed(variants) if is_everyday(v)}
 
     def marks(variant: Variant) -> object:

@@ -152,7 +152,7 @@ def test_what_is_written_in_static_scales(dtype: torch.dtype, scale: float) -> N
 @by_format
 @by_dtype
 def test_decode(dtype: torch.dtype, name: str, window: int) -> None:
-    """As over the numbers that are left in the cache, by plan and by split."""
+    """Attention equals that over the values that are left in the cache, by plan and by split."""
     compile_all(decoding, dtype, name)
     judge = Judge(f"decode_attention {short(dtype)} {name} window {window}")
     pooled = Pooled(judge)

@@ -10,8 +10,8 @@ from fixtures.kernels.checking import Judge, naive_linear, poison, same_bits, sh
 from fixtures.kernels.fp8_cases import scaled, silu_mul
 from slipstream.kernels.elementwise.fp8 import add_scaled, scale
 from slipstream.kernels.gemm.linear import linear
-from slipstream.kernels.gemm.op import PLAIN, Around, Matrix, Spec, spec_of
-from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_ROWS, gemv, refusal
+from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, Spec, spec_of
+from slipstream.kernels.gemm.sm90.gemv import MAX_ROWS, gemv, refusal
 from slipstream.kernels.gemm.sm90.skinny import skinny
 from slipstream.kernels.gemm.sm90.skinny import takes as skinny_takes
 from slipstream.kernels.gemm.sm90.tall import takes as tall_takes
@@ -96,7 +96,7 @@ def cases(rows: int, outputs: int, width: int, dtype: torch.dtype, fp8: bool) ->
     scales = None
     if fp8:
         scales = weight.abs().amax(1).float().clamp_min(1e-3) / 448
-        weight = (weight.float() / scales[:, None]).to(FP8)
+        weight = (weight.float() / scales[:, None]).to(E4M3)
     found = {
         "plain": Case(x, weight, scales=scales),
         "bias, residual": Case(x, weight, None, bias, scales, residual=residual),
@@ -153,9 +153,9 @@ def test_skinny_fp8() -> None:
     """Plain products, bf16 and unscaled; terms of either sign, whose sums stay small."""
     judge = Judge("skinny e4m3")
     for outputs, width in ((8, 512), (264, 640), (6144, 4096), (28672, 4096), (4096, 14336)):
-        weight = random(outputs, width, dtype=FP8, seed=outputs)
+        weight = random(outputs, width, dtype=E4M3, seed=outputs)
         for rows in (1, 2, 9, 33, 64, 65, 128):
-            x = random(rows, width, dtype=FP8, seed=rows)
+            x = random(rows, width, dtype=E4M3, seed=rows)
             assert skinny_takes(spec_of(x, weight, PLAIN)) is None
             exact = x.double() @ weight.double().t()
             name = f"{rows} x {outputs, width}"
@@ -169,10 +169,10 @@ def test_skinny_fp8_in_its_place() -> None:
     """With scales: the bits of what a kernel behind it would make, and gates."""
     judge = Judge("skinny e4m3 with scales")
     for outputs, width in ((16, 512), (272, 640), (6144, 4096), (28672, 4096), (4096, 14336)):
-        weight = random(outputs, width, dtype=FP8, seed=outputs)
+        weight = random(outputs, width, dtype=E4M3, seed=outputs)
         by_column = (0.5 + torch.rand(outputs, device="cuda")) * width**-0.5
         for rows, biased in itertools.product((1, 2, 9, 33, 64, 65, 128), (False, True)):
-            x = random(rows, width, dtype=FP8, seed=rows)
+            x = random(rows, width, dtype=E4M3, seed=rows)
             bias = random(outputs, dtype=torch.bfloat16, seed=3) if biased else None
             by_row = 0.5 + torch.rand(rows, device="cuda")
             scales, around = (by_row, by_column), Around(rows=by_row, columns=by_column, bias=bias)
@@ -245,7 +245,7 @@ def test_tall(dtype: torch.dtype) -> None:
 def test_tall_fp8() -> None:
     judge = Judge("tall e4m3")
     for outputs, width in ((28672, 4096), (28704, 384), (23248, 128), (29568, 640)):
-        x, weight = random(256, width, dtype=FP8, seed=width), random(outputs, width, dtype=FP8)
+        x, weight = random(256, width, dtype=E4M3, seed=width), random(outputs, width, dtype=E4M3)
         by_row, by_column = (0.5 + torch.rand(n, device="cuda") for n in (256, outputs))
         for bias in (None, random(outputs, dtype=torch.bfloat16, seed=3)):
             scales = (by_row, by_column * width**-0.5, bias)
@@ -402,7 +402,7 @@ def test_functions(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 def test_sums_in_place(dtype: torch.dtype) -> None:
-    """Of every kernel: one rounding, the same bits every time, nothing beside the rows changed."""
+    """Every kernel rounds once, repeats its bits and changes nothing beside the rows."""
     judge = Judge(f"sums {short(dtype)}")
     for outputs, width in ((4096, 4096), (4096, 14336), (1000, 520)):
         weight = random(outputs, width, dtype=dtype, seed=1) * width**-0.5

@@ -42,7 +42,7 @@ def run(case: Case, out: torch.Tensor | None = None, splits: bool = True) -> tor
 
 
 def num_parts(mix: Mix, heads: tuple[int, int]) -> int:
-    """Of items that are cut."""
+    """Return the number of parts of items that are cut."""
     return sum(part.parts > 1 for part in plan(mix, heads, jit.num_multiprocessors(0)))
 
 

@@ -67,7 +67,7 @@ def scores_of(q: Tensor, k: Stored) -> Tensor:
 
 
 def attend(q: Tensor, k: Stored, v: Stored, scale: float) -> Tensor:
-    """As the kernel does, of one sequence and all its tokens: `[queries, d]`."""
+    """Attend as the kernel does, over all tokens of one sequence: `[queries, d]`."""
     scores = scores_of(q, k) * (scale * math.log2(math.e))
     exponentials = torch.exp2(scores - scores.amax(0) - MARGIN).float()
     weights, totals = halves(exponentials), exponentials.double().sum(0)

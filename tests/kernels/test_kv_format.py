@@ -136,7 +136,7 @@ def test_what_fits() -> None:
 @settings(max_examples=25, deadline=None, derandomize=True)  # a largest error is a matter of luck
 @given(st.data(), formats, st.sampled_from((torch.float32, torch.bfloat16)), seeds)
 def test_attention(data: st.DataObject, name: str, dtype: torch.dtype, seed: int) -> None:
-    """As over the numbers that the cache holds; NaN wherever nothing may be read."""
+    """Attention equals that over the values in the cache; NaN wherever nothing may be read."""
     h, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     head_size = data.draw(st.sampled_from((16, 64, 80)))
     lengths = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=4))

@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.gemm import cublaslt
 from slipstream.kernels.gemm.linear import answers, choose, linear
-from slipstream.kernels.gemm.op import Around, Matrix, Spec, gemm, spec_of
+from slipstream.kernels.gemm.op import E4M3, Around, Matrix, Spec, gemm, spec_of
 from slipstream.kernels.gemm.sm90 import gemv, skinny, tall
-from slipstream.kernels.gemm.sm90.gemv import FP8, MAX_SLOTS, PIECE, THREADS, tiling
+from slipstream.kernels.gemm.sm90.gemv import MAX_SLOTS, PIECE, THREADS, tiling
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
 from torch import Tensor
@@ -85,7 +85,7 @@ def test_products(dtype: torch.dtype, with_bias: bool) -> None:
 def test_weights_of_8_bits_have_a_scale_for_each_row() -> None:
     x, weight = rows(3, 32, torch.bfloat16, 0), rows(6, 32, torch.float32, 1)
     scales = weight.abs().amax(1) / 448
-    small = (weight / scales[:, None]).to(FP8)
+    small = (weight / scales[:, None]).to(E4M3)
     exact = x.double() @ (small.double() * scales[:, None].double()).t()
     judge = Judge("e4m3")
     judge.close("plain", gemm.oracle(x, small, Around(columns=scales)), exact, exact.bfloat16())
@@ -132,8 +132,8 @@ def test_a_cpu_multiplies_by_torch() -> None:
         (64, 70_000, torch.bfloat16, None),
         (65, 70_000, torch.bfloat16, "in several waves"),
         (17, 263, torch.bfloat16, "multiples of 8 outputs"),
-        (1, 264, FP8, None),
-        (129, 264, FP8, "1 to 128 rows"),
+        (1, 264, E4M3, None),
+        (129, 264, E4M3, "1 to 128 rows"),
         (17, 264, torch.float32, "fp16, bf16 or e4m3"),
     ],
 )
@@ -157,12 +157,12 @@ SCALES = torch.empty(28672)
         (129, {"norm": NORM, "gate": "silu"}, None, "norm + cublaslt + behind"),
         (256, {"norm": NORM, "gate": "silu"}, None, "norm + tall"),
         (256, {"norm": NORM}, None, "norm + cublaslt"),
-        (1, {"norm": NORM}, FP8, "gemv"),
-        (2, {"norm": NORM}, FP8, "quantise + skinny"),  # faster than gemv's
-        (128, {"norm": NORM, "gate": "silu"}, FP8, "quantise + skinny"),
-        (129, {"norm": NORM}, FP8, "quantise + cublaslt + behind"),
-        (256, {"norm": NORM, "gate": "silu"}, FP8, "quantise + tall"),
-        (129, {"norm": NORM, "plus_one": True}, FP8, "norm + quantise + cublaslt + behind"),
+        (1, {"norm": NORM}, E4M3, "gemv"),
+        (2, {"norm": NORM}, E4M3, "quantise + skinny"),  # faster than gemv's
+        (128, {"norm": NORM, "gate": "silu"}, E4M3, "quantise + skinny"),
+        (129, {"norm": NORM}, E4M3, "quantise + cublaslt + behind"),
+        (256, {"norm": NORM, "gate": "silu"}, E4M3, "quantise + tall"),
+        (129, {"norm": NORM, "plus_one": True}, E4M3, "norm + quantise + cublaslt + behind"),
     ],
 )
 def test_routes_of_a_hopper(
@@ -188,7 +188,7 @@ def test_another_architecture_has_what_is_not_hoppers() -> None:
 def test_what_nobody_takes_is_refused_with_all_reasons() -> None:
     with pytest.raises(KernelError, match=r"GEMM: cublaslt takes rows and .*; GEMM: gemv takes"):
         choose(spec(4, 264, 512, torch.float32, torch.bfloat16))
-    assert cublaslt.takes(spec(4, 264, 512, FP8, target=KNOWN["sm_80"])) == "has no e4m3 on sm_80"
+    assert cublaslt.takes(spec(4, 264, 512, E4M3, target=KNOWN["sm_80"])) == "has no e4m3 on sm_80"
 
 
 VARIANTS = frozenset(skinny.variants())
@@ -248,7 +248,7 @@ def test_where_power_is_the_limit_tiles_are_large() -> None:
         (832, 28672, 512, torch.bfloat16, False),
         (960, 28672, 512, torch.float16, True),
         (4096, 28672, 512, torch.bfloat16, True),
-        (4096, 28672, 512, FP8, False),
+        (4096, 28672, 512, E4M3, False),
         (4096, 32768, 512, torch.bfloat16, False),  # of 128 x 256 outputs
         (256, 28672, 520, torch.bfloat16, False),
         (256, 28680, 512, torch.bfloat16, False),
@@ -263,7 +263,7 @@ def test_what_is_tall(
     rows: int, outputs: int, width: int, dtype: torch.dtype, is_taken: bool
 ) -> None:
     gate = {"gate": "silu"}
-    if dtype == FP8:
+    if dtype == E4M3:
         gate |= {"rows": torch.empty(rows), "columns": torch.empty(outputs)}
     product = spec(rows, outputs, width, dtype, **gate)
     assert (tall.takes(product) is None) == is_taken
@@ -278,5 +278,5 @@ def test_what_is_tall(
 
 
 def test_gemv_scales_weights_of_8_bits_alone() -> None:
-    assert gemv.takes(spec(1, 264, 512, torch.bfloat16, FP8, columns=SCALES)) is None
-    assert gemv.takes(spec(1, 264, 512, torch.bfloat16, FP8)) == "scales e4m3 weights, by column"
+    assert gemv.takes(spec(1, 264, 512, torch.bfloat16, E4M3, columns=SCALES)) is None
+    assert gemv.takes(spec(1, 264, 512, torch.bfloat16, E4M3)) == "scales e4m3 weights, by column"

@@ -115,7 +115,7 @@ def test_a_header_that_all_have_is_part_of_longer_runs() -> None:
 
 
 def test_no_run_where_little_is_saved() -> None:
-    """As much as is its own, unless that is less than half of `min_saved`, or more than it."""
+    """A run is worth what it saves, unless that is below half of `min_saved`, or above it."""
 
     def pays(own: int, min_saved: int) -> bool:
         case = shared_case([([("a", 320)], own)] * 8, (4, 2), 16, BLOCK, torch.float32, "cpu")
@@ -135,7 +135,7 @@ def test_no_run_where_little_is_saved() -> None:
 
 
 def test_the_newest_block_is_shared_with_nobody() -> None:
-    """Whoever writes into a block has it for itself; where two have it, neither may be right."""
+    """A sequence owns the block that it writes; where two share it, neither may be right."""
     case = shared_case([([("a", 1024)], 0)] * 3, (4, 2), 16, BLOCK, torch.float32, "cpu")
     whole = dataclasses.replace(case, lengths=torch.full((3,), 1024, dtype=torch.int32))
     whole.block_tables[1:] = whole.block_tables[0]

@@ -11,7 +11,7 @@ from slipstream_serve.server import repository_root
 
 @pytest.fixture
 def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """Those that the test's module lists in NAMES; they import each other by their plain names."""
+    """Load the scripts in NAMES of the test's module; they import each other by plain names."""
     names = request.module.NAMES
     monkeypatch.syspath_prepend(str(repository_root() / "load"))
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})

@@ -96,7 +96,7 @@ def test_the_judge_sees_a_value_that_is_not_cut(load, sent):
 
 
 def test_long_values_are_drawn(load):
-    """Of most inputs that are quoted where they are wrong."""
+    """Most inputs that an error quotes are drawn with long values."""
     drawn = list(load.fuzz_cases.cases(400, 7))
     long = [case for case in drawn if any(True for _ in load.fuzz_judge.long_values(case))]
     assert len([case for case in long if case.faults]) > 40

@@ -249,7 +249,7 @@ def test_a_canary_that_gets_no_answer_is_not_one_that_gets_the_right_one(load):
 
 
 def test_a_load_follows_a_peak_that_falls_and_none_that_rises(load):
-    """Who is asked more would seem to become slower."""
+    """A server under more load would seem to become slower."""
     timed = load.soak_timed.Timed(load.soak_storm.Books(None), 600.0, 0)
     offered = []
     for peaks in ([40.0, 30.0, 50.0], [60.0], [70.0], [20.0], [25.0], [90.0]):

@@ -151,7 +151,7 @@ Cached = Callable[[torch.Tensor], torch.Tensor]
 def attention(
     layer: Any, rotary: Any, h: torch.Tensor, window: int, sinks: int, cached: Cached
 ) -> torch.Tensor:
-    """Of one layer over all tokens, `[n, hidden]`; `window` 0: everything is seen."""
+    """Compute one layer's attention over all tokens, `[n, hidden]`; `window` 0: no window."""
     size, n = layer.head_dim, len(h)
     q, k, v = (f(h).view(n, -1, size) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
     every = torch.arange(n)
@@ -228,7 +228,7 @@ def through(cached: torch.dtype) -> Cached:
 
 
 def bound(plan: Plan) -> float:
-    """Of the error."""
+    """Return the bound of the error."""
     return EXACT if plan.dtype == torch.float32 else HALF[plan.kv.format_name]
 
 

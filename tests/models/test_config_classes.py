@@ -34,7 +34,7 @@ def test_the_file_is_what_the_tool_writes(tool: ModuleType) -> None:
 
 
 def test_keys_that_change_a_computation_are_there(tool: ModuleType) -> None:
-    """Of each source: a field, an old name, an alias, a default in code, every model's modules."""
+    """Each source has keys there: fields, old names, aliases, defaults in code, models' modules."""
     gemma = read_config_class("Gemma3ForCausalLM")
     assert gemma.reads("final_logit_softcapping")
     assert not gemma.is_neutral("final_logit_softcapping", 30.0)

@@ -85,7 +85,7 @@ def renamed(directory: Path) -> Path:
 
 @pytest.mark.usefixtures("made_up")
 def test_a_made_up_family_of_one_file(tmp_path: Path) -> None:
-    """Its keys, axes, names and leftovers are all honoured; logits are those of its twin."""
+    """All keys, axes, names and leftovers of its file are honoured; logits equal its twin's."""
     directory = renamed(tmp_path / "new")
     check_tensors(directory)
     generation = Generation(random_prompts([20])[0], 1)

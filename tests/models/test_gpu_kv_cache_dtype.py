@@ -51,7 +51,7 @@ def test_logits_as_on_the_cpu(name: str, head_dim: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_static_scales(dtype: str, tmp_path: Path) -> None:
-    """As transformers computes with a cache of just these numbers."""
+    """Logits equal transformers' with a cache of just these values."""
     model = make_model("llama", head_dim=128)
     path = static_scales.add(save(model, tmp_path), static_scales.scales())
     (prompt,) = random_prompts([50])

@@ -31,7 +31,7 @@ PROMPTS = [([1], 1), ([1] * 4, 2), ([1] * 40, 3), ([70, 3, 20], 4)]
 
 
 def logits(runner: ModelRunner) -> list[torch.Tensor]:
-    """Of the token after every prompt."""
+    """Return the logits of the token after every prompt."""
     results = []
     for lengths, seed in PROMPTS:
         generations = [Generation(prompt, 1) for prompt in random_prompts(lengths, seed=seed)]

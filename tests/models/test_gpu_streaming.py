@@ -36,7 +36,7 @@ class Watcher:
 
 
 def answers(runner: ModelRunner, num_tokens: int = 19, **sampling: Any) -> list[Answer]:
-    """Of prompts far beyond window and context; one is preempted on its way."""
+    """Answer prompts far beyond window and context; one is preempted."""
     watcher = Watcher(runner)
     asker = Asker(watcher, Limits(4, num_tokens))
     for prompt, count in zip(random_prompts(LENGTHS), NUM_OUTPUTS, strict=True):
@@ -75,7 +75,7 @@ def test_the_tokens_of_the_cpu_in_fp32(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_error_is_at_most_twice_the_naive_one(name: str, dtype: str, tmp_path: Path) -> None:
-    """Of log probabilities, beside the method step by step in the dtype."""
+    """Log probabilities beside the method step by step in the dtype."""
     _, _, window, num_sinks = CASES[name]
     model, path = checkpoint(tmp_path, name)
     ours, truth, naive = [], [], []

@@ -54,7 +54,7 @@ def test_neighbours_and_preemptions_change_no_bit(name: str, tmp_path: Path) -> 
 
 @by_format
 def test_the_default_model(name: str) -> None:
-    """Its logits are nearly those with a cache as it computes, and it serves."""
+    """Logits are nearly those of an unquantised cache, and the model serves."""
     (prompt,) = random_prompts([50], 4096)
     logits = {}
     for one in ("auto", name):

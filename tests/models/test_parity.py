@@ -111,7 +111,7 @@ def test_keys_that_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "overrides"), [("gemma3", GEMMA), GRID["mistral"]])
 def test_bfloat16(family: str, overrides: dict[str, object], tmp_path: Path) -> None:
-    """As far from fp32 as transformers' own bfloat16, within a factor."""
+    """Logits are as far from fp32 as transformers' own bfloat16, within a factor."""
     model = make_model(family, **overrides).bfloat16()
     (prompt,) = random_prompts([60])
     runner = make_runner(save(model, tmp_path), dtype="bfloat16")

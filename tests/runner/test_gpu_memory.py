@@ -47,7 +47,7 @@ def empty_gpu() -> None:
 
 
 def pool_bytes(directory: Path, **changes: object) -> int:
-    """Of a cache that only memory bounds."""
+    """Return the bytes of a cache that only memory bounds."""
     config = EngineConfig(checkpoint=str(directory), load_format="random", **changes)
     plan = resolve(config)
     free = torch.cuda.mem_get_info()[0]

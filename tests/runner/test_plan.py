@@ -81,7 +81,7 @@ def test_a_window_of_the_model_excludes_another(tmp_path: Path) -> None:
 
 
 def test_windows_in_some_layers(tmp_path: Path) -> None:
-    """Of four groups of a layer each, three hold a window."""
+    """Three of four groups of a layer each hold a window."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
     layers = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 8}
     save(make_model("gemma3", **layers), tmp_path)

@@ -37,7 +37,7 @@ def test_stop_is_not_for_the_ensemble(idle):
 
 @pytest.mark.parametrize("model", [*TEXT_MODELS, "vllm_model"])
 def test_a_text_that_is_shorter_than_it_says_fails_alone(idle, model):
-    """Those that wait for a model's process together are not handed to it together."""
+    """Requests that wait together for a model's process are passed to it one by one."""
     inputs = {"text_input": PROMPT} | ({} if model == "vllm_model" else {"max_tokens": 2})
     good, bad = (idle.tensors(model, inputs) for _ in range(2))
     bad[0]._raw_content = bad[0]._raw_content[:-1]

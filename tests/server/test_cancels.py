@@ -324,7 +324,7 @@ def stopped(pids: list[int], seconds: float) -> Iterator[None]:
 
 
 def never_began(scene: Scene, asked: dict[int, Cell], left: dict[int, int]) -> set[int]:
-    """Who left and was never given to the engine; nobody, if one was given to it long after.
+    """Return requests that left and never reached the engine; none, if one reached it long after.
 
     A machine may stand still between the two, but not in every round. The first of a crowd may be
     given to an engine that has nothing to do (docs/clients.md), and is ended within a step.
@@ -348,7 +348,7 @@ def test_queued_in_the_server(scene: Scene) -> None:
 
 
 def leave_while_stubs_stand_still(scene: Scene, wanted: set[Cell]) -> set[Cell]:
-    """Those of which no stub has heard before they left, and the engine never."""
+    """Return the requests that no stub had received when they left, and the engine never."""
     clients, asked = {}, {}
     stubs = [pid for name in ("preprocessing", *MODELS[1:]) for pid in scene.server.stubs(name)]
     with stopped(stubs, 0.6):
@@ -363,7 +363,7 @@ def leave_while_stubs_stand_still(scene: Scene, wanted: set[Cell]) -> set[Cell]:
 
 
 def test_before_its_prompt_is_tokenised(scene: Scene) -> None:
-    """Who leaves, leaves before its turn, unless the machine was quick or this process slow.
+    """A client leaves before its turn, unless the machine was quick or this process slow.
 
     Who is killed may not even have asked.
     """
@@ -387,7 +387,7 @@ def send_post(address: str, model: str, body: bytes) -> socket.socket:
 
 
 def leave_while_others_are_tokenised(scene: Scene, wanted: set[Cell]) -> set[Cell]:
-    """Those that never reached the engine."""
+    """Return the requests that never reached the engine."""
     clients, asked = {}, {}
     text = " " * 17_000 + " a\n" * 10_000  # begins with few tokens: 30 ms, then refused
     body = json.dumps({"max_tokens": 1, "stream": True, "text_input": text}).encode()

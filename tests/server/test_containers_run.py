@@ -135,7 +135,7 @@ class Stack:
         return name
 
     def exit_code(self) -> int | None:
-        """Of the server's container; None while it runs."""
+        """Return the exit code of the server's container; None while it runs."""
         [container] = json.loads(self._run(self.engine, "inspect", self.container))
         return None if container["State"]["Running"] else container["State"]["ExitCode"]
 

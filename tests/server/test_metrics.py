@@ -50,7 +50,7 @@ VLLM_HISTOGRAMS = (
 
 @pytest.fixture
 def url(idle: Client) -> str:
-    """Of a page that tells of the engine, and of everything before this test."""
+    """Return the URL of a page that has the engine's metrics up to this test."""
     url = idle.server.endpoints.metrics
     settled(url, lambda page: "slipstream_running_sequences" in page.names)
     return url

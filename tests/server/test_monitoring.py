@@ -25,7 +25,7 @@ FOLDER = ROOT / "docs" / "monitoring"
 
 
 class Strict(yaml.SafeLoader):
-    """As Docker and Prometheus read: a key that is there twice is an error."""
+    """YAML as Docker and Prometheus read it: a key that is there twice is an error."""
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value]
@@ -66,7 +66,7 @@ def panels() -> list[dict]:
 
 
 def queries() -> dict[str, str]:
-    """Of the dashboard, by panel and letter."""
+    """List the queries of the dashboard, by panel and letter."""
     return {
         f"{panel['title']} {target['refId']}": target["expr"]
         for panel in panels()

@@ -137,7 +137,7 @@ def test_too_many_requests_are_refused_at_once_everywhere(small):
 
 
 def test_an_ensemble_is_refused_by_its_first_step(small):
-    """As soon as the engine has told that it is full; who only wants token ids is given them."""
+    """The first step refuses once the engine is full; a request for token ids alone is answered."""
     url = small.server.endpoints.metrics
     name, labels = "slipstream_refusals_total", {"model": "preprocessing", "reason": "max_waiting"}
 

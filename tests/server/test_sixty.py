@@ -60,7 +60,7 @@ def test_it_is_answered_and_nobody_else_notices(watched: Client, number: int) ->
 
 
 def protocols(item: Item) -> set[str]:
-    """Those that its cases go over; a body of JSON goes over gRPC too, where gRPC can say it."""
+    """Return the protocols of its cases; a JSON body goes over gRPC too, where gRPC can say it."""
     found = set()
     for case in item.cases:
         if isinstance(case, Http):
@@ -150,7 +150,7 @@ def test_14_a_nul_is_a_character(watched: Client, model: str) -> None:
 
 @pytest.mark.parametrize("model", [*TEXTS, "vllm_model"])
 def test_33_the_smaller_of_two_bounds_holds(watched: Client, model: str) -> None:
-    """As LiteLLM sends them: beside a max_tokens of its own, with OpenAI's other names."""
+    """LiteLLM sends max_completion_tokens beside a max_tokens of its own, and other names."""
     greedy = {"temperature": 0} if model == "vllm_model" else {}
     body = {"text_input": "def f(", "stream": False}
     want = watched.generate(model, **body, parameters=greedy | {"max_tokens": 3})

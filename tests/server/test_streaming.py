@@ -83,7 +83,7 @@ def events(client: Client, model: str, asked: dict[str, object]) -> list[Respons
 
 
 def as_array(value: object) -> np.ndarray:
-    """As gRPC gives it."""
+    """Return the value as gRPC gives it."""
     return np.array([value.encode()], object) if isinstance(value, str) else np.array([value])
 
 

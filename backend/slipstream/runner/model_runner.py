@@ -73,7 +73,7 @@ class _OnHost:
         return self._compute()
 
 
-class _OnDevice:
+class _StepOnDevice:
     """A step in the device's stream."""
 
     def __init__(self, done: torch.cuda.Event, results: Results, first: int, size: int) -> None:
@@ -195,7 +195,7 @@ class ModelRunner:
         if device.type == "cuda":
             self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
-    def launch(self, batch: Batch) -> _OnDevice | _OnHost:
+    def launch(self, batch: Batch) -> _StepOnDevice | _OnHost:
         """Launch a step; on a CPU it is computed when it is waited for."""
         first, before = self._first_result, self._half - self._first_result
         self._first_result = before
@@ -205,7 +205,7 @@ class ModelRunner:
         self._run(batch, first, before)
         done = self._done[first > 0]
         done.record()
-        return _OnDevice(done, self._results, first, size)
+        return _StepOnDevice(done, self._results, first, size)
 
     def memory(self) -> tuple[int, int]:
         """Bytes that torch holds on the device, and of pinned memory on the host."""

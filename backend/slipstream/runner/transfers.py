@@ -51,7 +51,7 @@ def _pin(memory: Tensor, owner: object) -> None:
 Pairs = Sequence[tuple[int, int]]
 
 
-class _OnDevice:
+class _CopyOnDevice:
     """A copy in a stream."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -80,7 +80,7 @@ class _OneWay:
         self._is_out = direction is Direction.OUT
         self._dma: BlockDma | None = None
         self._waiting: deque[Pairs] = deque()  # copies that the driver does not have yet
-        self._copies: deque[_OnDevice] = deque()  # that it has, and that have not ended
+        self._copies: deque[_CopyOnDevice] = deque()  # that it has, and that have not ended
         self._max_copies = max(1, _MAX_PARTS // (_MAX_PAIRS * len(cache)))  # of these
         self._num_unreported = 0  # ended, and counted by the next `poll`
         if cache.is_cuda:
@@ -105,7 +105,7 @@ class _OneWay:
         """Pass waiting copies to the driver, as far as there is room."""
         while self._waiting and len(self._copies) < self._max_copies:
             pairs = self._waiting.popleft()
-            copy = _OnDevice(self._num_bytes(pairs))
+            copy = _CopyOnDevice(self._num_bytes(pairs))
             copy.began.record(self._stream)
             dma(pairs)
             copy.ended.record(self._stream)

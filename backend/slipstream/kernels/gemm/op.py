@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.fp8 import E4M3 as E4M3
 from slipstream.kernels.elementwise.scales import Scales, scaled
 from slipstream.kernels.runtime.op import op
 from slipstream.kernels.runtime.registry import Target, target_of
 
-E4M3 = torch.float8_e4m3fn
 ALIGNED = 16  # bytes
 
 

@@ -12,11 +12,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
+from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit
 
 MAX_ROWS = 2
-FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16)
 THREADS = 256  # that multiply
 PIECE = 8  # weights that a thread takes at once
@@ -76,9 +75,9 @@ def refusal(spec: Spec) -> str | None:
     row_bytes = spec.inputs * spec.weight.itemsize
     if not 1 <= spec.rows <= MAX_ROWS:
         return f"takes 1 to {MAX_ROWS} rows"
-    if spec.x not in DTYPES or spec.weight not in (spec.x, FP8):
+    if spec.x not in DTYPES or spec.weight not in (spec.x, E4M3):
         return "takes 16-bit rows, and weights of their type or e4m3"
-    if (spec.weight == FP8) != (spec.scales == "columns") or spec.scales == "both":
+    if (spec.weight == E4M3) != (spec.scales == "columns") or spec.scales == "both":
         return "scales e4m3 weights, by column"
     if spec.norm == "norm plus one":
         return "has no norms plus one"
@@ -105,7 +104,7 @@ def takes(spec: Spec) -> str | None:
 
 def cost(spec: Spec) -> float:
     """Return the cost, in kernels: two rows are slower by e4m3 weights than the skinny GEMM is."""
-    return 2.5 if spec.weight == FP8 and spec.rows > 1 else 0.0
+    return 2.5 if spec.weight == E4M3 and spec.rows > 1 else 0.0
 
 
 def _variant(dtype: torch.dtype, fp8: bool, tiles: GemvTiling) -> jit.Variant:
@@ -158,7 +157,7 @@ def launch(tiles: GemvTiling, x: Tensor, weight: Tensor, around: Around = PLAIN)
     num_ctas = min(tiles.ctas * jit.num_multiprocessors(x.get_device()), num_outputs)
     share = tiles.slot_rows // streams
     jit.launch(
-        _variant(x.dtype, weight.dtype == FP8, tiles),
+        _variant(x.dtype, weight.dtype == E4M3, tiles),
         "gemv",
         (num_ctas,),
         THREADS + 32,
