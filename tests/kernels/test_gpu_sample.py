@@ -112,7 +112,7 @@ def test_sample(size: int, dtype: torch.dtype) -> None:
             tokens = drawn.token_ids.tolist()
             bits = philox(column(rows, "seed"), column(rows, "number"), size)
             noise = -torch.log(-torch.log(((bits >> 9).double() + 0.5) * 2.0**-23))
-            judge.true(f"{kind}: not finite", bool(drawn.is_finite.all()))
+            judge.true(f"{kind}: not finite", bool(drawn.outcomes.all()))
             for n, (token, expected) in enumerate(zip(tokens, want, strict=True)):
                 num_rows += 1
                 num_equal += token == expected
@@ -153,7 +153,7 @@ def test_broken_rows(dtype: torch.dtype) -> None:
         for top_p in (1.0, 0.5):
             rows = make_rows(6, temperature=temperature, top_p=top_p, top_k=5)
             drawn = draw_rows(logits, rows)
-            assert drawn.is_finite.tolist() == [False, False, False, True, True, True]
+            assert drawn.outcomes.tolist() == [False, False, False, True, True, True]
             assert drawn.token_ids[:4].tolist() == [0, 0, 0, 1008]
             assert drawn.log_probs.isnan().tolist() == [True, True, True, False, False, False]
 
@@ -211,7 +211,7 @@ def test_penalties_and_edits(size: int, dtype: torch.dtype) -> None:
     found, want = counts.clone(), counts.clone()
     drawn = draw_rows(logits, rows, edits, found)
     expected = draw_rows(logits, rows, edits, want, is_reference=True)
-    judge.true("finite", bool(drawn.is_finite.all()))
+    judge.true("finite", bool(drawn.outcomes.all()))
     equal = drawn.token_ids == expected.token_ids
     share = float(equal.float().mean())
     judge.true(f"only {share:.1%} equal the reference", share > 0.94)
@@ -270,14 +270,12 @@ def test_results_are_mirrored_and_padding_writes_nothing() -> None:
     rows = make_rows(6, result=np.array([5, -1, 3, 0, -1, 2]))
     rows.numpy().view(ROW)["slot"][1] = 10**9  # padding is not even looked at
     drawn, mirrors = Drawn.empty(7, "cuda"), Drawn.empty(7)
-    pinned = [t.pin_memory() for t in (mirrors.token_ids, mirrors.log_probs, mirrors.is_finite)]
+    pinned = [t.pin_memory() for t in (mirrors.token_ids, mirrors.log_probs, mirrors.outcomes)]
     draw_rows(logits, rows, into=drawn, mirrors=tuple(pinned))
     torch.cuda.synchronize()
-    for mirror, out in zip(
-        pinned, (drawn.token_ids, drawn.log_probs, drawn.is_finite), strict=True
-    ):
+    for mirror, out in zip(pinned, (drawn.token_ids, drawn.log_probs, drawn.outcomes), strict=True):
         assert same_bits(mirror, out.cpu())
-    assert drawn.is_finite.tolist() == [True, False, True, True, False, True, False]
+    assert drawn.outcomes.tolist() == [True, False, True, True, False, True, False]
     assert drawn.token_ids[[1, 4, 6]].tolist() == [-7, -7, -7]
 
 
@@ -313,7 +311,7 @@ def test_in_a_graph_everything_may_change() -> None:
 
     def step() -> None:
         logits.copy_(source)
-        out = (drawn.token_ids, drawn.log_probs, drawn.is_finite)
+        out = (drawn.token_ids, drawn.log_probs, drawn.outcomes)
         sample(logits, static_rows, edits, counts, *out)
         sample(logits, static_rows, edits, counts, *out)
 

@@ -185,7 +185,7 @@ def test_broken_rows_are_told(temperature: float) -> None:
     logits[2, 3] = math.inf
     logits[3, :6] = -math.inf
     drawn = draw_rows(logits, make_rows(5, temperature=temperature))
-    assert drawn.is_finite.tolist() == [False, False, False, True, True]
+    assert drawn.outcomes.tolist() == [False, False, False, True, True]
     assert drawn.token_ids[:4].tolist() == [0, 0, 0, 6]
 
 
@@ -195,7 +195,7 @@ def test_results_go_where_rows_say_and_padding_nowhere() -> None:
     drawn = Drawn.empty(5)
     draw_rows(logits, rows, into=drawn)
     assert drawn.token_ids.tolist() == [2, -7, 0, -7, 3]
-    assert drawn.is_finite.tolist() == [True, False, True, False, True]
+    assert drawn.outcomes.tolist() == [True, False, True, False, True]
 
 
 small = st.integers(0, 8)

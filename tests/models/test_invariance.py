@@ -150,7 +150,7 @@ def test_rows_that_do_not_sample_return_nothing(runner: ModelRunner) -> None:
     row = Row(0, 0, prompt, 0, ([5, 3],), False, STYLES[0], 0, 0)
     assert runner.run(Batch((row,), 0)).token_ids == []
     sampled = runner.run(Batch((row, make_row(prompt, [9, 1])), 0))
-    assert len(sampled.token_ids) == len(sampled.log_probs) == len(sampled.is_finite) == 1
+    assert len(sampled.token_ids) == len(sampled.log_probs) == len(sampled.outcomes) == 1
 
 
 def test_nan_is_told_and_stays_in_its_row(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_nan_is_told_and_stays_in_its_row(tmp_path: Path) -> None:
         runner._model.embedding.weight[sick[3]] = float("nan")
     assert sick[3] not in healthy
     both = runner.run(Batch((make_row(sick, [4, 5]), make_row(healthy, [2, 3])), 0))
-    assert both.is_finite == [False, True]
+    assert both.outcomes == [False, True]
     assert both.token_ids[1:] == expected
     # Blocks that hold another's NaN beyond the new owner's length do no harm.
     again = runner.run(Batch((make_row(healthy, [5, 4]),), 0))
-    assert again.is_finite == [True]
+    assert again.outcomes == [True]
     assert again.token_ids == expected

@@ -81,10 +81,10 @@ def test_nan_is_told_and_stays_in_its_row(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         runner._model.embedding.weight[sick[3]] = float("nan")
     both = runner.run(Batch((row(sick, [4, 5]), row(healthy, [2, 3])), 0))
-    assert both.is_finite == [False, True]
+    assert both.outcomes == [False, True]
     assert both.token_ids[1:] == expected
     again = runner.run(Batch((row(healthy, [4, 5]),), 0))  # where the other's NaN is
-    assert again.is_finite == [True]
+    assert again.outcomes == [True]
     assert again.token_ids == expected
 
 

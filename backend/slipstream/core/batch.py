@@ -1,6 +1,7 @@
 """Define the work of one step: what the scheduler decided, and all that the runner may know."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import msgspec
 from slipstream_contract.ids import TokenIds
@@ -66,10 +67,19 @@ class Batch:
         return sum(len(row.token_ids) for row in self.rows)
 
 
+class Outcome(IntEnum):
+    """What became of a row that samples; kernels write it as a byte."""
+
+    NOT_FINITE = 0  # a logit was NaN, or none was finite: the token means nothing
+    SAMPLED = 1
+    LATE = 2  # its constraint had not come: there is no token, and the row has to be run again
+    UNMASKED = 3  # the same, but the token is right if the constraint allows it
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The result of a step: one entry per row with `samples`, in row order."""
 
     token_ids: list[int]
     log_probs: list[float]  # of the sampled token, under the softmax of the edited logits
-    is_finite: list[bool]  # False: a logit of the row was NaN, the token means nothing
+    outcomes: list[int]  # `Outcome` of each

@@ -94,6 +94,7 @@ class Sequence:
         "num_scheduled",
         "num_sent",
         "num_tokens",
+        "num_void",
         "outputs",
         "prompt",
         "request",
@@ -131,6 +132,7 @@ class Sequence:
         self.num_scheduled = 0
         self.num_pending = 0
         self.num_in_flight = 0  # its rows in steps that are scheduled and not committed
+        self.num_void = 0  # the next of these rows that mean nothing
         self.sample = 0  # number of its sample in the last step
         self.cache = CacheState()  # of the KV cache, which alone changes it
         self.is_spared = False  # never preempted again
@@ -196,9 +198,22 @@ class Sequence:
         """Discard the rows in flight: what they computed will be computed again."""
         self.num_scheduled = self.num_computed
         self.num_tokens = self.num_known
-        self.num_pending = self.num_in_flight = 0
+        self.num_pending = self.num_in_flight = self.num_void = 0
         self.is_new = True  # the runner may have taken in half of it
         self.needs_history = counts_tokens(self.sampling)
+
+    def rewind(self) -> None:
+        """Void the rows in flight: they build on a token that the sequence does not have.
+
+        What they compute is not read; the same positions are computed again, with other tokens.
+        """
+        self.num_void = self.num_in_flight
+        self.num_pending = 0
+        self.num_tokens = self.num_known
+        if self.status is SequenceStatus.RUNNING:
+            self.num_computed = min(self.num_computed, self.num_known - 1)
+            self.num_scheduled = self.num_computed
+            self.needs_history = counts_tokens(self.sampling)
 
     def append(self, token_id: int, log_prob: float, now_ns: int) -> Ending | None:
         """Append a sampled token; return how the sequence ends with it, or None if it goes on."""

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic_ns
 
-from slipstream.core.batch import Batch, Sampled
+from slipstream.core.batch import Batch, Outcome, Sampled
 from slipstream.core.rows import chunk_row, decode_row
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
@@ -42,6 +42,7 @@ from slipstream.wire import FinishReason
 MAX_PREEMPTIONS = 3
 MAX_DEFERRALS = 3
 _MAX_DEFERRED_A_STEP = 64  # each costs a search for its prompt
+_SAMPLED = int(Outcome.SAMPLED)  # an enumeration compares slowly
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,27 +200,39 @@ class Scheduler:
         self._prefill_budget.finish_step()
         now = monotonic_ns()
         changed, running, finished = self._changed, SequenceStatus.RUNNING, SequenceStatus.FINISHED
-        owners, samplers = self._launched.popleft(), []
+        owners = self._launched.popleft()
+        samplers: list[Sequence | None] = []  # None: the row was void
         has_deferred = self.waiting.num_deferred > 0
-        for row, sequence in zip(batch.rows, owners, strict=True):
-            sequence.num_in_flight -= 1
-            if sequence.status is running:
-                sequence.num_computed = row.start + len(row.token_ids)
+        for row, owner in zip(batch.rows, owners, strict=True):
+            owner.num_in_flight -= 1
+            if owner.num_void:
+                owner.num_void -= 1
+                if row.samples:
+                    samplers.append(None)
+                continue
+            if owner.status is running:
+                owner.num_computed = row.start + len(row.token_ids)
             if row.samples:
-                samplers.append(sequence)
-        self._telemetry.tokens_sampled([s for s in samplers if s.status is not finished], now)
-        results = zip(
-            samplers, sampled.token_ids, sampled.log_probs, sampled.is_finite, strict=True
+                samplers.append(owner)
+        self._telemetry.tokens_sampled(
+            [s for s in samplers if s is not None and s.status is not finished], now
         )
-        for sequence, token_id, log_prob, is_finite in results:
+        results = zip(samplers, sampled.token_ids, sampled.log_probs, sampled.outcomes, strict=True)
+        for sequence, token_id, log_prob, outcome in results:
+            if sequence is None:
+                continue
             sequence.num_pending -= 1
             if sequence.status is finished:
                 continue  # while the step ran
-            changed[sequence.id] = sequence
-            if not is_finite:  # its blocks are never shared; a new owner writes before it reads
+            if outcome != _SAMPLED:
                 self._telemetry.uncount_token(sequence)
-                self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
+                if outcome == Outcome.NOT_FINITE:
+                    # Its blocks are never shared; a new owner writes before it reads.
+                    self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
+                else:
+                    sequence.rewind()
                 continue
+            changed[sequence.id] = sequence
             if sequence.num_computed >= sequence.cache.register_at:
                 self.cache.computed(sequence)
             if has_deferred:
@@ -228,9 +241,9 @@ class Scheduler:
                 if ending.reason is FinishReason.END:
                     self._telemetry.uncount_token(sequence)
                 self.finish(sequence, ending)
-        for sequence in owners if self.cache.window.size else ():
-            if sequence.status is running:
-                self.cache.free_outside_window(sequence)
+        for owner in owners if self.cache.window.size else ():
+            if owner.status is running:
+                self.cache.free_outside_window(owner)
         return owners
 
     def roll_back(self) -> list[Sequence]:
@@ -393,5 +406,6 @@ class Scheduler:
             assert sequence.num_tokens == sequence.num_known + sequence.num_pending
             in_flight = sum(sequence in owners for owners in self._launched)
             assert sequence.num_pending <= sequence.num_in_flight == in_flight
+            assert sequence.num_pending + sequence.num_void <= in_flight
         for sequence in running:
             assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens

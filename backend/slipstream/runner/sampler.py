@@ -34,18 +34,18 @@ class Results:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        dtypes = (torch.int64, torch.float32, torch.bool)
+        dtypes = (torch.int64, torch.float32, torch.uint8)
         on_device = [torch.zeros(size, dtype=dtype, device=device) for dtype in dtypes]
-        self.token_ids, self.log_probs, self.is_finite = on_device
+        self.token_ids, self.log_probs, self.outcomes = on_device
         self.mirrors: tuple[Tensor, ...] = ()
         if device.type == "cuda":  # pinned memory has one address for both sides
             self.mirrors = tuple(torch.zeros(size, dtype=d, pin_memory=True) for d in dtypes)
         self._host = [tensor.numpy() for tensor in self.mirrors or on_device]
 
-    def read(self, first: int, count: int) -> tuple[list[int], list[float], list[bool]]:
-        """Token ids, log probs and is-finite of `count` results from `first` on."""
-        token_ids, log_probs, is_finite = (a[first : first + count].tolist() for a in self._host)
-        return token_ids, log_probs, is_finite
+    def read(self, first: int, count: int) -> tuple[list[int], list[float], list[int]]:
+        """Token ids, log probs and outcomes of `count` results from `first` on."""
+        token_ids, log_probs, outcomes = (a[first : first + count].tolist() for a in self._host)
+        return token_ids, log_probs, outcomes
 
 
 def make_counts(num_slots: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -63,5 +63,5 @@ def sample_tokens(logits: Tensor, inputs: SamplingInputs, counts: Tensor, result
 
     Launches depend on shapes and addresses alone: a CUDA graph may hold them.
     """
-    out = (results.token_ids, results.log_probs, results.is_finite)
+    out = (results.token_ids, results.log_probs, results.outcomes)
     sample(logits, inputs.rows, inputs.edits, counts, *out, results.mirrors)

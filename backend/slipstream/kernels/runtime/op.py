@@ -33,6 +33,7 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "e4m3": torch.float8_e4m3fn,
     "bool": torch.bool,
+    "u8": torch.uint8,
     "i16": torch.int16,
     "i32": torch.int32,
     "i64": torch.int64,

@@ -1,6 +1,7 @@
 // A team of CTAs turns one row of logits into a token.
 #include "sampling/sample_threshold.cuh"
 
+constexpr u8 NOT_FINITE = 0, SAMPLED = 1;  // `Outcome` of core/batch.py
 constexpr float MAX_GUMBEL = 16.7f;  // more than any of 23 bits, by more than rounding
 
 // Philox4x32-10 of counter (quad, output number, 0, 0): the random words of token ids 4 quad .. 4 quad + 3.
@@ -110,19 +111,19 @@ struct Peak {
 struct Results {
   i64* token_ids;
   float* log_probs;
-  u8* is_finite;
-  DEVICE void put(int place, u32 token_id, float log_prob, bool is_finite) const {
+  u8* outcomes;
+  DEVICE void put(int place, u32 token_id, float log_prob, u8 outcome) const {
     if (!token_ids) return;
     token_ids[place] = token_id;
     log_probs[place] = log_prob;
-    this->is_finite[place] = is_finite;
+    outcomes[place] = outcome;
   }
 };
 
 extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, TEAM > 1 ? 2 : 1)
     sample(const T* logits, i64 stride, i64 num_tokens, i64 is_aligned, const Parameters* rows, const Edit* edits,
-           u16* counts, i64* token_ids, float* log_probs, u8* is_finite, i64* token_ids_mirror,
-           float* log_probs_mirror, u8* is_finite_mirror) {
+           u16* counts, i64* token_ids, float* log_probs, u8* outcomes, i64* token_ids_mirror,
+           float* log_probs_mirror, u8* outcomes_mirror) {
   __shared__ Shared shared;
   wait_for_previous();
   start_next();
@@ -151,14 +152,14 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, TEAM > 1 ? 2 : 1
   row.visit_first(packs, [&](int id, const float(&values)[GROUP]) { peak.see(id, values); });
   team_wait();  // all members have started: their mail may come
   const u64 best = peak.meet(shared, team);
-  const Results results = {token_ids, log_probs, is_finite};
-  const Results mirrors = {token_ids_mirror, log_probs_mirror, is_finite_mirror};
+  const Results results = {token_ids, log_probs, outcomes};
+  const Results mirrors = {token_ids_mirror, log_probs_mirror, outcomes_mirror};
   const bool is_first = team.rank() == 0 && threadIdx.x == 0;
   const u32 key = u32(best >> 32);
   if (key >= to_key(INFINITE) || key == to_key(-INFINITE)) {
     if (is_first) {
-      results.put(row.how.result, 0, __uint_as_float(0x7fffffffu), false);
-      mirrors.put(row.how.result, 0, __uint_as_float(0x7fffffffu), false);
+      results.put(row.how.result, 0, __uint_as_float(0x7fffffffu), NOT_FINITE);
+      mirrors.put(row.how.result, 0, __uint_as_float(0x7fffffffu), NOT_FINITE);
     }
     return;
   }
@@ -170,8 +171,8 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, TEAM > 1 ? 2 : 1
   }
   if (!is_first) return;
   const float log_prob = row.logit(token) - shared.highest - shared.log_sum;
-  results.put(row.how.result, token, log_prob, true);
-  mirrors.put(row.how.result, token, log_prob, true);
+  results.put(row.how.result, token, log_prob, SAMPLED);
+  mirrors.put(row.how.result, token, log_prob, SAMPLED);
   if (row.counts) {
     u16& state = counts[row.how.slot * num_tokens + token];
     if ((state & MAX_COUNT) < MAX_COUNT) ++state;

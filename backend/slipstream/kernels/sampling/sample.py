@@ -19,6 +19,7 @@ import torch
 from slipstream_contract.sampling import FIELDS
 from torch import Tensor
 
+from slipstream.core.batch import Outcome
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
@@ -166,7 +167,7 @@ def _edited(logits: Tensor, rows: _Rows, edits: Tensor, counts: Tensor) -> Tenso
 
 @op(
     f"logits[n,v]:T, rows[n,{ROW_WORDS}]:i32, edits[e,2]:i32, counts[s,v]:i16, "
-    "token_ids[r]:i64, log_probs[r]:f32, is_finite[r]:bool"
+    "token_ids[r]:i64, log_probs[r]:f32, outcomes[r]:u8"
 )
 def sample(
     logits: Tensor,
@@ -175,7 +176,7 @@ def sample(
     counts: Tensor,
     token_ids: Tensor,
     log_probs: Tensor,
-    is_finite: Tensor,
+    outcomes: Tensor,
     mirrors: Sequence[Tensor] = (),
 ) -> None:
     """Sample one token of each row of logits, as `ROW` says, into the results' `row.result`.
@@ -187,14 +188,14 @@ def sample(
 
     Temperature 0, or so near it that 1 or the logits overflow when divided by it, is greedy (the
     lowest id of equal logits). `log_probs` are of the chosen token under the softmax of the edited
-    logits. A row with a NaN or +inf, or with nothing but -inf, is not finite: its token is 0, and
-    is not counted.
+    logits. The outcome of a row with a NaN or +inf, or with nothing but -inf, is
+    `Outcome.NOT_FINITE`: its token is 0, and is not counted.
 
     Args:
         logits: `[n, v]` fp32, fp16 or bf16.
         rows, edits: `ROW` and `EDIT` records as words.
         counts: `[slots, v]`, see `count_tokens`. A slot belongs to one row.
-        token_ids, log_probs, is_finite: `[r]`, written.
+        token_ids, log_probs, outcomes: `[r]`, written.
         mirrors: three more of the same shapes, in pinned host memory, that get the same.
     """
     row = _Rows(rows)
@@ -212,13 +213,14 @@ def sample(
     chosen = torch.where(finite, scaled.argmax(-1), 0)
     chosen_log_probs = logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0]
     chosen_log_probs = torch.where(finite, chosen_log_probs, torch.nan)
+    outcome = torch.where(finite, int(Outcome.SAMPLED), int(Outcome.NOT_FINITE)).to(torch.uint8)
     is_sampled = row.result >= 0
     where = row.result[is_sampled]
     for out, values in zip(
-        (token_ids, log_probs, is_finite), (chosen, chosen_log_probs, finite), strict=True
+        (token_ids, log_probs, outcomes), (chosen, chosen_log_probs, outcome), strict=True
     ):
         out[where] = values[is_sampled]
-    for mirror, out in zip(mirrors, (token_ids, log_probs, is_finite), strict=False):
+    for mirror, out in zip(mirrors, (token_ids, log_probs, outcomes), strict=False):
         mirror.copy_(out)
     counted = row.has_penalties & finite
     place = (row.slot[counted], chosen[counted])
@@ -271,11 +273,11 @@ def _sample(
     counts: Tensor,
     token_ids: Tensor,
     log_probs: Tensor,
-    is_finite: Tensor,
+    outcomes: Tensor,
     mirrors: Sequence[Tensor] = (),
 ) -> None:
     num_rows, num_tokens = logits.shape
-    results = (token_ids, log_probs, is_finite)
+    results = (token_ids, log_probs, outcomes)
     jit.require(0 < num_tokens < 2**31 - 2**20, f"sample: {num_tokens} tokens")
     jit.require(logits.stride(1) == 1 or num_tokens == 1, "sample: rows must be contiguous")
     dense = (rows, edits, counts, *results, *mirrors)
