@@ -48,6 +48,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: Annotated[bool, _flag("how the output ended", vllm="return_finish_reason")] = (
         False
     )
+    stop_reason: bool = False  # the word or token id that ended it
     perf_metrics: Annotated[
         bool, _flag("times and counts of blocks, at the end", "return_perf_metrics")
     ] = False

@@ -356,6 +356,53 @@ _VLLM_OUTPUTS = """
     num_output_tokens UINT32[-1]
 """
 
+# --- NVIDIA's LLM API ----------------------------------------------------------------------------
+
+_LLMAPI_INPUTS = """
+    text_input STRING[-1]
+    image_url STRING[-1]? =
+    streaming BOOL[1]?
+    sampling_param_best_of INT32[1]?
+    sampling_param_temperature FP32[1]?
+    sampling_param_top_k INT32[1]?
+    sampling_param_top_p FP32[1]?
+    sampling_param_frequency_penalty FP32[1]?
+    sampling_param_presence_penalty FP32[1]?
+    sampling_param_max_tokens INT32[1]?
+    sampling_param_stop STRING[-1]?
+    sampling_param_seed UINT64[1]?
+    sampling_param_exclude_input_from_output BOOL[1]?
+    sampling_param_return_perf_metrics BOOL[1]?
+    sampling_param_logits_post_processor_name STRING[1]? =
+    return_finish_reason BOOL[1]?
+    return_stop_reason BOOL[1]?
+    return_cumulative_logprob BOOL[1]?
+    stop BOOL[1]?
+    lora_id UINT64[1]? =
+    lora_name STRING[1]? =
+    lora_path STRING[1]? =
+    lora_ckpt_source STRING[1]? =
+"""
+
+_LLMAPI_OUTPUTS = """
+    text_output STRING[-1]
+    finish_reason STRING[-1]
+    stop_reason STRING[-1]
+    cumulative_logprob FP32[-1]
+    kv_cache_reused_block INT32[-1]
+    kv_cache_missed_block INT32[-1]
+    kv_cache_alloc_new_blocks INT32[-1]
+    kv_cache_alloc_total_blocks INT32[-1]
+    kv_cache_hit_rate FP32[-1]
+    arrival_time_ns INT64[1]
+    first_scheduled_time_ns INT64[1]
+    first_token_time_ns INT64[1]
+    last_token_time_ns INT64[1]
+    acceptance_rate FP32[1]
+    total_accepted_draft_tokens INT32[1]
+    total_draft_tokens INT32[1]
+"""
+
 # --- models --------------------------------------------------------------------------------------
 
 # A process that makes text fills a core with the responses of some 400 streams of 100 tokens/s.
@@ -428,3 +475,8 @@ _ALL = (
 
 MODELS = {model.name: model for model in _ALL}
 """Name -> model. The fused wiring serves `ensemble` by backend `slipstream`, decoupled."""
+
+# One process, as an input `stop` must reach the one that has the request. NVIDIA's own model calls
+# itself `tensorrt_llm` and is not decoupled: `compose --contract` can choose both otherwise.
+LLMAPI = _bridge("llmapi_model", 0, _LLMAPI_INPUTS, _LLMAPI_OUTPUTS, is_decoupled=False)
+"""NVIDIA's LLM-API model, which a repository has on request, under any name."""

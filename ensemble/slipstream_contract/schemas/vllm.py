@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -64,18 +65,30 @@ _SERVED = frozenset(
 def vllm_request(
     inputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, object]
 ) -> GenerateRequest:
-    """Read a request of `vllm_model`. Raises ContractError.
-
-    Bad words are banned as they are and after a space, as tokenizers write them in a text.
-    """
+    """Read a request of `vllm_model`. Raises ContractError."""
     read = Inputs(MODELS["vllm_model"], inputs, {}, {}, {})
     handling, others = split_handling(parameters)
-    values, most_tokens = _parameters(read, others)
+    values = _parameters(read, others)
     text = read.text("text_input")
+    add_special_tokens = _add_special_tokens(read, values)
+    return build_request(text, values, _options(read, values), add_special_tokens, handling)
+
+
+def build_request(
+    text: str,
+    values: "Values",
+    options: ResponseOptions,
+    add_special_tokens: bool | None,
+    handling: Mapping[str, Any],
+) -> GenerateRequest:
+    """Return the request that vLLM's parameters ask for. Raises ContractError.
+
+    Bad words are banned as they are and after a space, as tokenizers write them in a text.
+    `handling` is what `split_handling` returns.
+    """
     if not text:
         raise ContractError("text_input is empty")
-    sampling = _sampling(values, most_tokens)
-    options = _options(read, values)
+    sampling = _sampling(values)
     if options.log_probs or options.cumulative_log_prob:
         sampling = msgspec.structs.replace(sampling, log_probs=True)
     bad_words = values.words("bad_words", limits.MAX_LIST_BYTES)
@@ -87,38 +100,54 @@ def vllm_request(
             bad=tuple(form for word in bad_words for form in (word, f" {word.lstrip()}")),
             end_id=-1 if values.flag("ignore_eos") else None,
         ),
-        add_special_tokens=_add_special_tokens(read, values),
+        add_special_tokens=add_special_tokens,
         **handling,
     )
 
 
-class _Values:
-    """Sampling parameters, cast. A null is as good as nothing."""
+class Values:
+    """Sampling parameters, cast. A null is as good as nothing.
 
-    def __init__(self, values: Mapping[str, object]) -> None:
+    `most_tokens` is a second bound on the output; `labels`: name -> the name that errors give it.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        most_tokens: int | None = None,
+        labels: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.most_tokens = most_tokens
         self._values = {name: value for name, value in values.items() if value is not None}
+        self._labels = labels
 
     def label(self, name: str) -> str:
-        return name
+        """Return the name that errors give a parameter."""
+        return self._labels.get(name, name)
 
     def has(self, name: str) -> bool:
+        """Return whether the request gives it."""
         return name in self._values
 
     def whole(self, name: str, default: int | None = None) -> int:
-        return to_whole(name, self._values.get(name, default))
+        """Return a whole number. Raises ContractError."""
+        return to_whole(self.label(name), self._values.get(name, default))
 
     def whole_or_none(self, name: str) -> int | None:
-        return to_whole(name, self._values[name]) if name in self._values else None
+        """Return a whole number; None where it is not given. Raises ContractError."""
+        return to_whole(self.label(name), self._values[name]) if name in self._values else None
 
     def number(self, name: str, default: float | None = None) -> float:
-        return to_number(name, self._values.get(name, default))
+        """Return a number. Raises ContractError."""
+        return to_number(self.label(name), self._values.get(name, default))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        return to_flag(name, self._values.get(name, default))
+        """Return true or false. Raises ContractError."""
+        return to_flag(self.label(name), self._values.get(name, default))
 
     def words(self, name: str, most_bytes: int) -> tuple[str, ...]:
         """Read a text or a list of texts, at most `most_bytes` together, none empty."""
-        value = self._values.get(name, [])
+        value, name = self._values.get(name, []), self.label(name)
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, list):
             raise ContractError(f"{name} is {clip(value)}, neither a text nor a list of texts")
@@ -158,31 +187,39 @@ class _Values:
         return tuple((token_id, weight) for token_id, weight in sorted(bias.items()) if weight)
 
 
-def _parameters(read: Inputs, parameters: Mapping[str, object]) -> tuple[_Values, int | None]:
-    """Read the sampling parameters, from the tensor or from the request, with known names only.
-
-    Return a second bound on the output beside them.
-    """
+def _parameters(read: Inputs, parameters: Mapping[str, object]) -> Values:
+    """Read the sampling parameters, from the tensor or from the request, with known names only."""
     asked = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
-    most, given = openai_names.split_openai(asked)
     if read.has("sampling_parameters"):
+        most, given = openai_names.split_openai(asked)
         if given or most is not None:
             name = next(iter(given), openai_names.MAX_COMPLETION_TOKENS)
             raise ContractError(f"request parameter {clip(name)} beside sampling_parameters")
-        most, given = openai_names.split_openai(_object(read.text("sampling_parameters")))
+        asked = _object(read.text("sampling_parameters"))
+    return read_values(asked)
+
+
+def read_values(
+    asked: Mapping[str, object], labels: Mapping[str, str] = MappingProxyType({})
+) -> Values:
+    """Return vLLM's parameters, OpenAI's names among them, if all names are known.
+
+    Raises ContractError.
+    """
+    most, given = openai_names.split_openai(asked)
     for name, value in given.items():
         if name in _LATER:
             if _neutral_form(value) not in _LATER[name]:
                 served = [each for each in _LATER[name] if isinstance(each, int)]
-                raise refuse_unsupported(name, value, served)
+                raise refuse_unsupported(labels.get(name, name), value, served)
         elif name not in _SERVED:
             raise refuse_parameter(name, _SERVED | _LATER.keys() | openai_names.NAMES)
     if given.get("max_tokens") is None and most is not None:  # no default below the bound given
-        return _Values(given | {"max_tokens": most}), None
-    return _Values(given), most
+        return Values(given | {"max_tokens": most}, None, labels)
+    return Values(given, most, labels)
 
 
-def _options(read: Inputs, values: _Values) -> ResponseOptions:
+def _options(read: Inputs, values: Values) -> ResponseOptions:
     options = ResponseOptions(**read_fields(ResponseOptions, "vllm", read))
     is_excluded = read.flag("exclude_input_in_output", options.is_streaming)
     if options.is_streaming and not is_excluded:
@@ -193,7 +230,7 @@ def _options(read: Inputs, values: _Values) -> ResponseOptions:
     )
 
 
-def _add_special_tokens(read: Inputs, values: _Values) -> bool | None:
+def _add_special_tokens(read: Inputs, values: Values) -> bool | None:
     """Return the input, or the parameter of its name; None where neither is given."""
     name = "add_special_tokens"
     if not values.has(name):
@@ -249,8 +286,8 @@ def _number(text: str) -> float | str:
     return number if math.isfinite(number) else text
 
 
-def _sampling(values: _Values, most_tokens: int | None) -> SamplingParams:
-    chosen = normalised(read_fields(SamplingParams, "vllm", values), most_tokens)
+def _sampling(values: Values) -> SamplingParams:
+    chosen = normalised(read_fields(SamplingParams, "vllm", values), values.most_tokens)
     if chosen["temperature"] == 0.0:
         if chosen["n"] > 1:
             message = f"n is {chosen['n']}, but greedy decoding (temperature 0) has one answer"
@@ -273,7 +310,7 @@ def _seed(seed: int | None) -> int | None:
     return int(np.array(seed, np.int64).astype(np.uint64))
 
 
-def _log_probs(values: _Values, temperature: float) -> bool:
+def _log_probs(values: Values, temperature: float) -> bool:
     """Return whether log probabilities are wanted; only the sampled token has one."""
     wanted = values.whole_or_none("logprobs")
     if wanted is None:
