@@ -1,7 +1,8 @@
 """Define the work of one step: what the scheduler decided, and all that the runner may know."""
 
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
 
 import msgspec
 from slipstream_contract.ids import TokenIds
@@ -38,6 +39,15 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     # Prompt and output, if the runner has to count their tokens anew for the penalties.
     history: TokenIds | None = None
     gap: int = 0  # tokens behind the sinks that are no longer in `tables`
+    num_top: int = -1  # of a row that samples: so many likeliest tokens are wanted; -1: no `Top`
+    top_mode: int = 0  # flags of `TopMode`
+
+
+class TopMode(IntFlag):
+    """What the values of a `Top` are; 0: log probs before any edit."""
+
+    PROCESSED = 1  # of what is sampled from: after edits, penalties, temperature and filters
+    LOGITS = 2  # logits instead of log probs
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +70,7 @@ class Batch:
     num_decodes: int
     continues: bool = False  # same sequences as the step launched before, one token further each
     copies: tuple[tuple[int, int], ...] = ()  # (source, target) blocks, copied before the rows run
+    may_have_tops: bool = True  # False: no row wants a `Top`, so that none has to be looked at
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +87,15 @@ class Outcome(IntEnum):
     UNMASKED = 3  # the same, but the token is right if the constraint allows it
 
 
+class Top(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The likeliest tokens at a place of an output, and how likely the sampled one was."""
+
+    token_ids: list[int]  # by falling value, equal ones by rising id
+    log_probs: list[float]  # of each; logits by `TopMode.LOGITS`
+    rank: int  # of the sampled token in that order, from 1
+    log_prob: float  # of the sampled token
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The result of a step: one entry per row with `samples`, in row order."""
@@ -83,3 +103,4 @@ class Sampled:
     token_ids: list[int]
     log_probs: list[float]  # of the sampled token, under the softmax of the edited logits
     outcomes: list[int]  # `Outcome` of each
+    tops: Mapping[int, Top] = field(default_factory=dict)  # of the samples whose row wants one

@@ -33,6 +33,8 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         sequence.is_new,
         sequence.num_prompt,
         gap=sequence.cache.gap,
+        num_top=sequence.num_top,
+        top_mode=sequence.top_mode,
     )
     sequence.num_scheduled = start + 1
     sequence.is_new = False
@@ -64,6 +66,8 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         sequence.num_prompt,
         sequence.ids(0, end) if samples and sequence.needs_history else None,
         sequence.cache.gap,
+        sequence.num_top if samples else -1,
+        sequence.top_mode,
     )
     sequence.num_scheduled = end
     sequence.num_in_flight += 1

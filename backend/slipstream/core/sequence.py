@@ -94,6 +94,7 @@ class Sequence:
         "num_scheduled",
         "num_sent",
         "num_tokens",
+        "num_top",
         "num_void",
         "outputs",
         "prompt",
@@ -104,6 +105,7 @@ class Sequence:
         "slot",
         "status",
         "stop",
+        "top_mode",
     )
 
     def __init__(
@@ -138,6 +140,8 @@ class Sequence:
         self.is_spared = False  # never preempted again
         self.num_deferrals = 0  # times that it waited for another's prefix
         self.is_due = False  # it missed its turn as the oldest while deferred
+        self.num_top = -1  # likeliest tokens wanted at each output; -1: no `Top`
+        self.top_mode = 0  # flags of `TopMode`
         self.slot = -1
         self.is_new = True  # nothing scheduled since it was admitted
         self.needs_history = False  # its tokens must be counted anew for penalties

@@ -97,6 +97,7 @@ class Scheduler:
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
         self._running: dict[int, Sequence] = {}
+        self._num_with_tops = 0  # running sequences that want log probs of likely tokens
         self._free_slots = list(range(self._max_running - 1, -1, -1))
         self._last_decodes: list[Sequence] | None = None  # of the last step, if it had no chunks
         self._launched: deque[list[Sequence]] = deque()  # rows' sequences of steps in flight
@@ -294,7 +295,7 @@ class Scheduler:
             num_samples += row.samples
             rows.append(row)
         self._launched.append([*decodes, *(sequence for sequence, _ in chunks)])
-        return Batch(tuple(rows), len(decodes), continues, copies)
+        return Batch(tuple(rows), len(decodes), continues, copies, self._num_with_tops > 0)
 
     # --- admission and preemption --------------------------------------------------------------
 
@@ -346,6 +347,7 @@ class Scheduler:
         sequence.admit()
         sequence.slot = self._free_slots.pop()
         self._running[sequence.id] = sequence
+        self._num_with_tops += sequence.num_top >= 0
         if not sequence.first_scheduled_ns:
             self._telemetry.sequence_admitted(sequence)
             sequence.start(monotonic_ns())
@@ -386,6 +388,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, is_sound: bool = True) -> None:
         del self._running[sequence.id]
+        self._num_with_tops -= sequence.num_top >= 0
         self._free_slots.append(sequence.slot)
         self.cache.release(sequence, is_sound)
 
@@ -407,5 +410,6 @@ class Scheduler:
             in_flight = sum(sequence in owners for owners in self._launched)
             assert sequence.num_pending <= sequence.num_in_flight == in_flight
             assert sequence.num_pending + sequence.num_void <= in_flight
+        assert self._num_with_tops == sum(s.num_top >= 0 for s in running)
         for sequence in running:
             assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens

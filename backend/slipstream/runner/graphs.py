@@ -13,9 +13,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from slipstream.runner.step_arrays import Layout, StepShape
 
@@ -138,6 +139,33 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _Bytes:
+    """Device memory that something else owns."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory that does not keep it from being handed out again."""
+    size = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = _Bytes(tensor.data_ptr(), size * tensor.element_size())
+    flat = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+class Captured(NamedTuple):
+    """A graph, and where it leaves the logits until the next graph runs."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
 class Graphs:
     """Holds one graph for each shape of `buckets`, all made at start.
 
@@ -147,20 +175,20 @@ class Graphs:
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
-        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[StepShape, Captured] = {}
 
-    def find(self, shape: StepShape) -> tuple[StepShape, torch.cuda.CUDAGraph] | None:
+    def find(self, shape: StepShape) -> tuple[StepShape, Captured] | None:
         """The graph for a step of this shape, and its own shape."""
         found = self._buckets.find(shape)
         graph = None if found is None else self._graphs.get(found)
         return None if found is None or graph is None else (found, graph)
 
-    def capture(self, prepare: Callable[[StepShape], Callable[[], None]]) -> None:
+    def capture(self, prepare: Callable[[StepShape], Callable[[], Tensor]]) -> None:
         """Capture all graphs.
 
         Args:
             prepare: from a shape to a step without rows: its inputs lie in place, and calling it
-                launches the step's kernels on the current stream.
+                launches the step's kernels on the current stream, and returns the logits.
         """
         begin = time.perf_counter()
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -178,15 +206,13 @@ class Graphs:
         _log.info("%d CUDA graphs captured in %.2f s", len(self._graphs), seconds)
 
     @staticmethod
-    def _capture(
-        step: Callable[[], None], pool: Any, stream: torch.cuda.Stream
-    ) -> torch.cuda.CUDAGraph:
+    def _capture(step: Callable[[], Tensor], pool: Any, stream: torch.cuda.Stream) -> Captured:
         """Capture without `torch.cuda.graph`, which returns memory to the device every time."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool)
             try:
-                step()
+                logits = step()
             finally:
                 graph.capture_end()
-        return graph
+        return Captured(graph, unowned(logits))

@@ -44,7 +44,7 @@ def num_blocks(plan: Plan, free: int) -> int:
 
 
 def left_on_gpu(
-    device: torch.device, largest: Callable[[], None], with_graphs: list[Callable[[], None]]
+    device: torch.device, largest: Callable[[], object], with_graphs: list[Callable[[], object]]
 ) -> int:
     """Bytes of the device free after steps of the largest kinds, less what graphs will take.
 

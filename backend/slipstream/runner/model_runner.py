@@ -20,6 +20,7 @@ from slipstream.models.decoder import build
 from slipstream.models.weights import FileSource, RandomSource, Source, Weights
 from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.graphs import Buckets, Graphs
+from slipstream.runner.log_probs import Tops, asks_of
 from slipstream.runner.memory import left_on_gpu, num_blocks
 from slipstream.runner.plan import Plan, available_on_host
 from slipstream.runner.sampler import (
@@ -76,16 +77,14 @@ class _OnHost:
 class _StepOnDevice:
     """A step in the device's stream."""
 
-    def __init__(self, done: torch.cuda.Event, results: Results, first: int, size: int) -> None:
+    def __init__(self, done: torch.cuda.Event, read: Callable[[], Sampled]) -> None:
         self._done = done
-        self._results = results
-        self._first = first
-        self._size = size
+        self._read = read
 
     def wait(self) -> Sampled:
         """Block until the step is complete on the device."""
         self._done.synchronize()
-        return Sampled(*self._results.read(self._first, self._size))
+        return self._read()
 
 
 class ModelRunner:
@@ -192,6 +191,7 @@ class ModelRunner:
         self._staging = Staging(device, size)
         self._histories = Staging(device)
         self._copies = Staging(device, 1 << 16)
+        self._tops = Tops(2 * num_rows, device)
         if device.type == "cuda":
             self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
@@ -205,14 +205,14 @@ class ModelRunner:
         self._run(batch, first, before)
         done = self._done[first > 0]
         done.record()
-        return _StepOnDevice(done, self._results, first, size)
+        return _StepOnDevice(done, lambda: self._read(batch, first, size))
 
     def memory(self) -> tuple[int, int]:
         """Bytes that torch holds on the device, and of pinned memory on the host."""
         device = self._tables.device
         if device.type == "cpu":
             return 0, 0
-        stagings = (self._staging, self._histories, self._copies)
+        stagings = (self._staging, self._histories, self._copies, self._tops.staging)
         pinned = sum(staging.num_pinned_bytes for staging in stagings)
         return torch.cuda.memory_reserved(device), pinned + self._host_bytes
 
@@ -222,7 +222,13 @@ class ModelRunner:
 
     def _compute(self, batch: Batch, first: int, before: int, size: int) -> Sampled:
         self._run(batch, first, before)
-        return Sampled(*self._results.read(first, size))
+        return self._read(batch, first, size)
+
+    def _read(self, batch: Batch, first: int, size: int) -> Sampled:
+        """Return the results of a completed step, which begin at `first`."""
+        asks = asks_of(batch)
+        tops = self._tops.read(asks, first) if asks else {}
+        return Sampled(*self._results.read(first, size), tops)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -255,12 +261,17 @@ class ModelRunner:
         if history is not None:
             self._count(history)
         base = self._staging.copy(arrays.memory)
-        graph = found[1] if found is not None and base is self._staging.home else None
-        if graph is not None:
-            graph.replay()
+        captured = found[1] if found is not None and base is self._staging.home else None
+        if captured is not None:
+            captured.graph.replay()
         self._staging.sent()
-        if graph is None:
-            self._step(shape, StepInputs.of(base, arrays))
+        logits = None if captured is None else captured.logits
+        if logits is None:
+            logits = self._step(shape, StepInputs.of(base, arrays))
+        if asks := asks_of(batch):
+            inputs = StepInputs.of(base, arrays).sampling
+            sampled = self._results.token_ids
+            self._tops.launch(logits, asks, arrays.samples, inputs, self._counts, sampled, first)
 
     @torch.inference_mode()
     def _count(self, history: HistoryArrays) -> None:
@@ -273,7 +284,7 @@ class ModelRunner:
         (pairs,) = self._copies.upload([np.array(batch.copies, np.int32)])
         copy_blocks(pairs, self._cache)
 
-    def _prepare(self, shape: StepShape) -> Callable[[], None]:
+    def _prepare(self, shape: StepShape) -> Callable[[], Tensor]:
         """Stage a step of nothing but padding; return what launches it."""
         inputs = self._stage(self._builder.build(Batch((), 0), shape, 0, 0))
         return lambda: self._step(shape, inputs)
@@ -285,11 +296,12 @@ class ModelRunner:
         return StepInputs.of(base, arrays)
 
     @torch.inference_mode()
-    def _step(self, shape: StepShape, inputs: StepInputs) -> None:
-        """Run all kernels of a step."""
+    def _step(self, shape: StepShape, inputs: StepInputs) -> Tensor:
+        """Run all kernels of a step; return the logits that it sampled from."""
         logits = self._forward(shape, inputs)
         if shape.num_samples:
             sample_tokens(logits, inputs.sampling, self._counts, self._results)
+        return logits
 
     def _forward(self, shape: StepShape, inputs: StepInputs) -> Tensor:
         """Run the kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""

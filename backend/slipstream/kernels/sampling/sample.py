@@ -165,6 +165,25 @@ def _edited(logits: Tensor, rows: _Rows, edits: Tensor, counts: Tensor) -> Tenso
     return edited + addends
 
 
+def processed_logits(logits: Tensor, rows: Tensor, edits: Tensor, counts: Tensor) -> Tensor:
+    """Return the fp32 logits `[n, v]` whose softmax is sampled from; -inf where a filter cut.
+
+    Arguments are those of `sample`, `counts` as they were before it. A greedy row has its edited
+    logits: no temperature, no filter.
+    """
+    row = _Rows(rows)
+    edited = _edited(logits, row, edits, counts)
+    highest = edited.amax(-1)
+    greedy = ~((1 / row.temperature).isfinite() & (highest / row.temperature).isfinite())
+    scaled = edited / torch.where(greedy, 1.0, row.temperature)[:, None]
+    which = (~greedy).nonzero()[:, 0]
+    if len(which) > 0:
+        part = scaled[which]
+        keep = _keep(part, row.top_k[which], row.top_p[which], row.min_p[which])
+        scaled[which] = torch.where(keep, part, float("-inf"))
+    return scaled
+
+
 @op(
     f"logits[n,v]:T, rows[n,{ROW_WORDS}]:i32, edits[e,2]:i32, counts[s,v]:i16, "
     "token_ids[r]:i64, log_probs[r]:f32, outcomes[r]:u8"
