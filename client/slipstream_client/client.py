@@ -90,8 +90,9 @@ class SlipstreamClient:
     """A client of a server's models over gRPC. Thread-safe; works in a `with` block.
 
     `model` is `ensemble` (the default), `tensorrt_llm_bls` or `vllm_model` for text, `tensorrt_llm`
-    for token ids. A request's parameters are the inputs of that model, by the contract's names
-    (`max_tokens`, `temperature`, `stop_words`, ...); `vllm_model` takes vLLM's sampling parameters.
+    for token ids, or `llmapi_model` where the repository has it. A request's parameters are the
+    inputs of that model, by the contract's names (`max_tokens`, `temperature`, `stop_words`, ...);
+    `vllm_model` and `llmapi_model` take vLLM's sampling parameters.
     """
 
     def __init__(

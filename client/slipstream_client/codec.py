@@ -1,7 +1,8 @@
 """Translate parameters to tensors and tensors to chunks, by the contract's tables. No network.
 
-Three families of models: text (`ensemble`, `tensorrt_llm_bls`), vLLM (`vllm_model`, whose sampling
-parameters travel as JSON) and token ids (`tensorrt_llm`, where some names differ).
+Four families of models: text (`ensemble`, `tensorrt_llm_bls`), vLLM (`vllm_model`, whose sampling
+parameters travel as JSON), token ids (`tensorrt_llm`, where some names differ) and NVIDIA's LLM API
+(`llmapi_model`, whose answer comes whole: its streams repeat their text in every response).
 """
 
 import difflib
@@ -14,7 +15,7 @@ from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.inputs import to_whole
 from slipstream_contract.limits import check_whole
 from slipstream_contract.probes import PROBE
-from slipstream_contract.tensors import MODELS, TO_LLM, Model, Tensor
+from slipstream_contract.tensors import LLMAPI, MODELS, TO_LLM, Model, Tensor
 from slipstream_contract.whole import RUNNING
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import serialize_byte_tensor
@@ -24,7 +25,11 @@ from slipstream_client.results import Array, Chunk
 ENSEMBLE, BLS, VLLM = "ensemble", "tensorrt_llm_bls", "vllm_model"
 TENSORRT_LLM = "tensorrt_llm"
 HEALTH = "slipstream_health"
-GENERATING = {name: MODELS[name] for name in (ENSEMBLE, BLS, VLLM, TENSORRT_LLM)}
+STREAMED = (ENSEMBLE, BLS, VLLM, TENSORRT_LLM)
+"""Models whose responses hold what is new, and count its tokens."""
+
+GENERATING = {name: MODELS[name] for name in STREAMED} | {LLMAPI.name: LLMAPI}
+_LLMAPI_PREFIX = "sampling_param_"
 
 _TOKEN_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
 """Names of the text models that the token model spells differently; it accepts both spellings."""
@@ -57,9 +62,11 @@ def request_of(
     own = {name: parameters[name] for name in _REQUEST_PARAMETERS if name in parameters}
     others = {name: value for name, value in parameters.items() if name not in own}
     values = _values(model, prompt, others)
+    if model == LLMAPI.name:
+        own |= {n: values.pop(n) for n in list(values) if n not in LLMAPI.inputs_by_name}
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in own.items():
-        if name == PROBE:
+        if name not in _REQUEST_PARAMETERS or name == PROBE:
             request.parameters[name].string_param = str(value)
         elif value is not None:
             request.parameters[_REQUEST_PARAMETERS[name]].int64_param = check_whole(
@@ -91,6 +98,8 @@ def _values(
         return own | flags | named
     if not isinstance(prompt, str):
         raise ContractError(f"{model} takes text, not {clip(prompt)}: ask {TENSORRT_LLM}")
+    if model == LLMAPI.name:
+        return _llmapi_values(prompt, given)
     own = {"text_input": prompt, "stream": True}
     if model != VLLM:
         return own | flags | given
@@ -99,6 +108,20 @@ def _values(
     sampling = {name: value for name, value in given.items() if name not in inputs}
     flags["return_finish_reason"] = True
     return own | flags | {"sampling_parameters": json.dumps(sampling)} | tensors
+
+
+def _llmapi_values(prompt: str, given: Mapping[str, object]) -> dict[str, object]:
+    """Return tensor, or request parameter, -> value; numbers by their names with or without prefix.
+
+    Words to stop at are `stop`, as vLLM calls them; true cancels, as the tensor of that name does.
+    """
+    names = {name: _LLMAPI_PREFIX + name for name in given}
+    named = {
+        names[name] if names[name] in LLMAPI.inputs_by_name and value is not True else name: value
+        for name, value in given.items()
+    }
+    flags = {"return_finish_reason": True, f"{_LLMAPI_PREFIX}exclude_input_from_output": True}
+    return {"text_input": prompt} | flags | named
 
 
 def _input(declared: Model, model: str, name: str) -> Tensor:

@@ -12,6 +12,7 @@ from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_runtime.processes import num_cores
 
 from slipstream_compose.compose import (
+    CONTRACT_HELP,
     INSTANCES_HELP,
     WIRINGS,
     ComposeError,
@@ -80,6 +81,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help=INSTANCES_HELP,
     )
     parser.add_argument(
+        "--contract",
+        action="append",
+        default=[],
+        metavar="llmapi[=MODEL][,decoupled]",
+        help=CONTRACT_HELP,
+    )
+    parser.add_argument(
         "--check",
         action="store_true",
         help="write nothing; print what differs from the output, exit code 1 if anything does",
@@ -143,7 +151,9 @@ def run(args: argparse.Namespace) -> int:
     options["model"] = args.model_name
     instances = dict(args.instances)
     cores = num_cores()
-    repository = compose(args.checkpoint, args.output, options, args.wiring, instances, cores)
+    repository = compose(
+        args.checkpoint, args.output, options, args.wiring, instances, cores, args.contract
+    )
     if repository.info.has_tokenizer:
         load_tokenizer(args.checkpoint)
         TokenBytes.load(args.checkpoint)

@@ -6,7 +6,8 @@ without a tokenizer there are no text models.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from slipstream.config import EngineConfig
 from slipstream.models.hf import CheckpointInfo
 from slipstream.preflight import preflight
 from slipstream_contract.errors import clip
-from slipstream_contract.tensors import MODELS, Model
+from slipstream_contract.tensors import LLMAPI, MODELS, Model
 from slipstream_runtime.processes import MAX_INSTANCES
 
 from slipstream_compose.pbtxt import MARK, model_config
@@ -24,6 +25,7 @@ from slipstream_compose.pbtxt import MARK, model_config
 ENGINE_MODEL = "tensorrt_llm"
 WIRINGS = ("composed", "fused")
 _CONFIG, _SETTINGS = "config.pbtxt", "model.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 # Models that need no tokenizer, and the `wiring` in `1/model.json` of the bridge's models.
 _WITHOUT_TOKENIZER = (ENGINE_MODEL, "slipstream_health")
@@ -49,6 +51,17 @@ INSTANCES_HELP = (
 )
 
 
+CONTRACTS = ("llmapi",)
+CONTRACT_HELP = (
+    "serve another contract, too: llmapi, that of NVIDIA's LLM-API model, by a model of that name "
+    f"({LLMAPI.name}). It has one response a request, or with `,decoupled` many, so that it can "
+    "stream. With the name tensorrt_llm, as in NVIDIA's own repository, the models of the older "
+    "contract are left out. May be given several times"
+)
+_OLDER = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
+_DECOUPLED = "decoupled"
+
+
 class ComposeError(Exception):
     """A repository cannot be written; the message is for users."""
 
@@ -70,6 +83,7 @@ def compose(
     wiring: str = "composed",
     instances: Mapping[str, int] | None = None,
     cores: int = _MANY_CORES - 1,
+    contracts: Sequence[str] = (),
 ) -> Repository:
     """Make the files of a repository, without writing them.
 
@@ -80,6 +94,7 @@ def compose(
         wiring: of the model `ensemble`: "composed" of three models, or "fused" in the bridge.
         instances: model -> its number of processes, instead of the default.
         cores: of the machine that will serve it; sets the default of `instances`.
+        contracts: further ones to serve, each CONTRACT[=MODEL][,decoupled].
 
     Raises ComposeError; ConfigError or CheckpointError for what the engine would refuse.
     """
@@ -87,23 +102,60 @@ def compose(
     checked = preflight(EngineConfig(checkpoint=str(checkpoint), **given))
     info = checked.info
     is_fused = wiring == "fused"
-    _check_instances(instances or {}, info, is_fused)
+    added = list(map(_added, contracts))
+    models = _models(added, info)
+    _check_instances(instances or {}, info, models, is_fused)
     instances = {**_instances(cores), **(instances or {})}
     given.setdefault("model", _name(checkpoint))
     engine = EngineConfig(checkpoint=_reference(checkpoint, output), **given)
     files: dict[Path, str] = {}
     notes = checked.notes
-    for model in MODELS.values():
-        if not info.has_tokenizer and model.name not in _WITHOUT_TOKENIZER:
+    for model in models:
+        needs_text = model in added or model.name not in _WITHOUT_TOKENIZER
+        if not info.has_tokenizer and needs_text:
             notes.append(f"no {model.name}: the checkpoint has no tokenizer")
             continue
         if model.name in instances:
             model = msgspec.structs.replace(model, num_instances=instances[model.name])
-        parameters = _parameters(model, engine.checkpoint, is_fused)
+        served_by = "llmapi" if model in added else _wiring(model, is_fused)
+        parameters = _parameters(model, served_by, engine.checkpoint)
         folder = Path(model.name)
         files[folder / _CONFIG] = model_config(model, parameters, is_fused)
-        files[folder / "1" / _SETTINGS] = _json(_settings(model, engine, is_fused))
+        files[folder / "1" / _SETTINGS] = _json(_settings(model, served_by, engine))
     return Repository(output, info, files, notes)
+
+
+def _added(text: str) -> Model:
+    """Return the model of CONTRACT[=MODEL][,decoupled]. Raises ComposeError."""
+    named, _, mode = text.partition(",")
+    contract, equals, name = named.partition("=")
+    if contract not in CONTRACTS:
+        raise ComposeError(f"--contract names {clip(contract)}, which is not {CONTRACTS[0]}")
+    if mode not in ("", _DECOUPLED):
+        raise ComposeError(f"--contract {contract} has {clip(mode)}, where only decoupled may be")
+    name = name if equals else LLMAPI.name
+    if not (_NAME.fullmatch(name) and (name == ENGINE_MODEL or name not in MODELS)):
+        others = ", ".join(set(MODELS) - {ENGINE_MODEL})
+        raise ComposeError(
+            f"--contract {contract} is to be called {clip(name)}: a name has letters, digits, "
+            f"`_`, `-` or `.`, and is none of {others}"
+        )
+    return msgspec.structs.replace(LLMAPI, name=name, is_decoupled=bool(mode))
+
+
+def _models(added: Sequence[Model], info: CheckpointInfo) -> list[Model]:
+    """Return all models of a repository.
+
+    Raises ComposeError for two of one name, or for a text model that is to have the engine.
+    """
+    names = [model.name for model in added]
+    if ENGINE_MODEL in names and not info.has_tokenizer:
+        raise ComposeError(f"--contract names {ENGINE_MODEL}, but the checkpoint has no tokenizer")
+    for name in names:
+        if names.count(name) > 1:
+            raise ComposeError(f"--contract gives two models the name {name}")
+    left_out = _OLDER if ENGINE_MODEL in names else ()
+    return [*(model for model in MODELS.values() if model.name not in left_out), *added]
 
 
 def _instances(cores: int) -> Mapping[str, int]:
@@ -113,9 +165,11 @@ def _instances(cores: int) -> Mapping[str, int]:
     return _ON_FEW_CORES if cores <= _FEW_CORES else {}
 
 
-def _check_instances(instances: Mapping[str, int], info: CheckpointInfo, is_fused: bool) -> None:
+def _check_instances(
+    instances: Mapping[str, int], info: CheckpointInfo, models: Iterable[Model], is_fused: bool
+) -> None:
     """Raise ComposeError for a wrong number, or a model whose requests must share one process."""
-    several = [m.name for m in MODELS.values() if m.num_instances > 1 and (m.backend or is_fused)]
+    several = [m.name for m in models if m.num_instances > 1 and (m.backend or is_fused)]
     for name, number in instances.items():
         if name not in several:
             known = ", ".join(several)
@@ -151,11 +205,13 @@ def _reference(checkpoint: Path, output: Path) -> str:
     return Path(os.path.relpath(place, Path(ENGINE_MODEL, "1"))).as_posix()
 
 
-def _settings(model: Model, engine: EngineConfig, is_fused: bool) -> dict[str, Any]:
+def _wiring(model: Model, is_fused: bool) -> str | None:
+    """Return what the bridge of a model of `MODELS` is to do; None: it has none."""
+    return "fused" if model.name == "ensemble" and is_fused else _WIRING_OF.get(model.name)
+
+
+def _settings(model: Model, wiring: str | None, engine: EngineConfig) -> dict[str, Any]:
     """Return the contents of `1/model.json`."""
-    wiring = _WIRING_OF.get(model.name)
-    if model.name == "ensemble" and is_fused:
-        wiring = "fused"
     if wiring is None:
         return {}
     if model.name != ENGINE_MODEL:
@@ -166,9 +222,9 @@ def _settings(model: Model, engine: EngineConfig, is_fused: bool) -> dict[str, A
     return {"wiring": wiring, "engine": kept}
 
 
-def _parameters(model: Model, checkpoint: str, is_fused: bool) -> dict[str, str]:
+def _parameters(model: Model, wiring: str | None, checkpoint: str) -> dict[str, str]:
     """Return the parameters of config.pbtxt, with TensorRT-LLM's names, at their defaults."""
-    is_text = model.name == "tensorrt_llm_bls" or (model.name == "ensemble" and is_fused)
+    is_text, is_engine = wiring == "fused", wiring == "composed"
     parameters = {}
     if model.name in ("preprocessing", "postprocessing"):
         folder = Path(checkpoint)
@@ -179,11 +235,11 @@ def _parameters(model: Model, checkpoint: str, is_fused: bool) -> dict[str, str]
     if model.name == "preprocessing" or is_text:
         parameters["add_special_tokens"] = "true"
     # The engine's bridge predicts which text postprocessing returns: keep both values equal.
-    if model.name in ("postprocessing", ENGINE_MODEL) or is_text:
+    if model.name == "postprocessing" or is_engine or is_text:
         parameters["skip_special_tokens"] = "true"
-    if model.name == ENGINE_MODEL:
+    if is_engine:
         parameters["gpt_model_type"] = "inflight_fused_batching"
-    if model.name == ENGINE_MODEL or is_text:
+    if is_engine or is_text:
         parameters["exclude_input_in_output"] = "false"
     return parameters
 
@@ -248,7 +304,8 @@ def write(repository: Repository) -> list[str]:
 
 def _superfluous(repository: Repository) -> Iterator[Path]:
     """Yield the files of models that an earlier call wrote and this one does not."""
-    for name in MODELS:
+    written = [folder.parent.name for folder in repository.root.glob(f"*/{_CONFIG}")]
+    for name in dict.fromkeys((*MODELS, *sorted(written))):
         if Path(name) / _CONFIG not in repository.files and _is_ours(repository.root / name):
             paths = (Path(name) / "1" / _SETTINGS, Path(name) / _CONFIG)
             yield from (path for path in paths if (repository.root / path).is_file())

@@ -13,9 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from slipstream_contract.probes import PROBE
+from slipstream_contract.tensors import LLMAPI
 from slipstream_runtime.processes import is_running
 
 from slipstream_serve.triton import Endpoints
@@ -33,7 +35,21 @@ PROBES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensorrt_llm_bls": ("generate_stream", _TEXT),
     "ensemble": ("generate_stream", _TEXT),  # has a process of its own only with the wiring `fused`
     "vllm_model": ("generate_stream", {"text_input": "", PROBE: True}),
+    LLMAPI.name: ("generate", {"text_input": "", PROBE: True}),
 }
+
+
+def contract_of(repository: Path, model: str) -> str:
+    """Return the key of `PROBES` for a model of a repository, where LLM-API models have any name.
+
+    A file that cannot be read says nothing: the model counts by its name.
+    """
+    try:
+        settings = json.loads((repository / model / "1" / "model.json").read_bytes())
+    except (OSError, ValueError):
+        return model
+    is_llmapi = isinstance(settings, dict) and settings.get("wiring") == "llmapi"
+    return LLMAPI.name if is_llmapi else model
 
 
 class Prober:
@@ -108,20 +124,25 @@ class Pulse(Prober):
         model: str | None,
         pids: Sequence[int] = (),
         patience_s: float = PATIENCE_S,
+        contract: str | None = None,
     ) -> None:
         """Probe a model; None: the server. An unknown model is not probed and never silent.
 
-        `patience_s` is the longest wait for one answer; then the connection is closed.
+        Args:
+            endpoints, model, pids: what is probed.
+            patience_s: the longest wait for one answer; then the connection is closed.
+            contract: the model of `PROBES` that this one speaks like; None: itself.
         """
         super().__init__(str(model), MODEL_PERIOD_S if model else SERVER_PERIOD_S)
         self.pids = pids
         host, port = endpoints.connectable
         self._connection = http.client.HTTPConnection(host, port, timeout=patience_s)
         self._path, self._body = "/v2/health/live", b""
-        if model in PROBES:
-            verb, body = PROBES[model]
+        probe = PROBES.get(contract or model or "")
+        if probe is not None:
+            verb, body = probe
             self._path, self._body = f"/v2/models/{model}/{verb}", json.dumps(body).encode()
-        if model is None or model in PROBES:
+        if model is None or probe is not None:
             self._thread.start()
 
     def _probe(self) -> bool:

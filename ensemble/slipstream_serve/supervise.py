@@ -28,7 +28,7 @@ from slipstream_runtime.vitals import remove_dead
 
 from slipstream_serve.exits import Exits
 from slipstream_serve.hangs import ServerWatch
-from slipstream_serve.pulse import Pulse
+from slipstream_serve.pulse import Pulse, contract_of
 from slipstream_serve.spare import Spare
 from slipstream_serve.triton import (
     ENDING_S,
@@ -105,7 +105,12 @@ class Repairer:
         self._see_processes()  # and renew no probes: the first are on their way
         self._num_processes = Counter(self._models.values())
         self._pulses = {
-            model: Pulse(server.endpoints, model, self._pids(model))
+            model: Pulse(
+                server.endpoints,
+                model,
+                self._pids(model),
+                contract=contract_of(server.repository, model),
+            )
             for model in self._num_processes
         }
 

@@ -16,6 +16,7 @@ from slipstream_client.codec import request_of
 from slipstream_client.commands import chat
 from slipstream_client.commands.common import TEXT_MODELS
 from slipstream_client.results import Chunk
+from slipstream_contract.schemas.llmapi import llmapi_request
 from slipstream_contract.schemas.trtllm import text_request
 from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_preprocessing.batch import encode_batch
@@ -71,6 +72,10 @@ class Server:
         elif self._model == "tensorrt_llm_bls":
             row = {name: array[0] for name, array in arrays.items()}
             ids = self._text.encode_request(text_request(row, {})).token_ids.tolist()
+        elif self._model == "llmapi_model":
+            request = request_of(self._model, prompt, parameters, "")
+            given = {name: value.string_param for name, value in request.parameters.items()}
+            ids = self._text.encode_request(llmapi_request(arrays, given)).token_ids.tolist()
         else:
             ids = self._text.encode_request(vllm_request(arrays, {})).token_ids.tolist()
         self.prompts.append(ids)

@@ -1,9 +1,10 @@
 """config.pbtxt as Triton's own schema reads it, and the wiring of the ensemble."""
 
+import msgspec
 import pytest
 from google.protobuf import text_format
 from slipstream_compose.pbtxt import MARK, model_config
-from slipstream_contract.tensors import MODELS, TO_LLM
+from slipstream_contract.tensors import LLMAPI, MODELS, TO_LLM
 from tritonclient.grpc import model_config_pb2
 
 PARAMETERS = {"tokenizer_dir": '/models/an "odd" \\ näme', "add_special_tokens": "true"}
@@ -14,6 +15,21 @@ def parse(name: str, is_fused: bool = False):
     assert text.startswith(MARK)
     assert text == model_config(MODELS[name], PARAMETERS, is_fused)
     return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+def test_the_llmapi_model_is_written_as_it_is_asked_for():
+    named = msgspec.structs.replace(LLMAPI, name="tensorrt_llm", is_decoupled=True)
+    for model in (LLMAPI, named):
+        config = text_format.Parse(model_config(model, {}), model_config_pb2.ModelConfig())
+        assert (config.name, config.backend, config.max_batch_size) == (model.name, "slipstream", 0)
+        assert config.model_transaction_policy.decoupled == model.is_decoupled
+        assert [(t.name, type_name(t.data_type), tuple(t.dims)) for t in config.input] == [
+            (t.name, t.dtype, t.dims) for t in LLMAPI.inputs
+        ]
+        assert [(t.name, type_name(t.data_type), tuple(t.dims)) for t in config.output] == [
+            (t.name, t.dtype, t.dims) for t in LLMAPI.outputs
+        ]
+        assert [group.count for group in config.instance_group] == [1]
 
 
 def type_name(value: int) -> str:

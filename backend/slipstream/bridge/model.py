@@ -34,6 +34,7 @@ from slipstream.bridge.composed import Composed, Vocabulary
 from slipstream.bridge.ending import EndWatch
 from slipstream.bridge.fused import Fused
 from slipstream.bridge.health import Siblings, health
+from slipstream.bridge.llmapi import LlmApi
 from slipstream.bridge.metrics import Metrics
 from slipstream.bridge.text import Text, load_end_ids
 from slipstream.bridge.triton import (
@@ -93,7 +94,7 @@ class TritonPythonModel:
         self._bridge = Bridge(parameters.model, runtime, config, server_pid)
         try:
             welcome = self._bridge.wait()
-            self._wiring = self._make_wiring(wiring, parameters, Path(config.checkpoint), welcome)
+            self._wiring = self._make_wiring(wiring, parameters, config, welcome)
         except BaseException:
             self._bridge.close()
             raise
@@ -109,7 +110,7 @@ class TritonPythonModel:
         if self._siblings is not None:
             return self._report(requests, self._siblings)
         for request in requests:
-            reply = TritonReply(request, self._in_flight)
+            reply = TritonReply(request, self._in_flight, self._is_decoupled)
             start = partial(self._start, request, reply)
             self._vitals.start()
             self._bridge.answer(reply, start)
@@ -174,10 +175,11 @@ class TritonPythonModel:
         return None
 
     def _make_wiring(
-        self, name: str, parameters: StageParameters, checkpoint: Path, welcome: wire.Welcome
+        self, name: str, parameters: StageParameters, config: EngineConfig, welcome: wire.Welcome
     ) -> Wiring | None:
         if name == "health":
             return None
+        checkpoint = Path(config.checkpoint)
         if parameters.text("tokenizer_dir"):
             checkpoint = parameters.tokenizer_directory()
         is_echo_off = parameters.flag("exclude_input_in_output", False)
@@ -201,6 +203,8 @@ class TritonPythonModel:
             return Fused(self._bridge, text, is_echo_off)
         if name == "vllm":
             return Vllm(self._bridge, text)
+        if name == "llmapi":
+            return LlmApi(self._bridge, text, self._is_decoupled, config.block_size)
         raise ValueError(f"model.json: no wiring {name!r:.64}")
 
 

@@ -74,11 +74,12 @@ class Extras:
         if options.num_output_tokens:
             outputs["num_output_tokens"] = _scalar(len(piece.token_ids), np.int32)
         if options.perf_metrics and piece.finished is not None:
-            outputs |= _perf(piece.finished.perf)
+            outputs |= perf_outputs(piece.finished.perf)
         return outputs
 
 
-def _perf(perf: wire.Perf) -> dict[str, np.ndarray]:
+def perf_outputs(perf: wire.Perf) -> dict[str, np.ndarray]:
+    """Return the times, blocks and drafts of a sequence, each of shape [1, 1]."""
     return {
         "arrival_time_ns": _scalar(perf.arrival_ns, np.int64),
         "first_scheduled_time_ns": _scalar(perf.first_scheduled_ns, np.int64),

@@ -45,18 +45,19 @@ def make_tensors(outputs: Outputs, requested: frozenset[str] | None = None) -> l
 
 
 class TritonReply:
-    """The responses of one decoupled request. See `streams.Reply`.
+    """The responses of one request; only one if it is not decoupled. See `streams.Reply`.
 
     Every response is built in the thread that sends it. The final one releases the server's object:
     a model that is being unloaded waits for the last of these.
     """
 
-    def __init__(self, request: Any, in_flight: InFlight) -> None:
+    def __init__(self, request: Any, in_flight: InFlight, is_decoupled: bool = True) -> None:
         """Start; `in_flight` counts requests without their final response."""
         self.requested = frozenset(request.requested_output_names())
         self.is_probe = False  # known once its parameters are read
         self._sender = request.get_response_sender()
         self._in_flight = in_flight
+        self._is_decoupled = is_decoupled
         in_flight.add(1)
 
     def send(self, outputs: Outputs, is_final: bool) -> None:
@@ -72,8 +73,8 @@ class TritonReply:
         self._end(pb.InferenceResponse(error=triton_error(error)))
 
     def end(self) -> None:
-        """End without a response."""
-        self._end()
+        """End without a response, or with one of no outputs where there must be one."""
+        self._end(*([] if self._is_decoupled else [pb.InferenceResponse([])]))
 
     def is_cancelled(self) -> bool:
         """Return whether the client cancelled. A round trip to the server; not after the end."""

@@ -32,7 +32,7 @@ from slipstream_client.bench.messages import Job, Progress
 from slipstream_client.bench.price import price_per_hour
 from slipstream_client.bench.report import columns, page
 from slipstream_client.bench.runner import Clients, LoadSpec, Outcome, Target, default_processes
-from slipstream_client.codec import GENERATING, TENSORRT_LLM
+from slipstream_client.codec import STREAMED, TENSORRT_LLM
 from slipstream_client.commands.common import add_connection, add_field
 
 _PROBE_WORDS = 200
@@ -52,7 +52,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add = parser.add_argument
     add("--http-port", type=int, default=8000, metavar="N", help="(%(default)s)")
     add("--protocol", choices=("grpc", "http"), default="grpc", help="(%(default)s)")
-    add("--model", choices=tuple(GENERATING), default="ensemble", help="(%(default)s)")
+    add("--model", choices=STREAMED, default="ensemble", help="(%(default)s)")
     load = parser.add_mutually_exclusive_group()
     _number_list(load, "--concurrency", int, "closed loop: requests in flight (8)")
     _number_list(load, "--rates", float, "open loop: requests a second, whatever the server does")

@@ -5,11 +5,12 @@ from typing import Any, TextIO
 
 from slipstream_contract.limits import INT32_MAX
 from slipstream_contract.sampling import FIELDS
+from slipstream_contract.tensors import LLMAPI
 
 from slipstream_client.client import DEFAULT_MODEL, ChunkStream, SlipstreamClient
 from slipstream_client.codec import BLS, ENSEMBLE, VLLM
 
-TEXT_MODELS = (ENSEMBLE, BLS, VLLM)
+TEXT_MODELS = (ENSEMBLE, BLS, VLLM, LLMAPI.name)
 """The models that take text, most preferred first."""
 
 SAMPLING = tuple(name for name, entry in FIELDS.items() if entry.field.is_option)
@@ -64,7 +65,7 @@ def stop_at(model: str, stop_words: list[str]) -> dict[str, Any]:
     """Return the stop words under the model's name for them."""
     if not stop_words:
         return {}
-    return {"stop" if model == VLLM else "stop_words": stop_words}
+    return {"stop" if model in (VLLM, LLMAPI.name) else "stop_words": stop_words}
 
 
 def connect(args: argparse.Namespace) -> SlipstreamClient:

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.probes import PROBE, Probe
-from slipstream_contract.tensors import MODELS
+from slipstream_contract.tensors import LLMAPI, MODELS
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from slipstream_client.client import SlipstreamClient
@@ -119,7 +119,8 @@ class _Prober:
 
     def ready_models(self) -> list[str]:
         """Return our models that are ready. Raises ContractError if none of them generates."""
-        requests = {name: service_pb2.ModelReadyRequest(name=name) for name in MODELS}
+        names = (*MODELS, LLMAPI.name)
+        requests = {name: service_pb2.ModelReadyRequest(name=name) for name in names}
         ready = [n for n, each in requests.items() if self._call(self._stub.ModelReady, each).ready]
         if not GENERATING.keys() & set(ready):
             raise ContractError(f"no model of ours is loaded at {self._url}", Code.UNAVAILABLE)
@@ -137,10 +138,20 @@ class _Prober:
                     request.raw_input_contents.append(data)
             self._call(self._stub.ModelInfer, request)
         elif name in GENERATING:
-            prompt: Any = [0] if name == TENSORRT_LLM else "a"
-            request = request_of(name, prompt, {"max_tokens": 1}, "")
+            contract = self._contract(name)
+            prompt: Any = [0] if contract == TENSORRT_LLM else "a"
+            request = request_of(contract, prompt, {"max_tokens": 1}, "")
+            request.model_name = name
             request.parameters[PROBE].bool_param = True
             self._call(self._stream, [request])
+
+    def _contract(self, name: str) -> str:
+        """Return the model that one speaks like: `tensorrt_llm` may be NVIDIA's newer one."""
+        if name != TENSORRT_LLM:
+            return name
+        metadata = self._call(self._stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name))
+        takes_ids = any(tensor.name == "input_ids" for tensor in metadata.inputs)
+        return name if takes_ids else LLMAPI.name
 
     def _stream(self, requests: Any, timeout: float) -> None:
         for response in self._stub.ModelStreamInfer(requests, timeout=timeout):
