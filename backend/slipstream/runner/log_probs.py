@@ -1,11 +1,15 @@
 """Log probs beside a step's samples: launched behind the step, for rows alone that want them."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from slipstream_contract.sampling import FIELDS
 from torch import Tensor
 
-from slipstream.core.batch import Batch, Top
+from slipstream.core.batch import Batch, Row, Top, TopMode
+from slipstream.kernels.sampling.sample import CHOSEN
 from slipstream.kernels.sampling.top_log_probs import (
     ASK,
     ASK_WORDS,
@@ -16,15 +20,34 @@ from slipstream.kernels.sampling.top_log_probs import (
 from slipstream.runner.sampler import SamplingInputs
 from slipstream.runner.staging import Staging
 
-Ask = tuple[int, int, int]  # number of a sample, likeliest tokens wanted, flags of `TopMode`
+# Parameters of the device that the kernel knows: with others a row is the reference's to compute.
+_KNOWN = {"temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+_OTHERS = [(name, FIELDS[name].default) for name in CHOSEN.values() if name not in _KNOWN]
+
+
+class Ask(NamedTuple):
+    """What a row wants beside its sample."""
+
+    sample: int  # its number among the samples
+    num_top: int
+    mode: int  # flags of `TopMode`
+    is_filtered: bool  # the kernel cannot compute it
+
+
+def _ask(sample: int, row: Row) -> Ask:
+    sampling, is_filtered = row.sampling, False
+    if row.top_mode & TopMode.PROCESSED and sampling.temperature:
+        is_filtered = any(getattr(sampling, name) != default for name, default in _OTHERS)
+    return Ask(sample, row.num_top, row.top_mode, is_filtered)
 
 
 def asks_of(batch: Batch) -> list[Ask]:
-    """Return what rows of a batch want beside their samples."""
+    """Return what rows of a batch want beside their samples; those for the kernel come first."""
     if not batch.may_have_tops:
         return []
     rows = [row for row in batch.rows if row.samples]
-    return [(i, row.num_top, row.top_mode) for i, row in enumerate(rows) if row.num_top >= 0]
+    asks = [_ask(i, row) for i, row in enumerate(rows) if row.num_top >= 0]
+    return sorted(asks, key=lambda ask: ask.is_filtered)
 
 
 class Tops:
@@ -68,22 +91,32 @@ class Tops:
             first: where the step's results begin.
         """
         records = np.zeros(len(asks), ASK)
-        numbers = [number for number, _, _ in asks]
-        records["row"] = places[numbers]
-        records["num_top"] = [num_top for _, num_top, _ in asks]
-        records["mode"] = [mode for _, _, mode in asks]
+        records["row"] = places[[ask.sample for ask in asks]]
+        records["num_top"] = [ask.num_top for ask in asks]
+        records["mode"] = [ask.mode for ask in asks]
         records["token"] = -1
         assert int(records["num_top"].max()) <= MAX_TOP, "more than the kernel selects"
         (words,) = self.staging.upload([records.view(np.int32).reshape(-1, ASK_WORDS)])
-        out = TopResults._make(tensor[first : first + len(asks)] for tensor in self._results)
-        top_log_probs(logits, words, inputs.rows, inputs.edits, counts, sampled, out)
+        size = len(asks) - sum(ask.is_filtered for ask in asks)
+        own = (inputs.rows, inputs.edits, counts, sampled)
+        if size:
+            top_log_probs(logits, words[:size], *own, self._places(first, size))
+        if size < len(asks):
+            out = self._places(first + size, len(asks) - size)
+            made = TopResults._make(torch.empty_like(x, device=logits.device) for x in out)
+            top_log_probs.oracle(logits, words[size:], *own, made)
+            for place, tensor in zip(out, made, strict=True):
+                place.copy_(tensor, non_blocking=True)
+
+    def _places(self, first: int, count: int) -> TopResults:
+        return TopResults._make(tensor[first : first + count] for tensor in self._results)
 
     def read(self, asks: list[Ask], first: int) -> dict[int, Top]:
         """Return what a completed step found, by number of the sample."""
-        most = max(num_top for _, num_top, _ in asks)
+        most = max(ask.num_top for ask in asks)
         ids, values, ranks, own = (a[first : first + len(asks)] for a in self._on_host)
         parts = (ids[:, :most].tolist(), values[:, :most].tolist(), ranks.tolist(), own.tolist())
         return {
-            number: Top(ids[:num_top], values[:num_top], rank, value)
-            for (number, num_top, _), ids, values, rank, value in zip(asks, *parts, strict=True)
+            ask.sample: Top(ids[: ask.num_top], values[: ask.num_top], rank, value)
+            for ask, ids, values, rank, value in zip(asks, *parts, strict=True)
         }

@@ -55,8 +55,8 @@ ROW_WORDS, EDIT_WORDS = ROW.itemsize // 4, EDIT.itemsize // 4
 MAX_COUNT = 0x7FFF  # of a token in an output; a bit more tells that the prompt has it
 _IN_PROMPT = -0x8000
 
-_THREADS = 512  # of a CTA, as in team.cuh
-_GROUP = 4  # tokens of an access, as in sample_row.cuh
+THREADS = 512  # of a CTA, as in team.cuh
+GROUP = 4  # tokens of an access, as in sample_row.cuh
 _MASK32 = 0xFFFFFFFF
 
 
@@ -165,23 +165,25 @@ def _edited(logits: Tensor, rows: _Rows, edits: Tensor, counts: Tensor) -> Tenso
     return edited + addends
 
 
-def processed_logits(logits: Tensor, rows: Tensor, edits: Tensor, counts: Tensor) -> Tensor:
-    """Return the fp32 logits `[n, v]` whose softmax is sampled from; -inf where a filter cut.
+def processed_logits(
+    logits: Tensor, rows: Tensor, edits: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return fp32 logits `[n, v]` and temperatures `[n, 1]`: softmax of their ratio is sampled.
 
-    Arguments are those of `sample`, `counts` as they were before it. A greedy row has its edited
-    logits: no temperature, no filter.
+    Arguments are those of `sample`, `counts` as they were before it. Logits are edited, and -inf
+    where a filter cut; a greedy row has no filter, and temperature 1.
     """
     row = _Rows(rows)
     edited = _edited(logits, row, edits, counts)
     highest = edited.amax(-1)
     greedy = ~((1 / row.temperature).isfinite() & (highest / row.temperature).isfinite())
-    scaled = edited / torch.where(greedy, 1.0, row.temperature)[:, None]
+    temperature = torch.where(greedy, 1.0, row.temperature)[:, None]
     which = (~greedy).nonzero()[:, 0]
     if len(which) > 0:
-        part = scaled[which]
-        keep = _keep(part, row.top_k[which], row.top_p[which], row.min_p[which])
-        scaled[which] = torch.where(keep, part, float("-inf"))
-    return scaled
+        scaled = edited[which] / temperature[which]
+        keep = _keep(scaled, row.top_k[which], row.top_p[which], row.min_p[which])
+        edited[which] = torch.where(keep, edited[which], float("-inf"))
+    return edited, temperature
 
 
 @op(
@@ -267,9 +269,14 @@ def count_tokens(
 
 
 @functools.cache
-def _variant(dtype: torch.dtype) -> jit.Variant:
+def variant_of(source: str, dtype: torch.dtype) -> jit.Variant:
+    """Return the instantiation of a kernel that reads `ROW` records."""
     members = (f"{_CUDA[FIELDS[name].kind]} {field};" for field, name in CHOSEN.items())
-    return jit.variant("sampling/sample.cu", dtype, CHOSEN=" ".join(members))
+    return jit.variant(source, dtype, CHOSEN=" ".join(members))
+
+
+def _variant(dtype: torch.dtype) -> jit.Variant:
+    return variant_of("sampling/sample.cu", dtype)
 
 
 def variants() -> Iterator[jit.Variant]:
@@ -303,9 +310,9 @@ def _sample(
     jit.require(all(t.is_contiguous() for t in dense), "sample: all but logits must be contiguous")
     jit.require(rows.data_ptr() % 16 == 0, "sample: rows must be aligned to 16 bytes")
     is_aligned = (
-        num_tokens % _GROUP == 0
-        and logits.stride(0) % _GROUP == 0
-        and logits.data_ptr() % (_GROUP * logits.element_size()) == 0
+        num_tokens % GROUP == 0
+        and logits.stride(0) % GROUP == 0
+        and logits.data_ptr() % (GROUP * logits.element_size()) == 0
     )
     if num_rows == 0:
         return
@@ -313,7 +320,7 @@ def _sample(
         _variant(logits.dtype),
         "sample",
         (num_rows * _team_size(logits.get_device()),),
-        _THREADS,
+        THREADS,
         *(logits, logits.stride(0), num_tokens, int(is_aligned), rows, edits, counts, *results),
         *([mirror.data_ptr() for mirror in mirrors] or (0, 0, 0)),
         overlaps=True,

@@ -3,6 +3,7 @@
 It runs behind `sample`, of those rows alone that want it (`ASK`), and reads the same logits.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,12 +11,16 @@ import torch
 from torch import Tensor
 
 from slipstream.core.batch import TopMode
+from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 from slipstream.kernels.sampling.sample import (
+    GROUP,
     MAX_COUNT,
     ROW,
     ROW_WORDS,
+    THREADS,
     processed_logits,
+    variant_of,
 )
 
 ASK = np.dtype(
@@ -27,7 +32,8 @@ ASK = np.dtype(
     ]
 )
 ASK_WORDS = ASK.itemsize // 4
-MAX_TOP = 64
+MAX_TOP = 64  # no more than the kernel's subsets
+_SOURCE = "sampling/top_log_probs.cu"
 assert ROW.fields is not None
 _SLOT, _RESULT = (ROW.fields[name][1] // 4 for name in ("slot", "result"))
 _PROCESSED, _LOGITS = int(TopMode.PROCESSED), int(TopMode.LOGITS)
@@ -53,7 +59,7 @@ def _before_sampling(counts: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
 
 def processed_after(
     logits: Tensor, rows: Tensor, edits: Tensor, counts: Tensor, tokens: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Return `processed_logits` of rows whose `tokens [n] i64` have been sampled and counted."""
     made = []
     for begin in range(0, len(rows), _MOST_PROCESSED):
@@ -65,7 +71,8 @@ def processed_after(
             state = _before_sampling(counts, slots, tokens[part])
             own[:, _SLOT] = torch.arange(len(own), dtype=torch.int32, device=own.device)
         made.append(processed_logits(logits[part], own, edits, state))
-    return torch.cat(made)
+    parts, temperatures = zip(*made, strict=True)
+    return torch.cat(parts), torch.cat(temperatures)
 
 
 @op(
@@ -83,9 +90,10 @@ def top_log_probs(
 ) -> None:
     """Find the `num_top` likeliest tokens of each ask, and value and rank of the ask's token.
 
-    A value is a log prob, or a logit by `TopMode.LOGITS`; tokens are by falling value, equal ones
+    A value is a log prob, or a logit by `TopMode.LOGITS`; tokens are by falling logit, equal ones
     by rising id. A rank is the token's place in that order, from 1. Nothing of the results means
-    anything where a logit is NaN.
+    anything where a logit is NaN. The kernel knows no filter: processed values of a
+    row with one are the reference's to compute.
 
     Args:
         logits: `[n, v]` fp32, fp16 or bf16, as `sample` read them.
@@ -105,16 +113,56 @@ def top_log_probs(
         if bool((tokens < 0).any()):
             own = sampled[rows[at, _RESULT].long().clamp(min=0)]
             tokens = torch.where(tokens < 0, own, tokens)
-        part = logits[at].float()
+        ranked, temperature = logits[at].float(), torch.ones((), device=logits.device)
         if is_processed:
-            part = processed_after(logits[at], rows[at], edits, counts, tokens)
+            processed = processed_after(logits[at], rows[at], edits, counts, tokens)
+            ranked, temperature = processed
         has_logits = ((asks[which, 2] & _LOGITS) != 0)[:, None]
-        part = torch.where(has_logits, part, part.log_softmax(-1))
-        order = part.sort(dim=-1, descending=True, stable=True).indices
-        own_values = part.gather(-1, tokens[:, None])
-        is_before = torch.arange(size, device=part.device) < tokens[:, None]
-        better = (part > own_values) | ((part == own_values) & is_before)
+        values = ranked / temperature
+        values = torch.where(has_logits, values, values.log_softmax(-1))
+        order = ranked.sort(dim=-1, descending=True, stable=True).indices
+        own_ranked = ranked.gather(-1, tokens[:, None])
+        is_before = torch.arange(size, device=logits.device) < tokens[:, None]
+        better = (ranked > own_ranked) | ((ranked == own_ranked) & is_before)
         out.top_ids[which, :k] = order[:, :k].int()
-        out.top_values[which, :k] = part.gather(-1, order[:, :k])
+        out.top_values[which, :k] = values.gather(-1, order[:, :k])
         out.ranks[which] = 1 + better.sum(-1).int()
-        out.values[which] = own_values[:, 0]
+        out.values[which] = values.gather(-1, tokens[:, None])[:, 0]
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    yield from (variant_of(_SOURCE, dtype) for dtype in jit.DTYPES)
+
+
+@top_log_probs.cuda
+def _top_log_probs(
+    logits: Tensor,
+    asks: Tensor,
+    rows: Tensor,
+    edits: Tensor,
+    counts: Tensor,
+    sampled: Tensor,
+    out: TopResults,
+) -> None:
+    size, width = logits.shape[1], out.top_ids.shape[1]
+    jit.require(0 < size < 2**31 - 2**20, f"top_log_probs: {size} tokens")
+    jit.require(logits.stride(1) == 1 or size == 1, "top_log_probs: rows must be contiguous")
+    dense = (asks, rows, edits, counts, sampled, *out)
+    jit.require(all(t.is_contiguous() for t in dense), "top_log_probs: all but logits: contiguous")
+    is_aligned = (
+        size % GROUP == 0
+        and logits.stride(0) % GROUP == 0
+        and logits.data_ptr() % (GROUP * logits.element_size()) == 0
+    )
+    if len(asks) == 0:
+        return
+    jit.launch(
+        variant_of(_SOURCE, logits.dtype),
+        "top_log_probs",
+        (len(asks),),
+        THREADS,
+        *(logits, logits.stride(0), size, int(is_aligned), asks, rows, edits, counts, sampled),
+        *(out.top_ids.data_ptr(), out.top_values.data_ptr(), width),
+        *(out.ranks.data_ptr(), out.values.data_ptr()),
+    )
