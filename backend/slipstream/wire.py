@@ -16,7 +16,7 @@ from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 class FinishReason(StrEnum):
@@ -73,6 +73,7 @@ class Submit(ToEngine, frozen=True):
     cache_salt: str = ""  # only requests with the same salt share blocks
     retention: Retention | None = None
     is_probe: bool = False  # counted apart from clients
+    is_streaming: bool = False  # of a beam search: the beams are wanted after every step
 
 
 class Cancel(ToEngine, frozen=True):
@@ -145,6 +146,17 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None = None
 
 
+class Beam(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A whole beam as it stands; the next message may have another in its place."""
+
+    token_ids: list[int]
+    log_probs: list[float]  # one a token if requested, else empty
+    cum_log_prob: float  # as the search has it: with an end id's
+    drop_bytes: int = 0  # as of `Tokens`
+    reason: FinishReason | None = None  # None: it goes on
+    stop_reason: int | str | None = None
+
+
 class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of a sequence: those that no stop word can remove any more."""
 
@@ -155,6 +167,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     drop_bytes: int = 0  # cut from the end of the last token's bytes: a stop word starts inside
     finished: Finished | None = None
     start: int = 0  # tokens of this sequence in earlier messages
+    beams: list[Beam] | None = None  # of a beam search, whose tokens are here alone, the best first
 
 
 class StepOutputs(ToBridge, frozen=True):

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream_contract import limits
+from slipstream_contract.beams import Beams
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import BOTH, MODEL, SERVER, Asked, Bounds, Field, Row
 from slipstream_contract.fields import check_fields as _check_fields
@@ -206,6 +207,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = False
 
+    # `n` of `best_of` samples are returned, those of the highest sum of log probs; 0: all `n`.
+    best_of: Annotated[
+        int,
+        Field(
+            "samples of which the best are returned",
+            Bounds(0, limits.MAX_SEQUENCES),
+            trtllm=None,
+            vllm=None,
+        ),
+    ] = 0
+    beams: Beams | None = None  # a beam search, of which `n` beams are returned
+
 
 FIELDS = _table(SamplingParams)
 FILTERS = tuple(name for name, entry in FIELDS.items() if entry.field.is_filter)
@@ -238,6 +251,8 @@ def check_sampling(sampling: SamplingParams) -> None:
     Raises ContractError. A vocabulary is the engine's to know: ids are not looked at.
     """
     _check_fields(sampling)
+    if sampling.beams is not None:
+        _check_fields(sampling.beams)
     limits.check_count("stop_token_ids", len(sampling.stop_token_ids), limits.MAX_WORDS, "ids")
     limits.check_word_bytes("stop_words", sampling.stop_words, limits.MAX_STOP_BYTES)
     limits.check_words("bad_words", sampling.bad_words, limits.MAX_BAN_FORMS)

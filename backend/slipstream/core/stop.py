@@ -131,6 +131,14 @@ class StopChecker:
         self.num_sendable = 0
         self.drop_bytes = 0
 
+    def copy(self) -> "StopChecker":
+        """Return a checker of another sequence that starts with the same tokens."""
+        other = StopChecker.__new__(StopChecker)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other._withheld = self._withheld.copy()
+        return other
+
     def is_end(self, token_id: int, num_outputs: int) -> bool:
         """Return whether this token, after `num_outputs`, is an end id: the end, and no output."""
         return token_id in self._end_ids and num_outputs >= self._min_tokens

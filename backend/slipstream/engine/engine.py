@@ -20,6 +20,7 @@ from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
+from slipstream.engine.answers import add_sequences, most_running
 from slipstream.engine.bisect import Bisection
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.reports import RequestLog
@@ -111,6 +112,7 @@ class Engine:
             runner.num_blocks // runner.window.num_tables * runner.block_size,
             self._scheduler.cache.blocks_for,
             has_tokenizer=vocab is not None,
+            max_running=self._scheduler.max_running,
         )
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
@@ -144,23 +146,12 @@ class Engine:
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = Request(bridge, message)
-        for index in range(sampling.n):
-            request.sequences.append(
-                Sequence(
-                    self._next_sequence_id + index,
-                    request,
-                    index,
-                    message.token_ids,
-                    seed,
-                    self._runner.max_model_len,
-                    self._vocab,
-                )
-            )
+        parts = (message.token_ids, seed, self._runner.max_model_len, self._vocab)
+        self._next_sequence_id += add_sequences(request, self._next_sequence_id, *parts)
         if not self._requests:
             self._last_step = time.monotonic()  # the idle time before does not count
             self._telemetry.resume()
-        self._next_sequence_id += sampling.n
-        request.num_unfinished = sampling.n
+        request.num_unfinished = len(request.sequences)
         self._requests[key] = request
         self._request_ids.add(request)
         self._telemetry.request_queued(request)
@@ -304,7 +295,7 @@ class Engine:
             assert not self._request_ids, "an id of a request that has ended"
             assert cache.num_unused == cache.num_blocks, "a leak"
         assert cache.num_fenced == 0 or self._flights, "a fence without a step in flight"
-        assert num_sequences <= sum(r.num_unfinished for r in self._requests.values())
+        assert num_sequences <= sum(map(most_running, self._requests.values()))
 
     # --- one step ------------------------------------------------------------------------------
 

@@ -30,11 +30,14 @@ class RequestBounds:
     num_tokens: int  # capacity of these blocks, over all layers
     blocks_for: Callable[[int], int]
     has_tokenizer: bool
+    max_running: int  # sequences
 
     def validate(self, message: Submit) -> None:
         """Raise `ContractError` with field, value and limit if the request cannot be served."""
         self._check_prompt(message.token_ids)
         self._check_sampling(message.sampling)
+        if message.sampling.beams is not None:
+            self._check_beams(len(message.token_ids), message.sampling)
         if not 0 <= message.priority <= LOWEST_PRIORITY:
             raise ContractError(f"priority is {message.priority}, not from 0 to {LOWEST_PRIORITY}")
         if message.is_probe:
@@ -70,6 +73,24 @@ class RequestBounds:
             self._check_ids("bad_words", word)
         if sampling.stop_words and not self.has_tokenizer:
             raise ContractError("stop_words need a tokenizer, and the checkpoint has none")
+
+    def _check_beams(self, num_prompt: int, sampling: SamplingParams) -> None:
+        assert sampling.beams is not None
+        width, limit = sampling.beams.width, self.max_running
+        if width > limit:
+            raise ContractError(
+                f"beam_width is {width}, above {limit}, the most sequences that run at a time "
+                "(the least of max_num_seqs and max_num_batched_tokens)"
+            )
+        if sampling.n > width:
+            raise ContractError(f"n is {sampling.n}, above the {width} beams of the search")
+        most = min(num_prompt + sampling.max_tokens, self.max_model_len)
+        needed, total = width * self.blocks_for(most), self.num_blocks
+        if needed > total:
+            raise ContractError(
+                f"beam_width is {width}: so many beams of up to {most} tokens need {needed} "
+                f"blocks, the KV cache has {total}; ask for fewer beams or a smaller max_tokens"
+            )
 
     def _check_ids(self, field: str, token_ids: Sequence[int]) -> None:
         size = self.vocab_size

@@ -22,7 +22,7 @@ in flight that is ignored; a sequence that is preempted meanwhile still gets its
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic_ns
 
@@ -31,6 +31,8 @@ from slipstream.core.rows import chunk_row, decode_row
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.core.window import AttentionWindow
+from slipstream.engine.beam_group import Beam
+from slipstream.engine.beam_groups import BeamGroups
 from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.waiting import WaitingQueue
@@ -100,6 +102,7 @@ class Scheduler:
         self._num_with_tops = 0  # running sequences that want log probs of likely tokens
         self._free_slots = list(range(self._max_running - 1, -1, -1))
         self._last_decodes: list[Sequence] | None = None  # of the last step, if it had no chunks
+        self._groups = BeamGroups(self)
         self._launched: deque[list[Sequence]] = deque()  # rows' sequences of steps in flight
         self._changed: dict[int, Sequence] = {}
 
@@ -107,6 +110,16 @@ class Scheduler:
     def num_running(self) -> int:
         """Number of sequences that hold blocks."""
         return len(self._running)
+
+    @property
+    def running(self) -> Mapping[int, Sequence]:
+        """The sequences that hold blocks, by id."""
+        return self._running
+
+    @property
+    def max_running(self) -> int:
+        """Most sequences that run at a time."""
+        return self._max_running
 
     @property
     def num_waiting(self) -> int:
@@ -129,8 +142,13 @@ class Scheduler:
         """End a sequence, whatever its state, and free its blocks."""
         if sequence.status is SequenceStatus.FINISHED:
             return
+        if isinstance(sequence, Beam):
+            lead = sequence.group.lead
+            self._groups.finish(sequence.group, ending)
+            self._changed[lead.id] = lead
+            return
         if sequence.status is SequenceStatus.RUNNING:
-            self._release(sequence, ending.reason is not FinishReason.ERROR)
+            self.release(sequence, ending.reason is not FinishReason.ERROR)
         else:
             self.waiting.discard(sequence)
         self.waiting.wake(sequence.id)
@@ -157,6 +175,8 @@ class Scheduler:
 
     def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
         num_preemptions = self.num_preemptions
+        if self._groups:
+            self._groups.fork_all()
         running: Iterable[Sequence] = self._running.values()
         for sequence in [s for s in running if s.num_scheduled >= s.cache.capacity]:
             self._grow(sequence)
@@ -242,6 +262,11 @@ class Scheduler:
                 if ending.reason is FinishReason.END:
                     self._telemetry.uncount_token(sequence)
                 self.finish(sequence, ending)
+        if self._groups:
+            for lead, ending in self._groups.take(samplers, sampled):
+                changed[lead.id] = lead
+                if ending is not None:
+                    self.finish(lead, ending)
         for owner in owners if self.cache.window.size else ():
             if owner.status is running:
                 self.cache.free_outside_window(owner)
@@ -301,10 +326,10 @@ class Scheduler:
 
     def _admit_waiting(self, draft: _StepDraft) -> None:
         num_deferred = 0
-        while draft.budget and len(self._running) < self._max_running:
+        while draft.budget and len(self._running) + self._groups.num_reserved < self._max_running:
             sequence = self.waiting.head()
-            if sequence is None or sequence.num_in_flight:
-                return  # its token from before its preemption is still in flight
+            if sequence is None or self._groups.must_wait(sequence):
+                return
             num_running = len(self._running)
             if not self.cache.tier.has_room((num_running + 1) * self.cache.window.num_tables):
                 return
@@ -316,8 +341,10 @@ class Scheduler:
                 if num_deferred == _MAX_DEFERRED_A_STEP:
                     return
             elif self._admit(sequence, match):
-                if sequence.id not in self.cache.tier.not_arrived:
-                    self._add_tokens(sequence, draft)
+                started = sequence.group.live if isinstance(sequence, Beam) else (sequence,)
+                for each in started:
+                    if each.id not in self.cache.tier.not_arrived:
+                        self._add_tokens(each, draft)
             else:
                 return
 
@@ -340,10 +367,18 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Give a waiting sequence its blocks, if that leaves some for each running sequence."""
+        if isinstance(sequence, Beam):
+            return self._groups.admit(sequence, match)
         num_tokens = sequence.num_final - 1 if sequence.is_spared else sequence.num_tokens
-        if not self.cache.admit(sequence, match, num_tokens, len(self._running)):
+        num_others = len(self._running) + self._groups.num_reserved
+        if not self.cache.admit(sequence, match, num_tokens, num_others):
             return False
         self.waiting.admit(sequence)
+        self.start(sequence)
+        return True
+
+    def start(self, sequence: Sequence) -> None:
+        """Give a sequence that has its blocks a slot: it runs from now on."""
         sequence.admit()
         sequence.slot = self._free_slots.pop()
         self._running[sequence.id] = sequence
@@ -351,7 +386,6 @@ class Scheduler:
         if not sequence.first_scheduled_ns:
             self._telemetry.sequence_admitted(sequence)
             sequence.start(monotonic_ns())
-        return True
 
     def _grow(self, sequence: Sequence) -> None:
         """Add room for one more block of tokens, preempting the youngest sequence if necessary."""
@@ -360,25 +394,36 @@ class Scheduler:
         if sequence.num_tokens == sequence.num_final:
             return  # its last token is in flight and needs no block
         tables = self.cache.shortest_tables(sequence)
-        while not self.cache.tier.has_room(len(tables)):
+        if self.make_room(len(tables), sequence):
+            self.cache.grow(sequence, tables)
+
+    def make_room(self, num_blocks: int, sequence: Sequence) -> bool:
+        """Free blocks for a running sequence, preempting the youngest ones if necessary.
+
+        Returns False if they come later, or if the sequence does not run any more.
+        """
+        while not self.cache.tier.has_room(num_blocks):
             if self.cache.num_becoming_free:
-                return  # a step or copy in flight frees a block
+                return False  # a step or copy in flight frees a block
             if self.cache.window.size and sequence.num_in_flight:
-                return  # blocks that leave its window with that step can be used again
-            if len(self._running) == 1:
-                if sequence.num_pending:
-                    return  # the token in flight is its last and must be sent first
+                return False  # blocks that leave its window with that step can be used again
+            if self._groups.is_alone(sequence):
+                if sequence.num_in_flight:
+                    return False  # the token in flight is its last and must be sent first
                 self.finish(sequence, Ending(FinishReason.LENGTH))
-                return
+                return False
             victims = (s for s in self._running.values() if s.num_preemptions < MAX_PREEMPTIONS)
-            victim = max(victims, key=lambda s: s.id)
-            self._preempt(victim)
-            if victim is sequence:
-                return
-        self.cache.grow(sequence, tables)
+            self._preempt(max(victims, key=lambda s: s.id))
+            if sequence.status is not SequenceStatus.RUNNING:
+                return False
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._release(sequence)
+        if isinstance(sequence, Beam):
+            self._groups.preempt(sequence.group, MAX_PREEMPTIONS)
+            self.num_preemptions += 1
+            return
+        self.release(sequence)
         self.waiting.wake(sequence.id)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
@@ -386,7 +431,8 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.put_first(sequence)
 
-    def _release(self, sequence: Sequence, is_sound: bool = True) -> None:
+    def release(self, sequence: Sequence, is_sound: bool = True) -> None:
+        """Take slot and blocks from a sequence; not `is_sound`: they are not found again."""
         del self._running[sequence.id]
         self._num_with_tops -= sequence.num_top >= 0
         self._free_slots.append(sequence.slot)
@@ -397,6 +443,7 @@ class Scheduler:
         running = list(self._running.values())
         self.cache.check_integrity(running)
         self.waiting.check_integrity()
+        self._groups.check_integrity()
         idle = list(self.waiting)
         assert all(s.status is SequenceStatus.RUNNING for s in running)
         assert all(s.status is SequenceStatus.WAITING for s in idle)
@@ -408,8 +455,10 @@ class Scheduler:
             assert sequence.num_preemptions <= MAX_PREEMPTIONS
             assert sequence.num_tokens == sequence.num_known + sequence.num_pending
             in_flight = sum(sequence in owners for owners in self._launched)
-            assert sequence.num_pending <= sequence.num_in_flight == in_flight
-            assert sequence.num_pending + sequence.num_void <= in_flight
+            is_held = isinstance(sequence, Beam) and sequence.top is not None
+            num_pending = sequence.num_pending - is_held
+            assert num_pending <= sequence.num_in_flight == in_flight
+            assert num_pending + sequence.num_void <= in_flight
         assert self._num_with_tops == sum(s.num_top >= 0 for s in running)
         for sequence in running:
             assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens

@@ -81,6 +81,10 @@ class BlockManager:
         """Return whether a block has one owner and cannot be found by others."""
         return self._references[block] == 1 and not self._is_cached[block]
 
+    def num_references(self, block: int) -> int:
+        """Return how many owners a block has, copies from it included."""
+        return self._references[block]
+
     def is_busy(self, block: int) -> bool:
         """Return whether a block has an owner, or a launched step may still touch it."""
         return bool(self._references[block] or self._fence[block])

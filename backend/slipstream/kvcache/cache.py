@@ -6,6 +6,7 @@ tables (`Sequence.tables`, one for each layer group, see `core/groups.py`); othe
     match                find the blocks that hold the first tokens of a sequence
     admit                give a sequence tables: the blocks of its match, and new ones
     grow                 add room for one more block of tokens
+    fork                 give one sequence the computed tokens of another
     free_outside_window  free blocks that no later token of the sequence sees
     computed             register blocks that a step has computed, so that others find them
     release              free the tables; a launched step may still touch them, so they are fenced
@@ -34,6 +35,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.figures import EVICTIONS
 from slipstream.kvcache.blocks import BlockManager
+from slipstream.kvcache.fork import Forks
 from slipstream.kvcache.host import Mover
 from slipstream.kvcache.reuse import NOT_HERE, PrefixMatch, Reuse
 from slipstream.kvcache.tier import HostTier
@@ -80,6 +82,8 @@ class KVCache:
         self.tier = HostTier(self._blocks, self._index, mover, self._compute_s, self._evict)
         pool = (self._blocks, self._index, self.tier, self.window, block_size)
         self._reuse = Reuse(*pool, is_reused)
+        self._forks = Forks(self._blocks, self._index, self.window, block_size)
+        self.num_for_fork = self._forks.num_needed
         self.match = self._reuse.match
         self.computed = self._reuse.computed
         self._copies: list[BlockCopy] = []  # for the next step
@@ -262,6 +266,10 @@ class KVCache:
             table += self._blocks.allocate(1)
         sequence.cache.capacity += self.block_size
         sequence.cache.num_allocated_blocks += len(tables)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Give `child` the computed tokens of `parent`; see `fork.py` and `num_for_fork`."""
+        self._copies += self._forks.fork(parent, child)
 
     def release(self, sequence: Sequence, is_sound: bool = True) -> None:
         """Free all blocks of a sequence, which has nothing computed from then on.

@@ -1,0 +1,36 @@
+"""Make the sequences of a request: one for each answer, more where the best are chosen of them."""
+
+from slipstream_contract.ids import TokenIds
+
+from slipstream.core.sequence import Request, Sequence
+from slipstream.core.stop import RawBytes
+from slipstream.engine.beam_group import Beam, BeamGroup
+
+
+def add_sequences(
+    request: Request,
+    first_id: int,
+    prompt: TokenIds,
+    seed: int,
+    max_model_len: int,
+    vocab: RawBytes | None,
+) -> int:
+    """Give a request its sequences, with ids from `first_id` on; return how many ids are taken.
+
+    A beam search has one sequence, its lead: see `beam_group.py`.
+    """
+    sampling, parts = request.sampling, (prompt, seed, max_model_len, vocab)
+    if sampling.beams is not None:
+        group = BeamGroup(sampling.beams, request, first_id, *parts)
+        request.sequences.append(group.lead)
+        return group.width
+    num = max(sampling.n, sampling.best_of)
+    for index in range(num):
+        request.sequences.append(Sequence(first_id + index, request, index, *parts))
+    return num
+
+
+def most_running(request: Request) -> int:
+    """Return how many sequences of a request can run or wait now."""
+    lead = request.sequences[0]
+    return lead.group.width if isinstance(lead, Beam) else request.num_unfinished

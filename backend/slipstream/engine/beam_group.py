@@ -1,0 +1,334 @@
+"""Hold the beams of one request: sequences that are computed together, and what they have made.
+
+A beam is a `Sequence` whose tokens can change: between two steps it may take over those of another
+beam, its parent. The first beam, the lead, stands for the request: it waits, and it ends. Beams
+that do not run now are spare; they own nothing.
+
+    deliver      a beam's step is done: its likeliest tokens are known, and it waits for the others
+    advance      all have delivered: choose the next beams, and note which end
+    take_moves   how to get there: in place where a parent goes on, else by a fork
+"""
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+from slipstream_contract.beams import Beams
+from slipstream_contract.ids import TokenIds
+
+from slipstream.core.batch import Top, TopMode
+from slipstream.core.edits import counts_tokens
+from slipstream.core.sequence import Request, Sequence, SequenceStatus
+from slipstream.core.stop import Ending, RawBytes, StopChecker
+from slipstream.engine.beams import Candidate, candidates, choose, num_candidates, score
+from slipstream.wire import Beam as Answer
+from slipstream.wire import Finished, FinishReason, Tokens
+
+
+class Move(NamedTuple):
+    """How a beam gets its next token: it takes over the tokens of `parent`, perhaps its own."""
+
+    parent: "Beam"
+    beam: "Beam"
+    token_id: int
+    log_prob: float
+    cum_log_prob: float
+    stop: StopChecker  # which has taken the token
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether the parent is another beam."""
+        return self.parent is not self.beam
+
+
+class Ended(NamedTuple):
+    """A beam that has ended, or that is returned as it stands."""
+
+    score: float
+    answer: Answer
+
+
+class Beam(Sequence):
+    """A sequence of a group. It is never scheduled while its token is not chosen."""
+
+    __slots__ = ("cum_log_prob", "group", "top")
+
+    def __init__(self, group: "BeamGroup", sequence_id: int, index: int, *rest: object) -> None:
+        request, prompt, seed, max_model_len, vocab = rest
+        super().__init__(sequence_id, request, index, prompt, seed, max_model_len, vocab)  # type: ignore[arg-type]
+        self.group = group
+        self.cum_log_prob = 0.0
+        self.top: Top | None = None  # what it has delivered
+
+    def start(self, now_ns: int) -> None:
+        """Note the first time that it is scheduled, and prepare its edits."""
+        super().start(now_ns)
+        self.needs_every_token = True
+
+    def append(self, token_id: int, log_prob: float, now_ns: int) -> Ending | None:
+        """Wait for the other beams: what was sampled is not what is taken."""
+        if not self.first_token_ns:
+            self.first_token_ns = now_ns
+        self.last_token_ns = now_ns
+        self.num_pending += 1
+        return None
+
+    def take_output(self) -> Tokens | None:
+        """Return the group's beams, if this is the lead and there is something new."""
+        return self.group.take_output() if self is self.group.lead else None
+
+    def reset(self) -> None:
+        """Forget what was delivered: it will be computed again."""
+        self.top = None
+        self.rewind()
+
+    def move(self, move: Move) -> None:
+        """Take the tokens that a move says; blocks are not touched."""
+        parent = move.parent
+        if move.is_fork:
+            self.outputs, self.log_probs = parent.outputs.copy(), parent.log_probs.copy()
+            self.first_token_ns, self.last_token_ns = parent.first_token_ns, parent.last_token_ns
+        self.top = None
+        self.num_pending = 0
+        self.needs_history = counts_tokens(self.sampling)
+
+    def extend(self, move: Move) -> None:
+        """Append the token of a move."""
+        self.outputs.append(move.token_id)
+        self.log_probs.append(move.log_prob)
+        self.cum_log_prob, self.stop = move.cum_log_prob, move.stop
+        self.num_tokens = self.num_known
+
+
+class BeamGroup:
+    """The beams of one request."""
+
+    def __init__(
+        self,
+        beams: Beams,
+        request: Request,
+        first_id: int,
+        prompt: TokenIds,
+        seed: int,
+        max_model_len: int,
+        vocab: RawBytes | None,
+    ) -> None:
+        self.request = request
+        self._beams = beams
+        rest = (request, prompt, seed, max_model_len, vocab)
+        self.all = [Beam(self, first_id + i, i, *rest) for i in range(beams.width)]
+        sampling = request.sampling
+        num_ends = len({*sampling.end_ids, *sampling.stop_token_ids})
+        for beam in self.all:
+            beam.num_top = num_candidates(beams, num_ends)
+            beam.top_mode = int(TopMode.PROCESSED)
+        self.lead = self.all[0]
+        self.live: list[Beam] = [self.lead]  # by rank, the best first
+        self.is_running = False
+        self._ended: list[Ended] = []  # the best first
+        self._moves: list[Move] = []
+        self._final: list[Answer] | None = None
+        self._has_news = False
+        self._most = self.lead.num_final - self.lead.num_prompt
+
+    @property
+    def width(self) -> int:
+        """Most beams that run at a time."""
+        return self._beams.width
+
+    @property
+    def spare(self) -> list[Beam]:
+        """The beams that do not run."""
+        live = set(self.live)
+        return [beam for beam in self.all if beam not in live]
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step in flight has a row of any beam."""
+        return any(beam.num_in_flight for beam in self.all)
+
+    # --- a step --------------------------------------------------------------------------------
+
+    def deliver(self, beam: Beam, top: Top) -> bool:
+        """Take what a beam's step found; return whether all beams have delivered."""
+        beam.top = top
+        return all(each.top is not None for each in self.live)
+
+    def advance(self, now_ns: int) -> Ending | None:
+        """Choose the next beams; return how the search ends, if it is over."""
+        live, number = self.live, self.lead_length + 1
+        self.lead.last_token_ns = now_ns
+        tops = [(top.token_ids, top.log_probs) for each in live if (top := each.top) is not None]
+        ordered = candidates(self._beams, [each.cum_log_prob for each in live], tops)
+        checks: dict[Candidate, tuple[Ending | None, StopChecker]] = {}
+
+        def is_end(candidate: Candidate) -> bool:
+            checks[candidate] = self._check(candidate, number)
+            return checks[candidate][0] is not None
+
+        scores = [each.score for each in self._ended]
+        step = choose(self._beams, ordered, is_end, scores, number, self._most)
+        for candidate in step.ended:
+            self._end(candidate, number, *checks[candidate])
+        self._ended.sort(key=lambda each: -each.score)
+        del self._ended[self._beams.width :]
+        self._has_news = True
+        if step.is_over:
+            self._final = [each.answer for each in self._ended]
+            if not self._final:
+                return Ending(FinishReason.ERROR, error="no token is left for any beam")
+            best = self._final[0]
+            assert best.reason is not None
+            return Ending(best.reason, best.stop_reason)
+        self._moves = self._assign(step.running, {c: checks[c][1] for c in step.running})
+        return None
+
+    @property
+    def lead_length(self) -> int:
+        """Number of output tokens of every live beam."""
+        return self.live[0].num_outputs
+
+    def _check(self, candidate: Candidate, number: int) -> tuple[Ending | None, StopChecker]:
+        """Return how a beam ends with a candidate, if it does, and its checker after it."""
+        stop, token_id = self.live[candidate.beam].stop, candidate.token_id
+        if stop.is_trivial and token_id not in stop.watched and number < self._most:
+            return None, stop
+        if stop.is_end(token_id, number - 1):
+            return Ending(FinishReason.END), stop
+        stop = stop.copy()
+        return stop.take_token(token_id, number), stop
+
+    def _end(
+        self, candidate: Candidate, number: int, ending: Ending | None, stop: StopChecker
+    ) -> None:
+        """Add an ended beam, without what its ending cuts."""
+        assert ending is not None
+        beam = self.live[candidate.beam]
+        token_ids, log_probs, drop_bytes = beam.outputs, beam.log_probs, 0
+        if ending.reason is not FinishReason.END:
+            token_ids = [*token_ids, candidate.token_id]
+            log_probs = [*log_probs, candidate.log_prob]
+            if ending.reason is FinishReason.STOP:
+                size, drop_bytes = stop.num_sendable, stop.drop_bytes
+                token_ids, log_probs = token_ids[:size], log_probs[:size]
+        answer = self._answer(token_ids, log_probs, candidate.cum_log_prob, ending, drop_bytes)
+        self._ended.append(Ended(score(self._beams, candidate.cum_log_prob, number), answer))
+
+    def _answer(
+        self,
+        token_ids: list[int],
+        log_probs: list[float],
+        cum_log_prob: float,
+        ending: Ending | None,
+        drop_bytes: int = 0,
+    ) -> Answer:
+        return Answer(
+            token_ids.copy(),
+            log_probs.copy() if self.request.sampling.log_probs else [],
+            cum_log_prob,
+            drop_bytes,
+            None if ending is None else ending.reason,
+            None if ending is None else ending.stop_reason,
+        )
+
+    def _assign(self, running: list[Candidate], stops: dict[Candidate, StopChecker]) -> list[Move]:
+        """Return the moves to the next beams, by rank: a parent's first child stays in place."""
+        parents = [self.live[candidate.beam] for candidate in running]
+        free = iter([beam for beam in self.live if beam not in parents] + self.spare)
+        moves, placed = [], set()
+        for candidate, parent in zip(running, parents, strict=True):
+            beam = parent if parent not in placed else next(free)
+            placed.add(parent)
+            values = (candidate.token_id, candidate.log_prob, candidate.cum_log_prob)
+            moves.append(Move(parent, beam, *values, stops[candidate]))
+        return moves
+
+    @property
+    def moves(self) -> list[Move]:
+        """The moves that are chosen and not made."""
+        return self._moves
+
+    def make_moves(self) -> list[Beam]:
+        """Give all beams their next tokens, and return those that have become spare."""
+        moves, self._moves = self._moves, []
+        for move in moves:
+            move.beam.move(move)
+        for move in moves:  # only now: parents are as they were until here
+            move.beam.extend(move)
+        before, self.live = self.live, [move.beam for move in moves]
+        return [beam for beam in before if beam not in set(self.live)]
+
+    def discard_results(self) -> None:
+        """Forget what beams have delivered, as their blocks are gone."""
+        for beam in self.live:
+            beam.reset()
+
+    # --- ends ----------------------------------------------------------------------------------
+
+    def finish(self, ending: Ending) -> None:
+        """End all beams; what is not over is returned as it stands."""
+        if ending.reason is not FinishReason.ERROR and self._final is None:
+            self._final = [
+                answer if answer.reason is not None else replace(answer, reason=ending.reason)
+                for answer in self._standing()
+            ]
+        self._moves = []
+        self._has_news = True
+        for beam in self.all:
+            beam.finish(ending)
+
+    def _standing(self) -> list[Answer]:
+        """Return ended and running beams as they stand, the best first."""
+        states = [(each.outputs, each.log_probs, each.cum_log_prob) for each in self.live]
+        if self._moves:
+            states = [
+                ([*m.parent.outputs, m.token_id], [*m.parent.log_probs, m.log_prob], m.cum_log_prob)
+                for m in self._moves
+            ]
+        running = [
+            Ended(score(self._beams, cum, max(1, len(ids))), self._answer(ids, values, cum, None))
+            for ids, values, cum in states
+        ]
+        every = sorted([*self._ended, *running], key=lambda each: -each.score)
+        return [each.answer for each in every[: self.request.sampling.n]]
+
+    def take_output(self) -> Tokens | None:
+        """Return the best beams as they stand, if they changed; at the end, always."""
+        ending = self.lead.ending
+        is_wanted = self._has_news and self.request.message.is_streaming
+        if ending is None and not is_wanted:
+            return None
+        self._has_news = False
+        answers = self._standing() if self._final is None else self._final
+        answers = answers[: self.request.sampling.n] if ending is None or self._final else []
+        finished = None
+        if ending is not None:
+            finished = self._finished(ending, sum(len(each.token_ids) for each in answers))
+            self._ended, self._final = [], []
+            for beam in self.all:
+                beam.prompt, beam.outputs, beam.log_probs = TokenIds("i"), [], []
+                beam.edits = None
+        return Tokens(self.request.number, 0, [], [], 0, finished, 0, answers)
+
+    def _finished(self, ending: Ending, num_tokens: int) -> Finished:
+        message = self.lead._finished(ending)
+        new = sum(beam.cache.num_allocated_blocks for beam in self.all)
+        shared = sum(beam.cache.num_shared_blocks for beam in self.all)
+        perf = replace(
+            message.perf,
+            kv_alloc_new_blocks=new,
+            kv_reused_blocks=shared,
+            kv_alloc_total_blocks=new + shared,
+        )
+        return replace(message, num_output_tokens=num_tokens, perf=perf)
+
+    def check_integrity(self) -> None:
+        """Assert that the beams are in the states that the group has them in."""
+        lengths = {beam.num_outputs for beam in self.live}
+        assert len(lengths) <= 1, "beams of different lengths"
+        assert len({*self.live}) == len(self.live) <= self.width
+        for beam in self.spare:
+            assert not beam.cache.tables, "a spare beam has blocks"
+            assert beam.status is not SequenceStatus.RUNNING
+        for beam in self.live:
+            assert (beam.status is SequenceStatus.RUNNING) == self.is_running
+            assert len(beam.log_probs) == len(beam.outputs)

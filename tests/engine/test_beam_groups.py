@@ -1,0 +1,165 @@
+"""Beams in the engine: the same as by definition, whatever runs beside them."""
+
+import pytest
+from fixtures.engine.beams import expected_beams, text_of
+from fixtures.engine.checks import check, greedy, samplings
+from fixtures.engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner, Words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from slipstream.core.window import AttentionWindow
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import Limits
+from slipstream.wire import FinishReason
+from slipstream_contract.beams import Beams
+from slipstream_contract.errors import ContractError
+from slipstream_contract.sampling import SamplingParams
+
+
+def make(
+    num_blocks: int = 60, size: int = 4, num_seqs: int = 8, num_tokens: int = 64, **options: object
+) -> tuple[Client, CountingRunner]:
+    runner = CountingRunner(num_blocks, size, **options)
+    return Client(Engine(Limits(num_seqs, num_tokens), runner, Words())), runner
+
+
+def of_width(width: int, max_tokens: int = 8, **options: object) -> SamplingParams:
+    n = options.pop("n", width)
+    return greedy(max_tokens, n=n, beams=Beams(width=width), **options)
+
+
+def check_beams(client: Client, number: int, prompt: list[int], sampling: SamplingParams) -> None:
+    found = expected_beams(prompt, sampling, MAX_LEN, client.engine._runner.window)
+    answers = client.streams[number, 0].beams
+    assert [(text_of(a.token_ids, a.drop_bytes), a.reason) for a in answers] == [
+        (each.text, each.reason) for each in found
+    ]
+    assert [a.cum_log_prob for a in answers] == pytest.approx([f.cum_log_prob for f in found])
+    for answer in answers:
+        assert len(answer.log_probs) == (len(answer.token_ids) if sampling.log_probs else 0)
+
+
+@st.composite
+def searches(draw: st.DrawFn) -> SamplingParams:
+    sampling = draw(samplings())
+    width = draw(st.integers(2, 4))
+    return replace(
+        sampling,
+        temperature=0.0,
+        n=draw(st.integers(1, width)),
+        max_tokens=draw(st.integers(1, 12)),
+        beams=Beams(
+            width=width,
+            length_penalty=draw(st.sampled_from([0.0, 1.0, -0.5, 2.0])),
+            early_stopping=draw(st.sampled_from([0, 1, 2])),
+            diversity_rate=draw(st.sampled_from([0.0, 0.0, 0.7])),
+        ),
+    )
+
+
+prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12)
+
+
+@settings(max_examples=300)
+@given(
+    asked=st.lists(st.tuples(prompts, st.one_of(searches(), samplings())), min_size=1, max_size=5),
+    num_blocks=st.integers(44, 70),
+    size=st.integers(1, 5),
+    num_tokens=st.integers(5, 40),
+    max_in_flight=st.integers(1, 2),
+)
+def test_beams_beside_others_are_those_by_definition(
+    asked: list[tuple[list[int], SamplingParams]],
+    num_blocks: int,
+    size: int,
+    num_tokens: int,
+    max_in_flight: int,
+) -> None:
+    client, _ = make(num_blocks * 4 // size + 40, size, 5, num_tokens, max_in_flight=max_in_flight)
+    numbers = [client.submit(prompt, sampling) for prompt, sampling in asked]
+    client.drain()
+    for number, (prompt, sampling) in zip(numbers, asked, strict=True):
+        (check_beams if sampling.beams else check)(client, number, prompt, sampling)
+
+
+def test_one_beam_search() -> None:
+    client, _ = make()
+    sampling = of_width(4, log_probs=True)
+    number = client.submit([1, 2, 3], sampling)
+    client.drain()
+    check_beams(client, number, [1, 2, 3], sampling)
+
+
+@pytest.mark.parametrize("width", [2, 5])
+def test_a_stream_has_whole_beams_after_every_step(width: int) -> None:
+    client, _ = make()
+    sampling = of_width(width, max_tokens=6)
+    number = client.submit([1, 2, 3], sampling, is_streaming=True)
+    lengths = []
+    while client.engine.has_work:
+        client.step()
+        if beams := client.streams[number, 0].beams:
+            lengths.append({len(each.token_ids) for each in beams})
+    assert lengths[:4] == [{1}, {2}, {3}, {4}][: len(lengths)]
+    check_beams(client, number, [1, 2, 3], sampling)
+
+
+def test_a_cancelled_search_returns_its_beams_as_they_stand() -> None:
+    client, _ = make()
+    number = client.submit([1, 2, 3], of_width(3, max_tokens=20))
+    for _ in range(6):
+        client.step()
+    assert client.engine.cancel(client.name, number)
+    client.drain()
+    beams = client.streams[number, 0].beams
+    assert len(beams) == 3
+    assert {each.reason for each in beams} == {FinishReason.CANCELLED}
+    assert client.streams[number, 0].reason is FinishReason.CANCELLED
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_beam_that_fails_ends_its_group_alone(is_late: bool) -> None:
+    client, runner = make()
+    bad = client.submit([1, 2, 3], of_width(3))
+    good = client.submit([1, 2, 4], sampling := of_width(3))
+    for _ in range(5):
+        client.step()
+    runner.breaks_late = is_late
+    runner.broken.add(client.engine._requests[client.name, bad].sequences[0].group.live[-1].id)
+    client.drain()
+    assert client.streams[bad, 0].reason is FinishReason.ERROR
+    check_beams(client, good, [1, 2, 4], sampling)
+
+
+def test_a_step_that_fails_once_changes_nothing() -> None:
+    client, runner = make()
+    number = client.submit([1, 2, 3], sampling := of_width(4))
+    for at in range(30):
+        if at in (3, 7, 8):
+            runner.error = ValueError("planted")
+        client.step()
+    client.drain()
+    check_beams(client, number, [1, 2, 3], sampling)
+
+
+@pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow(6)])
+def test_preempted_groups_go_on_with_the_same_beams(window: AttentionWindow) -> None:
+    client, _ = make(window=window, num_blocks=100)
+    asked = {client.submit([i, 2, 3], s): ([i, 2, 3], s) for i, s in enumerate([of_width(3)] * 2)}
+    for at in range(200):
+        running = list(client.engine._scheduler._running.values())
+        if at % 5 == 4 and running and running[at % len(running)].num_preemptions < 3:
+            client.engine._scheduler._preempt(running[at % len(running)])
+        client.step()
+    client.drain()
+    for number, (prompt, sampling) in asked.items():
+        check_beams(client, number, prompt, sampling)
+
+
+def test_too_many_beams_are_refused_by_name() -> None:
+    client, _ = make(num_seqs=3)
+    with pytest.raises(ContractError, match="beam_width is 4, above 3, the most"):
+        client.submit([1], of_width(4))
+    client, _ = make(num_blocks=9)
+    with pytest.raises(ContractError, match=r"beams of up to 13 tokens need 12 blocks.* has 9;"):
+        client.submit([1], of_width(3, max_tokens=12))
