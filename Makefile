@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits attention compose-check figures clean loc
+.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits pairs attention compose-check figures clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -104,6 +104,9 @@ compose-check: install ## the committed model_repository/ is what compose writes
 	@$(BIN)/slipstream compose --checkpoint model_repository/tensorrt_llm/1/checkpoint \
 	    --output model_repository --instances postprocessing=2 --instances tensorrt_llm_bls=2 \
 	    --instances vllm_model=2 --check
+
+pairs: install   ## the table of docs/decoding.md: what one request cannot ask for together
+	@$(BIN)/python -c "from slipstream_contract.pairs import page; print(page())"
 
 limits: install  ## the table of docs/limits.md, on stdout
 	@$(BIN)/python -c "from slipstream_contract.limits_page import page; print(page())"

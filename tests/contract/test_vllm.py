@@ -100,7 +100,7 @@ def test_echo_and_streams():
     stream = ask(stream=True)
     assert stream.options.is_streaming
     assert not stream.options.echo
-    with pytest.raises(ContractError, match="exclude_input_in_output is false"):
+    with pytest.raises(ContractError, match="stream is true and exclude_input_in_output is false"):
         ask(stream=True, exclude_input_in_output=False)
 
 
@@ -138,7 +138,7 @@ def test_what_is_returned_makes_the_engine_compute_it():
         (f'{{"stop": "{"x" * 2**20}"}}', "sampling_parameters has 1048588 bytes, at most 1048576"),
         ({"stop": ["x" * 4096] * 5}, "stop has 20480 bytes, at most 16384"),
         ({"bad_words": ["x" * 4096] * 17}, "bad_words has 69632 bytes, at most 65536"),
-        ({"n": 2, "temperature": 0}, "n is 2, but greedy"),
+        ({"n": 2, "temperature": 0}, "n is 2 and temperature is 0: greedy"),
         ({"stop": [1]}, r"stop\[0\] is 1, not a text"),
         ({"stop": {"a": 1}}, "stop is .*neither a text nor a list"),
         ({"stop": ["x"] * 5000}, "stop has 5000 words, at most 1024"),

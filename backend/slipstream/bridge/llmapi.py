@@ -116,7 +116,6 @@ class LlmApiWriter:
         prompt = request.text if request.options.echo else ""
         skip_special = request.options.skip_special_tokens
         self._sequences = [_Sequence(text, skip_special, prompt) for _ in range(n)]
-        self._has_perf = False
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
         """Return the text of every sequence, after the prompt if it is to be echoed."""
@@ -132,8 +131,7 @@ class LlmApiWriter:
             sums = [sequence.cum_log_prob for sequence in sequences]
             outputs["cumulative_logprob"] = np.array(sums, np.float32)
         finished = sequences[0].finished
-        if options.perf_metrics and finished is not None and not self._has_perf:
-            self._has_perf = True
+        if options.perf_metrics and is_last and finished is not None:
             outputs |= _perf(finished, self._block_size)
         return outputs
 

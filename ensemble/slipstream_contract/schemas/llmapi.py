@@ -19,6 +19,7 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import Inputs, is_triton_parameter, to_flag, to_number
 from slipstream_contract.openai_names import MAX_COMPLETION_TOKENS
+from slipstream_contract.pairs import check_pairs
 from slipstream_contract.request import GenerateRequest, ResponseOptions, split_handling
 from slipstream_contract.sampling import FILTERS, SamplingParams
 from slipstream_contract.schemas.vllm import Values, build_request, read_values
@@ -64,6 +65,7 @@ def llmapi_request(
         None if add_special_tokens is None else to_flag(_ADD_SPECIAL, add_special_tokens),
         handling,
     )
+    check_pairs(request, "llmapi")
     return msgspec.structs.replace(
         request, sampling=msgspec.structs.replace(request.sampling, seed=seed)
     )

@@ -25,6 +25,7 @@ from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import Inputs, is_triton_parameter, token_ids
+from slipstream_contract.pairs import check_pairs
 from slipstream_contract.request import (
     GenerateRequest,
     ResponseOptions,
@@ -83,7 +84,7 @@ def text_request(
     sampling = _sampling(read, {}, most_tokens)
     stop_words = tuple(w.encode() for w in _texts(read, "stop_words", limits.MAX_STOP_BYTES))
     bias_words, bias_weights = _weighted(read)
-    return GenerateRequest(
+    request = GenerateRequest(
         prompt=text,
         sampling=msgspec.structs.replace(sampling, stop_words=stop_words),
         options=_options(read, {}, exclude_input_in_output),
@@ -96,6 +97,8 @@ def text_request(
         add_special_tokens=read.flag_or_none("add_special_tokens"),
         **handling,
     )
+    check_pairs(request, "trtllm")
+    return request
 
 
 def llm_request(
@@ -137,13 +140,15 @@ def llm_request(
         bad_words=bad_words,
         bias=_dense_bias(read),
     )
-    return GenerateRequest(
+    request = GenerateRequest(
         prompt=prompt,
         sampling=sampling,
         options=_options(read, _LLM_NAMES, exclude_input_in_output),
         retention=read_retention(read),
         **handling,
     )
+    check_pairs(request, "trtllm")
+    return request
 
 
 # --- parts of both -------------------------------------------------------------------------------

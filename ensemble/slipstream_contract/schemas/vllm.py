@@ -29,6 +29,7 @@ from slipstream_contract.inputs import (
     to_number,
     to_whole,
 )
+from slipstream_contract.pairs import check_pairs
 from slipstream_contract.request import GenerateRequest, ResponseOptions, Words, split_handling
 from slipstream_contract.sampling import FIELDS, SamplingParams, greedy, normalised
 from slipstream_contract.tensors import MODELS
@@ -71,7 +72,9 @@ def vllm_request(
     values = _parameters(read, others)
     text = read.text("text_input")
     add_special_tokens = _add_special_tokens(read, values)
-    return build_request(text, values, _options(read, values), add_special_tokens, handling)
+    request = build_request(text, values, _options(read, values), add_special_tokens, handling)
+    check_pairs(request, "vllm")
+    return request
 
 
 def build_request(
@@ -222,8 +225,6 @@ def read_values(
 def _options(read: Inputs, values: Values) -> ResponseOptions:
     options = ResponseOptions(**read_fields(ResponseOptions, "vllm", read))
     is_excluded = read.flag("exclude_input_in_output", options.is_streaming)
-    if options.is_streaming and not is_excluded:
-        raise ContractError("exclude_input_in_output is false, which streams do not allow")
     skip_special_tokens = values.flag("skip_special_tokens", True)
     return msgspec.structs.replace(
         options, echo=not is_excluded, skip_special_tokens=skip_special_tokens
@@ -289,9 +290,6 @@ def _number(text: str) -> float | str:
 def _sampling(values: Values) -> SamplingParams:
     chosen = normalised(read_fields(SamplingParams, "vllm", values), values.most_tokens)
     if chosen["temperature"] == 0.0:
-        if chosen["n"] > 1:
-            message = f"n is {chosen['n']}, but greedy decoding (temperature 0) has one answer"
-            raise ContractError(message)
         chosen = greedy(chosen)
     chosen["top_k"] = max(0, chosen["top_k"])
     return SamplingParams(

@@ -1,0 +1,91 @@
+"""Pairs of features that one request cannot have together, as data: both names, and why not.
+
+A schema calls `check_pairs` with the whole request. The table of docs/decoding.md is `page()`, and
+tests/features pairs every feature with every other: those here must be refused by both names, all
+others must be served.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from slipstream_contract.errors import ContractError
+from slipstream_contract.request import GenerateRequest
+
+Contract = Literal["trtllm", "vllm", "llmapi"]
+_MODELS: Mapping[Contract, str] = {
+    "trtllm": "`ensemble`, `tensorrt_llm_bls`, `tensorrt_llm`",
+    "vllm": "`vllm_model`",
+    "llmapi": "`llmapi_model`",
+}
+_ALL: tuple[Contract, ...] = ("trtllm", "vllm", "llmapi")
+
+
+class Asked(NamedTuple):
+    """A feature: its name in the docs, and what a request says of it; empty: it does not ask."""
+
+    shown: str
+    words: Callable[[GenerateRequest], str]
+
+
+class Pair(NamedTuple):
+    """Two features, by their keys in `FEATURES`, that the contracts refuse together."""
+
+    first: str
+    second: str
+    reason: str
+    contracts: tuple[Contract, ...] = _ALL
+
+
+def _answers(request: GenerateRequest) -> str:
+    n = request.sampling.n
+    return f"n is {n}" if n > 1 and not _is_search(request) else ""
+
+
+def _is_search(request: GenerateRequest) -> bool:
+    return getattr(request.sampling, "beams", None) is not None
+
+
+FEATURES: Mapping[str, Asked] = {
+    "n": Asked("several answers (`n`)", _answers),
+    "greedy": Asked(
+        "greedy decoding (`temperature` 0)",
+        lambda request: "temperature is 0" if request.sampling.temperature == 0 else "",
+    ),
+    "stream": Asked(
+        "streaming (`stream`)",
+        lambda request: "stream is true" if request.options.is_streaming else "",
+    ),
+    "echo": Asked(
+        "the prompt before the output (`exclude_input_in_output` false)",
+        lambda request: "exclude_input_in_output is false" if request.options.echo else "",
+    ),
+}
+
+PAIRS = (
+    Pair("n", "greedy", "greedy decoding has one answer", ("vllm", "llmapi")),
+    Pair("stream", "echo", "a stream has new text only", ("vllm",)),
+)
+
+
+def check_pairs(request: GenerateRequest, contract: Contract) -> None:
+    """Raise ContractError if the request has two features that exclude each other, naming both.
+
+    `contract` is the one that the request is written in.
+    """
+    for pair in PAIRS:
+        if contract in pair.contracts:
+            first = FEATURES[pair.first].words(request)
+            second = first and FEATURES[pair.second].words(request)
+            if second:
+                raise ContractError(f"{first} and {second}: {pair.reason}")
+
+
+def page() -> str:
+    """Return the table of docs/decoding.md in Markdown."""
+    lines = ["| not together | because | at |", "|---|---|---|"]
+    for first, second, reason, contracts in PAIRS:
+        both = f"{FEATURES[first].shown} and {FEATURES[second].shown}"
+        named = ", ".join(_MODELS[each] for each in contracts)
+        models = "every model" if contracts == _ALL else named
+        lines.append(f"| {both} | {reason} | {models} |")
+    return "\n".join(lines)

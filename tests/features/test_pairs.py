@@ -1,0 +1,161 @@
+"""Every two features in one request, at every model name: served as by themselves, or refused.
+
+A request has several features, so that few requests have all pairs (fixtures/features/covering.py).
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from fixtures.bridge.texts import TEXT
+from fixtures.features import answers, plain
+from fixtures.features.covering import cover
+from fixtures.features.house import House, tensors_of
+from fixtures.features.table import BY_NAME, FEATURES, MODELS, body_of, has
+from fixtures.tiers import quick_of
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream_contract import pairs
+from slipstream_contract.errors import ContractError
+from slipstream_contract.schemas.vllm import vllm_request
+from slipstream_contract.tensors import LLMAPI
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTRACT_OF = {"vllm_model": "vllm", LLMAPI.name: "llmapi"}
+IN_PROCESS = MODELS[1:]  # the ensemble's steps are one wiring's here; a real server has them
+
+
+def refused(model: str, first: str, second: str) -> bool:
+    """Return whether the product's table has the pair."""
+    keys = {BY_NAME[first].pair, BY_NAME[second].pair}
+    contract = CONTRACT_OF.get(model, "trtllm")
+    return any({p.first, p.second} == keys and contract in p.contracts for p in pairs.PAIRS)
+
+
+def may_meet(model: str, first: str, second: str) -> bool:
+    a, b = BY_NAME[first], BY_NAME[second]
+    return not (a.kind and a.kind == b.kind) and not refused(model, first, second)
+
+
+@cache
+def cases(model: str) -> list[tuple[str, ...]]:
+    names = [feature.name for feature in FEATURES if has(model, feature.name)]
+    return list(cover(names, lambda a, b: may_meet(model, a, b)))
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory) -> Iterator[House]:
+    house = House(tmp_path_factory.mktemp("house"))
+    yield house
+    house.engine.check_integrity()
+    house.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_pair_that_may_meet_does(model: str) -> None:
+    names = [feature.name for feature in FEATURES if has(model, feature.name)]
+    met = {frozenset(pair) for case in cases(model) for pair in combinations(case, 2)}
+    wanted = {frozenset(p) for p in combinations(names, 2) if may_meet(model, *p)}
+    assert wanted <= met
+    assert all(may_meet(model, *tuple(pair)) for pair in met)
+    assert {name for case in cases(model) for name in case} == set(names)
+    assert len(cases(model)) < len(wanted) / 4
+
+
+@given(st.sets(st.sampled_from("abcdefghij"), min_size=2), st.randoms(use_true_random=False))
+def test_the_design_covers_whatever_may_meet(letters, random) -> None:
+    names = sorted(letters)
+    forbidden = {p for p in combinations(names, 2) if random.random() < 0.3}
+    made = list(cover(names, lambda a, b: (a, b) not in forbidden, 4))
+    met = {pair for each in made for pair in combinations(each, 2)}
+    assert met == set(combinations(names, 2)) - forbidden
+    assert {name for each in made for name in each} == set(names)
+    assert made == list(cover(names, lambda a, b: (a, b) not in forbidden, 4))
+
+
+CASES = [(model, case) for model in IN_PROCESS for case in cases(model)]
+
+
+@pytest.mark.parametrize(
+    "case", quick_of(CASES, CASES[::6]), ids=["-".join((model, *names)) for model, names in CASES]
+)
+def test_the_answer_is_that_of_the_features(house: House, case) -> None:
+    model, names = case
+    responses = house.ask(model, body_of(model, names))
+    answer = answers.read(model, names, responses)
+    answers.check(model, names, answer, responses)
+    plain = answers.plain_names(names)
+    if plain != names:
+        own = answers.read(model, plain, house.ask(model, body_of(model, plain)))
+        assert (answer.texts, answer.num_tokens) == (own.texts, own.num_tokens)
+    if model == LLMAPI.name:  # the same engine, asked in vLLM's words
+        others = [name for name in plain if has("vllm_model", name)]
+        given = others if "greedy" in others or _samples(others) else ["greedy", *others]
+        theirs = house.ask("vllm_model", body_of("vllm_model", given))
+        assert answer.texts == answers.read("vllm_model", given, theirs).texts
+
+
+def _samples(names: list[str]) -> bool:
+    """Return whether the LLM API samples with these features."""
+    return bool({"warm", "top_k", "top_p", "min_p", "n"} & {*names})
+
+
+GREEDY = [
+    names for names in cases("vllm_model")
+    if "greedy" in names and not {"top_k", "top_p", "min_p"} & {*names}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", quick_of(GREEDY, GREEDY[:2]), ids="-".join)
+def test_greedy_answers_are_those_of_the_definition(house: House, names) -> None:
+    """By a model of transformers' and Python's own words for penalties, bans and ends."""
+    body = body_of("vllm_model", names)
+    inputs, parameters = tensors_of("vllm_model", body)
+    request = TEXT.encode_request(vllm_request(inputs, parameters))
+    [answer] = answers.read("vllm_model", names, house.ask("vllm_model", body)).texts
+    assert answer == plain.answer(request, body["text_input"], "special_tokens" not in names)
+
+
+PAIRS = [
+    (model, first.name, second.name)
+    for model in MODELS
+    for first, second in combinations(FEATURES, 2)
+    if has(model, first.name) and has(model, second.name)
+    and refused(model, first.name, second.name)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "first", "second"), PAIRS)
+def test_a_forbidden_pair_is_refused_by_both_names(house, model, first, second) -> None:
+    with pytest.raises(ContractError, match=r"INVALID_ARGUMENT: .* and .*: ") as caught:
+        house.ask(model, body_of(model, [first, second]))
+    said = str(caught.value)
+    [pair] = [p for p in pairs.PAIRS if {p.first, p.second} == {first, second}]
+    assert said.endswith(pair.reason)
+
+
+def test_every_forbidden_pair_has_features_here() -> None:
+    keys = {feature.pair for feature in FEATURES}
+    assert {key for pair in pairs.PAIRS for key in (pair.first, pair.second)} <= keys
+    assert {key for pair in pairs.PAIRS for key in (pair.first, pair.second)} == {*pairs.FEATURES}
+    assert PAIRS
+
+
+def test_the_page_shows_the_table() -> None:
+    text = (ROOT / "docs" / "decoding.md").read_text()
+    [shown] = re.findall(r"<!-- pairs: [^>]*-->\n(.*?)\n<!-- end of pairs", text, re.S)
+    assert shown == pairs.page(), "put `make pairs` into docs/decoding.md, between its marks"
+
+
+def test_every_request_of_the_page_works(house: House) -> None:
+    text = (ROOT / "docs" / "decoding.md").read_text()
+    found = re.findall(r"/v2/models/(\w+)/generate\w* -d '(\{.*?\})'", text, re.S)
+    assert len(found) > 8
+    for model, written in found:
+        body = json.loads(written)
+        body |= body.pop("parameters", {})
+        assert house.ask(model, body), body
