@@ -49,7 +49,7 @@ class _Search:
         beams, live, ended = self._beams, [([], 0.0)], []
         for length in itertools.count(1):
             tops = self._tops([prompt + tokens for tokens, _ in live])
-            ordered = candidates(beams, [cum for _, cum in live], tops)
+            ordered = list(candidates(beams, [cum for _, cum in live], tops))
             self._measure([each.cum_log_prob for each in ordered[: 3 * beams.width + 1]])
 
             def is_end(each: Candidate, length: int = length) -> bool:
@@ -143,7 +143,7 @@ def test_beams_are_those_of_transformers_in_500_cases() -> None:
 def test_diversity_prefers_other_parents() -> None:
     beams = Beams(width=2, diversity_rate=1.0)
     tops = [([5, 6], [-0.5, -0.6]), ([7, 8], [-0.5, -0.9])]
-    ordered = candidates(beams, [-1.0, -1.5], tops)
+    ordered = list(candidates(beams, [-1.0, -1.5], tops))
     assert [(each.beam, each.token_id) for each in ordered] == [(1, 7), (1, 8), (0, 5), (0, 6)]
     assert ordered[0].cum_log_prob == -2.0  # what it is, not what it is ordered by
 

@@ -23,6 +23,9 @@ from slipstream.engine.beams import Candidate, candidates, choose, num_candidate
 from slipstream.wire import Beam as Answer
 from slipstream.wire import Finished, FinishReason, Tokens
 
+# How a beam ends with a candidate, if it does, and its checker after it.
+_Check = tuple[Ending | None, StopChecker]
+
 
 class Move(NamedTuple):
     """How a beam gets its next token: it takes over the tokens of `parent`, perhaps its own."""
@@ -159,7 +162,7 @@ class BeamGroup:
         self.lead.last_token_ns = now_ns
         tops = [(top.token_ids, top.log_probs) for each in live if (top := each.top) is not None]
         ordered = candidates(self._beams, [each.cum_log_prob for each in live], tops)
-        checks: dict[Candidate, tuple[Ending | None, StopChecker]] = {}
+        checks: dict[Candidate, _Check] = {}
 
         def is_end(candidate: Candidate) -> bool:
             checks[candidate] = self._check(candidate, number)
@@ -179,7 +182,7 @@ class BeamGroup:
             best = self._final[0]
             assert best.reason is not None
             return Ending(best.reason, best.stop_reason)
-        self._moves = self._assign(step.running, {c: checks[c][1] for c in step.running})
+        self._moves = self._assign(step.running, checks)
         return None
 
     @property
@@ -187,7 +190,7 @@ class BeamGroup:
         """Number of output tokens of every live beam."""
         return self.live[0].num_outputs
 
-    def _check(self, candidate: Candidate, number: int) -> tuple[Ending | None, StopChecker]:
+    def _check(self, candidate: Candidate, number: int) -> _Check:
         """Return how a beam ends with a candidate, if it does, and its checker after it."""
         stop, token_id = self.live[candidate.beam].stop, candidate.token_id
         if stop.is_trivial and token_id not in stop.watched and number < self._most:
@@ -230,16 +233,22 @@ class BeamGroup:
             None if ending is None else ending.stop_reason,
         )
 
-    def _assign(self, running: list[Candidate], stops: dict[Candidate, StopChecker]) -> list[Move]:
+    def _assign(
+        self, running: list[Candidate], checks: dict[Candidate, tuple[Ending | None, StopChecker]]
+    ) -> list[Move]:
         """Return the moves to the next beams, by rank: a parent's first child stays in place."""
         parents = [self.live[candidate.beam] for candidate in running]
-        free = iter([beam for beam in self.live if beam not in parents] + self.spare)
+        going_on = set(parents)
+        is_settled = len(going_on) == len(running) == len(self.live)
+        others = () if is_settled else (*self.live, *self.spare)
+        free = iter([beam for beam in others if beam not in going_on])
         moves, placed = [], set()
         for candidate, parent in zip(running, parents, strict=True):
-            beam = parent if parent not in placed else next(free)
+            beam = next(free) if parent in placed else parent
             placed.add(parent)
-            values = (candidate.token_id, candidate.log_prob, candidate.cum_log_prob)
-            moves.append(Move(parent, beam, *values, stops[candidate]))
+            _, token_id, log_prob, cum_log_prob = candidate
+            stop = checks[candidate][1]
+            moves.append(Move(parent, beam, token_id, log_prob, cum_log_prob, stop))
         return moves
 
     @property
@@ -255,7 +264,8 @@ class BeamGroup:
         for move in moves:  # only now: parents are as they were until here
             move.beam.extend(move)
         before, self.live = self.live, [move.beam for move in moves]
-        return [beam for beam in before if beam not in set(self.live)]
+        live = set(self.live)
+        return [beam for beam in before if beam not in live]
 
     def discard_results(self) -> None:
         """Forget what beams have delivered, as their blocks are gone."""

@@ -12,7 +12,7 @@ cannot become better than the ended ones, as `Beams.early_stopping` defines it. 
 of transformers; ties go to the better beam and then to the smaller token id.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ def candidates(
     beams: Beams,
     cum_log_probs: Sequence[float],
     tops: Sequence[tuple[Sequence[int], Sequence[float]]],
-) -> list[Candidate]:
+) -> Iterator[Candidate]:
     """Return all possible next tokens of all beams, the best first.
 
     Args:
@@ -65,15 +65,20 @@ def candidates(
         cum_log_probs: of each beam, by rank.
         tops: token ids and log probs of each beam's likeliest tokens.
     """
-    found = [
-        Candidate(beam, token_id, log_prob, cum + log_prob)
-        for beam, (cum, (ids, values)) in enumerate(zip(cum_log_probs, tops, strict=True))
-        for token_id, log_prob in zip(ids, values, strict=True)
-        if log_prob > -inf
-    ]
     rate = beams.diversity_rate
-    found.sort(key=lambda each: (-each.cum_log_prob - rate * each.beam, each.beam, each.token_id))
-    return found
+    found = []
+    for beam, (cum, (ids, values)) in enumerate(zip(cum_log_probs, tops, strict=True)):
+        extra = rate * beam
+        found += [
+            (-(cum + value) - extra, beam, token_id, value)
+            for token_id, value in zip(ids, values, strict=True)
+        ]
+    found.sort()
+    return (
+        Candidate(beam, token_id, value, cum_log_probs[beam] + value)
+        for _, beam, token_id, value in found
+        if value > -inf
+    )
 
 
 def choose(
