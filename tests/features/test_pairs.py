@@ -6,7 +6,6 @@ A request has several features, so that few requests have all pairs (fixtures/fe
 import json
 import re
 from collections.abc import Iterator
-from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from fixtures.bridge.texts import TEXT
 from fixtures.features import answers, plain
 from fixtures.features.covering import cover
 from fixtures.features.house import House, tensors_of
-from fixtures.features.table import BY_NAME, FEATURES, MODELS, body_of, has
+from fixtures.features.pairing import cases, may_meet, refused
+from fixtures.features.table import FEATURES, MODELS, body_of, has
 from fixtures.tiers import quick_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,26 +25,7 @@ from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.tensors import LLMAPI
 
 ROOT = Path(__file__).resolve().parents[2]
-CONTRACT_OF = {"vllm_model": "vllm", LLMAPI.name: "llmapi"}
 IN_PROCESS = MODELS[1:]  # the ensemble's steps are one wiring's here; a real server has them
-
-
-def refused(model: str, first: str, second: str) -> bool:
-    """Return whether the product's table has the pair."""
-    keys = {BY_NAME[first].pair, BY_NAME[second].pair}
-    contract = CONTRACT_OF.get(model, "trtllm")
-    return any({p.first, p.second} == keys and contract in p.contracts for p in pairs.PAIRS)
-
-
-def may_meet(model: str, first: str, second: str) -> bool:
-    a, b = BY_NAME[first], BY_NAME[second]
-    return not (a.kind and a.kind == b.kind) and not refused(model, first, second)
-
-
-@cache
-def cases(model: str) -> list[tuple[str, ...]]:
-    names = [feature.name for feature in FEATURES if has(model, feature.name)]
-    return list(cover(names, lambda a, b: may_meet(model, a, b)))
 
 
 @pytest.fixture(scope="module")
