@@ -2,9 +2,10 @@
 
     locust -f load/locustfile.py --headless -u 16 -r 8 -t 20s --host http://127.0.0.1:8000
 
-Environment: GRPC (host:port), MODEL, MAX_TOKENS, which every answer has. Beside whole requests,
-every user fires the events `connect` (once), `ttft` (start to first response) and `itl` (mean time
-between responses of one request). With TOGETHER, so many gRPC users wait for each other to begin.
+Environment: GRPC (host:port), MODEL, MAX_TOKENS, which every answer has, LOAD (see `serving.LOADS`)
+and FIELDS, JSON of further parameters. Beside whole requests, every user fires the events `connect`
+(once), `ttft` (start to first response) and `itl` (mean time between responses of one request).
+With TOGETHER, so many gRPC users wait for each other to begin.
 """
 
 import grpc.experimental.gevent
@@ -21,14 +22,17 @@ from typing import Any  # noqa: E402
 import gevent  # noqa: E402
 import requests  # noqa: E402
 from locust import User, task  # noqa: E402
-from serving import PROMPTS  # noqa: E402
+from serving import fields, prompts  # noqa: E402
 from slipstream_client import SlipstreamClient  # noqa: E402
 from slipstream_contract import whole  # noqa: E402
 
 GRPC = os.environ.get("GRPC", "127.0.0.1:8001")
 MODEL = os.environ.get("MODEL", "ensemble")
-PARAMETERS: dict[str, Any] = {"max_tokens": int(os.environ.get("MAX_TOKENS", "32"))}
-PARAMETERS |= {"ignore_eos": True} if MODEL == "vllm_model" else {"end_id": -1}
+LOAD = os.environ.get("LOAD", "plain")
+PROMPTS = prompts(LOAD)
+PARAMETERS: dict[str, Any] = fields(
+    MODEL, LOAD, int(os.environ.get("MAX_TOKENS", "32")), os.environ.get("FIELDS", "")
+)
 
 
 class Clock:

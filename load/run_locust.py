@@ -60,6 +60,7 @@ def measure(
     """
     log = REPORTS / "locust.log"
     variables = {"GRPC": grpc, "MODEL": args.model, "MAX_TOKENS": str(args.max_tokens)}
+    variables |= {"LOAD": args.load, "FIELDS": args.fields}
     command = [
         *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py"))),
         *("--headless", "--json", "--host", f"http://{http}"),

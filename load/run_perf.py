@@ -17,26 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serving import PROMPTS, REPORTS, add_arguments, serving
+from serving import LOADS, REPORTS, add_arguments, fields, prompts, serving
 from slipstream_serve.server import server_directory, server_environment, stub_directory
 
 
-def input_data(model: str, max_tokens: int) -> dict[str, Any]:
-    """perf_analyzer's input file: one entry a prompt, of which none ends early."""
+def input_data(model: str, max_tokens: int, load: str = "plain", given: str = "") -> dict[str, Any]:
+    """perf_analyzer's input file: one entry a prompt; none ends early unless it is guided."""
     flags = ("stream", "exclude_input_in_output", "return_num_input_tokens")
     rest: dict[str, Any] = {name: [True] for name in (*flags, "return_num_output_tokens")}
     if model == "vllm_model":
-        sampling = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        sampling = {"temperature": 0} | fields(model, load, max_tokens, given)
         rest |= {"sampling_parameters": [json.dumps(sampling)]}
     else:
-        rest |= {"max_tokens": [max_tokens], "end_id": [-1]}
-    return {"data": [{"text_input": [prompt], **rest} for prompt in PROMPTS]}
+        rest |= {name: [v] for name, v in fields(model, load, max_tokens, given).items()}
+    return {"data": [{"text_input": [prompt], **rest} for prompt in prompts(load)]}
 
 
 def measure(args: argparse.Namespace, grpc: str, concurrency: int, folder: Path) -> dict[str, Any]:
     """One load level: the figures of its requests. Raises SystemExit with perf_analyzer's word."""
     data, profile = folder / "input.json", folder / f"profile-{concurrency}.json"
-    data.write_text(json.dumps(input_data(args.model, args.max_tokens)))
+    data.write_text(json.dumps(input_data(args.model, args.max_tokens, args.load, args.fields)))
     profile.unlink(missing_ok=True)  # perf_analyzer writes over none
     server = server_directory()
     command = [
@@ -116,8 +116,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, serving(args) as (_, grpc):
         rows = [measure(args, grpc, level, Path(folder)) for level in args.concurrency]
     about = {"model": args.model, "max_tokens": args.max_tokens, "cores": os.cpu_count()}
+    about |= {"load": args.load, "fields": args.fields}
     (REPORTS / "perf_analyzer.json").write_text(json.dumps(about | {"rows": rows}, indent=2) + "\n")
     title = f"# perf_analyzer on `{args.model}`, {args.max_tokens} tokens a request, gRPC streams"
+    title += f", {args.load}" * (args.load != LOADS[0])
     (REPORTS / "perf_analyzer.md").write_text(f"{title}\n\n{table(rows)}\n")
     print(table(rows))
     print(f"report: {REPORTS / 'perf_analyzer.md'}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,42 @@ PROMPTS = (
 )
 
 
+GUIDE = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_REPEATED = "def test_{0}(self):\n    self.assertEqual(read({0}), {0})\n\n"
+# What a draft from the prompt itself, or from earlier answers, may guess.
+REPEATING = tuple("".join(map(_REPEATED.format, "abcdef"[: 2 + i])) + "def test_" for i in range(4))
+LOADS = ("plain", "guided", "repeating")
+"""Kinds of requests: free text; JSON by `GUIDE`; free text that repeats itself, for drafts."""
+
+
+def prompts(load: str) -> tuple[str, ...]:
+    """Return the prompts of a kind of load."""
+    return REPEATING if load == "repeating" else PROMPTS
+
+
+def fields(model: str, load: str, max_tokens: int, given: str = "") -> dict[str, Any]:
+    """Return the parameters of every request, by the model's names.
+
+    Guided answers end where their JSON does; all others have `max_tokens` tokens. `given` is JSON
+    of further parameters.
+    """
+    is_vllm = model == "vllm_model"
+    made: dict[str, Any] = {"max_tokens": max_tokens}
+    if load != "guided":
+        made |= {"ignore_eos": True} if is_vllm else {"end_id": -1}
+    elif is_vllm:
+        made |= {"structured_outputs": {"json": GUIDE}}
+    else:
+        guide = {"guide_type": "json_schema", "guide": json.dumps(GUIDE)}
+        made |= {f"guided_decoding_{name}": value for name, value in guide.items()}
+    return made | json.loads(given or "{}")
+
+
 def commit() -> str:
     """Return the measured commit; SLIPSTREAM_COMMIT names it where git does not know the tree."""
     git = ["git", "-C", str(repository_root()), "rev-parse", "--short", "HEAD"]
@@ -49,6 +86,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default="ensemble", help="(%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=32, help="a request (%(default)s)")
+    parser.add_argument(
+        "--load",
+        choices=LOADS,
+        default=LOADS[0],
+        help="free text, JSON by a schema, or text that repeats itself, for drafts (%(default)s)",
+    )
+    parser.add_argument(
+        "--fields", default="", metavar="JSON", help="further parameters of every request"
+    )
 
 
 @contextlib.contextmanager

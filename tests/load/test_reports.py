@@ -1,5 +1,7 @@
 """What the load tests report, from numbers that can be checked by hand."""
 
+import re
+
 import pytest
 
 NAMES = ("serving", "run_perf", "run_locust", "run_agreement")
@@ -38,6 +40,22 @@ def test_requests_name_tensors_that_the_model_has(load):
         names = {tensor.name for tensor in MODELS[model].inputs}
         for entry in load.run_perf.input_data(model, 8)["data"]:
             assert set(entry) <= names
+
+
+def test_every_load_has_its_prompts_and_fields(load):
+    serving = load.serving
+    for model in ("ensemble", "vllm_model"):
+        plain = serving.fields(model, "plain", 8, '{"temperature": 0.5}')
+        assert plain["temperature"] == 0.5
+        assert serving.fields(model, "repeating", 8) == serving.fields(model, "plain", 8)
+        guided = serving.fields(model, "guided", 8)
+        assert not {"end_id", "ignore_eos"} & guided.keys(), "a guided answer has an end"
+        for kind in serving.LOADS:
+            entries = load.run_perf.input_data(model, 8, kind, '{"seed": 5}')["data"]
+            assert [each["text_input"][0] for each in entries] == list(serving.prompts(kind))
+            assert re.search(r"seed\W+5\b", str(entries[0]))
+    assert len(set(serving.REPEATING)) == 4
+    assert all(prompt.count("self.assertEqual") > 1 for prompt in serving.REPEATING)
 
 
 def test_locust_percentiles_are_those_of_the_histogram(load):
