@@ -7,6 +7,7 @@ from typing import Annotated, get_type_hints
 
 import msgspec
 from msgspec import Meta
+from slipstream_contract.log_probs import MODES
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
@@ -119,6 +120,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             f"at least {MIN_STUCK_AFTER_S}"
         ),
     ] = 60
+    logprobs_mode: Annotated[
+        str,
+        _field(
+            "of log probs that vllm_model sends, as vLLM's option of that name: "
+            f"{', '.join(MODES)}; a request may choose another"
+        ),
+    ] = "raw_logprobs"
+    max_logits_bytes: Annotated[
+        int,
+        _field(
+            "bytes of whole logits, or log probs of the whole vocabulary, that a request may ask "
+            "for; more are refused"
+        ),
+    ] = 1 << 26
     long_prompt_tokens: Annotated[
         int,
         _field(

@@ -157,6 +157,31 @@ class Beam(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: int | str | None = None
 
 
+class Likely(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log probs at the places of `num` tokens, in columns of 4 bytes each.
+
+    Likely tokens are by falling value, equal ones by rising id; a rank is that of the token which
+    is there, from 1. Values may be logits (`logprobs_mode`).
+    """
+
+    num: int
+    num_top: int
+    top_ids: bytes  # [num, num_top] i32
+    top_values: bytes  # [num, num_top] f32
+    ranks: bytes  # [num] i32
+    values: bytes  # [num] f32, of the token which is there
+
+
+class Values(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The values that a request wants beside its tokens, of new ones."""
+
+    likely: Likely | None = None  # of each new token
+    logits: list[bytes] = []  # of each new token, fp32 `[vocab]`
+    prompt: list[Likely] = []  # of the prompt's tokens but the first, in parts; once
+    context: list[bytes] = []  # fp32 `[tokens of the prompt, vocab]`, in parts; once
+    mode: int = 0  # flags of `TopMode` in core/batch.py
+
+
 class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of a sequence: those that no stop word can remove any more."""
 
@@ -168,6 +193,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finished: Finished | None = None
     start: int = 0  # tokens of this sequence in earlier messages
     beams: list[Beam] | None = None  # of a beam search, whose tokens are here alone, the best first
+    values: Values | None = None
 
 
 class StepOutputs(ToBridge, frozen=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 from slipstream import quant
 from slipstream.config import DTYPES, KV_CACHE_DTYPES, help_of
 from slipstream_contract.errors import clip
+from slipstream_contract.log_probs import MODES
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_runtime.processes import num_cores
@@ -35,6 +36,7 @@ _COUNTS = (
     "long_prompt_tokens",
     "stuck_after_s",
     "block_size",
+    "max_logits_bytes",
 )
 
 
@@ -100,6 +102,7 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
         ("dtype", DTYPES),
         ("quantization", quant.names()),
         ("kv_cache_dtype", KV_CACHE_DTYPES),
+        ("logprobs_mode", MODES),
     ):
         parser.add_argument(_flag(name), choices=choices, help=help_of(name))
     parser.add_argument(
@@ -146,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
-    others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *_COUNTS)
+    others = ("logprobs_mode", "kv_cache_host_bytes", "gpu_hour_price", "request_log", *_COUNTS)
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name
     instances = dict(args.instances)

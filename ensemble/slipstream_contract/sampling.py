@@ -13,9 +13,10 @@ import msgspec
 from slipstream_contract import limits
 from slipstream_contract.beams import Beams
 from slipstream_contract.errors import ContractError, clip
-from slipstream_contract.fields import BOTH, MODEL, SERVER, Asked, Bounds, Field, Row
+from slipstream_contract.fields import BOTH, ENGINE, MODEL, SERVER, Asked, Bounds, Field, Row
 from slipstream_contract.fields import check_fields as _check_fields
 from slipstream_contract.fields import table as _table
+from slipstream_contract.log_probs import MAX_LOG_PROBS, WHOLE, LogProbs, check_log_probs
 
 _COUNT = Bounds(1, limits.INT32_MAX)
 _SHARE = Bounds(0, 1)
@@ -203,9 +204,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "log probs of the tokens",
             trtllm=Asked("return_log_probs"),
             vllm=None,
-            rows=(Row("`logprobs`", 0, "0; 1 where `temperature` is 0", MODEL),),
         ),
     ] = False
+    values: Annotated[
+        LogProbs | None,
+        Field(
+            "log probs of likely tokens, and logits",
+            trtllm=None,
+            vllm=None,
+            rows=(
+                Row("`logprobs`, `prompt_logprobs`; -1: all", WHOLE, MAX_LOG_PROBS, BOTH),
+                Row("... bytes of logits, or of all log probs", 0, "`max_logits_bytes`", ENGINE),
+            ),
+        ),
+    ] = None
 
     # `n` of `best_of` samples are returned, those of the highest sum of log probs; 0: all `n`.
     best_of: Annotated[
@@ -259,6 +271,8 @@ def check_sampling(sampling: SamplingParams) -> None:
     _check_filled("stop_words", sampling.stop_words)
     _check_filled("bad_words", sampling.bad_words)
     limits.check_count("bias", len(sampling.bias), limits.MAX_BIASED_TOKENS, "tokens")
+    if sampling.values is not None:
+        check_log_probs(sampling.values)
     for token_id, weight in sampling.bias:
         if not math.isfinite(weight):
             raise ContractError(f"bias of token {clip(token_id)} is {weight}, not a finite number")

@@ -143,8 +143,8 @@ _TEXT_INPUTS = """
     seed UINT64[1]?
     random_seed UINT64[1]?
     return_log_probs BOOL[1]?
-    return_context_logits BOOL[1]? =0
-    return_generation_logits BOOL[1]? =0
+    return_context_logits BOOL[1]?
+    return_generation_logits BOOL[1]?
     return_perf_metrics BOOL[1]?
     return_kv_cache_reuse_stats BOOL[1]?
     return_num_input_tokens BOOL[1]?
@@ -182,8 +182,8 @@ _BLS_SCALARS = """
 _EXTRA_OUTPUTS = """
     cum_log_probs FP32[-1]
     output_log_probs FP32[-1,-1]
-    context_logits FP32[-1,-1] =
-    generation_logits FP32[-1,-1,-1] =
+    context_logits FP32[-1,-1]
+    generation_logits FP32[-1,-1,-1]
     batch_index INT32[1]
     sequence_index INT32[1]
     kv_cache_alloc_new_blocks INT32[1]
@@ -289,8 +289,8 @@ _LLM_INPUTS = """
     seed UINT64[1]?r
     random_seed UINT64[1]?r
     return_log_probs BOOL[1]?r
-    return_context_logits BOOL[1]?r =0
-    return_generation_logits BOOL[1]?r =0
+    return_context_logits BOOL[1]?r
+    return_generation_logits BOOL[1]?r
     return_perf_metrics BOOL[1]?r
     return_kv_cache_reuse_stats BOOL[1]?r
     return_num_input_tokens BOOL[1]?r
@@ -352,6 +352,7 @@ _VLLM_OUTPUTS = """
     finish_reason STRING[-1]
     cumulative_logprob FP32[-1]
     logprobs STRING[-1]
+    prompt_logprobs STRING[-1]
     num_input_tokens UINT32[1]
     num_output_tokens UINT32[-1]
 """

@@ -46,10 +46,23 @@ def cut(ids: list[int], places: list[int], drop_bytes: int = 0, index: int = 0):
     """Return tokens as an engine might send them: in pieces, the last with the end."""
     borders = sorted({0, len(ids), *(place % (len(ids) + 1) for place in places)})
     pieces = [ids[a:b] for a, b in pairwise(borders)] or [[]]
-    told = [wire.Tokens(1, index, piece, [-0.5] * len(piece)) for piece in pieces[:-1]]
+    told = [
+        wire.Tokens(1, index, piece, [-0.5] * len(piece), values=values_of(piece))
+        for piece in pieces[:-1]
+    ]
     end = wire.Finished(REASON, 3, len(ids), PERF)
-    last = wire.Tokens(1, index, pieces[-1], [-0.5] * len(pieces[-1]), drop_bytes, end)
+    log_probs, values = [-0.5] * len(pieces[-1]), values_of(pieces[-1])
+    last = wire.Tokens(1, index, pieces[-1], log_probs, drop_bytes, end, values=values)
     return [*told, last]
+
+
+def values_of(ids: list[int]) -> wire.Values:
+    """Two likely tokens at each place: id 5, and id 6 that cannot come; its own is third."""
+    count = len(ids)
+    top_ids, top_values = np.array([[5, 6]] * count, "i"), np.array([[-0.25, -np.inf]] * count, "f")
+    ranks, own = np.full(count, 3, "i"), np.full(count, -0.5, "f")
+    columns = (x.tobytes() for x in (top_ids, top_values, ranks, own))
+    return wire.Values(wire.Likely(count, 2, *columns) if count else None)
 
 
 def token_request(ids: list[int], **options: bool) -> GenerateRequest:
@@ -102,7 +115,7 @@ def test_vllm_answers_all_sequences_in_every_response(text, places, other_places
     flags = ["finish_reason", "cumulative_logprob", "logprobs", "num_output_tokens"]
     inputs |= {f"return_{name}": np.array([True]) for name in flags}
     parameters = {"n": 2, "max_tokens": 9}
-    writer = VllmWriter(vllm_request(inputs, parameters), 1, 2, TEXT)
+    writer = VllmWriter(vllm_request(inputs, parameters), pack([1]), TEXT)
     told = [cut(ids, places), cut(ids, other_places, index=1)]
     joined, counts = ["", ""], [0, 0]
     while any(told):
@@ -113,6 +126,12 @@ def test_vllm_answers_all_sequences_in_every_response(text, places, other_places
             counts[index] += int(outputs["num_output_tokens"][index])
             log_probs = json.loads(outputs["logprobs"][index])
             assert len(log_probs) == outputs["num_output_tokens"][index]
+            for each in log_probs:
+                places = {int(i): (entry["rank"], entry["logprob"]) for i, entry in each.items()}
+                own = next(iter(places))
+                assert places == {own: (3, -0.5)} | {
+                    i: place for i, place in {5: (1, -0.25), 6: (2, -9999.0)}.items() if i != own
+                }
     assert joined == [text, text]
     assert counts == [len(ids), len(ids)]
     assert outputs["finish_reason"].tolist() == [b"length"] * 2

@@ -14,6 +14,7 @@ from slipstream_contract import limits
 from slipstream_contract.errors import ContractError
 from slipstream_contract.limits import INT32_MAX
 from slipstream_contract.limits_page import ROWS, page
+from slipstream_contract.log_probs import LogProbs
 from slipstream_contract.retention import Retention, TokenRange, check_retention, split_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.schemas.trtllm import llm_request, text_request
@@ -28,7 +29,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
 TABLE = {row.field: row[1:] for row in ROWS}
 SIZE = re.compile("bytes|: |biased|^\\.\\.\\.|TOKENS")
-CONFIGURED = {"prompt, tokens", "token ids", "requests that wait", "tokens that wait"}
+CONFIGURED = {
+    "prompt, tokens",
+    "token ids",
+    "requests that wait",
+    "tokens that wait",
+    "... bytes of logits, or of all log probs",
+}
 """Bounds of a checkpoint or a configuration: tests/engine and tests/stages hold them."""
 
 
@@ -155,7 +162,12 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
         lambda v: engine(bias=((1, 1.0),) * v),
     ],
     "`logit_bias` of `vllm_model`": [lambda v: vllm(logit_bias={"5": v})],
-    "`logprobs`": [lambda v: vllm(logprobs=v)],
+    "`logprobs`, `prompt_logprobs`; -1: all": [
+        lambda v: vllm(logprobs=v),
+        lambda v: vllm(prompt_logprobs=v),
+        lambda v: engine(values=LogProbs(top=v)),
+        lambda v: engine(values=LogProbs(prompt=v)),
+    ],
     "`sampling_parameters`, bytes": [
         lambda v: vllm_request(
             inputs_of(

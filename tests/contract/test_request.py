@@ -184,7 +184,7 @@ def test_what_is_said_of_the_handling_is_in_the_request():
             {"beam_width": 4},
             "^INVALID_ARGUMENT: beam_width is not supported yet: it is 4, only 1 is served$",
         ),
-        ({"return_context_logits": "true"}, "return_context_logits is not supported yet"),
+        ({"return_context_logits": "maybe"}, "return_context_logits is 'maybe'"),
         ({"stop_words": "a"}, "stop_words .* must be a tensor"),
         ({"request_type": "context_only"}, "context_only is not supported yet"),
         ({"request_type": 7}, "request_type is 7, not context_and_generation"),

@@ -140,7 +140,7 @@ VLLM_IN = {
     ("STRING", (1,), "o"): "sampling_parameters embedding_request",
 }
 VLLM_OUT = {
-    ("STRING", (-1,), ""): "text_output finish_reason logprobs",
+    ("STRING", (-1,), ""): "text_output finish_reason logprobs prompt_logprobs",
     ("FP32", (-1,), ""): "cumulative_logprob",
     ("UINT32", (1,), ""): "num_input_tokens",
     ("UINT32", (-1,), ""): "num_output_tokens",
@@ -238,7 +238,7 @@ def test_inputs_of_the_ensemble_reach_a_model_of_the_same_type_and_status():
 LATER = (
     "beam_width prompt_embedding_table prompt_table_extra_id prompt_vocab_size lora_task_id "
     "lora_weights lora_config guided_decoding_guide_type guided_decoding_guide "
-    "return_context_logits return_generation_logits decoder_text_input length_penalty"
+    "decoder_text_input length_penalty"
 )
 
 

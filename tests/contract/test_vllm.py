@@ -9,6 +9,7 @@ from fixtures.contract.asking import inputs_of, near_requests, scalars, served_o
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slipstream_contract.errors import ContractError
+from slipstream_contract.log_probs import WHOLE, LogProbs
 from slipstream_contract.request import GenerateRequest
 from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.tensors import MODELS
@@ -54,8 +55,10 @@ def test_everything_that_is_served():
         "bad_words": ["x"],
         "logit_bias": {"4": 1.5, "3": -100},
         "logprobs": 0,
+        "prompt_logprobs": 20,
+        "logprobs_mode": "processed_logits",
     }
-    request = ask(asked)
+    request = ask(asked, return_logprobs=True)
     base = request.sampling
     for name in asked.keys() & set(type(base).__struct_fields__) - {"bad_words", "stop_token_ids"}:
         assert getattr(base, name) == asked[name]
@@ -63,7 +66,7 @@ def test_everything_that_is_served():
     assert base.stop_token_ids == (5, 6)
     assert base.include_stop
     assert base.bias == ((3, -100.0), (4, 1.5))
-    assert base.log_probs
+    assert base.values == LogProbs(top=0, prompt=20, mode="processed_logits")
     assert request.words.bad == ("x", " x")
     assert request.options.skip_special_tokens is False
     assert request.encoded([8], [[1, 2]]).bad_words == ((1, 2),)
@@ -105,9 +108,13 @@ def test_echo_and_streams():
 
 
 def test_what_is_returned_makes_the_engine_compute_it():
-    assert ask(return_cumulative_logprob=True).sampling.log_probs
-    assert ask(return_logprobs=True).sampling.log_probs
-    assert not ask(return_finish_reason=True, return_num_output_tokens=True).sampling.log_probs
+    sampled = LogProbs(top=0)
+    assert ask(return_cumulative_logprob=True).sampling.values == sampled
+    assert ask(return_logprobs=True).sampling.values == sampled
+    assert ask({"logprobs": -1}, return_logprobs=True).sampling.values == LogProbs(top=WHOLE)
+    assert ask(return_finish_reason=True, return_num_output_tokens=True).sampling.values is None
+    assert ask({"logprobs": 3}).sampling.values is None, "they are not sent"
+    assert ask({"prompt_logprobs": 0}).sampling.values == LogProbs(prompt=0)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +153,12 @@ def test_what_is_returned_makes_the_engine_compute_it():
         ({"logit_bias": {"a": 1}}, "logit_bias key is 'a'"),
         ({"logit_bias": {"1": 101}}, "logit_bias of token 1 is 101, not"),
         ({"logit_bias": {"1": 1, "01": 1}}, "logit_bias of token 1 is given twice"),
-        ({"logprobs": 5}, "logprobs is 5, at most 0"),
-        ({"logprobs": 2, "temperature": 0}, "logprobs is 2, at most 1"),
+        ({"logprobs": 21}, "logprobs is 21, not from 0 to 20, and not -1 for the whole"),
+        ({"logprobs": -2}, "logprobs is -2, not from 0 to 20"),
+        ({"prompt_logprobs": 10**6}, "prompt_logprobs is 1000000, not from 0 to 20"),
+        ({"prompt_logprobs": "x"}, "prompt_logprobs is 'x'"),
+        ({"logprobs_mode": "raw"}, "logprobs_mode is 'raw', not one of raw_logprobs, processed_lo"),
+        ({"logprobs_mode": 1}, "logprobs_mode is 1, not a text"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"best_of": 3}, "best_of is not supported yet: it is 3, only 1 is served"),
         ({"structured_outputs": '{"json": {}}'}, "structured_outputs is not supported yet"),
@@ -194,7 +205,8 @@ def test_later_inputs():
 
 SAMPLING_NAMES = """
     n max_tokens min_tokens temperature top_p top_k min_p seed stop stop_token_ids logit_bias
-    bad_words logprobs ignore_eos best_of presence_penalty repetition_penalty
+    bad_words logprobs prompt_logprobs logprobs_mode ignore_eos best_of presence_penalty
+    repetition_penalty
 """
 NAMES = st.sampled_from(SAMPLING_NAMES.split())
 values = st.recursive(

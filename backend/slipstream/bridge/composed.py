@@ -117,8 +117,13 @@ class ComposedWriter:
         # The ensemble's postprocessing finds the ids in the state.
         self._has_ids = not requested.isdisjoint(_IDS)
         self._state = StreamState(number=1)
-        num_tokens = len(request.token_ids)
-        self._extras = Extras(request.options, num_tokens, batch_index, sequence_index)
+        self._extras = Extras(
+            request.options,
+            len(request.token_ids),
+            batch_index,
+            sequence_index,
+            request.sampling.values,
+        )
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
         """Return the new tokens, after the prompt if it is to be echoed."""

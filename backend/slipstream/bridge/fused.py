@@ -79,7 +79,9 @@ class FusedWriter:
         token_ids = request.token_ids
         self._prompt = token_ids.tolist() if request.options.echo else []
         self._detokenizer = detokenizer
-        self._extras = Extras(request.options, len(token_ids), batch_index, sequence_index)
+        self._extras = Extras(
+            request.options, len(token_ids), batch_index, sequence_index, request.sampling.values
+        )
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
         """Return the new text, after the prompt if it is to be echoed."""

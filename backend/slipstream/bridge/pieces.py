@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 from numpy.typing import DTypeLike
+from slipstream_contract.log_probs import LogProbs
 from slipstream_contract.request import ResponseOptions
 
 from slipstream import wire
@@ -22,13 +23,15 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     log_probs: list[float]
     drop_bytes: int
     finished: wire.Finished | None
+    values: tuple[wire.Values, ...] = ()
 
 
 def merge(tokens: Sequence[wire.Tokens]) -> Piece:
     """Return several `Tokens` of one sequence, in order, as one piece."""
     if len(tokens) == 1:
         [only] = tokens
-        return Piece(only.token_ids, only.log_probs, only.drop_bytes, only.finished)
+        values = () if only.values is None else (only.values,)
+        return Piece(only.token_ids, only.log_probs, only.drop_bytes, only.finished, values)
     token_ids: list[int] = []
     log_probs: list[float] = []
     drop_bytes, finished = 0, None
@@ -37,7 +40,8 @@ def merge(tokens: Sequence[wire.Tokens]) -> Piece:
         token_ids += each.token_ids
         log_probs += each.log_probs
         drop_bytes, finished = each.drop_bytes, each.finished
-    return Piece(token_ids, log_probs, drop_bytes, finished)
+    own = tuple(each.values for each in tokens if each.values is not None)
+    return Piece(token_ids, log_probs, drop_bytes, finished, own)
 
 
 class Extras:
@@ -49,6 +53,7 @@ class Extras:
         num_input_tokens: int,
         batch_index: int | None = None,
         sequence_index: int | None = None,
+        wanted: LogProbs | None = None,
     ) -> None:
         """Start; `batch_index` is None for a batch of one, `sequence_index` for n = 1."""
         self._options = options
@@ -56,6 +61,7 @@ class Extras:
         indices = {"batch_index": batch_index, "sequence_index": sequence_index}
         self._indices = {name: index for name, index in indices.items() if index is not None}
         self._cum_log_prob = 0.0
+        self._wanted = wanted or LogProbs()
 
     def make(self, piece: Piece) -> Outputs:
         """Return the requested outputs of one response; counts are of this response alone.
@@ -69,6 +75,7 @@ class Extras:
             self._cum_log_prob += sum(piece.log_probs)
             outputs["cum_log_probs"] = _scalar(self._cum_log_prob, np.float32)
             outputs["output_log_probs"] = np.array([[piece.log_probs]], np.float32)
+        outputs |= self._logits(piece)
         if options.num_input_tokens:
             outputs["num_input_tokens"] = _scalar(self._num_input_tokens, np.int32)
         if options.num_output_tokens:
@@ -76,6 +83,23 @@ class Extras:
         if options.perf_metrics and piece.finished is not None:
             outputs |= perf_outputs(piece.finished.perf)
         return outputs
+
+    def _logits(self, piece: Piece) -> Outputs:
+        """Return whole logits: of the new tokens, and once of the prompt's."""
+        outputs: dict[str, np.ndarray] = {}
+        if self._wanted.generation_logits:
+            rows = [row for values in piece.values for row in values.logits]
+            outputs["generation_logits"] = _rows(rows, len(rows))[None, None]
+        context = [part for values in piece.values for part in values.context]
+        if self._wanted.context_logits and context:
+            outputs["context_logits"] = _rows(context, self._num_input_tokens)[None]
+        return outputs
+
+
+def _rows(parts: Sequence[bytes], count: int) -> np.ndarray:
+    """Return `count` rows of fp32 logits."""
+    values = np.frombuffer(b"".join(parts), np.float32)
+    return values.reshape(count, len(values) // max(1, count))
 
 
 def perf_outputs(perf: wire.Perf) -> dict[str, np.ndarray]:

@@ -4,14 +4,16 @@ One response holds all sequences of a prompt: text, reason and counts are arrays
 each.
 """
 
-import msgspec
 import numpy as np
+from slipstream_contract.ids import TokenIds
+from slipstream_contract.log_probs import LogProbs
 from slipstream_contract.request import GenerateRequest
 from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.whole import RUNNING
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge, IncomingRequest
+from slipstream.bridge.log_probs import LogProbTexts, sum_of
 from slipstream.bridge.pieces import Piece, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
 from slipstream.bridge.text import Text, is_short, make_encoders
@@ -52,7 +54,7 @@ class Vllm:
         encoded = self._text.encode_request(request)
         call = Call(incoming.reply, incoming.request_id)
         n = encoded.sampling.n
-        writer = VllmWriter(request, len(encoded.token_ids), n, self._text)
+        writer = VllmWriter(request, encoded.token_ids, self._text)
         streams = [Stream(writer, request.options.is_streaming, n)] * n
         submit = self._bridge.submit(call, encoded, streams, incoming)
         self._bridge.start(call, [submit])
@@ -61,11 +63,9 @@ class Vllm:
 class _Sequence:
     """The state of one of the n sequences."""
 
-    def __init__(self, text: Text, skip_special: bool | None, is_greedy: bool) -> None:
+    def __init__(self, text: Text, skip_special: bool | None) -> None:
         self.cum_log_prob = 0.0
         self.reason = RUNNING
-        self._rank = 1 if is_greedy else None  # of the sampled token; known if it is the first
-        self._text = text
         self._detokenizer = text.detokenizer(skip_special)
 
     def decode(self, piece: Piece) -> str:
@@ -73,36 +73,22 @@ class _Sequence:
         is_ended = self.reason != RUNNING
         if piece.finished is not None:
             self.reason = _REASONS[piece.finished.reason]
-        self.cum_log_prob += sum(piece.log_probs)
+        self.cum_log_prob += sum_of(piece)
         return "" if is_ended else self._detokenizer.decode([], piece, piece.finished is not None)
-
-    def log_probs(self, piece: Piece) -> bytes:
-        """Return the new tokens' log probs as JSON in the format of Triton's vLLM backend."""
-        pairs = zip(piece.token_ids, piece.log_probs, strict=True)
-        entries = [
-            {
-                str(token_id): {
-                    "logprob": log_prob,
-                    "rank": self._rank,
-                    "decoded_token": self._text.vocab.raw(token_id).decode(errors="replace"),
-                }
-            }
-            for token_id, log_prob in pairs
-        ]
-        return msgspec.json.encode(entries)
 
 
 class VllmWriter:
     """Responses of all sequences of one prompt."""
 
-    def __init__(self, request: GenerateRequest, num_input_tokens: int, n: int, text: Text) -> None:
+    def __init__(self, request: GenerateRequest, token_ids: TokenIds, text: Text) -> None:
+        """Make a writer; `token_ids` are the prompt's."""
         self._options = request.options
-        self._num_input_tokens = num_input_tokens
-        is_greedy = request.sampling.temperature == 0
-        self._sequences = [
-            _Sequence(text, request.options.skip_special_tokens, is_greedy) for _ in range(n)
-        ]
+        self._num_input_tokens = len(token_ids)
+        skip_special, n = request.options.skip_special_tokens, request.sampling.n
+        self._sequences = [_Sequence(text, skip_special) for _ in range(n)]
         self._prompt = request.text if request.options.echo else ""
+        wanted = request.sampling.values or LogProbs()
+        self._log_probs = LogProbTexts(wanted, text.vocab, token_ids)
 
     def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
         """Return what is new of every sequence, after the prompt if it is to be echoed."""
@@ -120,8 +106,10 @@ class VllmWriter:
             sums = [sequence.cum_log_prob for sequence in sequences]
             outputs["cumulative_logprob"] = np.array(sums, np.float32)
         if options.log_probs:
-            logs = [sequence.log_probs(piece) for sequence, piece in pairs]
+            logs = [self._log_probs.outputs(piece) for piece in pieces]
             outputs["logprobs"] = np.array(logs, dtype=object)
+        if (prompt := self._log_probs.prompt(pieces[0])) is not None:
+            outputs["prompt_logprobs"] = np.array([prompt], dtype=object)
         if options.num_input_tokens:
             outputs["num_input_tokens"] = np.array([self._num_input_tokens], np.uint32)
         if options.num_output_tokens:

@@ -8,6 +8,18 @@ import msgspec
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 
+from slipstream.wire import Likely
+
+
+class PromptAsk(msgspec.Struct, frozen=True, gc=False):
+    """Values wanted of a part of a prompt: the tokens of a row from `first` on."""
+
+    first: int  # of the row's tokens
+    next_ids: TokenIds  # the tokens behind them; one less where the prompt ends
+    num_top: int  # likeliest tokens at the place of each of `next_ids`; -1: no log probs
+    mode: int  # flags of `TopMode`, of which prompts know LOGITS alone
+    has_logits: bool  # whole logits of each token
+
 
 class Row(msgspec.Struct, frozen=True, gc=False):
     """The part of a step that belongs to one sequence.
@@ -41,6 +53,8 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     gap: int = 0  # tokens behind the sinks that are no longer in `tables`
     num_top: int = -1  # of a row that samples: so many likeliest tokens are wanted; -1: no `Top`
     top_mode: int = 0  # flags of `TopMode`
+    logits_mode: int = -1  # of a row that samples: whole logits by this `TopMode`; -1: none
+    prompt: PromptAsk | None = None
 
 
 class TopMode(IntFlag):
@@ -70,7 +84,7 @@ class Batch:
     num_decodes: int
     continues: bool = False  # same sequences as the step launched before, one token further each
     copies: tuple[tuple[int, int], ...] = ()  # (source, target) blocks, copied before the rows run
-    may_have_tops: bool = True  # False: no row wants a `Top`, so that none has to be looked at
+    may_have_tops: bool = True  # False: no row wants values beside its sample; none is looked at
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +110,15 @@ class Top(msgspec.Struct, frozen=True, array_like=True, gc=False):
     log_prob: float  # of the sampled token
 
 
+class PromptValues(msgspec.Struct, frozen=True, gc=False):
+    """What a `PromptAsk` got: the values of tokens of the prompt from position `start` on."""
+
+    start: int
+    num_positions: int
+    likely: Likely | None  # of the tokens behind these positions
+    logits: bytes  # fp32 `[num_positions, vocab]`, or empty
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The result of a step: one entry per row with `samples`, in row order."""
@@ -104,3 +127,5 @@ class Sampled:
     log_probs: list[float]  # of the sampled token, under the softmax of the edited logits
     outcomes: list[int]  # `Outcome` of each
     tops: Mapping[int, Top] = field(default_factory=dict)  # of the samples whose row wants one
+    logits: Mapping[int, bytes] = field(default_factory=dict)  # the same; fp32 `[vocab]`
+    prompts: Mapping[int, PromptValues] = field(default_factory=dict)  # by the row's number

@@ -35,6 +35,7 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         gap=sequence.cache.gap,
         num_top=sequence.num_top,
         top_mode=sequence.top_mode,
+        logits_mode=-1 if sequence.wanted is None else sequence.wanted.logits_mode,
     )
     sequence.num_scheduled = start + 1
     sequence.is_new = False
@@ -49,7 +50,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
     """Return the row of the next `num_tokens` tokens, all known, with the sequence's tables."""
     start = sequence.num_scheduled
     end = start + num_tokens
-    samples = end == sequence.num_known
+    samples, wanted = end == sequence.num_known, sequence.wanted
     row = Row(
         sequence.id,
         sequence.slot,
@@ -68,6 +69,8 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         sequence.cache.gap,
         sequence.num_top if samples else -1,
         sequence.top_mode,
+        wanted.logits_mode if wanted is not None and samples else -1,
+        None if wanted is None else sequence.prompt_ask(start, end),
     )
     sequence.num_scheduled = end
     sequence.num_in_flight += 1

@@ -6,10 +6,12 @@ from enum import Enum, auto
 from slipstream_contract.ids import TokenIds, pack
 from slipstream_contract.sampling import SamplingParams
 
+from slipstream.core.batch import PromptAsk, PromptValues, TopMode
 from slipstream.core.cache_state import CacheState
 from slipstream.core.edits import Edits, counts_tokens, needs_edits
 from slipstream.core.prefix import DigestChain
 from slipstream.core.stop import Ending, RawBytes, StopChecker
+from slipstream.core.values import Wanted
 from slipstream.wire import CancelCause, Finished, FinishReason, Perf, Submit, Tokens
 
 _MASK64 = (1 << 64) - 1
@@ -106,6 +108,7 @@ class Sequence:
         "status",
         "stop",
         "top_mode",
+        "wanted",
     )
 
     def __init__(
@@ -142,6 +145,7 @@ class Sequence:
         self.is_due = False  # it missed its turn as the oldest while deferred
         self.num_top = -1  # likeliest tokens wanted at each output; -1: no `Top`
         self.top_mode = 0  # flags of `TopMode`
+        self.wanted: Wanted | None = None  # values beside the tokens
         self.slot = -1
         self.is_new = True  # nothing scheduled since it was admitted
         self.needs_history = False  # its tokens must be counted anew for penalties
@@ -192,6 +196,39 @@ class Sequence:
             self.edits = Edits(self.sampling)
             self.needs_every_token = self.edits.needs_every_token
 
+    def want(self, wanted: Wanted) -> None:
+        """Ask for values beside the tokens, before anything is scheduled."""
+        self.wanted = wanted
+        self.num_top, self.top_mode = wanted.num_top, wanted.top_mode
+
+    @property
+    def wants_values(self) -> bool:
+        """Whether rows of the sequence may want values beside their samples."""
+        return self.num_top >= 0 or self.wanted is not None
+
+    @property
+    def is_read_anew(self) -> bool:
+        """Whether the prompt must be computed, as values of its tokens are still wanted."""
+        wanted = self.wanted
+        return wanted is not None and wanted.has_prompt and wanted.num_given < self.num_prompt
+
+    def prompt_ask(self, start: int, end: int) -> PromptAsk | None:
+        """Return what is wanted of the tokens at positions `start .. end - 1`."""
+        wanted = self.wanted
+        if wanted is None or not self.is_read_anew:
+            return None
+        first, end = max(start, wanted.num_given), min(end, self.num_prompt)
+        if first >= end:
+            return None
+        next_ids = self.prompt[first + 1 : end + 1]
+        likely = (wanted.num_prompt_top, wanted.top_mode & TopMode.LOGITS)
+        return PromptAsk(first - start, next_ids, *likely, wanted.has_context)
+
+    def take_prompt(self, values: PromptValues) -> None:
+        """Keep values of tokens of the prompt, unless the row that made them is void."""
+        if self.wanted is not None and not self.num_void:
+            self.wanted.add_prompt(values)
+
     def admit(self) -> None:
         """Mark the sequence as running, after the cache has given it blocks."""
         self.status = SequenceStatus.RUNNING
@@ -233,12 +270,16 @@ class Sequence:
             stop.num_sendable = number
             if self.sampling.log_probs:
                 self.log_probs.append(log_prob)
+            if self.wanted is not None:
+                self.wanted.append()
             return None
         if stop.is_end(token_id, number - 1):
             return Ending(FinishReason.END)
         outputs.append(token_id)
         if self.sampling.log_probs:
             self.log_probs.append(log_prob)
+        if self.wanted is not None:
+            self.wanted.append()
         return stop.take_token(token_id, number)
 
     def finish(self, ending: Ending) -> None:
@@ -256,12 +297,15 @@ class Sequence:
         self.num_sent = end
         token_ids = self.outputs[start:end]
         log_probs = self.log_probs[start:end] if self.sampling.log_probs else []
+        values = None if self.wanted is None else self.wanted.take(start, end)
         finished = None if self.ending is None else self._finished(self.ending)
         if finished is not None:  # free memory: a sibling may run for long
             self.prompt, self.outputs, self.log_probs = TokenIds("i"), [], []
-            self.edits = None
+            self.edits = self.wanted = None
         number, drop_bytes = self.request.number, self.stop.drop_bytes
-        return Tokens(number, self.index, token_ids, log_probs, drop_bytes, finished, start)
+        return Tokens(
+            number, self.index, token_ids, log_probs, drop_bytes, finished, start, values=values
+        )
 
     def _finished(self, ending: Ending) -> Finished:
         new, shared = self.cache.num_allocated_blocks, self.cache.num_shared_blocks

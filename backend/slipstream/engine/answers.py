@@ -4,6 +4,7 @@ from slipstream_contract.ids import TokenIds
 
 from slipstream.core.sequence import Request, Sequence
 from slipstream.core.stop import RawBytes
+from slipstream.core.values import Wanted, top_mode
 from slipstream.engine.beam_group import Beam, BeamGroup
 
 
@@ -28,6 +29,14 @@ def add_sequences(
     for index in range(num):
         request.sequences.append(Sequence(first_id + index, request, index, *parts))
     return num
+
+
+def add_wanted(request: Request, mode: str) -> None:
+    """Ask for the values that a request wants beside its tokens; `mode` counts if it says none."""
+    if (values := request.sampling.values) is not None:
+        flags = top_mode(values.mode or mode)
+        for sequence in request.sequences:
+            sequence.want(Wanted(values, flags, is_first=sequence.index == 0))
 
 
 def most_running(request: Request) -> int:

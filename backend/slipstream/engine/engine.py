@@ -20,7 +20,7 @@ from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
-from slipstream.engine.answers import add_sequences, most_running
+from slipstream.engine.answers import add_sequences, add_wanted, most_running
 from slipstream.engine.bisect import Bisection
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.reports import RequestLog
@@ -113,6 +113,7 @@ class Engine:
             self._scheduler.cache.blocks_for,
             has_tokenizer=vocab is not None,
             max_running=self._scheduler.max_running,
+            max_logits_bytes=limits.max_logits_bytes,
         )
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
@@ -148,6 +149,7 @@ class Engine:
         request = Request(bridge, message)
         parts = (message.token_ids, seed, self._runner.max_model_len, self._vocab)
         self._next_sequence_id += add_sequences(request, self._next_sequence_id, *parts)
+        add_wanted(request, self._limits.logprobs_mode)
         if not self._requests:
             self._last_step = time.monotonic()  # the idle time before does not count
             self._telemetry.resume()

@@ -252,6 +252,8 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         config.max_waiting_tokens,
         config.long_prompt_tokens,
         config.kv_cache_reuse,
+        config.logprobs_mode,
+        config.max_logits_bytes,
     )
     telemetry = Telemetry(config.gpu_hour_price, runner.memory)
     request_log = RequestLog(Path(config.request_log), telemetry) if config.request_log else None

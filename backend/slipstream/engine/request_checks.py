@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.ids import TokenIds, are_below
+from slipstream_contract.log_probs import WHOLE
 from slipstream_contract.probes import check_probe
 from slipstream_contract.retention import check_retention, check_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
@@ -31,6 +32,7 @@ class RequestBounds:
     blocks_for: Callable[[int], int]
     has_tokenizer: bool
     max_running: int  # sequences
+    max_logits_bytes: int = 1 << 26  # of one request
 
     def validate(self, message: Submit) -> None:
         """Raise `ContractError` with field, value and limit if the request cannot be served."""
@@ -38,6 +40,7 @@ class RequestBounds:
         self._check_sampling(message.sampling)
         if message.sampling.beams is not None:
             self._check_beams(len(message.token_ids), message.sampling)
+        self._check_values(message.sampling, len(message.token_ids))
         if not 0 <= message.priority <= LOWEST_PRIORITY:
             raise ContractError(f"priority is {message.priority}, not from 0 to {LOWEST_PRIORITY}")
         if message.is_probe:
@@ -90,6 +93,30 @@ class RequestBounds:
             raise ContractError(
                 f"beam_width is {width}: so many beams of up to {most} tokens need {needed} "
                 f"blocks, the KV cache has {total}; ask for fewer beams or a smaller max_tokens"
+            )
+
+    def _check_values(self, sampling: SamplingParams, num_prompt: int) -> None:
+        values, limit = sampling.values, self.max_logits_bytes
+        if values is None:
+            return
+        if sampling.beams is not None:
+            raise ContractError(
+                f"beam_width is {sampling.beams.width}, beside log probs of likely tokens or whole "
+                "logits: beams take over each other's tokens; return_log_probs is served"
+            )
+        num_outputs = sampling.n * min(sampling.max_tokens, self.max_model_len - num_prompt)
+        size = values.num_bytes(self.vocab_size, num_prompt, num_outputs)
+        if size > limit:
+            asked = [
+                *(["return_context_logits"] if values.context_logits else []),
+                *(["return_generation_logits"] if values.generation_logits else []),
+                *(["prompt_logprobs = -1"] if values.prompt == WHOLE else []),
+                *(["logprobs = -1"] if values.top == WHOLE else []),
+            ]
+            raise ContractError(
+                f"{' and '.join(asked)} of {num_prompt} tokens of prompt, up to {num_outputs} of "
+                f"output and a vocabulary of {self.vocab_size} take {size} bytes, at most {limit} "
+                "are served (max_logits_bytes)"
             )
 
     def _check_ids(self, field: str, token_ids: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic_ns
 
-from slipstream.core.batch import Batch, Outcome, Sampled
+from slipstream.core.batch import Batch, Outcome, Sampled, Top
 from slipstream.core.rows import chunk_row, decode_row
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
@@ -57,6 +57,8 @@ class Limits:
     max_waiting_tokens: int = 2_097_152
     long_prompt_tokens: int = 1024
     kv_cache_reuse: bool = True
+    logprobs_mode: str = "raw_logprobs"  # of requests that do not say
+    max_logits_bytes: int = 1 << 26  # of one request
 
 
 @dataclass(slots=True)
@@ -99,7 +101,7 @@ class Scheduler:
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
         self._running: dict[int, Sequence] = {}
-        self._num_with_tops = 0  # running sequences that want log probs of likely tokens
+        self._num_with_tops = 0  # running sequences that want values beside samples
         self._free_slots = list(range(self._max_running - 1, -1, -1))
         self._last_decodes: list[Sequence] | None = None  # of the last step, if it had no chunks
         self._groups = BeamGroups(self)
@@ -224,6 +226,8 @@ class Scheduler:
         owners = self._launched.popleft()
         samplers: list[Sequence | None] = []  # None: the row was void
         has_deferred = self.waiting.num_deferred > 0
+        for number, values in sampled.prompts.items():
+            owners[number].take_prompt(values)
         for row, owner in zip(batch.rows, owners, strict=True):
             owner.num_in_flight -= 1
             if owner.num_void:
@@ -238,6 +242,8 @@ class Scheduler:
         self._telemetry.tokens_sampled(
             [s for s in samplers if s is not None and s.status is not finished], now
         )
+        if batch.may_have_tops:
+            _hand_over(samplers, sampled)
         results = zip(samplers, sampled.token_ids, sampled.log_probs, sampled.outcomes, strict=True)
         for sequence, token_id, log_prob, outcome in results:
             if sequence is None:
@@ -382,7 +388,7 @@ class Scheduler:
         sequence.admit()
         sequence.slot = self._free_slots.pop()
         self._running[sequence.id] = sequence
-        self._num_with_tops += sequence.num_top >= 0
+        self._num_with_tops += sequence.wants_values
         if not sequence.first_scheduled_ns:
             self._telemetry.sequence_admitted(sequence)
             sequence.start(monotonic_ns())
@@ -434,7 +440,7 @@ class Scheduler:
     def release(self, sequence: Sequence, is_sound: bool = True) -> None:
         """Take slot and blocks from a sequence; not `is_sound`: they are not found again."""
         del self._running[sequence.id]
-        self._num_with_tops -= sequence.num_top >= 0
+        self._num_with_tops -= sequence.wants_values
         self._free_slots.append(sequence.slot)
         self.cache.release(sequence, is_sound)
 
@@ -459,6 +465,18 @@ class Scheduler:
             num_pending = sequence.num_pending - is_held
             assert num_pending <= sequence.num_in_flight == in_flight
             assert num_pending + sequence.num_void <= in_flight
-        assert self._num_with_tops == sum(s.num_top >= 0 for s in running)
+        assert self._num_with_tops == sum(s.wants_values for s in running)
         for sequence in running:
             assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens
+
+
+def _hand_over(samplers: list[Sequence | None], sampled: Sampled) -> None:
+    """Give sequences what a step made beside their samples."""
+    made: dict[Sequence, list[tuple[Top | None, bytes | None]]] = {}
+    for number, sequence in enumerate(samplers):
+        if sequence is not None and sequence.wanted is not None:
+            values = sampled.tops.get(number), sampled.logits.get(number)
+            made.setdefault(sequence, []).append(values)
+    for sequence, arrived in made.items():
+        assert sequence.wanted is not None
+        sequence.wanted.arrive(arrived)

@@ -68,7 +68,7 @@ class Reuse:
         """Find the longest computed prefix of a sequence's known tokens, the last one excluded."""
         window, size, last = self._window, self._size, sequence.num_known - 1
         match = PrefixMatch(tables=[[] for _ in range(window.num_tables)])
-        if not self.can_share(sequence):
+        if not self.can_share(sequence) or sequence.is_read_anew:
             return match
         digests, most = self._chain(sequence).digests, last // size
         number = most

@@ -62,6 +62,20 @@ class Decoder:
     ) -> Tensor:
         """Return logits of `token_ids [n] i64`: `[n, vocab]`, or only the rows that `inputs` of the
         last layer wants.
+        """
+        return self.logits(self.hidden(token_ids, inputs, caches))
+
+    def logits(self, residual: Residual) -> Tensor:
+        """Return the logits of rows of the last sum, `[n, hidden] -> [n, vocab]`."""
+        return self.head(self.norm, residual)
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        inputs: Sequence[AttentionInputs],
+        caches: Sequence[Tensor],
+    ) -> Residual:
+        """Return the sum behind the last block, of all rows or those that its inputs want.
 
         `inputs[i]` and `caches[i]` are layer i's; a cache is
         `[num_blocks, num_kv_heads, 2, block_size, head_size]`. All but the last want all rows.
@@ -69,4 +83,4 @@ class Decoder:
         residual = Residual(self.embedding(token_ids))
         for block, where, cache in zip(self.blocks, inputs, caches, strict=True):
             block(residual, where, cache)
-        return self.head(self.norm, residual)
+        return residual

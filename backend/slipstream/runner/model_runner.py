@@ -3,17 +3,21 @@
 import logging
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import torch
+from slipstream_contract.ids import pack
+from slipstream_contract.sampling import SamplingParams
 from torch import Tensor
 
-from slipstream.core.batch import Batch, Sampled
+from slipstream.core.batch import Batch, PromptAsk, Row, Sampled
 from slipstream.core.laps import Laps
 from slipstream.kernels.cache.copy_blocks import copy_blocks
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.staging.stage import start_step
 from slipstream.kvcache.host import Mover
 from slipstream.layers.attention import AttentionInputs, StepRows
+from slipstream.layers.residual import Residual
 from slipstream.layers.sliced import ROWS
 from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build
@@ -42,6 +46,7 @@ from slipstream.runner.step_arrays import (
 )
 from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.transfers import Transfers
+from slipstream.runner.values import Beside, has_prompts, piece_rows, wants_logits
 
 _log = logging.getLogger(__name__)
 _EDIT_BYTES = 1 << 20  # of a step with a graph
@@ -106,6 +111,8 @@ class ModelRunner:
         self.window = window = plan.window
         self.attention_doubles_at = plan.attention_doubles_at
         self._attention = plan.attention
+        self._dtype, self._is_sliced = plan.dtype, plan.config.deterministic
+        self._hidden_size = plan.model.dims.hidden_size
         places = plan.groups.places
         # Of each layer its table and window, and its place in the cache.
         self._layers = [(each[0], w) for each, w in zip(places, plan.model.windows, strict=True)]
@@ -147,12 +154,13 @@ class ModelRunner:
         with jit.compile_ahead():
             for shape in [*buckets.shapes, alone, mixed]:
                 self._prepare(shape)()
+            self._prepare_prompt()()
             self._copy_blocks(Batch((), 0, copies=((0, 0),)))
         laps.lap("compiling")
         largest = max(buckets.shapes, key=lambda shape: shape.num_tokens)
         left = left_on_gpu(
             plan.device,
-            lambda: self._prepare(mixed)(),
+            lambda: [self._prepare(mixed)(), self._prepare_prompt()()],
             [lambda: self._prepare(alone)(), lambda: self._prepare(largest)()],
         )
         laps.lap("largest step")
@@ -202,10 +210,10 @@ class ModelRunner:
         size = sum([row.samples for row in batch.rows])
         if self._tables.device.type == "cpu":
             return _OnHost(lambda: self._compute(batch, first, before, size))
-        self._run(batch, first, before)
+        beside = self._run(batch, first, before)
         done = self._done[first > 0]
         done.record()
-        return _StepOnDevice(done, lambda: self._read(batch, first, size))
+        return _StepOnDevice(done, lambda: self._read(batch, first, size, beside))
 
     def memory(self) -> tuple[int, int]:
         """Bytes that torch holds on the device, and of pinned memory on the host."""
@@ -221,14 +229,15 @@ class ModelRunner:
         return self.launch(batch).wait()
 
     def _compute(self, batch: Batch, first: int, before: int, size: int) -> Sampled:
-        self._run(batch, first, before)
-        return self._read(batch, first, size)
+        return self._read(batch, first, size, self._run(batch, first, before))
 
-    def _read(self, batch: Batch, first: int, size: int) -> Sampled:
+    def _read(self, batch: Batch, first: int, size: int, beside: Beside | None) -> Sampled:
         """Return the results of a completed step, which begin at `first`."""
-        asks = asks_of(batch)
-        tops = self._tops.read(asks, first) if asks else {}
-        return Sampled(*self._results.read(first, size), tops)
+        samples = self._results.read(first, size)
+        if not batch.may_have_tops:
+            return Sampled(*samples)
+        tops = self._tops.read(asks, first) if (asks := asks_of(batch)) else {}
+        return Sampled(*samples, tops, *(({}, {}) if beside is None else beside.read()))
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -244,7 +253,7 @@ class ModelRunner:
 
     # --- a step --------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch, first: int, before: int) -> None:
+    def _run(self, batch: Batch, first: int, before: int) -> Beside | None:
         """Put a step into the stream; results from `first` on, those of the last from `before`.
 
         With a graph nothing is done for which torch would have to be in inference mode: on a host
@@ -253,7 +262,9 @@ class ModelRunner:
         if batch.copies:
             self._copy_blocks(batch)
         shape = self._builder.layout.shape_of(batch)
-        found = None if self._graphs is None else self._graphs.find(shape)
+        beside = Beside() if has_prompts(batch) or wants_logits(batch) else None
+        has_graph = self._graphs is not None and not has_prompts(batch)
+        found = self._graphs.find(shape) if has_graph and self._graphs is not None else None
         if found is not None:
             shape = found[0]
         arrays = self._builder.build(batch, shape, first, before)
@@ -267,11 +278,18 @@ class ModelRunner:
         self._staging.sent()
         logits = None if captured is None else captured.logits
         if logits is None:
-            logits = self._step(shape, StepInputs.of(base, arrays))
-        if asks := asks_of(batch):
-            inputs = StepInputs.of(base, arrays).sampling
-            sampled = self._results.token_ids
-            self._tops.launch(logits, asks, arrays.samples, inputs, self._counts, sampled, first)
+            inputs = StepInputs.of(base, arrays)
+            if beside is not None and has_prompts(batch):
+                logits = self._step_with_prompts(shape, inputs, batch, beside)
+            else:
+                logits = self._step(shape, inputs)
+        if batch.may_have_tops:
+            given = StepInputs.of(base, arrays).sampling, self._counts, self._results.token_ids
+            if asks := asks_of(batch):
+                self._tops.launch(logits, asks, arrays.samples, *given, first)
+            if beside is not None:
+                beside.copy_logits(batch, logits, arrays.samples.tolist(), *given)
+        return beside
 
     @torch.inference_mode()
     def _count(self, history: HistoryArrays) -> None:
@@ -303,16 +321,48 @@ class ModelRunner:
             sample_tokens(logits, inputs.sampling, self._counts, self._results)
         return logits
 
+    @torch.inference_mode()
+    def _step_with_prompts(
+        self, shape: StepShape, inputs: StepInputs, batch: Batch, beside: Beside
+    ) -> Tensor:
+        """Run a step that keeps all tokens, and make values of prompts beside its samples."""
+        hidden = self._hidden(shape, inputs, keeps_all=True).values
+        logits = hidden.new_empty((0, self.vocab_size))
+        if shape.num_samples:
+            logits = self._model.logits(Residual(hidden[inputs.sample_rows]))
+            sample_tokens(logits, inputs.sampling, self._counts, self._results)
+        beside.make_prompts(
+            batch, hidden, self._model.logits, self._dtype, self.vocab_size, self._is_sliced
+        )
+        return logits
+
+    def _prepare_prompt(self) -> Callable[[], object]:
+        """Return what makes the values of the largest piece of a prompt."""
+        count = piece_rows(self.vocab_size, self._dtype.itemsize)
+        ids = pack([0] * count)
+        row = Row(0, 0, ids, 0, (), False, SamplingParams(max_tokens=1), 0, 0, num_prompt=count + 1)
+        row = msgspec.structs.replace(row, prompt=PromptAsk(0, ids, 1, 0, has_logits=False))
+        shape, device = (count, self._hidden_size), self._tables.device
+        hidden = torch.zeros(shape, dtype=self._dtype, device=device)
+        given = self._model.logits, self._dtype, self.vocab_size, self._is_sliced
+        return lambda: Beside().make_prompts(Batch((row,), 0), hidden, *given)
+
     def _forward(self, shape: StepShape, inputs: StepInputs) -> Tensor:
         """Run the kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""
+        return self._model.logits(self._hidden(shape, inputs))
+
+    def _hidden(self, shape: StepShape, inputs: StepInputs, keeps_all: bool = False) -> Residual:
+        """Run the kernels up to the sum behind the last block, of all tokens or of the sampled."""
         x, tables = inputs, self._tables[: shape.num_rows * self._num_tables]
         results = self._results.token_ids
         start_step(x.header, x.words, x.token_ids, x.sources, results, tables)
         of_layers = self._inputs(shape, inputs, tables)
-        if shape.num_decodes < shape.num_tokens:  # else all tokens are sampled, in order
+        if (
+            shape.num_decodes < shape.num_tokens and not keeps_all
+        ):  # else all tokens are sampled, in order
             of_layers[-1] = of_layers[-1].of_last_layer(x.sample_rows, x.sample_starts)
         caches = [self._caches[place] for place in self._places]
-        return self._model(x.token_ids, of_layers, caches)
+        return self._model.hidden(x.token_ids, of_layers, caches)
 
     def _inputs(
         self, shape: StepShape, inputs: StepInputs, tables: Tensor

@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 
 import torch
+from slipstream_contract.log_probs import MODES
 
 from slipstream import quant
 from slipstream.config import (
@@ -319,6 +320,10 @@ def _check_fields(config: EngineConfig) -> None:
     ):
         _at_least(config, field, 1)
     _at_least(config, "kv_cache_host_bytes", 0)
+    _at_least(config, "max_logits_bytes", 0)
+    if config.logprobs_mode not in MODES:
+        modes = ", ".join(MODES)
+        raise ConfigError(f"logprobs_mode = {config.logprobs_mode!r} is not one of {modes}")
     _at_least(config, "stuck_after_s", MIN_STUCK_AFTER_S)
     if not 0 <= config.gpu_hour_price < inf:
         raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")

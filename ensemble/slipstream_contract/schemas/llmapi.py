@@ -40,7 +40,7 @@ _NAMES = {name: _PREFIX + name for name in (*_NUMBERS, *_FLAGS)} | {"Streaming":
 
 _LABELS = {name: _PREFIX + name for name in (*_NUMBERS, _STOP)}
 _STOP_LABEL = {"stop": "stop (which cancels the request of this id; see sampling_param_stop)"}
-_WITHOUT_OUTPUT = ("logprobs", "prompt_logprobs")
+_WITHOUT_OUTPUT = ("logprobs", "prompt_logprobs", "logprobs_mode")
 
 
 def llmapi_request(
@@ -66,8 +66,11 @@ def llmapi_request(
         handling,
     )
     check_pairs(request, "llmapi")
+    # Log probs are TensorRT-LLM's, of the edited logits; vLLM's are before any edit.
+    log_probs = request.options.cumulative_log_prob
+    changes: dict[str, Any] = {"seed": seed, "log_probs": log_probs, "values": None}
     return msgspec.structs.replace(
-        request, sampling=msgspec.structs.replace(request.sampling, seed=seed)
+        request, sampling=msgspec.structs.replace(request.sampling, **changes)
     )
 
 

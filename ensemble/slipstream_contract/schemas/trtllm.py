@@ -25,6 +25,7 @@ from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import Inputs, is_triton_parameter, token_ids
+from slipstream_contract.log_probs import LogProbs
 from slipstream_contract.pairs import check_pairs
 from slipstream_contract.request import (
     GenerateRequest,
@@ -178,7 +179,15 @@ def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -
     if not samples or values["temperature"] == 0.0 or values["top_k"] == 1:
         values = greedy(values)
     values["top_p"] = values["top_p"] or 1.0
-    return SamplingParams(**values)
+    return SamplingParams(**values, values=_logits(read))
+
+
+def _logits(read: Inputs) -> LogProbs | None:
+    """Return which whole logits are wanted; None: none."""
+    context, generation = (read.flag(f"return_{name}_logits") for name in ("context", "generation"))
+    if not (context or generation):
+        return None
+    return LogProbs(context_logits=context, generation_logits=generation)
 
 
 def _options(

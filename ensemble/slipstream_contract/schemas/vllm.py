@@ -29,6 +29,7 @@ from slipstream_contract.inputs import (
     to_number,
     to_whole,
 )
+from slipstream_contract.log_probs import LogProbs, check_mode, check_num_top
 from slipstream_contract.pairs import check_pairs
 from slipstream_contract.request import GenerateRequest, ResponseOptions, Words, split_handling
 from slipstream_contract.sampling import FIELDS, SamplingParams, greedy, normalised
@@ -37,7 +38,6 @@ from slipstream_contract.tensors import MODELS
 # Parameters of vLLM that we do not serve -> values that ask for nothing.
 _LATER: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
-    "prompt_logprobs": (None,),
     "flat_logprobs": (None, False),
     "use_beam_search": (None, False),
     "length_penalty": (None, 0, 1),
@@ -59,7 +59,7 @@ _LATER: dict[str, tuple[object, ...]] = {
 _SERVED = frozenset(
     {asked.name for entry in FIELDS.values() if (asked := entry.asked("vllm")) is not None}
     | {"stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "bad_words", "logit_bias"}
-    | {"logprobs", "add_special_tokens"}
+    | {"logprobs", "prompt_logprobs", "logprobs_mode", "add_special_tokens"}
 )
 
 
@@ -92,8 +92,8 @@ def build_request(
     if not text:
         raise ContractError("text_input is empty")
     sampling = _sampling(values)
-    if options.log_probs or options.cumulative_log_prob:
-        sampling = msgspec.structs.replace(sampling, log_probs=True)
+    wanted = _log_probs(values, options.log_probs or options.cumulative_log_prob)
+    sampling = msgspec.structs.replace(sampling, values=wanted)
     bad_words = values.words("bad_words", limits.MAX_LIST_BYTES)
     return GenerateRequest(
         prompt=text,
@@ -147,6 +147,10 @@ class Values:
     def flag(self, name: str, default: bool = False) -> bool:
         """Return true or false. Raises ContractError."""
         return to_flag(self.label(name), self._values.get(name, default))
+
+    def text(self, name: str) -> str:
+        """Read a text, empty where there is none."""
+        return decode(name, self._values.get(name, ""))
 
     def words(self, name: str, most_bytes: int) -> tuple[str, ...]:
         """Read a text or a list of texts, at most `most_bytes` together, none empty."""
@@ -297,7 +301,6 @@ def _sampling(values: Values) -> SamplingParams:
         stop_token_ids=values.ids("stop_token_ids"),
         stop_words=tuple(w.encode() for w in values.words("stop", limits.MAX_STOP_BYTES)),
         bias=values.bias("logit_bias"),
-        log_probs=_log_probs(values, chosen["temperature"]),
     )
 
 
@@ -308,17 +311,17 @@ def _seed(seed: int | None) -> int | None:
     return int(np.array(seed, np.int64).astype(np.uint64))
 
 
-def _log_probs(values: Values, temperature: float) -> bool:
-    """Return whether log probabilities are wanted; only the sampled token has one."""
-    wanted = values.whole_or_none("logprobs")
-    if wanted is None:
-        return False
-    limits.check_whole("logprobs", wanted, 0)
-    # The likeliest token is the sampled one where decoding is greedy.
-    limit = 1 if temperature == 0.0 else 0
-    if wanted > limit:
-        raise ContractError(
-            f"logprobs is {wanted}, at most {limit} is supported yet: 0 for the sampled tokens, "
-            "1 also for the likeliest where temperature is 0"
-        )
-    return True
+def _log_probs(values: Values, are_sent: bool) -> LogProbs | None:
+    """Return what is wanted beside the tokens; `are_sent`: of the sampled ones at least."""
+    mode = values.text("logprobs_mode")
+    top, prompt = (values.whole_or_none(name) for name in ("logprobs", "prompt_logprobs"))
+    for name, number in (("logprobs", top), ("prompt_logprobs", prompt)):
+        if number is not None:
+            check_num_top(name, number)
+    if mode:
+        check_mode(mode)
+    if not are_sent:
+        top = None
+    elif top is None:
+        top = 0
+    return None if top is None and prompt is None else LogProbs(top=top, prompt=prompt, mode=mode)

@@ -1,0 +1,178 @@
+"""Whole logits of a step's rows, and values of tokens of prompts; few requests want them.
+
+A step with rows that want values of a prompt keeps all tokens in its last layer and runs eagerly.
+The head then runs over so many of these tokens at a time that their logits take `LOGITS_BYTES`,
+whatever the length of the prompt; what is kept of them goes to host memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.core.batch import Batch, PromptAsk, PromptValues, TopMode
+from slipstream.kernels.sampling.sample import ROW
+from slipstream.kernels.sampling.top_log_probs import (
+    ASK,
+    ASK_WORDS,
+    TopResults,
+    processed_after,
+    top_log_probs,
+)
+from slipstream.layers.residual import Residual
+from slipstream.layers.sliced import ROWS
+from slipstream.runner.sampler import SamplingInputs
+from slipstream.wire import Likely
+
+assert ROW.fields is not None
+_RESULT = ROW.fields["result"][1] // 4
+LOGITS_BYTES = 1 << 26  # of one piece of a prompt
+
+
+def piece_rows(vocab_size: int, itemsize: int) -> int:
+    """Return how many rows of logits are made at a time: a multiple of `ROWS` where many fit."""
+    rows = LOGITS_BYTES // (vocab_size * itemsize)
+    return max(1, rows if rows < ROWS else rows // ROWS * ROWS)
+
+
+def has_prompts(batch: Batch) -> bool:
+    """Return whether rows of a batch want values of their prompts."""
+    return batch.may_have_tops and any(row.prompt is not None for row in batch.rows)
+
+
+def wants_logits(batch: Batch) -> bool:
+    """Return whether rows of a batch want whole logits of their samples."""
+    return batch.may_have_tops and any(row.logits_mode >= 0 for row in batch.rows)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory that the device copies to."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+@dataclass
+class _Part:
+    """What a row's `PromptAsk` gets, once the step is complete."""
+
+    start: int
+    ask: PromptAsk
+    num_positions: int
+    tops: list[TopResults] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)  # in the model's dtype, on the host
+
+    def read(self) -> PromptValues:
+        likely = None
+        if self.ask.num_top >= 0:
+            columns = (np.concatenate([x.numpy() for x in c]) for c in zip(*self.tops, strict=True))
+            ids, values, ranks, own = columns if self.tops else (np.zeros(0, np.int32),) * 4
+            data = (ids.tobytes(), values.tobytes(), ranks.tobytes(), own.tobytes())
+            likely = Likely(len(self.ask.next_ids), self.ask.num_top, *data)
+        logits = b"".join(x.float().numpy().tobytes() for x in self.logits)
+        return PromptValues(self.start, self.num_positions, likely, logits)
+
+
+class Beside:
+    """Values of one step beside its samples and their likeliest tokens."""
+
+    def __init__(self) -> None:
+        self._logits: dict[int, Tensor] = {}
+        self._parts: dict[int, _Part] = {}
+
+    def read(self) -> tuple[dict[int, bytes], dict[int, PromptValues]]:
+        """Return whole logits by sample, and values of prompts by row; the step is complete."""
+        logits = {i: row.float().numpy().tobytes() for i, row in self._logits.items()}
+        return logits, {i: part.read() for i, part in self._parts.items()}
+
+    @torch.inference_mode()
+    def copy_logits(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        places: list[int],
+        inputs: SamplingInputs,
+        counts: Tensor,
+        sampled: Tensor,
+    ) -> None:
+        """Copy rows of logits `[n, vocab]` to the host, for samples that want them whole.
+
+        `places` are their rows of each sample; the other arguments are those of `top_log_probs`.
+        """
+        rows = [row for row in batch.rows if row.samples]
+        for sample, row in enumerate(rows):
+            if row.logits_mode < 0:
+                continue
+            at = slice(places[sample], places[sample] + 1)
+            made = logits[at]
+            if row.logits_mode & TopMode.PROCESSED:
+                record = inputs.rows[at]
+                token = sampled[record[:, _RESULT].long()]
+                edited, temperature = processed_after(made, record, inputs.edits, counts, token)
+                made = edited / temperature
+            out = _empty((made.shape[1],), made.dtype, made.device)
+            self._logits[sample] = out.copy_(made[0], non_blocking=True)
+
+    @torch.inference_mode()
+    def make_prompts(
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        head: Callable[[Residual], Tensor],
+        dtype: torch.dtype,
+        vocab_size: int,
+        is_sliced: bool,
+    ) -> None:
+        """Make the values of prompts that rows of a batch want.
+
+        Args:
+            batch: the step.
+            hidden: `[tokens, hidden]`, behind the last block, row by row.
+            head: from hidden states to logits.
+            dtype, vocab_size: of the logits.
+            is_sliced: whether the head takes multiples of `ROWS` alone.
+        """
+        most, end_of_row = piece_rows(vocab_size, dtype.itemsize), 0
+        for number, row in enumerate(batch.rows):
+            begin_of_row, end_of_row = end_of_row, end_of_row + len(row.token_ids)
+            if (ask := row.prompt) is None:
+                continue
+            size = len(row.token_ids) - ask.first
+            # What follows the prompt is output, after a preemption.
+            size = min(size, row.num_prompt - row.start - ask.first)
+            part = self._parts[number] = _Part(row.start + ask.first, ask, size)
+            first = begin_of_row + ask.first
+            for begin in range(0, size, most):
+                end = min(size, begin + most)
+                index = torch.arange(first + begin, first + end, device=hidden.device)
+                if is_sliced:
+                    index = torch.cat([index, index[-1:].expand(-len(index) % ROWS)])
+                logits = head(Residual(hidden[index]))[: end - begin]
+                self._keep(part, logits, list(ask.next_ids[begin:end]))
+
+    @staticmethod
+    def _keep(part: _Part, logits: Tensor, next_ids: list[int]) -> None:
+        """Keep what is wanted of some rows of logits; the last may have no next token."""
+        ask, device = part.ask, logits.device
+        if ask.has_logits:
+            out = _empty(tuple(logits.shape), logits.dtype, device)
+            part.logits.append(out.copy_(logits, non_blocking=True))
+        if ask.num_top < 0 or not next_ids:
+            return
+        records = np.zeros(len(next_ids), ASK)
+        records["row"] = np.arange(len(next_ids))
+        records["num_top"], records["mode"], records["token"] = ask.num_top, ask.mode, next_ids
+        words = torch.from_numpy(records.view(np.int32).reshape(-1, ASK_WORDS)).to(device)
+        count, i32, f32 = len(next_ids), torch.int32, torch.float32
+        found = TopResults(
+            _empty((count, ask.num_top), i32, device),
+            _empty((count, ask.num_top), f32, device),
+            _empty((count,), i32, device),
+            _empty((count,), f32, device),
+        )
+        nothing = torch.zeros((1, 1), dtype=torch.int32, device=device)
+        rows = torch.zeros((1, ROW.itemsize // 4), dtype=torch.int32, device=device)
+        counts = nothing.to(torch.int16).expand(0, logits.shape[1]).contiguous()
+        edits = nothing.expand(0, 2).contiguous()
+        top_log_probs(logits, words, rows, edits, counts, nothing[0].long(), found)
+        part.tops.append(found)
