@@ -1,17 +1,22 @@
 """Features in pairs on a real server, over gRPC and HTTP, which must agree: see tests/features."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 import numpy as np
 import pytest
+from fixtures.contract.asking import array_of
 from fixtures.features import answers
+from fixtures.features.bad import Bad, bad_bodies
 from fixtures.features.house import DECLARED, tensors_of
 from fixtures.features.pairing import cases
 from fixtures.features.table import MODELS, body_of
-from fixtures.server.support import CHECKPOINT, Client, serving
+from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, serving, text
 from fixtures.tiers import quick_of
 from slipstream_client.cli import main
+from slipstream_contract.tensors import LLMAPI
 from slipstream_serve.server import server_directory
 
 pytestmark = pytest.mark.triton
@@ -44,17 +49,27 @@ def as_arrays(event: dict[str, Any]) -> dict[str, np.ndarray]:
     return arrays
 
 
+def wire_tensors(model: str, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a body's tensors and parameters as gRPC has them."""
+    inputs, parameters = tensors_of(model, body)
+    if DECLARED[model].max_batch_size:  # scalars, too, have two dimensions on the wire
+        inputs = {k: array[None] if array.ndim == 1 else array for k, array in inputs.items()}
+    return inputs, {k: str(v) if isinstance(v, float) else v for k, v in parameters.items()}
+
+
+def ask_grpc(client: Client, model: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the responses of a gRPC stream. Raises RequestError."""
+    inputs, parameters = wire_tensors(model, body)
+    return client.stream(model, parameters=parameters, **inputs)
+
+
 @pytest.mark.parametrize(
     "case", quick_of(CASES, SAMPLE), ids=["-".join((model, *names)) for model, names in CASES]
 )
 def test_both_protocols_give_the_answer_of_the_features(client: Client, case) -> None:
     model, names = case
     body = body_of(model, names)
-    inputs, parameters = tensors_of(model, body)
-    named = {k: str(v) if isinstance(v, float) else v for k, v in parameters.items()}
-    if DECLARED[model].max_batch_size:  # scalars, too, have two dimensions on the wire
-        inputs = {k: array[None] if array.ndim == 1 else array for k, array in inputs.items()}
-    responses = client.stream(model, parameters=named, **inputs)
+    responses = ask_grpc(client, model, body)
     answer = answers.read(model, names, responses)
     answers.check(model, names, answer, responses)
     if any(isinstance(value, list) and isinstance(value[0], list) for value in body.values()):
@@ -64,3 +79,52 @@ def test_both_protocols_give_the_answer_of_the_features(client: Client, case) ->
     assert (other.texts, other.num_tokens) == (answer.texts, answer.num_tokens)
     pairs = zip(other.log_probs, answer.log_probs, strict=True)
     assert all(np.allclose(*pair, atol=1e-4) for pair in pairs)
+
+
+@pytest.mark.parametrize("model", quick_of(MODELS, (LLMAPI.name,)))
+def test_bad_values_are_refused_by_both_protocols_and_no_stream_notices(client, model) -> None:
+    with canary(client):
+        for bad in bad_bodies(model):
+            with pytest.raises(RequestError, match=named(bad)):
+                ask_grpc(client, model, bad.body)
+            if not can_be_json(bad.body):
+                continue  # NaN is no JSON, and tensors of two dimensions have no body
+            with pytest.raises(RequestError, match=named(bad)):
+                client.events(model, **bad.body)
+
+
+def named(bad: Bad) -> str:
+    return rf"INVALID_ARGUMENT: (.*\W)?{bad.field}(\W|$)"
+
+
+def can_be_json(body: dict[str, Any]) -> bool:
+    lists = [value if isinstance(value, list) else [value] for value in body.values()]
+    values = [value for each in lists for value in each]
+    is_flat = not any(isinstance(value, list) for value in values)
+    return is_flat and all(isfinite(value) for value in values if isinstance(value, float))
+
+
+@pytest.mark.parametrize("model", quick_of(MODELS, ("vllm_model",)))
+def test_every_input_of_another_type_or_shape_is_refused_by_its_name(client, model) -> None:
+    """By the server itself, or by the model; whatever the input asks for."""
+    declared = DECLARED[model]
+    good = wire_tensors(model, body_of(model, []))[0]
+    with canary(client):
+        for tensor in declared.inputs:
+            other = np.array([b"x"], object) if tensor.dtype != "STRING" else np.array([1.5])
+            rank = len(tensor.dims) + (declared.max_batch_size > 0)
+            of_type = array_of(tensor, *([b"x"] if tensor.dtype == "STRING" else [1]))
+            for array in (other.reshape((1,) * rank), of_type.reshape((1,) * (rank + 1))):
+                with pytest.raises(RequestError, match=rf"'?{tensor.name}\b"):
+                    client.stream(model, **good | {tensor.name: array})
+
+
+@contextmanager
+def canary(client: Client) -> Iterator[None]:
+    """A long stream beside the block, whose text must be what it is by itself."""
+    body = {"text_input": PROMPT, "max_tokens": 400, "min_tokens": 400, "stream": True}
+    alone = text(client.stream("tensorrt_llm_bls", **body))
+    running = client.iterate("tensorrt_llm_bls", **body)
+    responses = [next(running)]
+    yield
+    assert text([*responses, *running]) == alone
