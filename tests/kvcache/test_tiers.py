@@ -90,8 +90,9 @@ class Tiers(Machine):
         self.runner = Runner(num_slots, *sizes, window=window)
         self.runner.max_tokens = num_tokens
         self.mover = self.runner.transfers
-        limits = Limits(num_seqs, num_tokens, 8, 200)
-        self.engine = Engine(limits, self.runner, Words(), clock=lambda: self.now_ns)
+        limits = Limits(num_seqs, num_tokens, 8, 200, max_num_rows=num_seqs + 8)
+        options = {"clock": lambda: self.now_ns, "speculation": self.drafts}
+        self.engine = Engine(limits, self.runner, Words(), **options)
         self.client = Client(self.engine)
 
     @rule(direction=st.sampled_from(Direction), times=st.integers(1, 3))

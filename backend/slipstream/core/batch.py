@@ -24,6 +24,9 @@ class PromptAsk(msgspec.Struct, frozen=True, gc=False):
 class Row(msgspec.Struct, frozen=True, gc=False):
     """The part of a step that belongs to one sequence.
 
+    A sequence has one row, or with drafts a row for each of several tokens, one after another, over
+    the same tables. All rows write keys and values before any of them attends.
+
     The row computes `token_ids` at positions `start`, `start + 1`, ... If `samples`, it also
     samples output number `num_outputs` of the sequence from the logits of its last token.
 
@@ -78,13 +81,18 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of a step: `rows[:num_decodes]` sample after one token each; then prefill chunks."""
+    """The rows of a step: `rows[:num_decodes]` sample after one token each; then prefill chunks.
+
+    `num_drafts` of the decodes have a draft as their token. They follow the row of their sequence's
+    last known token, one position further each: see `core/drafts.py`.
+    """
 
     rows: tuple[Row, ...]
     num_decodes: int
     continues: bool = False  # same sequences as the step launched before, one token further each
     copies: tuple[tuple[int, int], ...] = ()  # (source, target) blocks, copied before the rows run
     may_have_tops: bool = True  # False: no row wants values beside its sample; none is looked at
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -129,3 +137,7 @@ class Sampled:
     tops: Mapping[int, Top] = field(default_factory=dict)  # of the samples whose row wants one
     logits: Mapping[int, bytes] = field(default_factory=dict)  # the same; fp32 `[vocab]`
     prompts: Mapping[int, PromptValues] = field(default_factory=dict)  # by the row's number
+
+    def part(self, numbers: slice) -> "Sampled":
+        """Return the entries of some rows."""
+        return Sampled(self.token_ids[numbers], self.log_probs[numbers], self.outcomes[numbers])

@@ -4,6 +4,7 @@ The input token of a decode may still be in flight, sampled by the step before: 
 the sample (`Row.source`) instead of the id.
 """
 
+from msgspec.structs import replace
 from slipstream_contract.ids import TokenIds
 
 from slipstream.core.batch import Row
@@ -44,6 +45,50 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
     sequence.num_pending += 1
     sequence.sample = sample
     return row
+
+
+def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
+    """Return the rows of the last token, which is known, and of each draft after it.
+
+    They make samples from number `first_sample` on. The drafts are taken from the sequence.
+    """
+    drafts, sequence.drafts = sequence.drafts, []
+    rows = [chunk_row(sequence, 1, first_sample)]
+    first, edits, known = rows[0], sequence.edits, sequence.num_known
+    num_seen = 0 if edits is None else edits.num_seen
+    seen = sequence.ids(max(0, known - num_seen), known)
+    for number, token_id in enumerate(drafts, start=1):
+        num_outputs = first.num_outputs + number
+        seen.append(token_id)
+        rows.append(
+            replace(
+                first,
+                token_ids=TokenIds("i", [token_id]),
+                start=first.start + number,
+                num_outputs=num_outputs,
+                edits=b"" if edits is None else edits.pack(num_outputs, seen),
+                is_new=False,
+                history=None,
+            )
+        )
+    sequence.num_scheduled += len(drafts)
+    sequence.num_tokens += len(drafts)
+    sequence.num_in_flight += len(drafts)
+    sequence.num_pending += len(drafts)
+    return rows
+
+
+def rows_with_drafts(decodes: list[Sequence]) -> tuple[list[Row], list[Sequence]]:
+    """Return the rows of decodes and of their drafts, which are the step's, and whose each is."""
+    rows: list[Row] = []
+    owners: list[Sequence] = []
+    for sequence in decodes:
+        if sequence.drafts:
+            rows += draft_rows(sequence, len(rows))
+        else:
+            rows.append(decode_row(sequence, len(rows)))
+        owners += [sequence] * (len(rows) - len(owners))
+    return rows, owners
 
 
 def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:

@@ -8,6 +8,7 @@ from slipstream_contract.sampling import SamplingParams
 
 from slipstream.core.batch import PromptAsk, PromptValues, TopMode
 from slipstream.core.cache_state import CacheState
+from slipstream.core.draft_state import DraftState
 from slipstream.core.edits import Edits, counts_tokens, needs_edits
 from slipstream.core.prefix import DigestChain
 from slipstream.core.stop import Ending, RawBytes, StopChecker
@@ -71,6 +72,8 @@ class Sequence:
     __slots__ = (
         "cache",
         "device_s",
+        "draft",
+        "drafts",
         "edits",
         "ending",
         "first_scheduled_ns",
@@ -81,6 +84,7 @@ class Sequence:
         "is_new",
         "is_reported",
         "is_spared",
+        "is_speculating",
         "last_token_ns",
         "length",
         "log_probs",
@@ -150,6 +154,9 @@ class Sequence:
         self.is_new = True  # nothing scheduled since it was admitted
         self.needs_history = False  # its tokens must be counted anew for penalties
         self.needs_every_token = False  # the next edits depend on a pending token
+        self.is_speculating = False  # not scheduled while a token is pending: drafts follow it
+        self.drafts: list[int] = []  # for its next rows
+        self.draft: DraftState | None = None  # None: it never had drafts
         self.status = SequenceStatus.WAITING
         self.edits: Edits | None = None
         self.stop = StopChecker(sampling, vocab, max_outputs)

@@ -17,6 +17,7 @@ from typing import Protocol
 from slipstream_runtime.admission import Load
 
 from slipstream.core.batch import Batch, Sampled
+from slipstream.core.drafts import Speculation
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
@@ -85,6 +86,7 @@ class Engine:
         clock: Callable[[], int] = time.monotonic_ns,
         telemetry: Telemetry | None = None,
         request_log: RequestLog | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.fatal: Exception | None = None
         self.num_steps = 0
@@ -104,6 +106,7 @@ class Engine:
             runner.window,
             runner.transfers,
             runner.attention_doubles_at,
+            speculation,
         )
         self._bounds = RequestBounds(
             runner.vocab_size,

@@ -19,6 +19,8 @@ deferred more than `MAX_DEFERRALS` times.
 A step may be scheduled while the one before it runs, whose tokens are then known by number only
 (`Sequence.num_pending`): a row names its sample. A sequence that turns out to have ended has a row
 in flight that is ignored; a sequence that is preempted meanwhile still gets its token.
+
+Drafts go into steps of decodes alone: see `verification.py`.
 """
 
 from collections import deque
@@ -27,7 +29,8 @@ from dataclasses import dataclass, field
 from time import monotonic_ns
 
 from slipstream.core.batch import Batch, Outcome, Sampled, Top
-from slipstream.core.rows import chunk_row, decode_row
+from slipstream.core.drafts import Speculation, take_runs
+from slipstream.core.rows import chunk_row, decode_row, rows_with_drafts
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.core.window import AttentionWindow
@@ -35,6 +38,7 @@ from slipstream.engine.beam_group import Beam
 from slipstream.engine.beam_groups import BeamGroups
 from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.telemetry import Telemetry
+from slipstream.engine.verification import Result, Verification
 from slipstream.engine.waiting import WaitingQueue
 from slipstream.kvcache.cache import Copies, KVCache
 from slipstream.kvcache.host import Mover
@@ -59,6 +63,7 @@ class Limits:
     kv_cache_reuse: bool = True
     logprobs_mode: str = "raw_logprobs"  # of requests that do not say
     max_logits_bytes: int = 1 << 26  # of one request
+    max_num_rows: int = 0  # of a step that samples, drafts included; 0: max_num_seqs
 
 
 @dataclass(slots=True)
@@ -89,11 +94,17 @@ class Scheduler:
         window: AttentionWindow | None = None,
         mover: Mover | None = None,
         attention_doubles_at: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         self._prefill_budget = prefill_budget = PrefillBudget(clock, attention_doubles_at)
         pool = (num_blocks, block_size, limits.kv_cache_reuse, clock)
         self.cache = KVCache(*pool, window, mover, lambda: prefill_budget.token_ns)
         self._telemetry = telemetry or Telemetry()
+        self._verification: Verification | None = None
+        if speculation is not None:
+            max_rows = max(limits.max_num_rows, limits.max_num_seqs)
+            parts = (self.cache, self._telemetry, max_rows)
+            self._verification = Verification(speculation, *parts)
         self.num_preemptions = 0
         self._max_tokens = limits.max_num_batched_tokens
         self._long_tokens = limits.long_prompt_tokens
@@ -155,6 +166,8 @@ class Scheduler:
             self.waiting.discard(sequence)
         self.waiting.wake(sequence.id)
         sequence.finish(ending)
+        if self._verification is not None:
+            self._verification.release(sequence)
         self._changed[sequence.id] = sequence
 
     def take_changed(self) -> list[Sequence]:
@@ -196,7 +209,9 @@ class Scheduler:
             elif (
                 num_tokens < sequence.num_final  # else its last token is in flight
                 and num_tokens <= sequence.cache.capacity  # else it waits for a fence
-                and not (sequence.num_pending and sequence.needs_every_token)
+                and not (
+                    sequence.num_pending and (sequence.needs_every_token or sequence.is_speculating)
+                )
             ):
                 decodes.append(sequence)
         num_long = sum(s.num_tokens > self._long_tokens for s in prefills)
@@ -208,10 +223,20 @@ class Scheduler:
             self._admit_waiting(draft)
         if not decodes and not draft.chunks:
             return None
+        has_drafts = False
+        if self._verification is not None and only is None and not draft.chunks:
+            num_running = len(self._running)
+            has_drafts = self._verification.add_drafts(decodes, draft.budget, num_running)
         copies = self.cache.launch()
         self._prefill_budget.start_step(
             len(decodes), sum(num_tokens for _, num_tokens in draft.chunks)
         )
+        if has_drafts:
+            self._last_decodes = None
+            rows, owners = rows_with_drafts(decodes)
+            self._launched.append(owners)
+            num_drafts, has_tops = len(rows) - len(decodes), self._num_with_tops > 0
+            return Batch(tuple(rows), len(rows), False, copies, has_tops, num_drafts)
         return self._build_batch(decodes, draft.chunks, copies)
 
     def commit(self, batch: Batch, sampled: Sampled) -> list[Sequence]:
@@ -222,10 +247,9 @@ class Scheduler:
         self.cache.complete()
         self._prefill_budget.finish_step()
         now = monotonic_ns()
-        changed, running, finished = self._changed, SequenceStatus.RUNNING, SequenceStatus.FINISHED
+        running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         owners = self._launched.popleft()
         samplers: list[Sequence | None] = []  # None: the row was void
-        has_deferred = self.waiting.num_deferred > 0
         for number, values in sampled.prompts.items():
             owners[number].take_prompt(values)
         for row, owner in zip(batch.rows, owners, strict=True):
@@ -239,12 +263,32 @@ class Scheduler:
                 owner.num_computed = row.start + len(row.token_ids)
             if row.samples:
                 samplers.append(owner)
+        if batch.may_have_tops:
+            _hand_over(samplers, sampled)
+        drafted = take_runs(batch, samplers) if batch.num_drafts else ()
         self._telemetry.tokens_sampled(
             [s for s in samplers if s is not None and s.status is not finished], now
         )
-        if batch.may_have_tops:
-            _hand_over(samplers, sampled)
         results = zip(samplers, sampled.token_ids, sampled.log_probs, sampled.outcomes, strict=True)
+        self._append_all(results, now)
+        for sequence, numbers in drafted:
+            assert self._verification is not None
+            rows, own = batch.rows[numbers], sampled.part(numbers)
+            self._verification.commit(sequence, rows, own, now, self._append_all)
+        if self._groups:
+            for lead, ending in self._groups.take(samplers, sampled):
+                self._changed[lead.id] = lead
+                if ending is not None:
+                    self.finish(lead, ending)
+        for owner in owners if self.cache.window.size else ():
+            if owner.status is running:
+                self.cache.free_outside_window(owner)
+        return owners
+
+    def _append_all(self, results: Iterable[Result], now: int) -> None:
+        """Give sequences their samples: token, log prob and outcome; void rows have no sequence."""
+        changed, finished = self._changed, SequenceStatus.FINISHED
+        has_deferred = self.waiting.num_deferred > 0
         for sequence, token_id, log_prob, outcome in results:
             if sequence is None:
                 continue
@@ -268,15 +312,6 @@ class Scheduler:
                 if ending.reason is FinishReason.END:
                     self._telemetry.uncount_token(sequence)
                 self.finish(sequence, ending)
-        if self._groups:
-            for lead, ending in self._groups.take(samplers, sampled):
-                changed[lead.id] = lead
-                if ending is not None:
-                    self.finish(lead, ending)
-        for owner in owners if self.cache.window.size else ():
-            if owner.status is running:
-                self.cache.free_outside_window(owner)
-        return owners
 
     def roll_back(self) -> list[Sequence]:
         """Void the steps in flight; return the sequences of the oldest one's rows that still run.
@@ -291,7 +326,8 @@ class Scheduler:
         for owners in rows:
             for sequence in owners:
                 sequence.roll_back()
-        return [sequence for sequence in rows[0] if sequence.status is SequenceStatus.RUNNING]
+        running = SequenceStatus.RUNNING
+        return [sequence for sequence in dict.fromkeys(rows[0]) if sequence.status is running]
 
     # --- rows ----------------------------------------------------------------------------------
 
@@ -460,7 +496,7 @@ class Scheduler:
         for sequence in [*idle, *running]:
             assert sequence.num_preemptions <= MAX_PREEMPTIONS
             assert sequence.num_tokens == sequence.num_known + sequence.num_pending
-            in_flight = sum(sequence in owners for owners in self._launched)
+            in_flight = sum(owners.count(sequence) for owners in self._launched)
             is_held = isinstance(sequence, Beam) and sequence.top is not None
             num_pending = sequence.num_pending - is_held
             assert num_pending <= sequence.num_in_flight == in_flight

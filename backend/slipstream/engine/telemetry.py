@@ -63,7 +63,8 @@ class Telemetry:
         self._last_end_s = ended_s
         host_s = max(0.0, took_s - waited_s)
         num_decodes, num_tokens = batch.num_decodes, batch.num_tokens
-        num_rows, num_of_decodes, num_of_probes = len(batch.rows), num_decodes, 0
+        num_rows = len(batch.rows) - batch.num_drafts  # of sequences
+        num_of_decodes, num_of_probes = num_decodes - batch.num_drafts, 0
         num_context = num_tokens - num_decodes
         if self.num_probes:
             for place, (row, owner) in enumerate(zip(batch.rows, owners, strict=True)):
@@ -71,7 +72,7 @@ class Telemetry:
                     num_of_probes += len(row.token_ids)
                     num_rows -= 1
                     num_of_decodes -= place < num_decodes
-            num_context = num_tokens - num_of_probes - num_of_decodes
+            num_context = num_tokens - num_of_probes - num_of_decodes - batch.num_drafts
         self._last = (num_rows, num_rows - num_of_decodes, num_context, num_of_decodes)
         shares = ((self._clients, num_tokens - num_of_probes), (self._probes, num_of_probes))
         for metrics, size in shares:

@@ -7,6 +7,7 @@ tables (`Sequence.tables`, one for each layer group, see `core/groups.py`); othe
     admit                give a sequence tables: the blocks of its match, and new ones
     grow                 add room for one more block of tokens
     fork                 give one sequence the computed tokens of another
+    give_back            free the blocks beyond a sequence's tokens
     free_outside_window  free blocks that no later token of the sequence sees
     computed             register blocks that a step has computed, so that others find them
     release              free the tables; a launched step may still touch them, so they are fenced
@@ -270,6 +271,20 @@ class KVCache:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give `child` the computed tokens of `parent`; see `fork.py` and `num_for_fork`."""
         self._copies += self._forks.fork(parent, child)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Free the last blocks that none of the sequence's tokens is in, as drafts were wrong."""
+        if sequence.is_spared:
+            return  # it owns all that it can ever need
+        num_left = (sequence.cache.capacity - max(sequence.num_tokens, 1)) // self.block_size
+        if num_left <= 0:
+            return
+        tables = sequence.cache.tables
+        for table in tables:
+            self._blocks.free(reversed(table[len(table) - num_left :]))
+        sequence.cache.tables = tuple(table[: len(table) - num_left] for table in tables)
+        sequence.cache.capacity -= num_left * self.block_size
+        sequence.is_new = True  # what the runner knows of its tables is too long
 
     def release(self, sequence: Sequence, is_sound: bool = True) -> None:
         """Free all blocks of a sequence, which has nothing computed from then on.

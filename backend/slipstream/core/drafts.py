@@ -1,0 +1,81 @@
+"""Speculation: drafts of a sequence's next tokens, verified by the step that computes them.
+
+A step with k drafts has k + 1 rows of a sequence: of its last known token, and of each draft. Row i
+samples output number n + i with that number's own random numbers, and its token counts if all
+drafts before it were right:
+
+    rows     last known    draft 1    draft 2    draft 3
+    sampled  draft 1       draft 2    other      (void)
+    output   draft 1, draft 2, other
+
+Each token that is kept was sampled after exactly the tokens before it. So whatever is proposed, a
+sequence gets the tokens that it gets without drafts; a draft decides only how soon.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from slipstream.core.batch import Batch, Row
+
+if TYPE_CHECKING:
+    from slipstream.core.sequence import Sequence
+
+
+class Drafter(Protocol):
+    """A source of drafts."""
+
+    name: str
+
+    def propose(self, sequence: "Sequence", k: int) -> list[int]:
+        """Return at most `k` tokens that may follow the known ones of a sequence.
+
+        None of the sequence's tokens is pending. It has at least one output.
+        """
+
+    def release(self, sequence: "Sequence") -> None:
+        """Discard what is held of a sequence, which has ended; called once, or never."""
+
+
+class Speculation(Protocol):
+    """The decision which sequences get how many drafts, and whose."""
+
+    def propose(
+        self, decodes: list["Sequence"], max_drafts: int
+    ) -> Iterable[tuple["Sequence", list[int]]]:
+        """Return drafts for some of a step's decodes, at most `max_drafts` tokens together.
+
+        Those of `decodes` that have pending tokens get none. Sets `Sequence.is_speculating` of
+        those that are worth waiting for: they are not scheduled while a token is pending.
+        """
+
+    def verified(
+        self, sequence: "Sequence", num_drafts: int, num_right: int, num_wrong: int
+    ) -> None:
+        """Note what became of `num_drafts` drafts: the first were right, the next was wrong.
+
+        What was behind a wrong one, or behind the end of the sequence, is not judged.
+        """
+
+    def release(self, sequence: "Sequence") -> None:
+        """Discard what is held of a sequence, which has ended."""
+
+
+def take_runs(batch: Batch, samplers: list["Sequence | None"]) -> list[tuple["Sequence", slice]]:
+    """Take sequences with drafts from the samplers of a step: each, and the numbers of its rows."""
+    runs: list[tuple[Sequence, slice]] = []
+    rows, start = batch.rows, 0
+    for end in range(1, batch.num_decodes + 1):  # decodes sample: their rows are their samples
+        if end < batch.num_decodes and rows[end].sequence_id == rows[start].sequence_id:
+            continue
+        sequence = samplers[start]
+        if end - start > 1 and sequence is not None:
+            runs.append((sequence, slice(start, end)))
+            samplers[start:end] = [None] * (end - start)
+        start = end
+    return runs
+
+
+def is_right(sequence: "Sequence", row: Row) -> bool:
+    """Return whether a row's draft is the token that was sampled right before it, and is known."""
+    is_known = sequence.num_known == row.start + 1
+    return is_known and sequence.outputs[-1] == row.token_ids[0]

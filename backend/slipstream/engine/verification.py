@@ -1,0 +1,94 @@
+"""Put drafts into a step and apply what became of them: see `core/drafts.py`.
+
+No sequence is preempted for drafts, and blocks that only rejected ones needed go back at once.
+"""
+
+from collections.abc import Callable, Iterable
+
+from slipstream.core.batch import Row, Sampled
+from slipstream.core.drafts import Speculation, is_right
+from slipstream.core.sequence import Sequence, SequenceStatus
+from slipstream.engine.telemetry import Telemetry
+from slipstream.kvcache.cache import KVCache
+
+Result = tuple[Sequence | None, int, float, int]  # and a token, its log prob, its outcome
+Append = Callable[[Iterable[Result], int], None]
+
+
+class Verification:
+    """The drafts of one scheduler's steps, at most `max_rows` rows of a step with its decodes."""
+
+    def __init__(
+        self, speculation: Speculation, cache: KVCache, telemetry: Telemetry, max_rows: int
+    ) -> None:
+        self._speculation = speculation
+        self._cache = cache
+        self._telemetry = telemetry
+        self._max_rows = max_rows
+        self.release = speculation.release
+
+    def add_drafts(self, decodes: list[Sequence], budget: int, num_running: int) -> bool:
+        """Give decodes their drafts, as many as fit; return whether there are any.
+
+        Args:
+            decodes: those of a step that has no chunks.
+            budget: tokens that the step can still take.
+            num_running: sequences that hold blocks.
+        """
+        room = max(0, min(budget, self._max_rows - len(decodes)))
+        has_drafts = False
+        for sequence, proposed in self._speculation.propose(decodes, room):
+            assert not sequence.num_pending, "drafts after an unknown token"
+            most = sequence.num_final - sequence.num_tokens - 1  # the last token needs no draft
+            count = max(0, min(len(proposed), most))
+            while sequence.num_tokens + count > sequence.cache.capacity:
+                if not self._grow(sequence, num_running):
+                    count = sequence.cache.capacity - sequence.num_tokens
+            sequence.drafts = proposed[:count]
+            has_drafts |= count > 0
+        return has_drafts
+
+    def _grow(self, sequence: Sequence, num_running: int) -> bool:
+        """Add room for one more block of tokens if every running sequence could do the same."""
+        tables = self._cache.shortest_tables(sequence)
+        num_spare = num_running * self._cache.window.num_tables
+        can_grow = self._cache.num_free >= len(tables) + num_spare
+        if can_grow:
+            self._cache.grow(sequence, tables)
+        return can_grow
+
+    def commit(
+        self,
+        sequence: Sequence,
+        rows: tuple[Row, ...],
+        sampled: Sampled,
+        now: int,
+        append: Append,
+    ) -> None:
+        """Apply the rows of a sequence for as long as the drafts in them are right.
+
+        Args:
+            sequence: their sequence.
+            rows: of the last known token, then of each draft.
+            sampled: the samples of these rows.
+            now: `time.monotonic_ns()`.
+            append: gives sequences their samples.
+        """
+        num_right = num_wrong = 0
+        results = zip(sampled.token_ids, sampled.log_probs, sampled.outcomes, strict=True)
+        for row, result in zip(rows, results, strict=True):
+            if sequence.status is SequenceStatus.FINISHED:
+                break
+            if row is not rows[0]:
+                if not is_right(sequence, row):
+                    sequence.rewind()
+                    num_wrong = 1
+                    break
+                num_right += 1
+            self._telemetry.tokens_sampled([sequence], now)
+            if sequence.status is SequenceStatus.RUNNING:
+                sequence.num_computed = row.start + 1
+            append([(sequence, *result)], now)
+        self._speculation.verified(sequence, len(rows) - 1, num_right, num_wrong)
+        if sequence.status is SequenceStatus.RUNNING:
+            self._cache.give_back(sequence)
