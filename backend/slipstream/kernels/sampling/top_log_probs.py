@@ -75,6 +75,19 @@ def processed_after(
     return torch.cat(parts), torch.cat(temperatures)
 
 
+def _likeliest(logits: Tensor, k: int) -> Tensor:
+    """Return the ids of the `k` highest logits of each row, equal ones by rising id, `[n, k]`."""
+    if k == 0:
+        return torch.zeros((len(logits), 0), dtype=torch.int64, device=logits.device)
+    logits = logits.nan_to_num(float("-inf"), float("inf"), float("-inf"))
+    lowest = logits.topk(k).values[:, -1:]
+    above, equal = logits > lowest, logits == lowest
+    room = k - above.sum(-1, keepdim=True)
+    ids = (above | (equal & (equal.cumsum(-1) <= room))).nonzero()[:, 1].view(-1, k)
+    order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, order)
+
+
 @op(
     f"logits[n,v]:T, asks[a,{ASK_WORDS}]:i32, rows[r,{ROW_WORDS}]:i32, edits[e,2]:i32, "
     "counts[s,v]:i16, sampled[p]:i64"
@@ -120,12 +133,12 @@ def top_log_probs(
         has_logits = ((asks[which, 2] & _LOGITS) != 0)[:, None]
         values = ranked / temperature
         values = torch.where(has_logits, values, values.log_softmax(-1))
-        order = ranked.sort(dim=-1, descending=True, stable=True).indices
+        order = _likeliest(ranked, k)
         own_ranked = ranked.gather(-1, tokens[:, None])
         is_before = torch.arange(size, device=logits.device) < tokens[:, None]
         better = (ranked > own_ranked) | ((ranked == own_ranked) & is_before)
-        out.top_ids[which, :k] = order[:, :k].int()
-        out.top_values[which, :k] = values.gather(-1, order[:, :k])
+        out.top_ids[which, :k] = order.int()
+        out.top_values[which, :k] = values.gather(-1, order)
         out.ranks[which] = 1 + better.sum(-1).int()
         out.values[which] = values.gather(-1, tokens[:, None])[:, 0]
 
