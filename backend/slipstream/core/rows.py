@@ -69,6 +69,7 @@ def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
                 edits=b"" if edits is None else edits.pack(num_outputs, seen),
                 is_new=False,
                 history=None,
+                prompt=None,
             )
         )
     sequence.num_scheduled += len(drafts)
