@@ -77,7 +77,7 @@ _SAMPLING = {
     "min_length": _scalars([0, 1], [-1, INT32_MAX], "min_tokens"),
     "end_id": _ID,
     "pad_id": _ID,
-    "beam_width": _scalars([1], [0, 2, -1]),
+    "beam_width": _scalars([1], [0, 33, -1]),
     "length_penalty": _scalars([0, 1], [2, NAN, -1]),
 }
 _TEXT_FIELDS = _SAMPLING | {
@@ -231,8 +231,8 @@ VLLM: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
         ],
     ),
     "logprobs": ([0, None, 5, 20, -1], [-2, 21, 10**6, "x"]),
-    "best_of": ([None, 1], [2, "x", _LONG]),
-    "use_beam_search": ([False], [True]),
+    "best_of": ([None, 1], [0, 257, "x", _LONG]),
+    "use_beam_search": ([False], ["x", 5]),
     "structured_outputs": ([None, {}], [{"regex": "(a+)+$"}, "x", {"regex": _LONG}]),
     "guided_decoding": ([None], [{"json": {"$ref": "#"}}]),
     "prompt_logprobs": ([None, 0, 1, 20], [-2, 10**6, "x"]),

@@ -75,6 +75,11 @@ class Submit(ToEngine, frozen=True):
     is_probe: bool = False  # counted apart from clients
     is_streaming: bool = False  # of a beam search: the beams are wanted after every step
 
+    @property
+    def num_streams(self) -> int:
+        """Number of indices of its `Tokens`: all beams of a search come together."""
+        return 1 if self.sampling.beams is not None else self.sampling.n
+
 
 class Cancel(ToEngine, frozen=True):
     """A request to end all sequences of a request. An unknown number is counted, not an error."""

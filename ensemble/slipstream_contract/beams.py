@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from slipstream_contract import limits
 from slipstream_contract.errors import ContractError, clip
-from slipstream_contract.fields import MODEL, Asked, Bounds, Field, Row, Source, read_fields
+from slipstream_contract.fields import Asked, Bounds, Field, Source, read_fields, table
+from slipstream_contract.log_probs import LogProbs
 
 REACHABLE, AT_WIDTH, NEVER = 0, 1, 2
 """When to stop: no running beam can beat the ended ones at its present length; as soon as `width`
@@ -50,7 +52,6 @@ class Beams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "stop once `width` beams have ended (true)",
             trtllm=None,
             vllm=None,
-            rows=(Row("`early_stopping`", 0, "1; on `vllm_model` also `never`", MODEL),),
         ),
     ] = AT_WIDTH
     diversity_rate: Annotated[
@@ -62,6 +63,13 @@ class Beams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             vllm=None,
         ),
     ] = 0.0
+
+
+BEAM_NAMES = frozenset(
+    {asked.name for entry in table(Beams).values() if (asked := entry.asked("trtllm")) is not None}
+    | {"early_stopping"}
+)
+"""Names of TensorRT-LLM's inputs of a search."""
 
 
 def trtllm_beams(read: Source, names: Mapping[str, str], n: int | None) -> Beams | None:
@@ -125,6 +133,38 @@ def _check_count(n: int | None, width: int, name: str, width_name: str) -> None:
 
 def _needs_search(label: str, value: object, what: str) -> ContractError:
     return ContractError(f"{label} is {clip(value)}, which has no effect without {what}")
+
+
+def with_log_probs(sampling: Any, wanted: LogProbs | None) -> Any:
+    """Return sampling parameters, of several candidates, with the log probs that are wanted.
+
+    A search has those of its tokens alone. Of samples, the prompt's belong to no single one. Raises
+    ContractError.
+    """
+    if wanted is None:
+        return sampling
+    search = "beam_width" if sampling.beams is not None else "best_of"
+    refused = {
+        "prompt_logprobs": wanted.prompt is not None,
+        "return_context_logits": wanted.context_logits,
+        "return_generation_logits": wanted.generation_logits and sampling.beams is not None,
+    }
+    for name, is_asked in refused.items():
+        if is_asked:
+            raise ContractError(f"{name} and {search} (use_beam_search): only tokens are compared")
+    if sampling.beams is None:
+        return replace(sampling, values=wanted)
+    if wanted.top:
+        raise ContractError(
+            f"logprobs is {wanted.top} and use_beam_search is true: a search returns those of its "
+            "tokens alone, so at most 0 is served"
+        )
+    if wanted.mode not in ("", "processed_logprobs"):
+        raise ContractError(
+            f"logprobs_mode is {wanted.mode} and use_beam_search is true: a search compares "
+            "processed_logprobs"
+        )
+    return replace(sampling, log_probs=True)
 
 
 def refuse_sampling(values: Mapping[str, Any], unfiltered: Mapping[str, object]) -> None:

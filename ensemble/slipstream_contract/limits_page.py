@@ -1,6 +1,7 @@
 """Every bound on a request, as docs/limits.md shows it; tests check each row on what refuses."""
 
 from slipstream_contract import limits
+from slipstream_contract.beams import Beams
 from slipstream_contract.fields import BOTH, ENGINE, MODEL, SERVER, Row, markdown, rows
 from slipstream_contract.retention import SALT_ROW, Retention
 from slipstream_contract.sampling import SamplingParams
@@ -12,6 +13,7 @@ ROWS = (
     Row("prompt, tokens", 1, "`max_model_len` - 1, and what the KV cache holds", BOTH),
     Row("token ids", 0, "vocabulary - 1", ENGINE),
     *rows(SamplingParams),
+    *rows(Beams),
     Row("`sampling_parameters`, bytes", 0, limits.MAX_JSON_BYTES, MODEL),
     *rows(Urgency),
     SALT_ROW,

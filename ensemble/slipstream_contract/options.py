@@ -7,6 +7,8 @@ knows, keeps the model from loading, by name: it must not look as if it had an e
 import difflib
 from collections.abc import Mapping
 
+from slipstream_contract.limits import MAX_BEAM_WIDTH
+
 SERVED = frozenset(
     {"tokenizer_dir", "add_special_tokens", "skip_special_tokens", "exclude_input_in_output"}
 )
@@ -16,7 +18,7 @@ _EITHER = ("true", "false")
 NEUTRAL: dict[str, tuple[str, ...]] = {
     "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
     "batch_scheduler_policy": ("max_utilization", "guaranteed_no_evict"),  # same tokens either way
-    "max_beam_width": ("1",),
+    "max_beam_width": tuple(map(str, range(1, MAX_BEAM_WIDTH + 1))),
     "decoding_mode": ("auto", "top_k", "top_p", "top_k_top_p"),
     "enable_chunked_context": ("true",),
     "enable_kv_cache_reuse": ("true",),

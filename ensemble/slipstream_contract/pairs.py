@@ -47,6 +47,12 @@ def _is_search(request: GenerateRequest) -> bool:
 
 FEATURES: Mapping[str, Asked] = {
     "n": Asked("several answers (`n`)", _answers),
+    "best_of": Asked(
+        "the best of several samples (`best_of` above `n`)",
+        lambda request: (
+            f"best_of is {request.sampling.best_of}" if request.sampling.best_of else ""
+        ),
+    ),
     "greedy": Asked(
         "greedy decoding (`temperature` 0)",
         lambda request: "temperature is 0" if request.sampling.temperature == 0 else "",
@@ -63,6 +69,8 @@ FEATURES: Mapping[str, Asked] = {
 
 PAIRS = (
     Pair("n", "greedy", "greedy decoding has one answer", ("vllm", "llmapi")),
+    Pair("best_of", "greedy", "greedy decoding has one answer", ("vllm", "llmapi")),
+    Pair("best_of", "stream", "the best are known when all have ended", ("vllm", "llmapi")),
     Pair("stream", "echo", "a stream has new text only", ("vllm",)),
 )
 

@@ -218,17 +218,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ),
         ),
     ] = None
-
-    # `n` of `best_of` samples are returned, those of the highest sum of log probs; 0: all `n`.
+    # `n` of `best_of` samples are returned, those of the highest sum of log probs; None: all `n`.
     best_of: Annotated[
-        int,
+        int | None,
         Field(
             "samples of which the best are returned",
-            Bounds(0, limits.MAX_SEQUENCES),
+            Bounds(1, limits.MAX_SEQUENCES),
             trtllm=None,
-            vllm=None,
         ),
-    ] = 0
+    ] = None
     beams: Beams | None = None  # a beam search, of which `n` beams are returned
 
 

@@ -9,9 +9,53 @@ decode.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_FIRST, _LAST = 1, 2
+_FIRST, _LAST, _BEAMS = 1, 2, 4
 _MAX_TAIL = 3  # bytes: a character of UTF-8 has four
 NUM_INTEGERS = 6  # before the token ids
+
+
+class BeamState(NamedTuple):
+    """A whole beam on its way to postprocessing."""
+
+    token_ids: Sequence[int]
+    drop_bytes: int = 0  # cut from the end of the last token's bytes
+    is_last: bool = True  # it has ended: an incomplete UTF-8 tail is flushed
+
+
+def pack_beams(slot: int, number: int, beams: Sequence[BeamState]) -> list[int]:
+    """Return the integers of a response that holds whole beams instead of new tokens.
+
+    Their count stands where a stream's `drop_bytes` does; each beam is its length, its
+    `drop_bytes`, whether it is the last of it, and its tokens.
+    """
+    packed = [slot, number, _BEAMS, len(beams), 0, 0]
+    for token_ids, drop_bytes, is_last in beams:
+        packed += (len(token_ids), drop_bytes, int(is_last), *token_ids)
+    return packed
+
+
+def has_beams(values: Sequence[int]) -> bool:
+    """Return whether integers are of `pack_beams` rather than of `StreamState.pack`."""
+    return len(values) >= NUM_INTEGERS and values[2] == _BEAMS
+
+
+def unpack_beams(values: Sequence[int]) -> tuple[int, int, list[BeamState]]:
+    """Invert `pack_beams`: return slot, number and beams.
+
+    Raises ValueError for what `pack_beams` never makes.
+    """
+    slot, number, _, count, *rest = values[:NUM_INTEGERS]
+    beams, place = [], NUM_INTEGERS
+    for _ in range(count):
+        size, drop_bytes, is_last = values[place : place + 3]
+        place += 3
+        if not 0 <= size <= len(values) - place or drop_bytes < 0 or is_last not in (0, 1):
+            raise ValueError(f"a beam of {size} tokens")
+        beams.append(BeamState(values[place : place + size], drop_bytes, bool(is_last)))
+        place += size
+    if place != len(values) or any(rest) or count < 0:
+        raise ValueError("integers behind the last beam")
+    return slot, number, beams
 
 
 class StreamState(NamedTuple):

@@ -134,7 +134,7 @@ _TEXT_INPUTS = """
     top_k INT32[1]?
     top_p FP32[1]?
     temperature FP32[1]?
-    length_penalty FP32[1]? =0 1
+    length_penalty FP32[1]?
     repetition_penalty FP32[1]?
     min_tokens INT32[1]?
     min_length INT32[1]?
@@ -149,7 +149,7 @@ _TEXT_INPUTS = """
     return_kv_cache_reuse_stats BOOL[1]?
     return_num_input_tokens BOOL[1]?
     return_num_output_tokens BOOL[1]?
-    beam_width INT32[1]? =1
+    beam_width INT32[1]?
     stream BOOL[1]?
     prompt_embedding_table FP16[-1,-1]? =
     prompt_table_extra_id UINT64[1]? =0
@@ -271,19 +271,19 @@ _LLM_INPUTS = """
     stop_words_list INT32[2,-1]?~
     bad_words_list INT32[2,-1]?~
     embedding_bias FP32[-1]?~
-    beam_width INT32[1]?r =1
+    beam_width INT32[1]?r
     temperature FP32[1]?r
     runtime_top_k INT32[1]?r
     runtime_top_p FP32[1]?r
     runtime_top_p_min FP32[1]?r =0 1e-6
     runtime_top_p_decay FP32[1]?r =1
     runtime_top_p_reset_ids INT32[1]?r =-1
-    len_penalty FP32[1]?r =0 1
-    early_stopping BOOL[1]?r =0
+    len_penalty FP32[1]?r
+    early_stopping BOOL[1]?r
     repetition_penalty FP32[1]?r
     min_tokens INT32[1]?r
     min_length INT32[1]?r
-    beam_search_diversity_rate FP32[1]?r =0
+    beam_search_diversity_rate FP32[1]?r
     presence_penalty FP32[1]?r
     frequency_penalty FP32[1]?r
     seed UINT64[1]?r

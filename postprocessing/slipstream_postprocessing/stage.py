@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb
 from slipstream_contract import limits
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.parameters import StageParameters
-from slipstream_contract.stream_state import StreamState
+from slipstream_contract.stream_state import StreamState, has_beams, unpack_beams
 from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.credit import NUM_SLOTS, CreditFile, Taker
 from slipstream_runtime.directory import hide_shared_memory, open_runtime
@@ -28,6 +28,9 @@ _STATE = "STREAM_STATE"
 # sooner after the last query than the first of these times, and any response after the second.
 # `tensorrt_llm` queries before a stream starts.
 _CHECK_EVERY, _MIN_CHECK_NS, _MAX_CHECK_NS = 3, 30_000_000, 120_000_000
+
+
+_Part = tuple[StreamState, Sequence[int]]  # of one text
 
 
 class _Responses(list[Any]):
@@ -90,11 +93,10 @@ class TritonPythonModel:
         try:
             inputs = {tensor.name(): tensor for tensor in request.inputs()}
             if _STATE in inputs:
-                state, token_ids = self._streamed(inputs)
+                state, beams = self._streamed(inputs)
                 if state.slot >= 0 and self._checks_cancel and self._is_cancelled(request, state):
                     self._credits.mark_cancelled(state.slot, state.number)
-                check_ids(_STATE, token_ids)
-                texts = [detokenize(self._vocab, token_ids, state, self._skip_special)]
+                texts = [self._text_of(*beam) for beam in beams]
             else:
                 rows = _input(inputs, "TOKENS_BATCH"), _input(inputs, "SEQUENCE_LENGTH")
                 texts = detokenize_batch(self._vocab, *rows, self._skip_special)
@@ -120,17 +122,25 @@ class TritonPythonModel:
         self._credits.note_check(state.slot, state.number, now_ns)
         return bool(request.is_cancelled())
 
-    def _streamed(self, inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
-        """Return state and tokens of a streamed response. Raises ContractError if none was sent."""
-        state, token_ids = _read_state(inputs)
+    def _text_of(self, state: StreamState, token_ids: Sequence[int]) -> str:
+        check_ids(_STATE, token_ids)
+        return detokenize(self._vocab, token_ids, state, self._skip_special)
+
+    def _streamed(self, inputs: Mapping[str, Any]) -> tuple[StreamState, list[_Part]]:
+        """Return the state of a streamed response, and what to make text of.
+
+        Raises ContractError if no such response was sent.
+        """
+        state, parts = _read_state(inputs)
         if state.slot >= 0 and not self._credits.is_expected(state.slot, state.number):
             raise ContractError(
                 f"{_STATE} is malformed: slot {state.slot} has no response {state.number}"
             )
-        return state, token_ids
+        return state, parts
 
 
-def _read_state(inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
+def _read_state(inputs: Mapping[str, Any]) -> tuple[StreamState, list[_Part]]:
+    """Return the state, and a state and tokens for each text: one, or one a beam."""
     others = inputs.keys() - {_STATE}
     if others:
         raise ContractError(f"{_STATE} contains its tokens: leave out {min(others)}")
@@ -139,12 +149,24 @@ def _read_state(inputs: Mapping[str, Any]) -> tuple[StreamState, Sequence[int]]:
     values = rows.tolist()
     try:
         [row] = values
-        state, token_ids = StreamState.unpack(row)
+        state, parts = _unpack(row)
     except (ValueError, OverflowError):
         raise ContractError(f"{_STATE} is malformed: {clip(values)}") from None
     if not -1 <= state.slot < NUM_SLOTS or state.drop_bytes < 0:
         raise ContractError(f"{_STATE} is malformed: {clip(values)}")
-    return state, token_ids
+    return state, parts
+
+
+def _unpack(row: Sequence[int]) -> tuple[StreamState, list[_Part]]:
+    if not has_beams(row):
+        state, token_ids = StreamState.unpack(row)
+        return state, [(state, token_ids)]
+    slot, number, beams = unpack_beams(row)
+    parts = [
+        (StreamState(is_last=is_last, drop_bytes=drop_bytes), token_ids)
+        for token_ids, drop_bytes, is_last in beams
+    ]
+    return StreamState(slot, number), parts
 
 
 def _input(inputs: Mapping[str, Any], name: str) -> Any:

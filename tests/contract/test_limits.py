@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fixtures.contract.asking import inputs_of
 from slipstream_contract import limits
+from slipstream_contract.beams import Beams
 from slipstream_contract.errors import ContractError
 from slipstream_contract.limits import INT32_MAX
 from slipstream_contract.limits_page import ROWS, page
@@ -167,6 +168,18 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
         lambda v: vllm(prompt_logprobs=v),
         lambda v: engine(values=LogProbs(top=v)),
         lambda v: engine(values=LogProbs(prompt=v)),
+    ],
+    "`best_of` of `vllm_model`": [lambda v: vllm(best_of=v), lambda v: engine(best_of=v)],
+    "`beam_width`": [lambda v: text(beam_width=v), lambda v: engine(beams=Beams(width=v))],
+    "`length_penalty`": [
+        lambda v: text(beam_width=2, length_penalty=v),
+        lambda v: tokens(beam_width=2, len_penalty=v),
+        lambda v: vllm(n=2, use_beam_search=True, length_penalty=v),
+        lambda v: engine(beams=Beams(width=2, length_penalty=v)),
+    ],
+    "`beam_search_diversity_rate`": [
+        lambda v: tokens(beam_width=2, beam_search_diversity_rate=v),
+        lambda v: engine(beams=Beams(width=2, diversity_rate=v)),
     ],
     "`sampling_parameters`, bytes": [
         lambda v: vllm_request(

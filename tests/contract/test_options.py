@@ -36,7 +36,7 @@ def test_what_asks_for_nothing_loads():
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
-        ("max_beam_width", "4", "only 1 is served"),
+        ("max_beam_width", "64", "only 1 or 2 or 3 "),
         ("gpt_model_type", "V1", "only inflight_fused_batching or inflight_batching"),
         ("enable_kv_cache_reuse", "false", "set kv_cache_reuse in tensorrt_llm/1/model.json"),
         ("REPORT_CUSTOM_METRICS", "yes", "only no or false"),

@@ -181,8 +181,8 @@ def test_what_is_said_of_the_handling_is_in_the_request():
         ({"stop_word": "a"}, "'stop_word'; do you mean stop_words"),
         ({"tenant": 5}, "unknown request parameter 'tenant'"),
         (
-            {"beam_width": 4},
-            "^INVALID_ARGUMENT: beam_width is not supported yet: it is 4, only 1 is served$",
+            {"lora_task_id": 4},
+            "^INVALID_ARGUMENT: lora_task_id is not supported yet: it is 4, only 0 is served$",
         ),
         ({"return_context_logits": "maybe"}, "return_context_logits is 'maybe'"),
         ({"stop_words": "a"}, "stop_words .* must be a tensor"),

@@ -82,7 +82,7 @@ def test_the_answer_is_that_of_the_features(house: House, case) -> None:
 
 def _samples(names: list[str]) -> bool:
     """Return whether the LLM API samples with these features."""
-    return bool({"warm", "top_k", "top_p", "min_p", "n"} & {*names})
+    return bool({"warm", "top_k", "top_p", "min_p", "n", "best_of"} & {*names})
 
 
 GREEDY = [

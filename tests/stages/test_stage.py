@@ -20,7 +20,7 @@ import pytest
 from fixtures.stages.zoo import byte_level_bpe, save
 from slipstream_contract.errors import REASONS
 from slipstream_contract.parameters import StageParameters
-from slipstream_contract.stream_state import StreamState
+from slipstream_contract.stream_state import BeamState, StreamState, pack_beams
 from slipstream_runtime import admission
 from slipstream_runtime.admission import MAX_RETRY_MS, Load, LoadFile, path_of
 from slipstream_runtime.credit import CreditFile
@@ -256,10 +256,25 @@ def test_a_made_up_state_does_not_reach_the_stream_that_has_the_slot(
 
 
 @pytest.mark.usefixtures("utils")
+def test_beams_are_texts_of_one_response(repository: Path, runtime: Path) -> None:
+    model = post_stage(repository, dynamic=True)
+    file = CreditFile(runtime / "credits")
+    file.expect(1, 7)
+    tokenizer = byte_level_bpe()
+    beams = [BeamState(tokenizer.encode(text).ids) for text in ("fox", "dog")]
+    [response] = model.execute([Request(STREAM_STATE=np.array([pack_beams(1, 7, beams)]))])
+    assert response.outputs["OUTPUT"].tolist() == [b"fox", b"dog"]
+    assert file.is_acknowledged(1, 7)
+    model.finalize()
+
+
+@pytest.mark.usefixtures("utils")
 @pytest.mark.parametrize(
     "rows",
     [
         [[0, 1, 1]],
+        [[-1, 0, 4, 1, 0, 0, 9, 0, 1, 5]],
+        [[-1, 0, 4, 1 << 62, 0, 0, 1, 0, 1, 5]],
         [],
         [[-1, 0, 3, 0, 0, 0]] * 2,
         [[-2, 1, 1, 0, 0, 0, 7]],

@@ -126,6 +126,7 @@ class Bridge:
             request.cache_salt,
             request.retention,
             incoming.reply.is_probe,
+            request.options.is_streaming,
         )
 
     def start(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:

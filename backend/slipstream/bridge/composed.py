@@ -11,6 +11,7 @@ from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes, state_after
 
 from slipstream import wire
+from slipstream.bridge.beams import ComposedBeams
 from slipstream.bridge.bridge import Bridge, IncomingRequest, batch_size, row
 from slipstream.bridge.pieces import Extras, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
@@ -93,11 +94,13 @@ class Composed:
     def _streams(
         self, request: GenerateRequest, batch_index: int | None, requested: Set[str]
     ) -> list[Stream]:
-        streams = []
+        is_streaming, streams = request.options.is_streaming, list[Stream]()
+        if request.sampling.beams is not None:
+            return [Stream(ComposedBeams(request, requested, batch_index), is_streaming)]
         for index in range(request.sampling.n):
             sequence_index = index if request.sampling.n > 1 else None
             writer = ComposedWriter(request, self._vocab, requested, batch_index, sequence_index)
-            streams.append(Stream(writer, request.options.is_streaming))
+            streams.append(Stream(writer, is_streaming))
         return streams
 
 

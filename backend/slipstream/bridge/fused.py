@@ -5,6 +5,7 @@ from slipstream_contract.request import GenerateRequest
 from slipstream_contract.schemas.trtllm import text_request
 
 from slipstream import wire
+from slipstream.bridge.beams import FusedBeams
 from slipstream.bridge.bridge import Bridge, IncomingRequest, batch_size, row
 from slipstream.bridge.pieces import Extras, merge
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
@@ -47,22 +48,22 @@ class Fused:
         call = Call(incoming.reply, incoming.request_id)
         submits = []
         for index, request in enumerate(map(self._text.encode_request, requests)):
-            n = request.sampling.n
             batch_index = index if len(requests) > 1 else None
-            streams = [
-                Stream(
-                    FusedWriter(
-                        request,
-                        self._text.detokenizer(),
-                        batch_index,
-                        sequence_index if n > 1 else None,
-                    ),
-                    request.options.is_streaming,
-                )
-                for sequence_index in range(n)
-            ]
+            streams = self._streams(request, batch_index)
             submits.append(self._bridge.submit(call, request, streams, incoming))
         self._bridge.start(call, submits)
+
+    def _streams(self, request: GenerateRequest, batch_index: int | None) -> list[Stream]:
+        is_streaming, n = request.options.is_streaming, request.sampling.n
+        if request.sampling.beams is not None:
+            return [Stream(FusedBeams(request, self._text, batch_index), is_streaming)]
+        streams = []
+        for index in range(n):
+            sequence_index = index if n > 1 else None
+            detokenizer = self._text.detokenizer()
+            writer = FusedWriter(request, detokenizer, batch_index, sequence_index)
+            streams.append(Stream(writer, is_streaming))
+        return streams
 
 
 class FusedWriter:

@@ -20,7 +20,7 @@ class Ledger:
 
     def add(self, message: wire.Submit, is_first: bool = True) -> None:
         """Add a request that is being sent, for the first time or again."""
-        self._num_received[message.request] = [0] * message.sampling.n
+        self._num_received[message.request] = [0] * message.num_streams
         if is_first:
             self._unanswered[message.request] = message
 

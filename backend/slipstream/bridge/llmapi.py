@@ -13,6 +13,7 @@ from slipstream_contract.schemas.llmapi import llmapi_request
 from slipstream_contract.whole import RUNNING
 
 from slipstream import wire
+from slipstream.bridge.beams import latest, text_of
 from slipstream.bridge.bridge import Bridge, IncomingRequest
 from slipstream.bridge.pieces import Piece, merge, perf_outputs
 from slipstream.bridge.streams import Call, Credit, Outputs, Stream
@@ -75,9 +76,12 @@ class LlmApi:
     def _start(self, incoming: IncomingRequest, request: GenerateRequest) -> None:
         encoded = self._text.encode_request(request)
         call = Call(incoming.reply, incoming.request_id)
-        n = encoded.sampling.n
-        writer = LlmApiWriter(request, n, self._text, self._block_size)
-        streams = [Stream(writer, request.options.is_streaming, n)] * n
+        n, is_streaming = encoded.sampling.n, request.options.is_streaming
+        if encoded.sampling.beams is not None:
+            streams = [Stream(LlmApiBeams(request, self._text, self._block_size), is_streaming)]
+        else:
+            writer = LlmApiWriter(request, n, self._text, self._block_size)
+            streams = [Stream(writer, is_streaming, n)] * n
         submit = self._bridge.submit(call, encoded, streams, incoming)
         self._bridge.start(call, [submit])
 
@@ -132,6 +136,35 @@ class LlmApiWriter:
             outputs["cumulative_logprob"] = np.array(sums, np.float32)
         finished = sequences[0].finished
         if options.perf_metrics and is_last and finished is not None:
+            outputs |= _perf(finished, self._block_size)
+        return outputs
+
+
+class LlmApiBeams:
+    """Responses of a beam search; each has the whole text of every beam as it stands."""
+
+    def __init__(self, request: GenerateRequest, text: Text, block_size: int) -> None:
+        self._options = request.options
+        self._block_size = block_size
+        self._prompt = request.text if request.options.echo else ""
+        self._text = text
+
+    def write(self, tokens: list[wire.Tokens], is_last: bool, credit: Credit | None) -> Outputs:
+        """Return the text of every beam, after the prompt if it is to be echoed."""
+        beams, finished = latest(tokens)
+        options, skip = self._options, self._options.skip_special_tokens
+        texts = [self._prompt + text_of(self._text, beam, [], skip) for beam in beams]
+        outputs = {"text_output": _strings(texts)}
+        ends = [(RUNNING if each.reason is None else _REASONS[each.reason]) for each in beams]
+        if options.finish_reason:
+            outputs["finish_reason"] = _strings(ends)
+        if options.stop_reason:
+            words = [RUNNING if each.reason is None else str(each.stop_reason) for each in beams]
+            outputs["stop_reason"] = _strings(words)
+        if options.cumulative_log_prob:
+            sums = [beam.cum_log_prob for beam in beams]
+            outputs["cumulative_logprob"] = np.array(sums, np.float32)
+        if options.perf_metrics and finished is not None:
             outputs |= _perf(finished, self._block_size)
         return outputs
 

@@ -79,7 +79,7 @@ class Senders:
             else:  # the error ends the call, after the last tokens of every stream
                 call.num_open -= 1
                 is_taken = True
-                if stream.is_streaming and any(each.token_ids for each in tokens):
+                if stream.is_streaming and any(each.token_ids or each.beams for each in tokens):
                     self._send_response(calls, call, stream, tokens, False)
                 elif stream.credit is not None:
                     stream.credit.leave()  # it sends nothing in its turn

@@ -102,6 +102,8 @@ class Stream:
         if finished is not None and finished.reason is wire.FinishReason.DEADLINE:
             tokens = msgspec.structs.replace(tokens, finished=None)  # the call's error reports it
         with self._lock:
+            if tokens.beams is not None:
+                self._pending.clear()  # they hold all that came before
             self._pending.append(tokens)
             if finished is not None:
                 self._num_running -= 1
@@ -237,6 +239,8 @@ class Calls:
             if call is None:
                 continue  # cancelled meanwhile
             self.tally(call.reply).num_tokens += len(tokens.token_ids)
+            if finished is not None and tokens.beams is not None:
+                self.tally(call.reply).num_tokens += finished.num_output_tokens
             if finished is not None and finished.reason is wire.FinishReason.ERROR:
                 message = finished.error or "the engine failed"
                 self.fail(call, ContractError(message, Code.INTERNAL))

@@ -11,7 +11,7 @@ from slipstream_contract.ids import pack
 from slipstream_contract.request import GenerateRequest, Words
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes
-from slipstream_postprocessing.detokenize import detokenize_next
+from slipstream_postprocessing.detokenize import detokenize, detokenize_next
 from slipstream_preprocessing.encode import Encoder
 from slipstream_preprocessing.tokenizer import load_tokenizer, read_end_ids
 
@@ -79,6 +79,21 @@ class Text:
         )
         token_ids = pack(encoder.encode(request.text, add_special_tokens))
         return msgspec.structs.replace(request, prompt=token_ids, sampling=sampling, words=Words())
+
+    def whole(
+        self,
+        token_ids: Sequence[int],
+        drop_bytes: int,
+        is_last: bool,
+        skip_special: bool | None = None,
+    ) -> str:
+        """Return a text from its first token on; None: special tokens as configured.
+
+        Bytes of an incomplete character are left out, or at the end U+FFFD.
+        """
+        skip = self._skip_special if skip_special is None else skip_special
+        state = StreamState(is_last=is_last, drop_bytes=drop_bytes)
+        return detokenize(self.vocab, token_ids, state, skip)
 
     def detokenizer(self, skip_special: bool | None = None) -> "Detokenizer":
         """Return a detokenizer for a sequence; None: special tokens as the model is configured."""

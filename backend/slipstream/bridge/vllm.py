@@ -12,6 +12,7 @@ from slipstream_contract.schemas.vllm import vllm_request
 from slipstream_contract.whole import RUNNING
 
 from slipstream import wire
+from slipstream.bridge.beams import VllmBeams
 from slipstream.bridge.bridge import Bridge, IncomingRequest
 from slipstream.bridge.log_probs import LogProbTexts, sum_of
 from slipstream.bridge.pieces import Piece, merge
@@ -53,9 +54,13 @@ class Vllm:
     def _start(self, incoming: IncomingRequest, request: GenerateRequest) -> None:
         encoded = self._text.encode_request(request)
         call = Call(incoming.reply, incoming.request_id)
-        n = encoded.sampling.n
-        writer = VllmWriter(request, encoded.token_ids, self._text)
-        streams = [Stream(writer, request.options.is_streaming, n)] * n
+        n, num_input = encoded.sampling.n, len(encoded.token_ids)
+        is_streaming = request.options.is_streaming
+        if encoded.sampling.beams is not None:
+            streams = [Stream(VllmBeams(request, num_input, self._text), is_streaming)]
+        else:
+            writer = VllmWriter(request, encoded.token_ids, self._text)
+            streams = [Stream(writer, is_streaming, n)] * n
         submit = self._bridge.submit(call, encoded, streams, incoming)
         self._bridge.start(call, [submit])
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Protocol
 
 from slipstream_contract.ids import TokenIds, pack
 from slipstream_contract.sampling import SamplingParams
@@ -37,6 +38,13 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+class Chooser(Protocol):
+    """Something that says which sequences of a request are sent."""
+
+    def take(self, tokens: Tokens) -> list[Tokens]:
+        """Take a sequence that has ended; return what to send now."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A submitted request; its sequences share the prompt."""
@@ -47,6 +55,7 @@ class Request:
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
     chain: DigestChain | None = None  # of the prompt
+    choice: "Chooser | None" = None  # of the best sequences, if not all are sent
 
     @property
     def number(self) -> int:

@@ -1,11 +1,14 @@
 """Make the sequences of a request: one for each answer, more where the best are chosen of them."""
 
+from msgspec.structs import replace
 from slipstream_contract.ids import TokenIds
 
 from slipstream.core.sequence import Request, Sequence
 from slipstream.core.stop import RawBytes
 from slipstream.core.values import Wanted, top_mode
 from slipstream.engine.beam_group import Beam, BeamGroup
+from slipstream.engine.best_of import Choice, Sample
+from slipstream.wire import Submit
 
 
 def add_sequences(
@@ -25,9 +28,10 @@ def add_sequences(
         group = BeamGroup(sampling.beams, request, first_id, *parts)
         request.sequences.append(group.lead)
         return group.width
-    num = max(sampling.n, sampling.best_of)
+    kind = Sequence if request.choice is None else Sample
+    num = max(sampling.n, sampling.best_of or 0)
     for index in range(num):
-        request.sequences.append(Sequence(first_id + index, request, index, *parts))
+        request.sequences.append(kind(first_id + index, request, index, *parts))
     return num
 
 
@@ -37,6 +41,17 @@ def add_wanted(request: Request, mode: str) -> None:
         flags = top_mode(values.mode or mode)
         for sequence in request.sequences:
             sequence.want(Wanted(values, flags, is_first=sequence.index == 0))
+
+
+def make_request(bridge: bytes, message: Submit) -> Request:
+    """Return a request without sequences; where the best are chosen, log probs are kept."""
+    sampling = message.sampling
+    if (sampling.best_of or 0) <= sampling.n:
+        return Request(bridge, message)
+    judged = replace(message, sampling=replace(sampling, log_probs=True))
+    request = Request(bridge, judged)
+    request.choice = Choice(request, sampling.log_probs)
+    return request
 
 
 def most_running(request: Request) -> int:

@@ -21,7 +21,7 @@ from slipstream.core.drafts import Speculation
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
-from slipstream.engine.answers import add_sequences, add_wanted, most_running
+from slipstream.engine.answers import add_sequences, add_wanted, make_request, most_running
 from slipstream.engine.bisect import Bisection
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.reports import RequestLog
@@ -149,7 +149,7 @@ class Engine:
         self.load().raise_if_full(len(message.token_ids))
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        request = Request(bridge, message)
+        request = make_request(bridge, message)
         parts = (message.token_ids, seed, self._runner.max_model_len, self._vocab)
         self._next_sequence_id += add_sequences(request, self._next_sequence_id, *parts)
         add_wanted(request, self._limits.logprobs_mode)
@@ -419,8 +419,11 @@ class Engine:
             if tokens is None:
                 continue
             request = sequence.request
-            outputs.setdefault(request.bridge, []).append(tokens)
+            sent = outputs.setdefault(request.bridge, [])
+            sent.append(tokens)
             if tokens.finished is not None:
+                if request.choice is not None:
+                    sent[-1:] = request.choice.take(tokens)
                 if tokens.finished.reason is FinishReason.ERROR:
                     _log.error("request %d ended: %s", request.number, tokens.finished.error)
                 self._telemetry.sequence_finished(sequence, tokens.finished.num_output_tokens)

@@ -69,6 +69,8 @@ class RequestBounds:
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         check_sampling(sampling)
+        if sampling.best_of is not None and sampling.best_of < sampling.n:
+            raise ContractError(f"best_of is {sampling.best_of}, below n, which is {sampling.n}")
         self._check_ids("end_id", sampling.end_ids)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("embedding_bias or logit_bias", [token_id for token_id, _ in sampling.bias])
@@ -85,6 +87,8 @@ class RequestBounds:
                 f"beam_width is {width}, above {limit}, the most sequences that run at a time "
                 "(the least of max_num_seqs and max_num_batched_tokens)"
             )
+        if sampling.values is not None:
+            raise ContractError("beams and values beside their tokens: a search has none")
         if sampling.n > width:
             raise ContractError(f"n is {sampling.n}, above the {width} beams of the search")
         most = min(num_prompt + sampling.max_tokens, self.max_model_len)

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream_contract import limits, openai_names
+from slipstream_contract.beams import BEAM_NAMES, refuse_sampling, trtllm_beams, with_log_probs
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
 from slipstream_contract.ids import TokenIds
@@ -53,7 +54,8 @@ _LLM_LABELS = {name: f"{name} ({text})" for text, name in _LLM_NAMES.items()} | 
     "stop": "stop (which cancels the request of this id; stop words go into stop_words)",
 }
 _ASKED = {asked.name for entry in FIELDS.values() if (asked := entry.asked("trtllm")) is not None}
-_OWN = _ASKED - MODELS["tensorrt_llm_bls"].inputs_by_name.keys() | {"ignore_eos", "request_type"}
+_OWN = (_ASKED | BEAM_NAMES) - MODELS["tensorrt_llm_bls"].inputs_by_name.keys()
+_OWN |= {"ignore_eos", "request_type"}
 _UNFILTERED = {
     name: asked.default for name in FILTERS if (asked := FIELDS[name].asked("trtllm")) is not None
 }
@@ -175,6 +177,13 @@ def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -
     `names` has the inputs of the text models that this one calls otherwise.
     """
     values = normalised(read_fields(SamplingParams, "trtllm", read, names), most_tokens)
+    n = values["n"] if read.has("num_return_sequences") else None
+    if (beams := trtllm_beams(read, names, n)) is not None:
+        refuse_sampling(values, _UNFILTERED)
+        unfiltered = {name: FIELDS[name].default for name in FILTERS}
+        chosen = values | unfiltered | {"n": n or beams.width, "beams": beams}
+        sampling: SamplingParams = with_log_probs(SamplingParams(**chosen), _logits(read))
+        return sampling
     samples = any(values[name] != _UNFILTERED[name] for name in FILTERS)
     if not samples or values["temperature"] == 0.0 or values["top_k"] == 1:
         values = greedy(values)

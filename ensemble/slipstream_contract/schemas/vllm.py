@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream_contract import limits, openai_names
+from slipstream_contract.beams import refuse_sampling, vllm_beams, with_log_probs
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
 from slipstream_contract.inputs import (
@@ -32,16 +33,13 @@ from slipstream_contract.inputs import (
 from slipstream_contract.log_probs import LogProbs, check_mode, check_num_top
 from slipstream_contract.pairs import check_pairs
 from slipstream_contract.request import GenerateRequest, ResponseOptions, Words, split_handling
-from slipstream_contract.sampling import FIELDS, SamplingParams, greedy, normalised
+from slipstream_contract.sampling import FIELDS, FILTERS, SamplingParams, greedy, normalised
 from slipstream_contract.tensors import MODELS
 
+_UNFILTERED = {name: FIELDS[name].default for name in FILTERS}
 # Parameters of vLLM that we do not serve -> values that ask for nothing.
 _LATER: dict[str, tuple[object, ...]] = {
-    "best_of": (None, 1),
     "flat_logprobs": (None, False),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 0, 1),
-    "early_stopping": (None, False),
     "logits_processors": (None, []),
     "truncate_prompt_tokens": (None, -1),
     "spaces_between_special_tokens": (None, True),
@@ -60,6 +58,7 @@ _SERVED = frozenset(
     {asked.name for entry in FIELDS.values() if (asked := entry.asked("vllm")) is not None}
     | {"stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "bad_words", "logit_bias"}
     | {"logprobs", "prompt_logprobs", "logprobs_mode", "add_special_tokens"}
+    | {"use_beam_search", "length_penalty", "early_stopping"}
 )
 
 
@@ -93,7 +92,10 @@ def build_request(
         raise ContractError("text_input is empty")
     sampling = _sampling(values)
     wanted = _log_probs(values, options.log_probs or options.cumulative_log_prob)
-    sampling = msgspec.structs.replace(sampling, values=wanted)
+    if sampling.beams is None and sampling.best_of is None:
+        sampling = msgspec.structs.replace(sampling, values=wanted)
+    else:
+        sampling = with_log_probs(sampling, wanted)
     bad_words = values.words("bad_words", limits.MAX_LIST_BYTES)
     return GenerateRequest(
         prompt=text,
@@ -135,6 +137,10 @@ class Values:
     def whole(self, name: str, default: int | None = None) -> int:
         """Return a whole number. Raises ContractError."""
         return to_whole(self.label(name), self._values.get(name, default))
+
+    def value(self, name: str) -> object:
+        """Return a parameter as it came; None where it is not given."""
+        return self._values.get(name)
 
     def whole_or_none(self, name: str) -> int | None:
         """Return a whole number; None where it is not given. Raises ContractError."""
@@ -293,6 +299,7 @@ def _number(text: str) -> float | str:
 
 def _sampling(values: Values) -> SamplingParams:
     chosen = normalised(read_fields(SamplingParams, "vllm", values), values.most_tokens)
+    chosen |= _best_of(values, chosen)
     if chosen["temperature"] == 0.0:
         chosen = greedy(chosen)
     chosen["top_k"] = max(0, chosen["top_k"])
@@ -302,6 +309,20 @@ def _sampling(values: Values) -> SamplingParams:
         stop_words=tuple(w.encode() for w in values.words("stop", limits.MAX_STOP_BYTES)),
         bias=values.bias("logit_bias"),
     )
+
+
+def _best_of(values: Values, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return what a beam search, or a choice of the best samples, makes of the parameters."""
+    n, best_of = chosen["n"], chosen["best_of"] or chosen["n"]
+    if (beams := vllm_beams(values, n, best_of)) is not None:
+        refuse_sampling({**chosen, "top_k": max(0, chosen["top_k"])}, _UNFILTERED)
+        if values.has("temperature") and chosen["temperature"] not in (0.0, 1.0):
+            label = values.label("temperature")
+            raise ContractError(f"{label} is {chosen['temperature']:g}: beams are not sampled")
+        return {"beams": beams, "best_of": None, "temperature": 0.0}
+    if best_of < n:
+        raise ContractError(f"best_of is {best_of}, below n, which is {n}")
+    return {"best_of": best_of if best_of > n else None}
 
 
 def _seed(seed: int | None) -> int | None:

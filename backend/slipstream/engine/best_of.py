@@ -1,0 +1,48 @@
+"""Return the best `n` of `best_of` samples: those of the highest sum of log probs.
+
+Which they are is known when the last sample has ended; until then nothing is sent.
+"""
+
+from msgspec.structs import replace
+
+from slipstream.core.sequence import Request, Sequence
+from slipstream.wire import FinishReason, Tokens
+
+
+class Sample(Sequence):
+    """A sequence that is sent as a whole, if it is one of the best."""
+
+    __slots__ = ()
+
+    def take_output(self) -> Tokens | None:
+        """Return all tokens at the end; None before it."""
+        return None if self.ending is None else super().take_output()
+
+
+class Choice:
+    """The samples of one request that have ended."""
+
+    def __init__(self, request: Request, has_log_probs: bool) -> None:
+        """Start without any; log probs are sent only if `has_log_probs`."""
+        self._request = request
+        self._has_log_probs = has_log_probs
+        self._ended: list[Tokens] = []
+
+    def take(self, tokens: Tokens) -> list[Tokens]:
+        """Take a sample that has ended; return what to send, by falling sum of log probs.
+
+        An error of any is sent at once: it ends the request.
+        """
+        assert tokens.finished is not None
+        if tokens.finished.reason is FinishReason.ERROR:
+            return [replace(tokens, index=0)]
+        self._ended.append(tokens)
+        if len(self._ended) < len(self._request.sequences):
+            return []
+        # One that never ran has no log prob, and is no good one.
+        self._ended.sort(key=lambda each: (not each.token_ids, -sum(each.log_probs), each.index))
+        best, self._ended = self._ended[: self._request.sampling.n], []
+        return [
+            replace(each, index=index, log_probs=each.log_probs if self._has_log_probs else [])
+            for index, each in enumerate(best)
+        ]
