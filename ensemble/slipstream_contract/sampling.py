@@ -16,6 +16,13 @@ from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import BOTH, ENGINE, MODEL, SERVER, Asked, Bounds, Field, Row
 from slipstream_contract.fields import check_fields as _check_fields
 from slipstream_contract.fields import table as _table
+from slipstream_contract.guide import (
+    MAX_CHOICES,
+    MAX_GUIDE_BYTES,
+    MAX_GUIDE_NESTING,
+    Guide,
+    check_guide,
+)
 from slipstream_contract.log_probs import MAX_LOG_PROBS, WHOLE, LogProbs, check_log_probs
 
 _COUNT = Bounds(1, limits.INT32_MAX)
@@ -228,6 +235,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = None
     beams: Beams | None = None  # a beam search, of which `n` beams are returned
+    guide: Annotated[
+        Guide | None,
+        Field(
+            "what the output must be: JSON of a schema, a text of an expression or of a grammar",
+            trtllm=None,
+            vllm=None,
+            rows=(
+                Row(
+                    "`guided_decoding_guide`, `structured_outputs`: bytes", 1, MAX_GUIDE_BYTES, BOTH
+                ),
+                Row("... levels of JSON", 0, MAX_GUIDE_NESTING, BOTH),
+                Row("... choices", 1, MAX_CHOICES, BOTH),
+            ),
+        ),
+    ] = None
 
 
 FIELDS = _table(SamplingParams)
@@ -268,6 +290,13 @@ def check_sampling(sampling: SamplingParams) -> None:
     limits.check_words("bad_words", sampling.bad_words, limits.MAX_BAN_FORMS)
     _check_filled("stop_words", sampling.stop_words)
     _check_filled("bad_words", sampling.bad_words)
+    if sampling.guide is not None:
+        check_guide("guide", sampling.guide)
+        if sampling.beams is not None:
+            raise ContractError(
+                "guided output and a beam search (beam_width, use_beam_search): beams take over "
+                "each other's tokens, and a guide follows one text"
+            )
     limits.check_count("bias", len(sampling.bias), limits.MAX_BIASED_TOKENS, "tokens")
     if sampling.values is not None:
         check_log_probs(sampling.values)

@@ -160,8 +160,8 @@ _TEXT_INPUTS = """
     lora_task_id UINT64[1]? =0
     lora_weights FP16[-1,-1]?~ =
     lora_config INT32[-1,3]?~ =
-    guided_decoding_guide_type STRING[1]?~ =
-    guided_decoding_guide STRING[1]?~ =
+    guided_decoding_guide_type STRING[1]?~
+    guided_decoding_guide STRING[1]?~
 """
 
 _BLS_INPUTS = """
@@ -315,8 +315,8 @@ _LLM_INPUTS = """
     retention_token_range_durations_ms INT32[-1]?~
     retention_decode_priority INT32[1]?~
     retention_decode_duration_ms INT32[1]?~
-    guided_decoding_guide_type STRING[1]?~ =
-    guided_decoding_guide STRING[1]?~ =
+    guided_decoding_guide_type STRING[1]?~
+    guided_decoding_guide STRING[1]?~
     lookahead_window_size INT32[1]?~ =
     lookahead_ngram_size INT32[1]?~ =
     lookahead_verification_set_size INT32[1]?~ =

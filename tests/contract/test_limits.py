@@ -13,6 +13,7 @@ from fixtures.contract.asking import inputs_of
 from slipstream_contract import limits
 from slipstream_contract.beams import Beams
 from slipstream_contract.errors import ContractError
+from slipstream_contract.guide import Guide, GuideKind
 from slipstream_contract.limits import INT32_MAX
 from slipstream_contract.limits_page import ROWS, page
 from slipstream_contract.log_probs import LogProbs
@@ -71,6 +72,15 @@ def both(field: str, own: str = "") -> list[Callable[[Any], Any]]:
     return [lambda v: text(**{field: v}), lambda v: engine(**{own or field: v})]
 
 
+def guided(kind: str, made: Callable[[int], str]) -> list[Callable[[Any], Any]]:
+    """Asked with a guide of a size, of a model and of the engine."""
+    asked = {"guided_decoding_guide_type": kind}
+    return [
+        lambda v: text(**asked, guided_decoding_guide=made(v)),
+        lambda v: engine(guide=Guide(GuideKind(kind), made(v))),
+    ]
+
+
 def retained(*columns: Any) -> Any:
     names = ("starts", "ends", "priorities", "durations_ms")
     given = zip(names, columns, strict=False)
@@ -106,6 +116,12 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
     "`presence_penalty` of `vllm_model`": [lambda v: vllm(presence_penalty=v)],
     "`frequency_penalty` of `vllm_model`": [lambda v: vllm(frequency_penalty=v)],
     "`seed` of `vllm_model`": [lambda v: vllm(seed=v)],
+    "`guided_decoding_guide`, `structured_outputs`: bytes": guided("regex", lambda v: "a" * v),
+    "... levels of JSON": guided("json_schema", lambda v: '{"a":' * v + "1" + "}" * v),
+    "... choices": [
+        lambda v: vllm(structured_outputs={"choice": ["a"] * v}),
+        lambda v: engine(guide=Guide(GuideKind.CHOICE, json.dumps(["a"] * v))),
+    ],
     "`stop_words`, `stop`: words": [
         lambda v: text(stop_words=words(v)),
         lambda v: vllm(stop=words(v)),

@@ -237,7 +237,7 @@ def test_inputs_of_the_ensemble_reach_a_model_of_the_same_type_and_status():
 
 LATER = (
     "prompt_embedding_table prompt_table_extra_id prompt_vocab_size lora_task_id "
-    "lora_weights lora_config guided_decoding_guide_type guided_decoding_guide "
+    "lora_weights lora_config "
     "decoder_text_input"
 )
 

@@ -161,7 +161,7 @@ def test_what_is_returned_makes_the_engine_compute_it():
         ({"logprobs_mode": 1}, "logprobs_mode is 1, not a text"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"best_of": 2, "n": 3}, "best_of is 2, below n, which is 3"),
-        ({"structured_outputs": '{"json": {}}'}, "structured_outputs is not supported yet"),
+        ({"structured_outputs": '{"yaml": {}}'}, "structured_outputs.'yaml' is not known"),
         ({"lora_name": "a"}, "lora_name is not supported yet"),
         ("[1]", r"sampling_parameters is \[1\], not a JSON object"),
         ("{", "sampling_parameters is not JSON"),

@@ -11,6 +11,7 @@ from slipstream.core.batch import PromptAsk, PromptValues, TopMode
 from slipstream.core.cache_state import CacheState
 from slipstream.core.draft_state import DraftState
 from slipstream.core.edits import Edits, counts_tokens, needs_edits
+from slipstream.core.guided import Guided
 from slipstream.core.prefix import DigestChain
 from slipstream.core.stop import Ending, RawBytes, StopChecker
 from slipstream.core.values import Wanted
@@ -87,6 +88,7 @@ class Sequence:
         "ending",
         "first_scheduled_ns",
         "first_token_ns",
+        "guide",
         "id",
         "index",
         "is_due",
@@ -168,6 +170,7 @@ class Sequence:
         self.draft: DraftState | None = None  # None: it never had drafts
         self.status = SequenceStatus.WAITING
         self.edits: Edits | None = None
+        self.guide: Guided | None = None  # once its guide is compiled
         self.stop = StopChecker(sampling, vocab, max_outputs)
         self.log_probs: list[float] = []  # of the output, if requested
         self.num_sent = 0
@@ -200,10 +203,12 @@ class Sequence:
 
     def pack_edits(self) -> bytes:
         """Return the edits of the next output, for which all tokens before it must be known."""
-        if self.edits is None:
-            return b""
-        end = self.num_known
-        return self.edits.pack(len(self.outputs), self.ids(max(0, end - self.edits.num_seen), end))
+        packed = b""
+        if self.edits is not None:
+            end = self.num_known
+            seen = self.ids(max(0, end - self.edits.num_seen), end)
+            packed = self.edits.pack(len(self.outputs), seen)
+        return packed if self.guide is None else self.guide.with_bans(packed)
 
     def start(self, now_ns: int) -> None:
         """Note the first time that the sequence is scheduled, and prepare its edits."""
@@ -317,7 +322,7 @@ class Sequence:
         finished = None if self.ending is None else self._finished(self.ending)
         if finished is not None:  # free memory: a sibling may run for long
             self.prompt, self.outputs, self.log_probs = TokenIds("i"), [], []
-            self.edits = self.wanted = None
+            self.edits = self.wanted = self.guide = None
         number, drop_bytes = self.request.number, self.stop.drop_bytes
         return Tokens(
             number, self.index, token_ids, log_probs, drop_bytes, finished, start, values=values

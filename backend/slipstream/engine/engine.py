@@ -24,13 +24,15 @@ from slipstream.core.window import AttentionWindow
 from slipstream.engine.answers import add_sequences, add_wanted, make_request, most_running
 from slipstream.engine.bisect import Bisection
 from slipstream.engine.deadlines import Deadlines
+from slipstream.engine.guides import Guides
 from slipstream.engine.reports import RequestLog
 from slipstream.engine.request_checks import RequestBounds
 from slipstream.engine.request_ids import RequestIds
 from slipstream.engine.scheduler import Limits, Scheduler
 from slipstream.engine.telemetry import Telemetry
+from slipstream.guide.interface import MakeCompiler
 from slipstream.kvcache.host import Mover
-from slipstream.wire import CancelCause, Figures, FinishReason, Status, Submit, Tokens
+from slipstream.wire import CancelCause, Figures, FinishReason, Rejected, Status, Submit, Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class Engine:
         telemetry: Telemetry | None = None,
         request_log: RequestLog | None = None,
         speculation: Speculation | None = None,
+        guide_compiler: MakeCompiler | None = None,
     ) -> None:
         self.fatal: Exception | None = None
         self.num_steps = 0
@@ -108,6 +111,11 @@ class Engine:
             runner.attention_doubles_at,
             speculation,
         )
+        self._guides: Guides | None = None
+        if guide_compiler is not None:
+            queue, finish = self._scheduler.waiting, self._scheduler.finish
+            self._guides = Guides(guide_compiler, queue.defer, queue.wake, finish)
+            self._scheduler.guides = self._guides
         self._bounds = RequestBounds(
             runner.vocab_size,
             runner.max_model_len,
@@ -117,6 +125,7 @@ class Engine:
             has_tokenizer=vocab is not None,
             max_running=self._scheduler.max_running,
             max_logits_bytes=limits.max_logits_bytes,
+            has_guides=self._guides is not None,
         )
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
@@ -163,6 +172,9 @@ class Engine:
         if message.deadline_ns:
             self._deadlines.add(message.deadline_ns, key, self._requests.keys())
         self._scheduler.add(request)
+        if sampling.guide is not None:
+            assert self._guides is not None, "refused by the bounds"
+            self._guides.start(request)
 
     def cancel(
         self,
@@ -205,6 +217,9 @@ class Engine:
     def step(self) -> dict[bytes, list[Tokens]]:
         """Launch ahead, commit the oldest step; return the new tokens for each bridge."""
         self._end_overdue()
+        guides = self._guides
+        if guides is not None and guides.num_active:
+            guides.poll()
         self._launch_ahead()
         if self.fatal is not None:
             return {}
@@ -217,9 +232,16 @@ class Engine:
             self._last_step = time.monotonic()
             self._telemetry.blocks_freed(self.num_steps)
         outputs = self._outputs()
+        if not (had_flights or outputs) and guides is not None and guides.is_busy:
+            guides.wait()
+            return outputs
         # A sequence that waits while none runs is always admitted.
         assert had_flights or outputs or not self._requests, "no progress"
         return outputs
+
+    def take_rejected(self) -> list[tuple[bytes, Rejected]]:
+        """Return requests, by bridge, that turned out since the last call not to be servable."""
+        return [] if self._guides is None else self._guides.take_rejected()
 
     def load(self) -> Load:
         """Return how much is waiting, and how much may wait."""
@@ -432,6 +454,8 @@ class Engine:
                     del self._requests[request.bridge, request.number]
                     self._request_ids.remove(request)
                     self._telemetry.request_finished(request)
+                    if request.sampling.guide is not None and self._guides is not None:
+                        self._guides.num_active -= 1
                     if self._request_log is not None and not request.message.is_probe:
                         self._request_log.write(request)
         return outputs

@@ -35,6 +35,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.telemetry import Telemetry
+from slipstream.guide.checkpoint import start_set_up
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +93,9 @@ class EngineLoop:
             self._publish_load()
         if self._engine.has_work:
             outputs = self._engine.step()
+            for bridge, rejected in self._engine.take_rejected():
+                if bridge in self._bridges:
+                    self._send(bridge, rejected)
             made_ns = time.time_ns()
             for bridge, tokens in outputs.items():
                 if bridge in self._bridges:
@@ -242,6 +246,10 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
     plan = resolve(config)
     laps.lap("plan")
     vocab = TokenBytes.load(plan.checkpoint) if plan.has_tokenizer else None
+    guide_compiler = None
+    if vocab is not None:
+        vocab_size = plan.model.dims.vocab_size
+        guide_compiler = start_set_up(plan.checkpoint, vocab_size, vocab.raw)
     laps.lap("vocabulary")
     runner = ModelRunner(plan)
     laps.lap("runner")
@@ -258,7 +266,16 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
     telemetry = Telemetry(config.gpu_hour_price, runner.memory)
     request_log = RequestLog(Path(config.request_log), telemetry) if config.request_log else None
     clock = time.monotonic_ns
-    engine = Engine(limits, runner, vocab, plan.model_name, clock, telemetry, request_log)
+    engine = Engine(
+        limits,
+        runner,
+        vocab,
+        plan.model_name,
+        clock,
+        telemetry,
+        request_log,
+        guide_compiler=guide_compiler,
+    )
     welcome = wire.Welcome(
         wire.PROTOCOL,
         __version__,

@@ -31,6 +31,7 @@ class RequestBounds:
     num_tokens: int  # capacity of these blocks, over all layers
     blocks_for: Callable[[int], int]
     has_tokenizer: bool
+    has_guides: bool
     max_running: int  # sequences
     max_logits_bytes: int = 1 << 26  # of one request
 
@@ -76,6 +77,11 @@ class RequestBounds:
         self._check_ids("embedding_bias or logit_bias", [token_id for token_id, _ in sampling.bias])
         for word in sampling.bad_words:
             self._check_ids("bad_words", word)
+        if sampling.guide is not None and not self.has_guides:
+            raise ContractError(
+                "guided output (guided_decoding_guide, structured_outputs) needs a tokenizer.json, "
+                "and the checkpoint has none"
+            )
         if sampling.stop_words and not self.has_tokenizer:
             raise ContractError("stop_words need a tokenizer, and the checkpoint has none")
 

@@ -36,6 +36,7 @@ from slipstream.core.stop import Ending
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.beam_group import Beam
 from slipstream.engine.beam_groups import BeamGroups
+from slipstream.engine.guides import Append, Guides, error_of
 from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.verification import Result, Verification
@@ -105,6 +106,7 @@ class Scheduler:
             max_rows = max(limits.max_num_rows, limits.max_num_seqs)
             parts = (self.cache, self._telemetry, max_rows)
             self._verification = Verification(speculation, *parts)
+        self.guides: Guides | None = None  # where the model can guide
         self.num_preemptions = 0
         self._max_tokens = limits.max_num_batched_tokens
         self._long_tokens = limits.long_prompt_tokens
@@ -197,6 +199,8 @@ class Scheduler:
             self._grow(sequence)
         if self.cache.tier.is_moving:
             running = [s for s in running if s.id not in self.cache.tier.not_arrived]
+        if self.guides is not None and self.guides.num_active:
+            running = self.guides.runnable(running)
         max_tokens = self._max_tokens
         if only is not None:
             running, max_tokens = [s for s in running if s.id in only[0]], only[1]
@@ -289,6 +293,9 @@ class Scheduler:
         """Give sequences their samples: token, log prob and outcome; void rows have no sequence."""
         changed, finished = self._changed, SequenceStatus.FINISHED
         has_deferred = self.waiting.num_deferred > 0
+        append: Append = Sequence.append
+        if self.guides is not None and self.guides.num_active:
+            append, results = self.guides.append, self.guides.judged(results)
         for sequence, token_id, log_prob, outcome in results:
             if sequence is None:
                 continue
@@ -299,7 +306,7 @@ class Scheduler:
                 self._telemetry.uncount_token(sequence)
                 if outcome == Outcome.NOT_FINITE:
                     # Its blocks are never shared; a new owner writes before it reads.
-                    self.finish(sequence, Ending(FinishReason.ERROR, error="numerical error"))
+                    self.finish(sequence, Ending(FinishReason.ERROR, error=error_of(sequence)))
                 else:
                     sequence.rewind()
                 continue
@@ -308,7 +315,7 @@ class Scheduler:
                 self.cache.computed(sequence)
             if has_deferred:
                 self.waiting.wake(sequence.id)
-            if (ending := sequence.append(token_id, log_prob, now)) is not None:
+            if (ending := append(sequence, token_id, log_prob, now)) is not None:
                 if ending.reason is FinishReason.END:
                     self._telemetry.uncount_token(sequence)
                 self.finish(sequence, ending)
@@ -385,7 +392,8 @@ class Scheduler:
             elif self._admit(sequence, match):
                 started = sequence.group.live if isinstance(sequence, Beam) else (sequence,)
                 for each in started:
-                    if each.id not in self.cache.tier.not_arrived:
+                    is_ready = each.guide is None or each.guide.can_run(each.num_pending)
+                    if is_ready and each.id not in self.cache.tier.not_arrived:
                         self._add_tokens(each, draft)
             else:
                 return

@@ -39,6 +39,8 @@ class Verification:
         has_drafts = False
         for sequence, proposed in self._speculation.propose(decodes, room):
             assert not sequence.num_pending, "drafts after an unknown token"
+            if sequence.guide is not None and sequence.guide.needs_mask:
+                continue  # its mask is of one row
             most = sequence.num_final - sequence.num_tokens - 1  # the last token needs no draft
             count = max(0, min(len(proposed), most))
             while sequence.num_tokens + count > sequence.cache.capacity:

@@ -24,6 +24,7 @@ from slipstream_contract import limits, openai_names
 from slipstream_contract.beams import BEAM_NAMES, refuse_sampling, trtllm_beams, with_log_probs
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
+from slipstream_contract.guide import TEXT_FIELD, TYPE_FIELD, trtllm_guide
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import Inputs, is_triton_parameter, token_ids
 from slipstream_contract.log_probs import LogProbs
@@ -188,7 +189,8 @@ def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -
     if not samples or values["temperature"] == 0.0 or values["top_k"] == 1:
         values = greedy(values)
     values["top_p"] = values["top_p"] or 1.0
-    return SamplingParams(**values, values=_logits(read))
+    guide = trtllm_guide(*(read.text(x) if read.has(x) else None for x in (TYPE_FIELD, TEXT_FIELD)))
+    return SamplingParams(**values, values=_logits(read), guide=guide)
 
 
 def _logits(read: Inputs) -> LogProbs | None:

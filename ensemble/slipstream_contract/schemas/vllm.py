@@ -20,6 +20,7 @@ from slipstream_contract import limits, openai_names
 from slipstream_contract.beams import refuse_sampling, vllm_beams, with_log_probs
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
+from slipstream_contract.guide import VLLM_NAMES, Guide, vllm_guide
 from slipstream_contract.inputs import (
     Inputs,
     decode,
@@ -45,8 +46,6 @@ _LATER: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (None, True),
     "detokenize": (None, True),
     "output_kind": (None,),
-    "structured_outputs": (None, {}, ""),
-    "guided_decoding": (None, {}, ""),
     "allowed_token_ids": (None,),
     "extra_args": (None, {}),
     "lora_name": (None, ""),
@@ -59,6 +58,7 @@ _SERVED = frozenset(
     | {"stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "bad_words", "logit_bias"}
     | {"logprobs", "prompt_logprobs", "logprobs_mode", "add_special_tokens"}
     | {"use_beam_search", "length_penalty", "early_stopping"}
+    | VLLM_NAMES
 )
 
 
@@ -170,6 +170,10 @@ class Values:
             raise ContractError(f"{name}[{words.index('')}] is empty")
         limits.check_word_bytes(name, [word.encode() for word in words], most_bytes)
         return words
+
+    def guide(self) -> Guide | None:
+        """Return what the output must be; None: anything. Raises ContractError."""
+        return vllm_guide(self._values)
 
     def ids(self, name: str) -> tuple[int, ...]:
         """Read a list of token ids."""
@@ -308,6 +312,7 @@ def _sampling(values: Values) -> SamplingParams:
         stop_token_ids=values.ids("stop_token_ids"),
         stop_words=tuple(w.encode() for w in values.words("stop", limits.MAX_STOP_BYTES)),
         bias=values.bias("logit_bias"),
+        guide=values.guide(),
     )
 
 

@@ -1,0 +1,144 @@
+"""Hold the state of a guided sequence: its place in the grammar, and the mask of its next token.
+
+A greedy or plain-temperature sample that turns out legal is the sample that the mask would have
+left: the largest of all noisy logits is the largest of the legal ones. Such a sequence runs without
+masks, as others do, and each sample is validated when it is known. After a refusal it needs masks
+for some tokens, ever more of them if it is refused again at once. Where filters choose among
+likely tokens, or log probs are wanted, every token needs its mask.
+
+    matcher    the outputs, all of them, and nothing else
+    mask       of the output after them, or none yet: then the sequence waits, and no other does
+"""
+
+import ctypes
+from itertools import compress
+from math import inf
+
+from slipstream_contract.sampling import FIELDS, FILTERS, SamplingParams
+
+from slipstream.core.edits import EDIT
+from slipstream.guide.interface import Matcher, Template
+
+_FEWEST, _MOST = 4, 64  # tokens with masks after a refusal
+
+
+def needs_all_masks(sampling: SamplingParams) -> bool:
+    """Return whether a legal sample without a mask may be another than that with it."""
+    if sampling.log_probs or sampling.values is not None:
+        return True
+    is_filtered = any(getattr(sampling, name) != FIELDS[name].default for name in FILTERS)
+    return sampling.temperature > 0 and is_filtered
+
+
+class Guided:
+    """A guided sequence. While `is_filling` another thread uses matcher and mask."""
+
+    __slots__ = (
+        "_always",
+        "_buffer",
+        "_end_ids",
+        "_num_good",
+        "_num_left",
+        "_patience",
+        "error",
+        "has_mask",
+        "is_filling",
+        "matcher",
+        "needs_mask",
+    )
+
+    def __init__(
+        self, template: Template, sampling: SamplingParams, end_ids: frozenset[int]
+    ) -> None:
+        """Stand at the start; `end_ids` are those of the grammar, which the request may change."""
+        self.matcher: Matcher = template.matcher.copy()
+        size = len(template.first_mask)
+        self._buffer = (ctypes.c_ubyte * size).from_buffer_copy(template.first_mask)
+        self._end_ids = end_ids | set(sampling.end_ids)
+        self._always = needs_all_masks(sampling)
+        self._patience = _FEWEST
+        self._num_left = 0  # tokens with masks until the next attempt without
+        self._num_good = 0  # samples without masks since a refusal
+        self.needs_mask = self._always
+        self._mark_ends()
+        self.has_mask = True
+        self.is_filling = False
+        self.error = ""  # why it cannot go on
+
+    def can_run(self, num_pending: int) -> bool:
+        """Return whether a row can sample the next token: with its mask, or without any."""
+        return not self.needs_mask or (self.has_mask and not num_pending)
+
+    @property
+    def wants_fill(self) -> bool:
+        """Whether the next token needs a mask that nobody makes yet."""
+        return self.needs_mask and not self.has_mask and not self.is_filling
+
+    def fill(self) -> None:
+        """Make the mask of the next token. Raises GuideError."""
+        self.matcher.fill(ctypes.addressof(self._buffer))
+        self._mark_ends()
+
+    def _mark_ends(self) -> None:
+        """Make ends legal where the text may end, and nowhere else."""
+        mask, is_legal = self._buffer, self.matcher.is_accepting
+        for token_id in self._end_ids:
+            place, bit = token_id >> 3, 1 << (token_id & 7)
+            if place < len(mask):
+                mask[place] = mask[place] | bit if is_legal else mask[place] & ~bit
+
+    def is_end(self, token_id: int) -> bool:
+        """Return whether a token ends a text: it is legal where the matcher is accepting."""
+        return token_id in self._end_ids
+
+    def take(self, token_id: int) -> bool:
+        """Take a sample if it is legal; return whether it is. Raises GuideError."""
+        if self.is_end(token_id):
+            is_legal = self.matcher.is_accepting
+        elif is_legal := self.matcher.take(token_id):
+            self.has_mask = False
+        self._adapt(is_legal)
+        return is_legal
+
+    def _adapt(self, is_legal: bool) -> None:
+        """Decide whether the next token needs a mask."""
+        if self._always:
+            return
+        if not is_legal:
+            self._patience = _FEWEST if self._num_good > _MOST else min(_MOST, 2 * self._patience)
+            self._num_left, self._num_good = self._patience, 0
+            self.needs_mask = True
+        elif self.needs_mask:
+            self._num_left -= 1
+            self.needs_mask = self._num_left > 0
+        else:
+            self._num_good += 1
+
+    def with_bans(self, edits: bytes) -> bytes:
+        """Return `EDIT` records of a row: those given, and a ban of each token that is illegal."""
+        if not self.needs_mask:
+            return edits
+        assert self.has_mask, "a row without its mask"
+        bans = b"".join(compress(_bans(len(self._buffer) * 8), _zeros(bytes(self._buffer))))
+        if not edits:
+            return bans
+        addends: dict[int, float] = dict(EDIT.iter_unpack(edits))
+        addends |= dict.fromkeys((token_id for token_id, _ in EDIT.iter_unpack(bans)), -inf)
+        return b"".join(EDIT.pack(*pair) for pair in sorted(addends.items()))
+
+
+_BIT_TEXT = [bytes(1 - (byte >> bit & 1) for bit in range(8)) for byte in range(256)]
+_ban_records: dict[int, list[bytes]] = {}
+
+
+def _zeros(mask: bytes) -> bytes:
+    """Return a byte a token: 1 where its bit is 0."""
+    return b"".join([_BIT_TEXT[byte] for byte in mask])
+
+
+def _bans(count: int) -> list[bytes]:
+    """Return the ban of each of so many tokens, made once."""
+    records = _ban_records.get(count)
+    if records is None:
+        records = _ban_records[count] = [EDIT.pack(i, -inf) for i in range(count)]
+    return records

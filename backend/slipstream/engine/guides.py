@@ -1,0 +1,189 @@
+"""Guide sequences: compile what requests ask for, make masks, validate samples.
+
+A request waits, deferred, while its guide is compiled; requests behind it go first. A sequence
+whose mask is not made yet is not scheduled, and no other sequence waits for it. The threads that
+compile and make masks are those of `Workers`: everything here runs in the engine's.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+
+from slipstream_contract.errors import Code
+
+from slipstream.core.batch import Outcome
+from slipstream.core.guided import Guided
+from slipstream.core.sequence import Request, Sequence, SequenceStatus
+from slipstream.core.stop import Ending
+from slipstream.guide.interface import GuideError, MakeCompiler, Template
+from slipstream.guide.workers import Workers
+from slipstream.wire import FinishReason, Rejected
+
+_MAX_FILLERS = 8
+_WAIT_S = 0.005  # between two looks at messages while nothing else is to do
+
+Result = tuple[Sequence | None, int, float, int]  # and a token, its log prob, its outcome
+Append = Callable[[Sequence, int, float, int], Ending | None]
+Finish = Callable[[Sequence, Ending], None]
+
+
+class Guides:
+    """The guided sequences of an engine.
+
+    `defer` and `wake` put off a request's first sequence, by a number that no sequence has, and put
+    it back. `finish` ends a sequence.
+    """
+
+    def __init__(
+        self,
+        make: MakeCompiler,
+        defer: Callable[[Sequence, int], None],
+        wake: Callable[[int], None],
+        finish: Finish,
+    ) -> None:
+        num_fillers = max(1, min(_MAX_FILLERS, (os.cpu_count() or 2) - 1))
+        self.workers = Workers(make, num_fillers)
+        self._defer = defer
+        self._wake = wake
+        self._finish = finish
+        self.num_active = 0  # guided requests that have not ended
+        self._rejected: list[tuple[bytes, Rejected]] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a guide is being compiled, or a mask made."""
+        return self.workers.num_jobs > 0
+
+    def take_rejected(self) -> list[tuple[bytes, Rejected]]:
+        """Return the requests refused since the last call, by bridge."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+    def start(self, request: Request) -> None:
+        """Compile the guide of a request that was just queued; it waits until that is done."""
+        guide = request.sampling.guide
+        assert guide is not None
+        first = request.sequences[0]
+        self.num_active += 1
+        self._defer(first, _leader_of(first))
+        self.workers.compile(guide, lambda made: self._compiled(request, made))
+
+    def poll(self) -> None:
+        """Take what the threads have made."""
+        self.workers.poll()
+
+    def wait(self) -> None:
+        """Wait for the threads, a moment."""
+        self.workers.wait(_WAIT_S)
+
+    def _compiled(self, request: Request, made: Template | GuideError) -> None:
+        first = request.sequences[0]
+        if isinstance(made, GuideError):
+            self._reject(request, f"the guide is refused: {made}")
+        elif first.status is not SequenceStatus.FINISHED:
+            for sequence in request.sequences:
+                sequence.guide = Guided(made, request.sampling, self.workers.end_ids)
+        self._wake(_leader_of(first))
+
+    def _reject(self, request: Request, message: str) -> None:
+        if request.sequences[0].status is SequenceStatus.FINISHED:
+            return  # it was cancelled meanwhile
+        code = Code.INVALID_ARGUMENT
+        self._rejected.append((request.bridge, Rejected(request.number, code, message)))
+        for sequence in request.sequences:
+            self._finish(sequence, Ending(FinishReason.ERROR, error=message))
+
+    # --- samples -------------------------------------------------------------------------------
+
+    def judged(self, results: Iterable[Result]) -> Iterator[Result]:
+        """Yield samples with their outcomes by `judge`, each before the next one is looked at."""
+        for sequence, token_id, log_prob, outcome in results:
+            judged = outcome
+            if sequence is not None and sequence.guide is not None:
+                judged = self.judge(sequence, token_id, outcome)
+                if judged == Outcome.LATE:
+                    self.advance(sequence)
+            yield sequence, token_id, log_prob, judged
+
+    def judge(self, sequence: Sequence, token_id: int, outcome: int) -> int:
+        """Return the outcome of a guided sample: `LATE` if the guide refuses it.
+
+        A legal one is taken. If the guide cannot go on, the sequence ends with an error.
+        """
+        guided = sequence.guide
+        assert guided is not None
+        is_sampled = outcome in (Outcome.SAMPLED, Outcome.UNMASKED)
+        if not is_sampled or sequence.status is SequenceStatus.FINISHED:
+            return outcome
+        had_mask = guided.needs_mask
+        try:
+            is_legal = guided.take(token_id)
+        except GuideError as error:
+            guided.error = str(error)
+            return Outcome.NOT_FINITE
+        if not is_legal and had_mask:
+            guided.error = f"token {token_id} is refused, which its mask allows"
+            return Outcome.NOT_FINITE
+        return Outcome.SAMPLED if is_legal else Outcome.LATE
+
+    def append(
+        self, sequence: Sequence, token_id: int, log_prob: float, now_ns: int
+    ) -> Ending | None:
+        """Append a sample, legal where the sequence is guided; return how that ends, or None.
+
+        An end of the grammar ends the sequence, even one that the request does not name. Where
+        nothing but an end is legal it has ended, without a further step, whatever the least number
+        of tokens is.
+        """
+        guided = sequence.guide
+        if guided is None:
+            return sequence.append(token_id, log_prob, now_ns)
+        if guided.is_end(token_id) and token_id not in sequence.stop.watched:
+            return Ending(FinishReason.END)
+        ending = sequence.append(token_id, log_prob, now_ns)
+        if ending is not None and ending.reason is not FinishReason.LENGTH:
+            return ending
+        if guided.matcher.is_finished:
+            sequence.stop.num_sendable = sequence.num_outputs
+            return Ending(FinishReason.STOP)
+        if ending is None:
+            self.advance(sequence)
+        return ending
+
+    def runnable(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Return those that can sample now: plain ones, and those that have their mask."""
+        return [s for s in sequences if s.guide is None or s.guide.can_run(s.num_pending)]
+
+    def advance(self, sequence: Sequence) -> None:
+        """Make the mask of the next token, where it needs one."""
+        guided = sequence.guide
+        if guided is None or not guided.wants_fill or sequence.status is SequenceStatus.FINISHED:
+            return
+        guided.is_filling = True
+        self.workers.fill(guided.fill, lambda error: self._filled(sequence, guided, error))
+
+    def _filled(self, sequence: Sequence, guided: Guided, error: str) -> None:
+        guided.is_filling = False
+        guided.has_mask = True
+        if error and sequence.status is not SequenceStatus.FINISHED:
+            message = f"the guide cannot be followed further: {error}"
+            self._finish(sequence, Ending(FinishReason.ERROR, error=message))
+
+
+def _leader_of(first: Sequence) -> int:
+    """Return the number of what a sequence waits for while its guide is compiled."""
+    return -1 - first.id
+
+
+def error_of(sequence: Sequence) -> str:
+    """Return why a row of a sequence has no token to sample."""
+    guided = sequence.guide
+    if guided is None:
+        return "numerical error"
+    if guided.error:
+        return f"the guide cannot be followed further: {guided.error}"
+    if not guided.needs_mask or sequence.edits is None:
+        return "numerical error"
+    return (
+        "no token is left: the guide allows none of those that bad_words, logit_bias and "
+        "min_tokens leave"
+    )

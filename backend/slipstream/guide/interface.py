@@ -1,0 +1,68 @@
+"""The door to a library of grammars: what the engine asks of it, and nothing of how it answers.
+
+A mask has one bit a token, token `t` at bit `t % 32` of the little-endian word `t // 32`. Where the
+bit is 1 the token is legal.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream_contract.guide import Guide
+
+
+class GuideError(Exception):
+    """A guide that cannot be compiled or followed; the text names the keyword or the bound."""
+
+
+class Matcher(Protocol):
+    """A place in a grammar: that after the tokens taken so far. Used by one thread at a time."""
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the tokens taken are a whole text of the grammar, so that an end is legal."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether they are one, and no token but an end is legal."""
+
+    def fill(self, address: int) -> None:
+        """Write the mask of the next token to memory, without the interpreter lock.
+
+        An end id is legal where `is_accepting`. Raises GuideError if that breaks a bound.
+        """
+
+    def take(self, token_id: int) -> bool:
+        """Take a token, no end id, if it is legal; return whether it is."""
+
+    def forced(self, most: int) -> list[int]:
+        """Return at most `most` tokens that have to come next."""
+
+    def roll_back(self, count: int) -> None:
+        """Untake the last `count` tokens."""
+
+    def copy(self) -> "Matcher":
+        """Return another matcher at the same place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A compiled guide. Its matcher stands at the start, and is copied for each sequence."""
+
+    matcher: Matcher
+    first_mask: bytes  # of the first token
+    num_bytes: int  # of memory, an estimate
+
+
+class GuideCompiler(Protocol):
+    """A tokenizer's compiler of guides; `compile` may run in several threads at a time."""
+
+    num_mask_bytes: int
+    end_ids: frozenset[int]
+
+    def compile(self, guide: Guide) -> Template:
+        """Return a compiled guide. Raises GuideError."""
+
+
+MakeCompiler = Callable[[], GuideCompiler]
+"""The set-up of a tokenizer, which takes seconds where it is large. Raises GuideError."""
