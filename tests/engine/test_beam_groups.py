@@ -1,12 +1,16 @@
 """Beams in the engine: the same as by definition, whatever runs beside them."""
 
+import re
+
 import pytest
-from fixtures.engine.beams import expected_beams, text_of
+from fixtures.engine.beams import expected_beams, searches, text_of
 from fixtures.engine.checks import check, greedy, samplings
-from fixtures.engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner, Words
+from fixtures.engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner, Stream, Words
+from fixtures.engine.machine import MAX_MODEL_LEN, Machine
+from fixtures.engine.machine import prompts as machine_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from hypothesis.stateful import rule
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
@@ -39,22 +43,56 @@ def check_beams(client: Client, number: int, prompt: list[int], sampling: Sampli
         assert len(answer.log_probs) == (len(answer.token_ids) if sampling.log_probs else 0)
 
 
-@st.composite
-def searches(draw: st.DrawFn) -> SamplingParams:
-    sampling = draw(samplings())
-    width = draw(st.integers(2, 4))
-    return replace(
-        sampling,
-        temperature=0.0,
-        n=draw(st.integers(1, width)),
-        max_tokens=draw(st.integers(1, 12)),
-        beams=Beams(
-            width=width,
-            length_penalty=draw(st.sampled_from([0.0, 1.0, -0.5, 2.0])),
-            early_stopping=draw(st.sampled_from([0, 1, 2])),
-            diversity_rate=draw(st.sampled_from([0.0, 0.0, 0.7])),
-        ),
+class Searches(Machine):
+    """Beam searches under all that `Machine` does to an engine, beside its other requests."""
+
+    @rule(
+        prompt=machine_prompts,
+        sampling=searches(),
+        priority=st.integers(0, 9),
+        timeout_ms=st.sampled_from([0, 0, 0, 2, 8]),
+        is_streaming=st.booleans(),
     )
+    def search(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        priority: int,
+        timeout_ms: int,
+        is_streaming: bool,
+    ) -> None:
+        deadline_ns = self.now_ns + timeout_ms * 1_000_000 if timeout_ms else 0
+        ask = (prompt, sampling, priority, deadline_ns)
+        try:
+            number = self.client.submit(*ask, is_streaming=is_streaming)
+        except ContractError as error:
+            refusal = str(error)
+        else:
+            refusal = ""
+        if refusal:
+            is_too_wide = re.search("beam_width is [0-9]+(, above|: so many beams)", refusal)
+            assert is_too_wide or "UNAVAILABLE" in refusal
+            return
+        self.asked[number] = (prompt, sampling)
+        if deadline_ns:
+            self.deadlines[number] = deadline_ns
+
+    def check_search(self, number: int, stream: Stream) -> None:
+        if stream.reason is FinishReason.CANCELLED:
+            assert number in self.cancelled
+        elif stream.reason is FinishReason.DEADLINE:
+            assert self.deadlines[number] <= self.now_ns
+        elif stream.reason is FinishReason.ERROR:
+            assert number in self.may_fail
+        else:
+            prompt, sampling = self.asked[number]
+            found = expected_beams(prompt, sampling, MAX_MODEL_LEN, self.runner.window)
+            answers = [(text_of(a.token_ids, a.drop_bytes), a.reason) for a in stream.beams]
+            assert answers == [(each.text, each.reason) for each in found]
+
+
+TestSearches = Searches.TestCase
+TestSearches.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 prompts = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12)

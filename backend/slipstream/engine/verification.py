@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from slipstream.core.batch import Row, Sampled
 from slipstream.core.drafts import Speculation, is_right
 from slipstream.core.sequence import Sequence, SequenceStatus
+from slipstream.engine.beam_group import Beam
 from slipstream.engine.telemetry import Telemetry
 from slipstream.kvcache.cache import KVCache
 
@@ -37,7 +38,9 @@ class Verification:
         """
         room = max(0, min(budget, self._max_rows - len(decodes)))
         has_drafts = False
-        for sequence, proposed in self._speculation.propose(decodes, room):
+        # The next tokens of beams depend on all beams: there is nothing to guess.
+        takers = [sequence for sequence in decodes if not isinstance(sequence, Beam)]
+        for sequence, proposed in self._speculation.propose(takers, room):
             assert not sequence.num_pending, "drafts after an unknown token"
             if sequence.guide is not None and sequence.guide.needs_mask:
                 continue  # its mask is of one row
