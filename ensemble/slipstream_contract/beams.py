@@ -136,24 +136,20 @@ def _needs_search(label: str, value: object, what: str) -> ContractError:
 
 
 def with_log_probs(sampling: Any, wanted: LogProbs | None) -> Any:
-    """Return sampling parameters, of several candidates, with the log probs that are wanted.
+    """Return the parameters of a search with the log probs that are wanted: of its tokens alone.
 
-    A search has those of its tokens alone. Of samples, the prompt's belong to no single one. Raises
-    ContractError.
+    Raises ContractError.
     """
     if wanted is None:
         return sampling
-    search = "beam_width" if sampling.beams is not None else "best_of"
     refused = {
         "prompt_logprobs": wanted.prompt is not None,
         "return_context_logits": wanted.context_logits,
-        "return_generation_logits": wanted.generation_logits and sampling.beams is not None,
+        "return_generation_logits": wanted.generation_logits,
     }
     for name, is_asked in refused.items():
         if is_asked:
-            raise ContractError(f"{name} and {search} (use_beam_search): only tokens are compared")
-    if sampling.beams is None:
-        return replace(sampling, values=wanted)
+            raise ContractError(f"{name} and a beam search: it has log probs of its tokens alone")
     if wanted.top:
         raise ContractError(
             f"logprobs is {wanted.top} and use_beam_search is true: a search returns those of its "

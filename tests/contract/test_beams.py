@@ -137,7 +137,7 @@ def test_the_llm_api_has_both() -> None:
     ("values", "message"),
     [
         ({"logprobs": 5}, "logprobs is 5 and use_beam_search is true"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs and beam_width"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs and a beam search"),
         ({"logprobs_mode": "raw_logits"}, "logprobs_mode is raw_logits and use_beam_search"),
     ],
 )
@@ -147,5 +147,5 @@ def test_a_search_has_log_probs_of_its_tokens_alone(values: dict, message: str) 
     inputs = inputs_of(MODELS["vllm_model"], **asked, sampling_parameters=json.dumps(given))
     with pytest.raises(ContractError, match=message):
         vllm_request(inputs, {})
-    with pytest.raises(ContractError, match="return_context_logits and beam_width"):
+    with pytest.raises(ContractError, match="return_context_logits and a beam search"):
         tokens(beam_width=2, return_context_logits=True)

@@ -6,7 +6,7 @@ Which they are is known when the last sample has ended; until then nothing is se
 from msgspec.structs import replace
 
 from slipstream.core.sequence import Request, Sequence
-from slipstream.wire import FinishReason, Tokens
+from slipstream.wire import FinishReason, Tokens, Values
 
 
 class Sample(Sequence):
@@ -41,8 +41,18 @@ class Choice:
             return []
         # One that never ran has no log prob, and is no good one.
         self._ended.sort(key=lambda each: (not each.token_ids, -sum(each.log_probs), each.index))
+        of_prompt = next(each.values for each in self._ended if each.index == 0)
         best, self._ended = self._ended[: self._request.sampling.n], []
+        if of_prompt is not None:
+            best = [_with_prompt(each, of_prompt, each is best[0]) for each in best]
         return [
             replace(each, index=index, log_probs=each.log_probs if self._has_log_probs else [])
             for index, each in enumerate(best)
         ]
+
+
+def _with_prompt(tokens: Tokens, of_prompt: Values, is_first: bool) -> Tokens:
+    """Return a sample with the values of the prompt if it is the first, which bridges read."""
+    own = tokens.values or Values(mode=of_prompt.mode)
+    prompt, context = (of_prompt.prompt, of_prompt.context) if is_first else ([], [])
+    return replace(tokens, values=replace(own, prompt=prompt, context=context))

@@ -92,7 +92,7 @@ def build_request(
         raise ContractError("text_input is empty")
     sampling = _sampling(values)
     wanted = _log_probs(values, options.log_probs or options.cumulative_log_prob)
-    if sampling.beams is None and sampling.best_of is None:
+    if sampling.beams is None:
         sampling = msgspec.structs.replace(sampling, values=wanted)
     else:
         sampling = with_log_probs(sampling, wanted)
