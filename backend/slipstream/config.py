@@ -13,6 +13,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 LOAD_FORMATS = ("safetensors", "random")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+SPECULATIONS = ("none", "lookup")
+MAX_DRAFT_TOKENS = 64
 MIN_STUCK_AFTER_S = 3  # an idle engine turns, and is looked at, once a second
 
 
@@ -68,6 +70,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 0
     max_num_seqs: Annotated[int, _field("sequences that generate at the same time")] = 256
+    speculation: Annotated[
+        str,
+        _field(
+            "none, or lookup: where a text repeats itself, several of its tokens are verified in "
+            "one step; tokens stay those without"
+        ),
+    ] = "none"
+    num_draft_tokens: Annotated[
+        int,
+        _field(f"most tokens of a sequence that a step verifies, 1 to {MAX_DRAFT_TOKENS}"),
+    ] = 8
     max_num_batched_tokens: Annotated[
         int, _field("tokens of one step, prompts and generated ones together")
     ] = 2048

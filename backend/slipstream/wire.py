@@ -138,6 +138,8 @@ class Perf(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kv_alloc_new_blocks: int
     kv_reused_blocks: int
     kv_alloc_total_blocks: int
+    num_drafted: int = 0  # drafts that were verified
+    num_accepted: int = 0  # of these, those that were right
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from slipstream import quant
-from slipstream.config import DTYPES, KV_CACHE_DTYPES, help_of
+from slipstream.config import DTYPES, KV_CACHE_DTYPES, SPECULATIONS, help_of
 from slipstream_contract.errors import clip
 from slipstream_contract.log_probs import MODES
 from slipstream_contract.vocab import TokenBytes
@@ -28,6 +28,7 @@ _COUNTS = (
     "kv_cache_tokens",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "num_draft_tokens",
     "max_model_len",
     "attention_window",
     "sink_tokens",
@@ -101,6 +102,7 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     for name, choices in (
         ("dtype", DTYPES),
         ("quantization", quant.names()),
+        ("speculation", SPECULATIONS),
         ("kv_cache_dtype", KV_CACHE_DTYPES),
         ("logprobs_mode", MODES),
     ):
@@ -149,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
-    others = ("logprobs_mode", "kv_cache_host_bytes", "gpu_hour_price", "request_log", *_COUNTS)
+    more = ("speculation", "logprobs_mode")
+    others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *more, *_COUNTS)
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name
     instances = dict(args.instances)

@@ -112,10 +112,9 @@ def perf_outputs(perf: wire.Perf) -> dict[str, np.ndarray]:
         "kv_cache_alloc_new_blocks": _scalar(perf.kv_alloc_new_blocks, np.int32),
         "kv_cache_reused_blocks": _scalar(perf.kv_reused_blocks, np.int32),
         "kv_cache_alloc_total_blocks": _scalar(perf.kv_alloc_total_blocks, np.int32),
-        # No token was drafted, so none was accepted.
-        "acceptance_rate": _scalar(0.0, np.float32),
-        "total_accepted_draft_tokens": _scalar(0, np.int32),
-        "total_draft_tokens": _scalar(0, np.int32),
+        "acceptance_rate": _scalar(perf.num_accepted / max(1, perf.num_drafted), np.float32),
+        "total_accepted_draft_tokens": _scalar(perf.num_accepted, np.int32),
+        "total_draft_tokens": _scalar(perf.num_drafted, np.int32),
     }
 
 

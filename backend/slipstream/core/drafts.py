@@ -56,6 +56,9 @@ class Speculation(Protocol):
         What was behind a wrong one, or behind the end of the sequence, is not judged.
         """
 
+    def step_took(self, batch: Batch, took_ns: int) -> None:
+        """Note how long a step took, from its launch or the end of the one before it, in ns."""
+
     def release(self, sequence: "Sequence") -> None:
         """Discard what is held of a sequence, which has ended."""
 

@@ -338,6 +338,8 @@ class Sequence:
             kv_alloc_new_blocks=new,
             kv_reused_blocks=shared,
             kv_alloc_total_blocks=new + shared,
+            num_drafted=0 if self.draft is None else self.draft.num_drafted,
+            num_accepted=0 if self.draft is None else self.draft.num_accepted,
         )
         return Finished(
             reason=ending.reason,

@@ -31,6 +31,8 @@ from slipstream_runtime.waking import wake_at_once
 from slipstream import __version__, wire
 from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps, process_age
+from slipstream.drafting.lookup import PromptLookup
+from slipstream.drafting.speculator import Speculator
 from slipstream.engine.engine import Engine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
@@ -262,7 +264,11 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         config.kv_cache_reuse,
         config.logprobs_mode,
         config.max_logits_bytes,
+        plan.max_num_rows,
     )
+    speculation = None
+    if plan.has_drafts:
+        speculation = Speculator(PromptLookup(), config.num_draft_tokens)
     telemetry = Telemetry(config.gpu_hour_price, runner.memory)
     request_log = RequestLog(Path(config.request_log), telemetry) if config.request_log else None
     clock = time.monotonic_ns
@@ -274,6 +280,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         clock,
         telemetry,
         request_log,
+        speculation=speculation,
         guide_compiler=guide_compiler,
     )
     welcome = wire.Welcome(

@@ -67,15 +67,18 @@ class PrefillBudget:
         self._started.append((self._clock(), num_decodes, num_chunk_tokens, self._is_cut))
         self._is_cut = False
 
-    def finish_step(self) -> None:
-        """Note the end of the oldest step, which ran since its launch or the end before it."""
+    def finish_step(self) -> int:
+        """Note the end of the oldest step, which ran since its launch or the end before it.
+
+        Returns how long it took, in ns.
+        """
         started_ns, num_decodes, num_tokens, is_cut = self._started.popleft()
         now_ns = self._clock()
         took_ns = now_ns - max(started_ns, self._ended_ns)
         self._ended_ns = now_ns
         if not num_tokens:
             self._decodes_ns.append(took_ns)
-            return
+            return took_ns
         decodes_ns = median(self._decodes_ns) if num_decodes and self._decodes_ns else 0
         if is_cut:
             self._cut_ns.append(max(took_ns - decodes_ns, took_ns / 8) / num_tokens)
@@ -84,6 +87,7 @@ class PrefillBudget:
                 self._token_ns.clear()
             self._largest = max(self._largest, num_tokens)
             self._token_ns.append(max(took_ns - decodes_ns, took_ns / 2) / num_tokens)
+        return took_ns
 
     def discard_steps(self) -> None:
         """Discard all steps that were launched and have not ended."""

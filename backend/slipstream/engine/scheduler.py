@@ -249,7 +249,9 @@ class Scheduler:
         Returns the sequences of its rows.
         """
         self.cache.complete()
-        self._prefill_budget.finish_step()
+        took_ns = self._prefill_budget.finish_step()
+        if self._verification is not None:
+            self._verification.step_took(batch, took_ns)
         now = monotonic_ns()
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         owners = self._launched.popleft()

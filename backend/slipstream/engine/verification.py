@@ -27,6 +27,7 @@ class Verification:
         self._telemetry = telemetry
         self._max_rows = max_rows
         self.release = speculation.release
+        self.step_took = speculation.step_took
 
     def add_drafts(self, decodes: list[Sequence], budget: int, num_running: int) -> bool:
         """Give decodes their drafts, as many as fit; return whether there are any.

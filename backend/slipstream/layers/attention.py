@@ -32,6 +32,7 @@ class StepRows(NamedTuple):
     lengths: Tensor  # [s] i32, cached tokens after this step's write
     num_decodes: int
     max_queries: int  # longest chunk, 0 without chunks
+    has_drafts: bool = False  # decodes attend to what other decodes of the step write
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ class AttentionInputs:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n > 0:
             where = (cache, self.decodes, self.plan, scale, out[:n])
-            self.backend.decode(q[:n], *where, newest, window)
+            reads_step = self.rows.has_drafts
+            self.backend.decode(q[:n], *where, newest, window, reads_step=reads_step)
         if self.chunks.max_queries > 0:
             self.backend.prefill(q[n:], cache, self.chunked, self.chunks, scale, out[n:], window)
         return out
@@ -185,7 +187,8 @@ class Attention:
         """
         (cos_sin, places), slots = inputs.angles(self.cos_sin), inputs.rows.slots
         newest, first = None, 0
-        if inputs.backend.rotates_decodes and not self._has_head_norms and scales is None:
+        is_in_attention = inputs.backend.rotates_decodes and not inputs.rows.has_drafts
+        if is_in_attention and not self._has_head_norms and scales is None:
             first = inputs.num_single
             newest = Newest(k[:first], v[:first], cos_sin)
         if first < q.shape[0]:

@@ -59,7 +59,8 @@ class StreamingInputs(AttentionInputs):
         if n > 0:
             where = (cache, self.decodes, self.plan, scale, out[:n])
             sinks = Sinks(self.further[:n], num_sinks)
-            self.backend.decode(q[:n], *where, newest, self.window, sinks)
+            how = (newest, self.window, sinks, rows.has_drafts)
+            self.backend.decode(q[:n], *where, *how)
         if n < len(rows.lengths):
             most = max(rows.max_queries, int(n < rows.num_decodes))
             chunks = Chunks(rows.query_starts if n > 0 else self.starts, most)

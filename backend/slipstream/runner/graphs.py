@@ -59,13 +59,23 @@ class Buckets:
     Args:
         max_num_seqs, max_num_batched_tokens: of a step.
         layout: of all steps.
+        max_num_rows: of decodes with drafts; 0: there are no drafts.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_num_batched_tokens: int, layout: Layout | None = None
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        layout: Layout | None = None,
+        max_num_rows: int = 0,
     ) -> None:
         self._layout = layout = layout or Layout()
         self._rows = sorted({layout.up(rows) for rows in row_buckets(max_num_seqs)})
+        drafts = row_buckets(max_num_rows)[1:] if max_num_rows and layout.has_decodes else []
+        self._drafts = sorted({layout.up(rows) for rows in drafts})
+        if max_num_rows and not layout.has_decodes:
+            more = {layout.up(rows) for rows in row_buckets(max_num_rows)}
+            self._rows = sorted({*self._rows, *more})
         tokens = token_buckets(max_num_batched_tokens)
         self._tokens = sorted({layout.up(count) for count in tokens})
         # Of steps of both; where a decode is a chunk there are none.
@@ -82,7 +92,8 @@ class Buckets:
             for tokens in reversed(self._beside)
         ]
         chunks = [self._of_tokens(tokens) for tokens in reversed(self._tokens)]
-        return mixed + chunks + [self._of_rows(rows) for rows in reversed(self._rows)]
+        drafts = [self._of_drafts(rows) for rows in reversed(self._drafts)]
+        return mixed + chunks + drafts + [self._of_rows(rows) for rows in reversed(self._rows)]
 
     @property
     def max_rows(self) -> int:
@@ -96,6 +107,11 @@ class Buckets:
 
     def find(self, shape: StepShape) -> StepShape | None:
         """The smallest that holds a step; None: it has no graph."""
+        if shape.has_drafts:
+            at = bisect.bisect_left(self._drafts, shape.num_tokens)
+            if shape.num_decodes < shape.num_tokens or at == len(self._drafts):
+                return None
+            return self._of_drafts(self._drafts[at])
         if shape.max_queries <= 1 and shape.num_samples == shape.num_tokens:
             if shape.num_tokens > self._rows[-1]:
                 return None
@@ -117,6 +133,10 @@ class Buckets:
         if self._layout.has_decodes:
             return StepShape(rows, rows, rows, rows, 0)
         return StepShape(rows, rows, 0, rows, 1)
+
+    @staticmethod
+    def _of_drafts(rows: int) -> StepShape:
+        return StepShape(rows, rows, rows, rows, 0, True)
 
     def _of_tokens(self, tokens: int) -> StepShape:
         return StepShape(tokens, MAX_CHUNK_ROWS, 0, self._layout.up(MAX_CHUNK_ROWS), tokens)

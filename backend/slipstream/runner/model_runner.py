@@ -125,7 +125,8 @@ class ModelRunner:
         if window.has_gaps:
             self._streaming = Streaming(plan.model.rope, plan.attention, plan.device)
         laps.lap("weights")
-        buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, _layout(plan))
+        num_rows = plan.max_num_rows if plan.has_drafts else 0
+        buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, _layout(plan), num_rows)
         self._make_buffers(plan, buckets)
         self._graphs = None
         self.num_blocks = num_blocks(plan, self._measure(plan, buckets, laps))
@@ -181,7 +182,7 @@ class ModelRunner:
         """Make the buffers of a step besides weights and cache, for the largest step."""
         device = plan.device
         layout = _layout(plan)
-        num_rows = layout.up(max(plan.max_num_seqs, buckets.max_rows))
+        num_rows = layout.up(max(plan.max_num_rows, buckets.max_rows))
         num_tokens = layout.up(max(plan.max_num_batched_tokens, buckets.max_tokens, num_rows))
         max_blocks = plan.table_blocks
         self._num_tables = plan.window.num_tables
@@ -385,6 +386,7 @@ class ModelRunner:
                 inputs.lengths,
                 shape.num_decodes,
                 shape.max_queries,
+                shape.has_drafts,
             )
 
         if self._streaming is not None:

@@ -14,7 +14,9 @@ from slipstream import quant
 from slipstream.config import (
     BLOCK_SIZES,
     LOAD_FORMATS,
+    MAX_DRAFT_TOKENS,
     MIN_STUCK_AFTER_S,
+    SPECULATIONS,
     EngineConfig,
 )
 from slipstream.core.groups import LayerGroups, group_layers
@@ -31,6 +33,7 @@ from slipstream.runner.cache_dtype import attention_spec, cache_dtype
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _MIN_THREADED_HIDDEN_SIZE = 768
+_MAX_DRAFTED_ROWS = 256  # beyond, drafts pay on no device
 ENDLESS = 2**31 - 1  # tokens: sequences of an `attention_window` may have so many
 
 
@@ -74,6 +77,20 @@ class Plan:
         """Tokens before one with which its attention is as many operations as its matrices."""
         d = self.model.dims
         return self.sizes.blocks // (d.num_layers * 2 * d.num_heads * d.head_size)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether steps may have several rows of a sequence."""
+        return self.config.speculation != "none"
+
+    @property
+    def max_num_rows(self) -> int:
+        """Most rows of a step that sample: of each sequence one, and drafts."""
+        if not self.has_drafts:
+            return self.max_num_seqs
+        drafted = self.max_num_seqs * (1 + self.config.num_draft_tokens)
+        most = max(self.max_num_seqs, min(_MAX_DRAFTED_ROWS, drafted))
+        return max(self.max_num_seqs, min(self.max_num_batched_tokens, most))
 
     @property
     def max_in_flight(self) -> int:
@@ -319,6 +336,11 @@ def _check_fields(config: EngineConfig) -> None:
         "long_prompt_tokens",
     ):
         _at_least(config, field, 1)
+    _at_least(config, "num_draft_tokens", 1)
+    if config.num_draft_tokens > MAX_DRAFT_TOKENS:
+        raise ConfigError(
+            f"num_draft_tokens = {config.num_draft_tokens} is above {MAX_DRAFT_TOKENS}"
+        )
     _at_least(config, "kv_cache_host_bytes", 0)
     _at_least(config, "max_logits_bytes", 0)
     if config.logprobs_mode not in MODES:
@@ -333,7 +355,11 @@ def _check_fields(config: EngineConfig) -> None:
         raise ConfigError(
             f"block_size = {config.block_size} is not a power of two between 8 and 256"
         )
-    for field, choices in (("load_format", LOAD_FORMATS), ("quantization", quant.names())):
+    for field, choices in (
+        ("load_format", LOAD_FORMATS),
+        ("quantization", quant.names()),
+        ("speculation", SPECULATIONS),
+    ):
         if (value := getattr(config, field)) not in choices:
             raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
 

@@ -51,13 +51,18 @@ def side_by_side(parts: Iterable[tuple[np.dtype[Any], tuple[int, ...]]]) -> tupl
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step's tensors: `num_decodes` of the rows come first and have one token."""
+    """The sizes of a step's tensors: `num_decodes` of the rows come first and have one token.
+
+    If it `has_drafts`, several of them may be of one sequence, so that a row attends to what others
+    of the step write; the decode kernels of other steps read before that is there.
+    """
 
     num_tokens: int
     num_rows: int
     num_decodes: int
     num_samples: int
     max_queries: int  # of the rows after the decodes; 0 without such rows
+    has_drafts: bool = False
 
 
 class StepArrays(NamedTuple):
@@ -140,16 +145,19 @@ class Layout(NamedTuple):
         """Return the least shape of a batch."""
         rows = batch.rows
         num_decodes = batch.num_decodes if self.has_decodes else 0
+        has_drafts = batch.num_drafts > 0 and num_decodes > 0
         if num_decodes == len(rows):
             count = self.up(num_decodes)
-            return StepShape(count, num_decodes, num_decodes, count, 0)
+            return StepShape(count, num_decodes, num_decodes, count, 0, has_drafts)
         counts = [len(row.token_ids) for row in rows]
         num_tokens = sum(counts)
         num_samples = self.up(sum([row.samples for row in rows]))
         if not self.has_chunks:
-            return StepShape(self.up(num_tokens), num_tokens, num_decodes, num_samples, 1)
+            sizes = (self.up(num_tokens), num_tokens, num_decodes, num_samples, 1)
+            return StepShape(*sizes, has_drafts)
         longest = max(counts[num_decodes:])
-        return StepShape(self.up(num_tokens), len(rows), num_decodes, num_samples, longest)
+        sizes = (self.up(num_tokens), len(rows), num_decodes, num_samples, longest)
+        return StepShape(*sizes, has_drafts)
 
 
 class Slots:

@@ -105,12 +105,14 @@ class AttentionBackend(ABC):
         newest: Newest | None,
         window: int,
         sinks: Sinks | None = None,
+        reads_step: bool = False,
     ) -> None:
-        """Attend with one query a sequence, `q [s, hq, d]`; the result goes to `out`.
+        """Attend with one query a row, `q [s, hq, d]`; the result goes to `out`.
 
         `newest` is rotated and cached on the way, if given. Sequences that stream have `sinks`.
+        If it `reads_step`, rows may attend to tokens of each other, which are in the cache.
         """
-        decode_attention(q, cache, *rows, plan, scale, out, newest, window, sinks)
+        decode_attention(q, cache, *rows, plan, scale, out, newest, window, sinks, reads_step)
 
     def prefill(
         self,

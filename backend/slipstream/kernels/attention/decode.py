@@ -76,6 +76,7 @@ class DecodeCall(NamedTuple):
     newest: Newest | None = None  # to be rotated and cached
     window: int = 0  # tokens that a query sees; 0: all
     sinks: Sinks | None = None
+    reads_step: bool = False  # tokens before the newest may be of this step, too
 
 
 @op("lengths[s]:i32, cache[_,h,2,_,_]:any")
@@ -102,7 +103,8 @@ def decode_attention(call: DecodeCall) -> Tensor:
     result goes to `out` if given. `plan` is `plan_decode` of the lengths and the window, made
     earlier in the stream; without one, of no elements, a sequence's bits do not depend on others.
     All but the newest token of a sequence must be from earlier steps: the kernel reads it while the
-    kernels in front of it still run.
+    kernels in front of it still run. Unless it `reads_step`: then it starts when these have ended,
+    and without `newest`, all tokens may be of this step, and several rows of one table.
 
     With `newest` (and a plan, and 16-bit elements) it begins with `rope_and_cache`: `q` is rotated
     as it is read, K and V of the newest tokens are written to `cache`.
@@ -110,7 +112,8 @@ def decode_attention(call: DecodeCall) -> Tensor:
     With `sinks` (and a plan of as many, a window, a cache of 16 bits) sequences stream, as
     `sink_attention` has it: `window` is all that a query sees, lengths are those of tables.
     """
-    q, cache, block_tables, lengths, _, scale, out, newest, window, sinks = call
+    q, cache, block_tables, lengths, _, scale, out, newest, window, sinks, reads_step = call
+    _check_newest_of_step(newest, reads_step)
     kv_format.check_cache("decode_attention", cache, q)
     _check_scale(scale)
     if newest is not None:
@@ -131,6 +134,13 @@ def decode_attention(call: DecodeCall) -> Tensor:
         result = functional.scaled_dot_product_attention(group[None], k[None], v[None], scale=scale)
         out[s] = result[0].flatten(0, 1)
     return out
+
+
+def _check_newest_of_step(newest: Newest | None, reads_step: bool) -> None:
+    jit.require(
+        newest is None or not reads_step,
+        "decode_attention: rows that attend to each other's tokens must find them in the cache",
+    )
 
 
 def _check_scale(scale: float) -> None:
@@ -220,7 +230,8 @@ def _plan_decode(call: PlanCall) -> Tensor:
 @decode_attention.cuda
 @takes(DecodeCall)
 def _decode_attention(call: DecodeCall) -> Tensor:
-    q, cache, block_tables, lengths, plan, scale, out, newest, _, sinks = call
+    q, cache, block_tables, lengths, plan, scale, out, newest, _, sinks, reads_step = call
+    _check_newest_of_step(newest, reads_step)
     check_layouts("decode_attention", q, cache, block_tables, lengths, plan)
     _check_scale(scale)
     jit.block_shift(cache.shape[3])
@@ -271,7 +282,7 @@ def _state_words(q: Tensor, cache: Tensor, plan_size: int, work: Work) -> int:
 
 
 def _launch_by_plan(call: DecodeCall, out: Tensor) -> None:
-    q, cache, block_tables, lengths, plan, scale, _, newest, window, sinks = call
+    q, cache, block_tables, lengths, plan, scale, _, newest, window, sinks, reads_step = call
     if newest is not None:
         check_newest("decode_attention", q, cache, newest)
     num_sinks, angles = _streaming(q, cache, sinks, window)
@@ -316,7 +327,7 @@ def _launch_by_plan(call: DecodeCall, out: Tensor) -> None:
         num_sinks,
         angles,
         shared_memory=shape.shared_memory(cache.dtype, head_size),
-        overlaps=True,
+        overlaps=not reads_step,
     )
 
 

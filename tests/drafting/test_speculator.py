@@ -1,0 +1,98 @@
+"""The decision how many drafts are verified, and real drafts in the engine."""
+
+from fixtures.engine.checks import check
+from fixtures.engine.counting import Client, CountingRunner, Words
+from fixtures.engine.drafting import continuation
+from slipstream.core.sequence import Sequence
+from slipstream.core.window import AttentionWindow
+from slipstream.drafting.costs import StepTimes
+from slipstream.drafting.lookup import PromptLookup
+from slipstream.drafting.speculator import Speculator
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import Limits
+from slipstream_contract.sampling import SamplingParams
+
+
+class Knowing:
+    """Drafts that are always right, or always wrong."""
+
+    name = "knowing"
+
+    def __init__(self, is_right: bool) -> None:
+        self._is_right = is_right
+
+    def propose(self, sequence: Sequence, k: int) -> list[int]:
+        drafts = continuation(sequence, k, AttentionWindow())
+        return drafts if self._is_right else [(token_id + 1) % 61 for token_id in drafts]
+
+    def release(self, sequence: Sequence) -> None:
+        pass
+
+
+class _Fixed(StepTimes):
+    """Times that are not measured anew."""
+
+    def __init__(self, plain_ns: float, row_ns: float) -> None:
+        super().__init__()
+        self._plain_ns, self._row_ns = plain_ns, row_ns
+
+    def of(self, num_rows: int, has_drafts: bool) -> float:
+        return self._plain_ns + self._row_ns * num_rows
+
+
+def engine_of(speculator: Speculator) -> tuple[Client, CountingRunner]:
+    runner = CountingRunner(200, 4)
+    return Client(
+        Engine(Limits(8, 64, max_num_rows=64), runner, Words(), speculation=speculator)
+    ), runner
+
+
+def run(speculator: Speculator, num_requests: int = 3) -> list[int]:
+    """Return the rows of all steps."""
+    client, runner = engine_of(speculator)
+    sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=3, log_probs=True)
+    asked = [(client.submit([i, 1, 2], sampling), [i, 1, 2]) for i in range(num_requests)]
+    client.drain()
+    for number, prompt in asked:
+        check(client, number, prompt, sampling)
+        last = client.streams[number, 0].last
+        assert last is not None
+        assert last.finished is not None
+        perf = last.finished.perf
+        assert perf.num_accepted <= perf.num_drafted
+    return [len(batch.rows) for batch in runner.batches]
+
+
+def test_right_drafts_are_verified_where_rows_cost_nothing() -> None:
+    speculator = Speculator(Knowing(True), 4, _Fixed(1000.0, 1.0))
+    rows = run(speculator)
+    assert max(rows) == 15
+    assert len(rows) < 20
+    assert speculator.counters["accepted_tokens"] == speculator.counters["drafted_tokens"] > 50
+
+
+def test_nothing_is_verified_where_rows_cost_as_much_as_they_bring() -> None:
+    speculator = Speculator(Knowing(True), 4, _Fixed(0.0, 1.0))
+    assert max(run(speculator)) <= 3
+    assert speculator.counters["drafts"] == 0
+
+
+def test_wrong_drafts_leave_the_steps_as_they_were() -> None:
+    speculator = Speculator(Knowing(False), 4, _Fixed(1000.0, 1.0))
+    assert max(run(speculator)) <= 3
+    assert speculator.counters["drafts"] == 0
+
+
+def test_lookup_in_the_engine_changes_no_token() -> None:
+    run(Speculator(PromptLookup(), 8, _Fixed(1000.0, 1.0)), 6)
+
+
+def test_times_of_steps_that_were_never_measured_are_those_of_fewer_rows() -> None:
+    times = StepTimes()
+    assert times.of(4, True) is None
+    times.add(4, False, 100.0)
+    assert times.of(4, False) == 100.0
+    assert times.of(9, False) is None
+    assert times.of(9, True) == 100.0
+    times.add(9, True, 300.0)
+    assert times.of(9, True) == times.of(12, True) == 300.0
