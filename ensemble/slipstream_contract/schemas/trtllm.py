@@ -178,18 +178,18 @@ def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -
     `names` has the inputs of the text models that this one calls otherwise.
     """
     values = normalised(read_fields(SamplingParams, "trtllm", read, names), most_tokens)
+    guide = trtllm_guide(*(read.text(x) if read.has(x) else None for x in (TYPE_FIELD, TEXT_FIELD)))
     n = values["n"] if read.has("num_return_sequences") else None
     if (beams := trtllm_beams(read, names, n)) is not None:
         refuse_sampling(values, _UNFILTERED)
         unfiltered = {name: FIELDS[name].default for name in FILTERS}
-        chosen = values | unfiltered | {"n": n or beams.width, "beams": beams}
+        chosen = values | unfiltered | {"n": n or beams.width, "beams": beams, "guide": guide}
         sampling: SamplingParams = with_log_probs(SamplingParams(**chosen), _logits(read))
         return sampling
     samples = any(values[name] != _UNFILTERED[name] for name in FILTERS)
     if not samples or values["temperature"] == 0.0 or values["top_k"] == 1:
         values = greedy(values)
     values["top_p"] = values["top_p"] or 1.0
-    guide = trtllm_guide(*(read.text(x) if read.has(x) else None for x in (TYPE_FIELD, TEXT_FIELD)))
     return SamplingParams(**values, values=_logits(read), guide=guide)
 
 
