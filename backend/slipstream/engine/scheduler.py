@@ -295,7 +295,7 @@ class Scheduler:
         """Give sequences their samples: token, log prob and outcome; void rows have no sequence."""
         changed, finished = self._changed, SequenceStatus.FINISHED
         has_deferred = self.waiting.num_deferred > 0
-        append: Append = Sequence.append
+        append: Append | None = None
         if self.guides is not None and self.guides.num_active:
             append, results = self.guides.append, self.guides.judged(results)
         for sequence, token_id, log_prob, outcome in results:
@@ -317,7 +317,11 @@ class Scheduler:
                 self.cache.computed(sequence)
             if has_deferred:
                 self.waiting.wake(sequence.id)
-            if (ending := append(sequence, token_id, log_prob, now)) is not None:
+            if append is None:
+                ending = sequence.append(token_id, log_prob, now)  # a beam has its own
+            else:
+                ending = append(sequence, token_id, log_prob, now)
+            if ending is not None:
                 if ending.reason is FinishReason.END:
                     self._telemetry.uncount_token(sequence)
                 self.finish(sequence, ending)
