@@ -96,3 +96,4 @@ def test_times_of_steps_that_were_never_measured_are_those_of_fewer_rows() -> No
     assert times.of(9, True) == 100.0
     times.add(9, True, 300.0)
     assert times.of(9, True) == times.of(12, True) == 300.0
+    assert times.of(16, True) == 300.0 + (16 - 12) * (300.0 - 100.0) / (12 - 4)

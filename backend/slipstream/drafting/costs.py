@@ -8,7 +8,7 @@ the device waits for the host, as a step with drafts is made after the one befor
 
 from bisect import bisect_left
 
-_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1 << 20)
 _SHARE = 0.2  # of a new time in a mean
 
 
@@ -31,13 +31,21 @@ class StepTimes:
     def of(self, num_rows: int, has_drafts: bool) -> float | None:
         """Return the time of a step; None: no step of as few rows was measured.
 
-        A step with drafts that was never measured is estimated to take as long as the largest one
-        that has fewer rows, with or without drafts: so it is tried, and then known.
+        That of a step with drafts which was never measured is on the line through the two largest
+        steps that have fewer rows, with or without drafts. So it is tried if it should pay, and
+        then known.
         """
         bucket = bisect_left(_BUCKETS, num_rows)
         found = self._means[has_drafts].get(bucket)
         if found is not None or not has_drafts:
             return found
         both = [item for means in self._means for item in means.items()]
-        fewer = [(known, mean) for known, mean in both if known < bucket]
-        return max(fewer)[1] if fewer else self._means[False].get(bucket)
+        fewer = sorted(item for item in both if item[0] < bucket)
+        if not fewer:
+            return self._means[False].get(bucket)
+        last, took_ns = fewer[-1]
+        before = [(known, mean) for known, mean in fewer if known < last]
+        if not before:
+            return took_ns
+        rise = (took_ns - before[-1][1]) / (_BUCKETS[last] - _BUCKETS[before[-1][0]])
+        return took_ns + max(0.0, rise) * (_BUCKETS[bucket] - _BUCKETS[last])
