@@ -135,8 +135,8 @@ class Muon:
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """The nearest orthogonal matrices, roughly, by five Newton-Schulz steps in bf16."""
-    x = matrices.bfloat16()
+    """The nearest orthogonal matrices, roughly, by five Newton-Schulz steps; in bf16 on a GPU."""
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

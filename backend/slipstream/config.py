@@ -12,8 +12,9 @@ from slipstream_contract.log_probs import MODES
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 LOAD_FORMATS = ("safetensors", "random")
+DEVICE_DRAFTERS = ("draft", "medusa", "eagle3")  # that need weights
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-SPECULATIONS = ("none", "lookup")
+SPECULATIONS = ("none", "lookup", *DEVICE_DRAFTERS)
 MAX_DRAFT_TOKENS = 64
 MIN_STUCK_AFTER_S = 3  # an idle engine turns, and is looked at, once a second
 
@@ -73,14 +74,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: Annotated[
         str,
         _field(
-            "none, or lookup: where a text repeats itself, several of its tokens are verified in "
-            "one step; tokens stay those without"
+            "none, or what proposes tokens that one step verifies; tokens stay those without. lookup: "
+            "what repeats itself; from draft_checkpoint: draft (a smaller model), medusa, eagle3"
         ),
     ] = "none"
     num_draft_tokens: Annotated[
         int,
         _field(f"most tokens of a sequence that a step verifies, 1 to {MAX_DRAFT_TOKENS}"),
     ] = 8
+    draft_checkpoint: Annotated[
+        str,
+        _field("the Hugging Face directory that speculation = draft, medusa or eagle3 needs", "-"),
+    ] = ""
+    medusa_choices: Annotated[
+        str, _field("as TensorRT-LLM writes them: {0}, {0, 0}, ...; a chain, no tree", "-")
+    ] = ""
+    eagle_choices: Annotated[str, _field("the same, for eagle3", "-")] = ""
     max_num_batched_tokens: Annotated[
         int, _field("tokens of one step, prompts and generated ones together")
     ] = 2048

@@ -40,6 +40,13 @@ _COUNTS = (
     "max_logits_bytes",
 )
 
+_DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices")
+
+
+def _absolute(text: str) -> str:
+    """Return a directory's absolute path."""
+    return str(Path(text).absolute())
+
 
 def _gigabytes(text: str) -> int:
     """Parse a number of GB (10^9 bytes) to bytes."""
@@ -121,6 +128,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         dest="kv_cache_reuse",
         help="compute every prompt in full, ignoring cached prefixes",
     )
+    for name in _DRAFTS:
+        parser.add_argument(
+            _flag(name),
+            type=_absolute if name == "draft_checkpoint" else str,
+            metavar="DIR" if name == "draft_checkpoint" else "LIST",
+            help=help_of(name),
+        )
     for name in _COUNTS:
         parser.add_argument(_flag(name), type=int, metavar="N", help=help_of(name))
     parser.add_argument(
@@ -151,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
-    more = ("speculation", "logprobs_mode")
+    more = ("speculation", "logprobs_mode", *_DRAFTS)
     others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *more, *_COUNTS)
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name

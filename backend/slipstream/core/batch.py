@@ -58,6 +58,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     top_mode: int = 0  # flags of `TopMode`
     logits_mode: int = -1  # of a row that samples: whole logits by this `TopMode`; -1: none
     prompt: PromptAsk | None = None
+    num_drafts: int = 0  # that a drafter on the device makes at most behind the sample
 
 
 class TopMode(IntFlag):
@@ -137,6 +138,9 @@ class Sampled:
     tops: Mapping[int, Top] = field(default_factory=dict)  # of the samples whose row wants one
     logits: Mapping[int, bytes] = field(default_factory=dict)  # the same; fp32 `[vocab]`
     prompts: Mapping[int, PromptValues] = field(default_factory=dict)  # by the row's number
+    # Sample number -> drafts of what follows that sample, of rows that asked for some. Of several
+    # rows of a sequence, that which samples the first token that the next row does not have.
+    drafts: Mapping[int, list[int]] = field(default_factory=dict)
 
     def part(self, numbers: slice) -> "Sampled":
         """Return the entries of some rows."""

@@ -24,6 +24,7 @@ from slipstream.core.window import AttentionWindow
 from slipstream.engine.answers import add_sequences, add_wanted, make_request, most_running
 from slipstream.engine.bisect import Bisection
 from slipstream.engine.deadlines import Deadlines
+from slipstream.engine.device_drafts import DeviceDrafts
 from slipstream.engine.guides import Guides
 from slipstream.engine.reports import RequestLog
 from slipstream.engine.request_checks import RequestBounds
@@ -89,6 +90,7 @@ class Engine:
         telemetry: Telemetry | None = None,
         request_log: RequestLog | None = None,
         speculation: Speculation | None = None,
+        device_drafts: DeviceDrafts | None = None,
         guide_compiler: MakeCompiler | None = None,
     ) -> None:
         self.fatal: Exception | None = None
@@ -110,6 +112,7 @@ class Engine:
             runner.transfers,
             runner.attention_doubles_at,
             speculation,
+            device_drafts,
         )
         self._guides: Guides | None = None
         if guide_compiler is not None:

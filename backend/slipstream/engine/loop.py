@@ -33,6 +33,7 @@ from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps, process_age
 from slipstream.drafting.lookup import PromptLookup
 from slipstream.drafting.speculator import Speculator
+from slipstream.engine.device_drafts import DeviceDrafts
 from slipstream.engine.engine import Engine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
@@ -233,9 +234,11 @@ class EngineLoop:
 
 
 def read_config(path: Path) -> EngineConfig:
-    """Return the configuration in a JSON file, with its checkpoint relative to that file."""
+    """Return the configuration in a JSON file, with its checkpoints relative to that file."""
     config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
-    return msgspec.structs.replace(config, checkpoint=str(path.parent / config.checkpoint))
+    draft = config.draft_checkpoint and str(path.parent / config.draft_checkpoint)
+    checkpoint = str(path.parent / config.checkpoint)
+    return msgspec.structs.replace(config, checkpoint=checkpoint, draft_checkpoint=draft)
 
 
 def load(config: EngineConfig, address: str) -> EngineLoop:
@@ -266,8 +269,11 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         config.max_logits_bytes,
         plan.max_num_rows,
     )
-    speculation = None
-    if plan.has_drafts:
+    speculation = device_drafts = None
+    if plan.drafts is not None:
+        device_drafts = DeviceDrafts(plan.drafts.name, plan.drafts.num_drafts)
+        speculation = Speculator(device_drafts, plan.drafts.num_drafts)
+    elif plan.has_drafts:
         speculation = Speculator(PromptLookup(), config.num_draft_tokens)
     telemetry = Telemetry(config.gpu_hour_price, runner.memory)
     request_log = RequestLog(Path(config.request_log), telemetry) if config.request_log else None
@@ -281,6 +287,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         telemetry,
         request_log,
         speculation=speculation,
+        device_drafts=device_drafts,
         guide_compiler=guide_compiler,
     )
     welcome = wire.Welcome(

@@ -36,6 +36,7 @@ from slipstream.core.stop import Ending
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.beam_group import Beam
 from slipstream.engine.beam_groups import BeamGroups
+from slipstream.engine.device_drafts import DeviceDrafts
 from slipstream.engine.guides import Append, Guides, error_of
 from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.telemetry import Telemetry
@@ -96,11 +97,13 @@ class Scheduler:
         mover: Mover | None = None,
         attention_doubles_at: int = 0,
         speculation: Speculation | None = None,
+        device_drafts: DeviceDrafts | None = None,
     ) -> None:
         self._prefill_budget = prefill_budget = PrefillBudget(clock, attention_doubles_at)
         pool = (num_blocks, block_size, limits.kv_cache_reuse, clock)
         self.cache = KVCache(*pool, window, mover, lambda: prefill_budget.token_ns)
         self._telemetry = telemetry or Telemetry()
+        self._device_drafts = device_drafts
         self._verification: Verification | None = None
         if speculation is not None:
             max_rows = max(limits.max_num_rows, limits.max_num_seqs)
@@ -238,6 +241,8 @@ class Scheduler:
         if has_drafts:
             self._last_decodes = None
             rows, owners = rows_with_drafts(decodes)
+            if self._device_drafts is not None:
+                rows = self._device_drafts.ask(rows)
             self._launched.append(owners)
             num_drafts, has_tops = len(rows) - len(decodes), self._num_with_tops > 0
             return Batch(tuple(rows), len(rows), False, copies, has_tops, num_drafts)
@@ -271,6 +276,8 @@ class Scheduler:
                 samplers.append(owner)
         if batch.may_have_tops:
             _hand_over(samplers, sampled)
+        if self._device_drafts is not None:
+            self._device_drafts.take(batch, samplers, sampled.drafts)
         drafted = take_runs(batch, samplers) if batch.num_drafts else ()
         self._telemetry.tokens_sampled(
             [s for s in samplers if s is not None and s.status is not finished], now
@@ -374,6 +381,8 @@ class Scheduler:
             row = chunk_row(sequence, num_tokens, num_samples)
             num_samples += row.samples
             rows.append(row)
+        if self._device_drafts is not None:
+            rows = self._device_drafts.ask(rows)
         self._launched.append([*decodes, *(sequence for sequence, _ in chunks)])
         return Batch(tuple(rows), len(decodes), continues, copies, self._num_with_tops > 0)
 

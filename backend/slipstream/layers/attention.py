@@ -125,6 +125,7 @@ class Attention:
         qk_norms: of every head's query and of its key, before rotation (Qwen3).
         out_norm: of what is added to the residual sum (Gemma).
         scale: of the scores of queries and keys; None: `head_size ** -0.5`.
+        inputs: numbers of a token that the projection reads; None: the hidden size.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Attention:
         qk_norms: tuple[Norm, Norm] | None = None,
         out_norm: Norm | None = None,
         scale: float | None = None,
+        inputs: int | None = None,
     ) -> None:
         size = dims.head_size
         heads = (dims.num_heads, dims.num_kv_heads, dims.num_kv_heads)
@@ -145,7 +147,7 @@ class Attention:
         self.cos_sin = cos_sin
         self.scale = size**-0.5 if scale is None else scale
         names = ("q_proj", "k_proj", "v_proj")
-        qkv = Linear.read(w, names, self.sizes, dims.hidden_size, qkv_bias)
+        qkv = Linear.read(w, names, self.sizes, inputs or dims.hidden_size, qkv_bias)
         out = Linear.read(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
         # Norms plus one come before the kernel of the rotation, all others are in it.
         self._early_norms = qk_norms if qk_norms and qk_norms[0].plus_one else None
@@ -166,7 +168,17 @@ class Attention:
         Writes this step's K and V into the layer's `cache`. `residual` keeps only the rows
         whose output is needed.
         """
-        (q, k, v), scales = self.project(norm, residual)
+        self.add(self.project(norm, residual), residual, inputs, cache)
+
+    def add(
+        self,
+        projected: tuple[list[Tensor], Scales | None],
+        residual: Residual,
+        inputs: AttentionInputs,
+        cache: Tensor,
+    ) -> None:
+        """`residual += ` the attention of what `project` returned; see `__call__`."""
+        (q, k, v), scales = projected
         newest = self._rotate(q, k, v, scales, inputs, cache)
         q = inputs.keep_wanted(q, residual)
         out = inputs.attend(q, newest, cache, self.scale_of(cache))

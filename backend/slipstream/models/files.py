@@ -47,9 +47,9 @@ def read_json(path: Path) -> dict[str, object]:
     return data
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def _weight_files(directory: Path, single: str) -> list[Path]:
     """Return the safetensors files of the checkpoint: the single one, or the index's shards."""
-    if (directory / INDEX).is_file():
+    if single == SINGLE and (directory / INDEX).is_file():
         weight_map = read_json(directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{directory / INDEX}: weight_map is missing or empty")
@@ -60,14 +60,14 @@ def _weight_files(directory: Path) -> list[Path]:
             if not (directory / name).is_file():
                 raise CheckpointError(f"{directory / name}: no such file, but {INDEX} names it")
         return [directory / name for name in sorted(names)]
-    if (directory / SINGLE).is_file():
-        return [directory / SINGLE]
+    if (directory / single).is_file():
+        return [directory / single]
     pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt*"))
     if pickles:
         raise CheckpointError(
             f"{directory}: only pickled weights ({pickles[0].name}); convert them to safetensors"
         )
-    raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX}")
+    raise CheckpointError(f"{directory}: has neither {single} nor {INDEX}")
 
 
 def _entry(path: Path, name: str, spec: object, data_start: int, size: int) -> TensorEntry:
@@ -117,15 +117,18 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def tensor_entries(directory: Path) -> dict[str, TensorEntry]:
-    """Return all tensors by name; raises `CheckpointError` for a missing or damaged file."""
+def tensor_entries(directory: Path, single: str = SINGLE) -> dict[str, TensorEntry]:
+    """Return all tensors by name; raises `CheckpointError` for a missing or damaged file.
+
+    A checkpoint that is not in shards is the one file `single`.
+    """
     entries: dict[str, TensorEntry] = {}
-    for path in _weight_files(directory):
+    for path in _weight_files(directory, single):
         for name, entry in _read_header(path).items():
             if name in entries:
                 raise CheckpointError(f"{path}: tensor {name} is also in {entries[name].file.name}")
             entries[name] = entry
-    if (directory / INDEX).is_file():
+    if single == SINGLE and (directory / INDEX).is_file():
         weight_map = read_json(directory / INDEX)["weight_map"]
         assert isinstance(weight_map, dict)
         for name, file in weight_map.items():

@@ -153,7 +153,11 @@ def read_config(directory: Path) -> ModelConfig:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: no config.json: not a Hugging Face checkpoint")
     config = Reader(read_json(directory / "config.json"), str(directory / "config.json"))
-    architecture = _architecture(config)
+    return read_model(config, _architecture(config), directory)
+
+
+def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfig:
+    """Read a `config.json` as that of a supported architecture; raises `CheckpointError`."""
     family = family_of(architecture)
     _check_model_type(config, family.config_class)
     _keep_read(config, family)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import TensorNames
-from slipstream.models.files import TensorEntry, tensor_entries
+from slipstream.models.files import SINGLE, TensorEntry, tensor_entries
 from slipstream.models.reading import Region, TensorReader
 
 _log = logging.getLogger(__name__)
@@ -50,10 +50,10 @@ class Source(Protocol):
 class _Checkpoint:
     """The tensors of a directory by the decoder's names, and which of them were read."""
 
-    def __init__(self, directory: Path, tensors: TensorNames) -> None:
+    def __init__(self, directory: Path, tensors: TensorNames, single: str = SINGLE) -> None:
         self._directory = directory
         self._tensors = tensors
-        self._entries = tensor_entries(directory)
+        self._entries = tensor_entries(directory, single)
         self._unread = set(self._entries)
 
     def has(self, name: str) -> bool:
@@ -118,8 +118,10 @@ class ShapeSource(_Checkpoint):
 class FileSource(_Checkpoint):
     """Reads the tensors of a checkpoint directory into tensors on `device`."""
 
-    def __init__(self, directory: Path, device: torch.device, tensors: TensorNames) -> None:
-        super().__init__(directory, tensors)
+    def __init__(
+        self, directory: Path, device: torch.device, tensors: TensorNames, single: str = SINGLE
+    ) -> None:
+        super().__init__(directory, tensors, single)
         self._reader = TensorReader(device)
         self._extremes: list[Tensor] = []  # minimum and maximum of each tensor
         self._read: list[tuple[str, Path]] = []  # their names and files

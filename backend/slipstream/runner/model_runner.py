@@ -23,6 +23,8 @@ from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build
 from slipstream.models.weights import FileSource, RandomSource, Source, Weights
 from slipstream.runner.cache_dtype import log_scales
+from slipstream.runner.draft_loading import load_drafter
+from slipstream.runner.drafting import Drafting
 from slipstream.runner.graphs import Buckets, Graphs
 from slipstream.runner.log_probs import Tops, asks_of
 from slipstream.runner.memory import left_on_gpu, num_blocks
@@ -45,7 +47,7 @@ from slipstream.runner.step_arrays import (
     histories,
 )
 from slipstream.runner.step_inputs import StepInputs
-from slipstream.runner.transfers import Transfers
+from slipstream.runner.transfers import transfers_of
 from slipstream.runner.values import Beside, has_prompts, piece_rows, wants_logits
 
 _log = logging.getLogger(__name__)
@@ -128,6 +130,7 @@ class ModelRunner:
         num_rows = plan.max_num_rows if plan.has_drafts else 0
         buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, _layout(plan), num_rows)
         self._make_buffers(plan, buckets)
+        self._drafting = self._make_drafting(plan)
         self._graphs = None
         self.num_blocks = num_blocks(plan, self._measure(plan, buckets, laps))
         self._make_caches(plan, self.num_blocks)
@@ -171,11 +174,17 @@ class ModelRunner:
         """Allocate a cache for each layer of a group, in one piece of memory."""
         self._cache = plan.kv.allocate(num_blocks, plan.device)
         self._caches = list(self._cache)
+        self._in_blocks = [self._cache]  # all that blocks hold
+        if self._drafting is not None:
+            self._drafting.drafter.allocate(num_blocks)
+            self._in_blocks += self._drafting.drafter.caches
 
     def _make_transfers(self, plan: Plan) -> None:
         """Host memory for blocks, if the configuration has any."""
         num_slots = plan.config.kv_cache_host_bytes // plan.block_bytes
-        self.transfers: Mover | None = Transfers(self._cache, num_slots) if num_slots else None
+        self.transfers: Mover | None = None
+        if num_slots:
+            self.transfers = transfers_of(self._in_blocks, num_slots)
         self._host_bytes = num_slots * plan.block_bytes
 
     def _make_buffers(self, plan: Plan, buckets: Buckets) -> None:
@@ -184,9 +193,10 @@ class ModelRunner:
         layout = _layout(plan)
         num_rows = layout.up(max(plan.max_num_rows, buckets.max_rows))
         num_tokens = layout.up(max(plan.max_num_batched_tokens, buckets.max_tokens, num_rows))
+        self._num_tokens = num_tokens
         max_blocks = plan.table_blocks
         self._num_tables = plan.window.num_tables
-        slots = Slots(plan.max_num_seqs, max_blocks, self._num_tables)
+        self._slots = slots = Slots(plan.max_num_seqs, max_blocks, self._num_tables)
         self._builder = StepBuilder(slots, plan.block_size, layout, plan.window.has_gaps)
         num_tables = self._num_tables * (num_rows if layout.has_chunks else num_tokens)
         self._tables = torch.zeros((num_tables, max_blocks), dtype=torch.int32, device=device)
@@ -203,6 +213,16 @@ class ModelRunner:
         self._tops = Tops(2 * num_rows, device)
         if device.type == "cuda":
             self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def _make_drafting(self, plan: Plan) -> Drafting | None:
+        """Load the drafter on the device, if the plan has one."""
+        draft = plan.drafts
+        if draft is None:
+            return None
+        drafter = load_drafter(plan, draft, self._model, self._half, self._num_tokens)
+        # Full attention has the first tables (core/groups.py).
+        where = (plan.block_size, self._slots, 0, self._half)
+        return Drafting(drafter, draft.num_drafts, *where, plan.device)
 
     def launch(self, batch: Batch) -> _StepOnDevice | _OnHost:
         """Launch a step; on a CPU it is computed when it is waited for."""
@@ -223,6 +243,8 @@ class ModelRunner:
             return 0, 0
         stagings = (self._staging, self._histories, self._copies, self._tops.staging)
         pinned = sum(staging.num_pinned_bytes for staging in stagings)
+        if self._drafting is not None:
+            pinned += self._drafting.num_pinned_bytes
         return torch.cuda.memory_reserved(device), pinned + self._host_bytes
 
     def run(self, batch: Batch) -> Sampled:
@@ -235,10 +257,12 @@ class ModelRunner:
     def _read(self, batch: Batch, first: int, size: int, beside: Beside | None) -> Sampled:
         """Return the results of a completed step, which begin at `first`."""
         samples = self._results.read(first, size)
+        drafts = {} if self._drafting is None else self._drafting.read(int(first > 0))
         if not batch.may_have_tops:
-            return Sampled(*samples)
+            return Sampled(*samples, drafts=drafts)
         tops = self._tops.read(asks, first) if (asks := asks_of(batch)) else {}
-        return Sampled(*samples, tops, *(({}, {}) if beside is None else beside.read()))
+        values = ({}, {}) if beside is None else beside.read()
+        return Sampled(*samples, tops, *values, drafts)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -290,6 +314,11 @@ class ModelRunner:
                 self._tops.launch(logits, asks, arrays.samples, *given, first)
             if beside is not None:
                 beside.copy_logits(batch, logits, arrays.samples.tolist(), *given)
+        if self._drafting is not None:
+            inputs = StepInputs.of(base, arrays)
+            rows = self._rows_of(shape, inputs, 0)
+            state = inputs, rows, self._counts, self._results.token_ids
+            self._drafting.run(int(first > 0), batch, arrays, *state)
         return beside
 
     @torch.inference_mode()
@@ -301,7 +330,8 @@ class ModelRunner:
     def _copy_blocks(self, batch: Batch) -> None:
         """Copy the blocks that a batch names, in all layers."""
         (pairs,) = self._copies.upload([np.array(batch.copies, np.int32)])
-        copy_blocks(pairs, self._cache)
+        for cache in self._in_blocks:
+            copy_blocks(pairs, cache)
 
     def _prepare(self, shape: StepShape) -> Callable[[], Tensor]:
         """Stage a step of nothing but padding; return what launches it."""
@@ -378,16 +408,7 @@ class ModelRunner:
         cache = self._caches[0]
 
         def rows_of(table: int) -> StepRows:
-            return StepRows(
-                inputs.positions,
-                slots[table],
-                tables[:, table],
-                inputs.query_starts,
-                inputs.lengths,
-                shape.num_decodes,
-                shape.max_queries,
-                shape.has_drafts,
-            )
+            return self._rows_of(shape, inputs, table)
 
         if self._streaming is not None:
             return [self._streaming.inputs(cache, rows_of(0))] * len(self._layers)
@@ -403,3 +424,17 @@ class ModelRunner:
             if window:
                 of_window[window] = made[table, window]
         return [made[kind] for kind in self._layers]
+
+    def _rows_of(self, shape: StepShape, inputs: StepInputs, table: int) -> StepRows:
+        """Return what attention sees of a step in one of the tables."""
+        tables = self._tables[: shape.num_rows * self._num_tables]
+        return StepRows(
+            inputs.positions,
+            inputs.slots.view(self._num_tables, shape.num_tokens)[table],
+            tables.view(shape.num_rows, self._num_tables, tables.shape[1])[:, table],
+            inputs.query_starts,
+            inputs.lengths,
+            shape.num_decodes,
+            shape.max_queries,
+            shape.has_drafts,
+        )

@@ -29,6 +29,7 @@ from slipstream.models.decoder import Sizes, sizes
 from slipstream.models.hf import ignored_keys, read_config, weights_dtype
 from slipstream.models.model_config import ModelConfig
 from slipstream.runner.cache_dtype import attention_spec, cache_dtype
+from slipstream.runner.draft_plan import DraftPlan, plan_drafts
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -56,6 +57,7 @@ class Plan:
     groups: LayerGroups  # the layers that share tables
     num_threads: int | None  # of torch on the CPU; None: its own choice
     has_tokenizer: bool
+    drafts: DraftPlan | None = None  # a drafter on the device
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -69,8 +71,8 @@ class Plan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block of the cache, over the layers of a group."""
-        return self.kv.block_bytes
+        """Bytes of a block of the cache, over the layers of a group, and a drafter's."""
+        return self.kv.block_bytes + (0 if self.drafts is None else self.drafts.block_bytes)
 
     @property
     def attention_doubles_at(self) -> int:
@@ -378,6 +380,7 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
     _check_streaming(config, max_model_len)
     max_tokens = max_model_len if config.attention_window is None else ENDLESS
     groups = group_layers(model.windows, max_tokens)
+    attention = _attention(config, model, device, dtype, groups.size)
     plan = Plan(
         config=config,
         checkpoint=checkpoint,
@@ -386,7 +389,7 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
         sizes=sizes(model),
         device=device,
         dtype=dtype,
-        attention=_attention(config, model, device, dtype, groups.size),
+        attention=attention,
         max_model_len=max_tokens,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
@@ -394,6 +397,7 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
         groups=groups,
         num_threads=_num_threads(model),
         has_tokenizer=(checkpoint / "tokenizer.json").is_file(),
+        drafts=plan_drafts(config, model, attention, groups),
     )
     _check_cache(plan)
     return plan

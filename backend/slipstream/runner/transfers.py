@@ -192,3 +192,45 @@ class Transfers:
         """Bytes a second, as measured lately; None before the first copy."""
         rates = self._ways[direction].rates
         return median(rates) if rates else None
+
+
+class _Together:
+    """The copies of several caches whose blocks have the same numbers."""
+
+    max_pairs = _MAX_PAIRS
+
+    def __init__(self, parts: Sequence[Transfers]) -> None:
+        self._parts = parts
+        self.num_slots = parts[0].num_slots
+        self.block_bytes = sum(part.block_bytes for part in parts)
+        self.num_bytes = sum(part.num_bytes for part in parts)
+
+    def start(self, direction: Direction, pairs: Pairs) -> None:
+        """Copy blocks of all; see `Transfers`."""
+        for part in self._parts:
+            part.start(direction, pairs)
+
+    def num_ended(self, direction: Direction) -> int:
+        """Return how many copies have ended in all of them."""
+        return min(part.num_ended(direction) for part in self._parts)
+
+    def wait(self) -> None:
+        """Block until the oldest copy of each direction has ended in all of them."""
+        for part in self._parts:
+            part.wait()
+
+    def rate(self, direction: Direction) -> float | None:
+        """Bytes a second, one after another; None before the first copy."""
+        seconds = 0.0
+        for part in self._parts:
+            rate = part.rate(direction)
+            if rate is None:
+                return None
+            seconds += part.block_bytes / rate
+        return self.block_bytes / seconds
+
+
+def transfers_of(caches: Sequence[Tensor], num_slots: int) -> Transfers | _Together:
+    """Make host memory for `num_slots` blocks of these caches; see `Transfers`."""
+    parts = [Transfers(cache, num_slots) for cache in caches]
+    return parts[0] if len(parts) == 1 else _Together(parts)

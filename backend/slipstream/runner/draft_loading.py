@@ -1,0 +1,73 @@
+"""Load the drafter of a plan, with its weights, and tap the model's states for it."""
+
+import torch
+
+from slipstream.layers.decoder import Decoder
+from slipstream.models.axes import TensorNames
+from slipstream.models.decoder import build
+from slipstream.models.drafts.eagle3 import Eagle3, read_draft_ids
+from slipstream.models.drafts.medusa import FILE, NAMES, load_medusa
+from slipstream.models.files import SINGLE
+from slipstream.models.weights import FileSource, RandomSource, Source, Weights
+from slipstream.runner.draft_plan import DraftPlan
+from slipstream.runner.drafters import (
+    Drafter,
+    Eagle3Drafter,
+    MedusaDrafter,
+    ModelDrafter,
+    Taps,
+    tap_blocks,
+    tap_head,
+)
+from slipstream.runner.plan import Plan
+
+
+def _weights(plan: Plan, draft: DraftPlan, tensors: TensorNames, single: str = SINGLE) -> Weights:
+    source: Source = RandomSource(plan.device)
+    if plan.config.load_format != "random":
+        source = FileSource(draft.checkpoint, plan.device, tensors, single)
+    return Weights(source, plan.device, plan.dtype)
+
+
+@torch.inference_mode()
+def load_drafter(
+    plan: Plan, draft: DraftPlan, decoder: Decoder, num_rows: int, num_tokens: int
+) -> Drafter:
+    """Load the drafter, and change the model so that it keeps the states that the drafter reads.
+
+    Args:
+        plan: of the model.
+        draft: of the drafter.
+        decoder: the model.
+        num_rows, num_tokens: of the largest step.
+    """
+    d = plan.model.dims
+    where = (plan.dtype, plan.device)
+    if draft.medusa is not None:
+        w = _weights(plan, draft, NAMES, FILE)
+        heads = load_medusa(w, draft.medusa, decoder.head.weight)
+        taps = Taps(num_rows, d.hidden_size, 1, *where)
+        tap_head(decoder, taps)
+        return MedusaDrafter(heads, taps)
+    assert draft.attention is not None
+    if draft.model is not None:
+        model = build(draft.model, _weights(plan, draft, draft.model.tensors), plan.max_model_len)
+        return ModelDrafter(
+            model, draft.model.windows, draft.attention, d.vocab_size, plan.max_model_len,
+            plan.device,
+        )  # fmt: skip
+    config = draft.eagle3
+    assert config is not None
+    w = _weights(plan, draft, config.tensors)
+    draft_ids = None
+    if plan.config.load_format != "random":
+        draft_ids = read_draft_ids(draft.checkpoint, config.draft_vocab_size, d.vocab_size)
+    elif config.draft_vocab_size != d.vocab_size:
+        draft_ids = torch.arange(config.draft_vocab_size)
+    if draft_ids is not None:
+        draft_ids = draft_ids.to(plan.device)
+    head = Eagle3(w, config, decoder.embedding.weight, draft_ids, plan.max_model_len)
+    w.finish()
+    taps = Taps(num_tokens, d.hidden_size, len(config.layers), *where)
+    tap_blocks(decoder, config.layers, taps)
+    return Eagle3Drafter(head, draft.attention, taps, plan.max_model_len)
