@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits pairs attention compose-check figures clean loc
+.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -119,6 +119,10 @@ fuzz: install    ## REQUESTS=100000 requests drawn over the whole contract; fail
 
 figures: install ## the tables and plots of README and docs, from the newest of benchmarks/results/
 	@$(BIN)/python benchmarks/figures.py
+
+draft: install   ## train what drafts for the default model, into .train/drafts: half an hour on two cores
+	@$(BIN)/python training/drafts.py --target model_repository/tensorrt_llm/1/checkpoint \
+	    --output .train/drafts $(ARGS)
 
 loc: install     ## lines of code by folder
 	@git ls-files '*.py' '*.cu' '*.cuh' | awk -F/ '{print (NF > 2 ? $$1 "/" $$2 : $$1) "\t" $$0}' | \

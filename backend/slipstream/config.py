@@ -74,8 +74,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculation: Annotated[
         str,
         _field(
-            "none, or what proposes tokens that one step verifies; tokens stay those without. lookup: "
-            "what repeats itself; from draft_checkpoint: draft (a smaller model), medusa, eagle3"
+            "none, or what proposes tokens that one step verifies; tokens stay those without. "
+            "lookup: what repeats itself; draft (a smaller model), medusa, eagle3: from "
+            "draft_checkpoint"
         ),
     ] = "none"
     num_draft_tokens: Annotated[

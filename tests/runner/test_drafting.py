@@ -21,9 +21,12 @@ from fixtures.models.drafters import (
     save_eagle3,
     save_medusa,
 )
+from msgspec.structs import replace
+from slipstream.core.batch import Batch
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.drafts.choices import chain_length
 from slipstream.models.drafts.tokens import check_same_tokens
+from slipstream.runner.step_arrays import StepShape
 from slipstream_contract.sampling import SamplingParams
 
 SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=40, top_p=0.9)
@@ -70,8 +73,17 @@ def draft_directory(name: str, tmp_path: Path) -> Path:
     return tmp_path / name
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["draft", "medusa", "eagle3"])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        ("draft", 0.8),
+        pytest.param("draft", 0.0, marks=pytest.mark.rest),
+        pytest.param("medusa", 0.8, marks=pytest.mark.rest),
+        ("medusa", 0.0),
+        pytest.param("eagle3", 0.8, marks=pytest.mark.rest),
+        ("eagle3", 0.0),
+    ],
+)
 def test_tokens_are_those_without_drafts(name, temperature, target, tmp_path) -> None:
     sampling = SAMPLED if temperature else SamplingParams(max_tokens=1, temperature=0.0)
     found, driver = speculate(
@@ -148,11 +160,7 @@ def test_a_table_without_room_has_shorter_chains(target) -> None:
     driver = SpeculatingDriver(runner, 3)
     generation = Generation(random_prompts([6])[0], 4)
     rows = driver._rows(0, generation, 100)
-    rows = [type(rows[0])(**{f: getattr(rows[0], f) for f in rows[0].__struct_fields__})]
-    cut = [type(row)(**({f: getattr(row, f) for f in row.__struct_fields__}
-                        | {"tables": ([row.tables[0][0]],)})) for row in rows]  # fmt: skip
-    from slipstream.core.batch import Batch
-
+    cut = [replace(row, tables=([row.tables[0][0]],)) for row in rows]
     drafts = runner.run(Batch(tuple(cut), 0)).drafts
     assert len(drafts[0]) == 2  # places 6 and 7 of a block of 8
 
@@ -164,6 +172,15 @@ def test_deterministic_mode(name, target, tmp_path) -> None:
         target[0], SAMPLED, speculation=name, draft_checkpoint=directory, deterministic=True
     )
     assert found == plain(target[0], SAMPLED, deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["draft", "medusa", "eagle3"])
+def test_warming_changes_nothing(name, target, tmp_path) -> None:
+    runner = make_runner(
+        target[0], speculation=name, draft_checkpoint=str(draft_directory(name, tmp_path))
+    )
+    runner._warm_drafts(StepShape(20, 4, 3, 4, 17))
+    assert all(not bool(cache.any()) or name == "eagle3" for cache in runner._in_blocks)
 
 
 # --- refused by name ---------------------------------------------------------------------------
@@ -195,7 +212,7 @@ def test_configurations_that_are_refused(target, tmp_path) -> None:
     refused(path, "draft_checkpoint needs a speculation", draft_checkpoint=str(path))
     four = "{0}, {0, 0}, {0, 0, 0}, {0, 0, 0, 0}"
     refused(path, "asks for 4 drafts, but medusa_num_heads = 3", **medusa, medusa_choices=four)
-    refused(path, "speculation = 'tree' is not one of none, draft", speculation="tree")
+    refused(path, "speculation = 'tree' is not one of none, lookup, draft", speculation="tree")
     refused(path, "eagle_choices needs speculation = eagle3", **medusa, eagle_choices="{0}")
     refused(path, "medusa_choices = .* is a tree", **medusa, medusa_choices="{0},{1}")
     refused(path, "num_draft_tokens asks for 99 drafts", **medusa, num_draft_tokens=99)

@@ -1,6 +1,6 @@
 """Drafts that the device makes right behind a step's samples: asked for by rows, kept till used."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
 from msgspec.structs import replace

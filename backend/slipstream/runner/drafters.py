@@ -34,7 +34,7 @@ class Chains(NamedTuple):
         Where a table has no room there is no row, and what comes out means nothing.
         """
         places = self.positions + offset
-        has_room = places < self.capacities.clamp(max=num_positions)
+        has_room = (places >= 0) & (places < self.capacities.clamp(max=num_positions))
         places = torch.where(has_room, places, 0)
         blocks = self.tables.gather(1, (places // block_size)[:, None])[:, 0]
         slots = torch.where(has_room, blocks * block_size + places % block_size, -1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.batch import Batch, Row
-from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW
+from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW, ROW_WORDS
 from slipstream.layers.attention import StepRows
 from slipstream.runner.drafters import Chains, Drafter
 from slipstream.runner.sampler import Results, SamplingInputs, sample_tokens
@@ -218,6 +218,21 @@ class Drafting:
             out[1 + number, :count] = token_ids
         if out.is_cuda:
             self._mirror[half].copy_(out, non_blocking=True)
+
+    @torch.inference_mode()
+    def warm(self, inputs: StepInputs, rows: StepRows, counts: Tensor) -> None:
+        """Run everything once, on a step and on chains of nothing but padding."""
+        device, width = self._drafts.device, self._slots.tables.shape[1]
+        self.drafter.follow(inputs.token_ids, rows)
+        for count in sorted({1, self._drafts.shape[2]}):
+            zeros = torch.zeros(count, dtype=torch.int64, device=device)
+            tables = torch.zeros((count, width), dtype=torch.int32, device=device)
+            self.drafter.start(Chains(zeros, zeros, zeros, tables, zeros))
+            sampling = torch.zeros((count, ROW_WORDS), dtype=torch.int32, device=device)
+            neutralize(sampling)
+            sampling[:, RESULT] = -1
+            logits = self.drafter.logits(0, zeros)
+            sample_tokens(logits, SamplingInputs(sampling, self._edits), counts, self._samples)
 
     def read(self, half: int) -> dict[int, list[int]]:
         """Return the drafts of a step that is complete, by number of the sample before them."""

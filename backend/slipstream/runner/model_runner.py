@@ -159,12 +159,13 @@ class ModelRunner:
             for shape in [*buckets.shapes, alone, mixed]:
                 self._prepare(shape)()
             self._prepare_prompt()()
+            self._warm_drafts(mixed)
             self._copy_blocks(Batch((), 0, copies=((0, 0),)))
         laps.lap("compiling")
         largest = max(buckets.shapes, key=lambda shape: shape.num_tokens)
         left = left_on_gpu(
             plan.device,
-            lambda: [self._prepare(mixed)(), self._prepare_prompt()()],
+            lambda: [self._prepare(mixed)(), self._prepare_prompt()(), self._warm_drafts(mixed)],
             [lambda: self._prepare(alone)(), lambda: self._prepare(largest)()],
         )
         laps.lap("largest step")
@@ -337,6 +338,13 @@ class ModelRunner:
         """Stage a step of nothing but padding; return what launches it."""
         inputs = self._stage(self._builder.build(Batch((), 0), shape, 0, 0))
         return lambda: self._step(shape, inputs)
+
+    def _warm_drafts(self, shape: StepShape) -> bool:
+        """Run the drafter, if any, behind a step of nothing but padding; return whether it did."""
+        if self._drafting is not None:
+            inputs = self._stage(self._builder.build(Batch((), 0), shape, 0, 0))
+            self._drafting.warm(inputs, self._rows_of(shape, inputs, 0), self._counts)
+        return self._drafting is not None
 
     def _stage(self, arrays: StepArrays) -> StepInputs:
         """Copy the arrays to the device."""
