@@ -1,0 +1,129 @@
+"""Guided beside unguided decoding: `python benchmarks/guided_speed.py` (a GPU, for figures).
+
+Random weights of a shape, the default model's tokenizer, `--rows` greedy streams, first unguided,
+then guided by ten schemas in turn. Random weights follow no schema, so that nearly every token
+needs its mask: the worst case. Then requests with schemas never seen, one after another. Prints
+JSON: tokens/s of both, their ratio, ms to the first token of a cold and of a known schema (p50,
+p99).
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from shapes import write_config
+from slipstream.config import EngineConfig
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import Limits
+from slipstream.guide.checkpoint import start_set_up
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
+from slipstream.wire import Submit
+from slipstream_contract.guide import Guide, GuideKind
+from slipstream_contract.ids import TokenIds
+from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.vocab import TokenBytes
+
+TOKENIZER = Path(__file__).parents[1] / "model_repository/tensorrt_llm/1/checkpoint"
+
+
+def schema(number: int) -> Guide:
+    """Return the guide of a list without end, of objects whose names have a number."""
+    names = [f"field_{number}_{i}" for i in range(1 + number % 5)]
+    item = {
+        "type": "object",
+        "properties": {name: {"type": ["string", "integer"]} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+    text = json.dumps({"type": "array", "items": item, "minItems": 10_000})
+    return Guide(GuideKind.JSON_SCHEMA, text)
+
+
+class Bench:
+    """An engine, and the numbers of its requests."""
+
+    def __init__(self, shape: str, rows: int, folder: Path) -> None:
+        if shape == "default":
+            config = EngineConfig(checkpoint=str(TOKENIZER), max_num_seqs=rows)
+        else:
+            write_config(shape, folder)
+            config = EngineConfig(
+                checkpoint=str(folder), load_format="random", max_num_seqs=rows, max_model_len=4096
+            )
+        plan = resolve(config)
+        runner = ModelRunner(plan)
+        vocab = TokenBytes.load(TOKENIZER)
+        make = start_set_up(TOKENIZER, runner.vocab_size, vocab.raw)
+        make()
+        self._engine = Engine(Limits(rows, 2048), runner, vocab, guide_compiler=make)
+        self._number = 0
+
+    def submit(self, guide: Guide | None, max_tokens: int) -> None:
+        """Offer a greedy request."""
+        self._number += 1
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, guide=guide)
+        prompt = TokenIds("i", range(self._number % 7 + 1, self._number % 7 + 17))
+        self._engine.submit(b"b", Submit(self._number, prompt, sampling, arrival_ns=0))
+
+    def run(self) -> int:
+        """Step until all is done; return the number of tokens."""
+        count = 0
+        while self._engine.has_work:
+            for tokens in self._engine.step().get(b"b", []):
+                count += len(tokens.token_ids)
+                if tokens.finished is not None and tokens.finished.error:
+                    raise RuntimeError(tokens.finished.error)
+        return count
+
+    def speed(self, guides: list[Guide | None], rows: int, max_tokens: int) -> float:
+        """Return tokens/s of so many rows, guided by these in turn."""
+        for _ in range(2):  # the first warms up
+            for i in range(rows):
+                self.submit(guides[i % len(guides)], max_tokens)
+            started = time.perf_counter()
+            count = self.run()
+            seconds = time.perf_counter() - started
+        return count / seconds
+
+    def first_token_ms(self, guides: list[Guide]) -> list[float]:
+        """Return ms until the first token of one request after another."""
+        times = []
+        for guide in guides:
+            started = time.perf_counter()
+            self.submit(guide, 1)
+            self.run()
+            times.append((time.perf_counter() - started) * 1e3)
+        return sorted(times)
+
+
+def main() -> None:
+    """Measure, and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--shape", default="llama-3.1-8b", help="of shapes.py, or default: the default model"
+    )
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--cold", type=int, default=100)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+        bench = Bench(options.shape, options.rows, Path(folder))
+        plain = bench.speed([None], options.rows, options.tokens)
+        guided = bench.speed([schema(i) for i in range(10)], options.rows, options.tokens)
+        cold = bench.first_token_ms([schema(100 + i) for i in range(options.cold)])
+        known = bench.first_token_ms([schema(i % 10) for i in range(options.cold)])
+    result = {"shape": options.shape, "rows": options.rows}
+    result |= {"plain_tok_s": round(plain, 1), "guided_tok_s": round(guided, 1)}
+    result["ratio"] = round(guided / plain, 4)
+    for name, times in (("cold", cold), ("known", known)):
+        result[f"{name}_first_token_ms_p50"] = round(statistics.median(times), 2)
+        result[f"{name}_first_token_ms_p99"] = round(times[int(0.99 * (len(times) - 1))], 2)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
