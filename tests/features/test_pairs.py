@@ -85,10 +85,11 @@ def _samples(names: list[str]) -> bool:
     return bool({"warm", "top_k", "top_p", "min_p", "n", "best_of"} & {*names})
 
 
-GREEDY = [
-    names for names in cases("vllm_model")
-    if "greedy" in names and not {"top_k", "top_p", "min_p"} & {*names}
-]  # fmt: skip
+_EDITS = """
+    repetition_penalty presence_penalty frequency_penalty bias bad_words min_tokens stop_words
+    stop_token_ids ignore_eos keep_stop special_tokens
+"""
+GREEDY = [("greedy", *names) for names in cover(_EDITS.split(), lambda *_: True, 5)]
 
 
 @pytest.mark.parametrize("names", quick_of(GREEDY, GREEDY[:2]), ids="-".join)
@@ -140,3 +141,22 @@ def test_every_request_of_the_page_works(house: House) -> None:
         body = json.loads(written)
         body |= body.pop("parameters", {})
         assert house.ask(model, body), body
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory) -> Iterator[House]:
+    house = House(tmp_path_factory.mktemp("drafting"), speculation="lookup")
+    yield house
+    house.engine.check_integrity()
+    house.close()
+
+
+@pytest.mark.parametrize(
+    "case", quick_of(CASES, CASES[::20]), ids=["-".join((model, *names)) for model, names in CASES]
+)
+def test_drafts_change_nothing(house: House, drafting: House, case) -> None:
+    model, names = case
+    body = body_of(model, names)
+    expected = answers.read(model, names, house.ask(model, body))
+    answer = answers.read(model, names, drafting.ask(model, body))
+    assert (answer.texts, answer.num_tokens) == (expected.texts, expected.num_tokens)
