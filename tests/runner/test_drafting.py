@@ -215,7 +215,7 @@ def test_configurations_that_are_refused(target, tmp_path) -> None:
     refused(path, "speculation = 'tree' is not one of none, lookup, draft", speculation="tree")
     refused(path, "eagle_choices needs speculation = eagle3", **medusa, eagle_choices="{0}")
     refused(path, "medusa_choices = .* is a tree", **medusa, medusa_choices="{0},{1}")
-    refused(path, "num_draft_tokens asks for 99 drafts", **medusa, num_draft_tokens=99)
+    refused(path, "num_draft_tokens = 99 is above 64", **medusa, num_draft_tokens=99)
     refused(path, "no such directory", speculation="medusa", draft_checkpoint="/nowhere")
     own = {"speculation": "draft", "draft_checkpoint": str(path)}
     refused(path, "draft does not go with attention_window", **own, attention_window=64)
