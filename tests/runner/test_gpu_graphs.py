@@ -256,10 +256,10 @@ def test_steps_without_a_graph_run_eagerly(checkpoints: dict[str, Path]) -> None
     assert runner.run(batch).token_ids == replayed.token_ids
     batch = Batch(batch.rows[:5], 5)
     replayed = runner.run(batch)
-    home = runner._staging.home
-    runner._staging.home = home[:100]  # too small for what it is asked to hold
+    size = runner._staging._size
+    runner._staging._size = 100  # too small for what it is asked to hold
     assert runner.run(batch).token_ids == replayed.token_ids
-    runner._staging.home = home
+    runner._staging._size = size
     assert graphs.find(StepShape(513, 1, 0, 1, 513)) is None
     assert graphs.find(StepShape(100, MAX_CHUNK_ROWS + 1, 0, 3, 90)) is None
 
@@ -269,10 +269,10 @@ def test_a_shape_for_which_memory_is_short_runs_eagerly(
 ) -> None:
     plain = ModelRunner._step
 
-    def hungry(self: ModelRunner, shape: StepShape, *inputs: Any) -> None:
+    def hungry(self: ModelRunner, shape: StepShape, *inputs: Any) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing() and shape.num_rows == 4:
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-        plain(self, shape, *inputs)
+        return plain(self, shape, *inputs)
 
     monkeypatch.setattr(ModelRunner, "_step", hungry)
     runner, rng = make(checkpoints["llama"]), random.Random(7)
