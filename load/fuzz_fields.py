@@ -233,8 +233,11 @@ VLLM: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "logprobs": ([0, None, 5, 20, -1], [-2, 21, 10**6, "x"]),
     "best_of": ([None, 1], [0, 257, "x", _LONG]),
     "use_beam_search": ([False], ["x", 5]),
-    "structured_outputs": ([None, {}], [{"regex": "(a+)+$"}, "x", {"regex": _LONG}]),
-    "guided_decoding": ([None], [{"json": {"$ref": "#"}}]),
+    "structured_outputs": (
+        [None, {}],
+        [5, "x", {"zz": 1}, {"regex": 5}, {"regex": "a", "choice": ["b"]}, {"choice": []}],
+    ),
+    "guided_decoding": ([None], ["x", [1], {"json": 5}, {_LONG: 1}]),
     "prompt_logprobs": ([None, 0, 1, 20], [-2, 10**6, "x"]),
     "response_format": ([], [{"type": "json_object"}]),
     "zz": ([], [None, 1]),
