@@ -72,7 +72,7 @@ def measure(engine: Engine, rows: int) -> None:
     for number, prompt in enumerate(workload.prompts):
         engine.submit(b"bench", wire.Submit(number, pack(prompt), sampling, time.monotonic_ns()))
     scheduler = engine._scheduler
-    while scheduler.num_waiting or any(s.num_outputs < 2 for s in scheduler._running.values()):
+    while scheduler.num_waiting or any(s.num_outputs < 2 for s in scheduler.running.values()):
         engine.step()
     walls, graphs = [], []
     steps(engine)

@@ -185,9 +185,9 @@ def test_preempted_groups_go_on_with_the_same_beams(window: AttentionWindow) -> 
     client, _ = make(window=window, num_blocks=100)
     asked = {client.submit([i, 2, 3], s): ([i, 2, 3], s) for i, s in enumerate([of_width(3)] * 2)}
     for at in range(200):
-        running = list(client.engine._scheduler._running.values())
+        running = list(client.engine._scheduler.running.values())
         if at % 5 == 4 and running and running[at % len(running)].num_preemptions < 3:
-            client.engine._scheduler._preempt(running[at % len(running)])
+            client.engine._scheduler._running.preempt(running[at % len(running)])
         client.step()
     client.drain()
     for number, (prompt, sampling) in asked.items():

@@ -16,7 +16,8 @@ from fixtures.engine.counting import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.engine.engine import Engine
-from slipstream.engine.scheduler import MAX_PREEMPTIONS, Limits
+from slipstream.engine.running_set import MAX_PREEMPTIONS
+from slipstream.engine.scheduler import Limits
 from slipstream.wire import FinishReason, Submit
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.ids import pack

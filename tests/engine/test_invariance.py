@@ -92,7 +92,7 @@ def test_alone_in_a_batch_in_chunks_and_preempted(tmp_path: Path, name: str) -> 
         for step in range(max(preemptions, default=0)):
             client.step()
             if step + 1 in preemptions:
-                engine._scheduler._preempt(sequence)
+                engine._scheduler._running.preempt(sequence)
         client.drain()
         assert sequence.num_preemptions == len(preemptions)
         got, log_probs = tokens(client, number)

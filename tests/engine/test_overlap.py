@@ -101,7 +101,7 @@ def test_the_token_in_flight_of_a_preempted_sequence_counts() -> None:
     client.step()
     victim = sequence(client, number)
     assert (victim.num_outputs, victim.num_pending) == (1, 1)
-    client.engine._scheduler._preempt(victim)
+    client.engine._scheduler._running.preempt(victim)
     client.engine.check_integrity()
     client.step()  # not admitted again before its token is there
     assert (victim.num_outputs, victim.num_in_flight) == (2, 0)
@@ -116,7 +116,7 @@ def test_a_preempted_sequence_may_end_by_its_token_in_flight() -> None:
     client, _ = make()
     number = client.submit([1, 2, 3], greedy(10, stop_token_ids=(outputs([1, 2, 3], 2)[1],)))
     client.step()
-    client.engine._scheduler._preempt(sequence(client, number))
+    client.engine._scheduler._running.preempt(sequence(client, number))
     client.drain()
     assert client.streams[number, 0].reason is FinishReason.STOP
 
@@ -126,7 +126,7 @@ def test_penalties_are_counted_anew_after_a_preemption_only() -> None:
     number = client.submit([1, 2, 3], greedy(10, presence_penalty=0.5))
     client.step()
     client.step()
-    client.engine._scheduler._preempt(sequence(client, number))
+    client.engine._scheduler._running.preempt(sequence(client, number))
     client.drain()
     tokens = [1, 2, 3, *outputs([1, 2, 3], 10)]
     found = [row.history for batch in runner.batches for row in batch.rows]

@@ -4,7 +4,8 @@ from fixtures.engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.engine.engine import Engine
-from slipstream.engine.scheduler import MAX_PREEMPTIONS, Limits
+from slipstream.engine.running_set import MAX_PREEMPTIONS
+from slipstream.engine.scheduler import Limits
 from slipstream.engine.waiting import OLDEST_EVERY
 from slipstream_contract.sampling import SamplingParams
 

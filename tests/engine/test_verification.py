@@ -90,7 +90,7 @@ def test_blocks_of_rejected_drafts_go_back() -> None:
     client.step()
     client.step()
     client.step()
-    (sequence,) = client.engine._scheduler._running.values()
+    (sequence,) = client.engine._scheduler.running.values()
     assert len(runner.batches[-1].rows) > 4
     if not runner.in_flight:
         assert sequence.cache.capacity - sequence.num_tokens < cache.block_size

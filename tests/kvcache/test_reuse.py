@@ -4,8 +4,10 @@ import random
 
 import pytest
 from fixtures.engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected
+from slipstream.engine.admission import MAX_DEFERRALS
 from slipstream.engine.engine import Engine
-from slipstream.engine.scheduler import MAX_DEFERRALS, Limits
+from slipstream.engine.scheduler import Limits
+from slipstream.engine.step_draft import StepDraft
 from slipstream.wire import FinishReason
 from slipstream_contract.errors import ContractError
 from slipstream_contract.retention import Retention, TokenRange
@@ -128,7 +130,7 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
         client.step()
     (victim,) = client.engine._requests[client.name, number].sequences
     num_known, before = victim.num_known, len(runner.batches)
-    client.engine._scheduler._preempt(victim)
+    client.engine._scheduler._running.preempt(victim)
     client.drain()
     check(client, number, PROMPT, greedy(30))
     assert runner.batches[before].rows[0].start >= num_known - 1
@@ -216,7 +218,7 @@ def test_deferred_sequences_go_on_when_the_leader_is_gone(way: str) -> None:
     if way == "cancel":
         client.engine.cancel(client.name, first)
     elif way == "preempt":
-        scheduler._preempt(leader)
+        scheduler._running.preempt(leader)
     elif way == "nan":
         runner.poisoned.add(leader.id)
     if way in ("cancel", "preempt"):
@@ -327,7 +329,7 @@ def test_a_copy_into_released_blocks_is_not_made_and_its_source_is_free() -> Non
     ask(client, PROMPT)
     scheduler = client.engine._scheduler
     number = client.submit([*PROMPT[:14], 50], greedy(3))
-    scheduler._admit_waiting(_work())
+    scheduler._admission.admit_waiting(StepDraft(64, None, 0, [], scheduler._prefill_budget, 1024))
     assert len(scheduler.cache._copies) == 1
     client.engine.check_integrity()
     client.engine.cancel(client.name, number)
@@ -335,12 +337,6 @@ def test_a_copy_into_released_blocks_is_not_made_and_its_source_is_free() -> Non
     assert not scheduler.cache._copies
     client.drain()
     assert not any(batch.copies for batch in runner.batches)
-
-
-def _work() -> object:
-    from slipstream.engine.scheduler import _StepDraft
-
-    return _StepDraft(64, None, 0, [])
 
 
 # --- who goes first ----------------------------------------------------------------------------

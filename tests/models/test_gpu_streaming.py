@@ -44,7 +44,7 @@ def answers(runner: ModelRunner, num_tokens: int = 19, **sampling: Any) -> list[
     for _ in range(30):
         asker.step()
     scheduler = asker.engine._scheduler
-    scheduler._preempt(next(iter(scheduler._running.values())))
+    scheduler._running.preempt(next(iter(scheduler.running.values())))
     asker.drain()
     assert watcher.most_held <= runner.window.max_local_blocks(runner.block_size)
     return [asker.answers[number, 0] for number in range(4)]

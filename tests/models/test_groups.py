@@ -43,7 +43,7 @@ class Watched:
         with torch.inference_mode():
             for cache in self._runner._caches:
                 cache[scheduler.cache._blocks._empty] = torch.nan
-        sequence = scheduler._running[batch.rows[0].sequence_id]
+        sequence = scheduler.running[batch.rows[0].sequence_id]
         self.held.append(list(map(len, scheduler.cache._live_blocks(sequence.cache))))
         return self._runner.launch(batch)
 
@@ -169,9 +169,9 @@ class Talk:
         for step in range(40):
             self.asker.step()
             self.asker.engine.check_integrity()
-            running = [s for s in scheduler._running.values() if s.num_preemptions < 3]
+            running = [s for s in scheduler.running.values() if s.num_preemptions < 3]
             if step % 7 == 6 and running:
-                scheduler._preempt(self.rng.choice(running))
+                scheduler._running.preempt(self.rng.choice(running))
             if step == 12:
                 self.asker.engine.cancel(b"asker", gone)
 

@@ -67,7 +67,9 @@ def test_step_by_step(name: str, tmp_path: Path) -> None:
     for _ in range(30):
         asker.step()
     scheduler = asker.engine._scheduler
-    scheduler._preempt(next(iter(scheduler._running.values())))  # long after it began to forget
+    scheduler._running.preempt(
+        next(iter(scheduler.running.values()))
+    )  # long after it began to forget
     asker.drain()
     assert listener.most_held <= runner.window.max_local_blocks(8)
     for number, prompt in enumerate(prompts):
@@ -122,7 +124,7 @@ def test_a_window_of_the_model_through_the_engine(is_reused: bool, tmp_path: Pat
     for _ in range(25):
         asker.step()
     scheduler = asker.engine._scheduler
-    scheduler._preempt(next(iter(scheduler._running.values())))
+    scheduler._running.preempt(next(iter(scheduler.running.values())))
     asker.drain()
     ask(long + asker.answers[0, 0].token_ids + [5, 6], 30)  # the next turn
     ask([*other, 7], 10)

@@ -6,7 +6,6 @@ scheduled: other sequences, or the group itself, are preempted for them if need 
 must not be preempted any more runs alone: the whole cache has room for it.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from time import monotonic_ns
 from typing import Protocol
@@ -24,18 +23,12 @@ _RUNNING = SequenceStatus.RUNNING
 
 
 class Running(Protocol):
-    """The scheduler, as far as groups need it."""
+    """What runs, as far as groups need it."""
 
     cache: KVCache
     waiting: WaitingQueue
-
-    @property
-    def running(self) -> Mapping[int, Sequence]:
-        """All sequences that run, by id."""
-
-    @property
-    def max_running(self) -> int:
-        """Most sequences that run."""
+    max_running: int  # sequences
+    sequences: dict[int, Sequence]  # by id
 
     def start(self, sequence: Sequence) -> None:
         """Give a sequence that has its blocks a slot."""
@@ -50,8 +43,8 @@ class Running(Protocol):
 class BeamGroups:
     """All groups that run."""
 
-    def __init__(self, scheduler: Running) -> None:
-        self._scheduler = scheduler
+    def __init__(self, everything: Running) -> None:
+        self._everything = everything
         self._running: dict[int, BeamGroup] = {}  # by the lead's id
         self._ready: dict[int, BeamGroup] = {}  # those with moves to make
 
@@ -66,13 +59,13 @@ class BeamGroups:
     def is_alone(self, sequence: Sequence) -> bool:
         """Return whether no sequence runs but this one, or the beams of its group."""
         own = len(sequence.group.live) if isinstance(sequence, Beam) else 1
-        return len(self._scheduler.running) == own
+        return len(self._everything.sequences) == own
 
     # --- admission -----------------------------------------------------------------------------
 
     def must_wait(self, sequence: Sequence) -> bool:
         """Return whether the next to be admitted has to wait for what runs, whatever is free."""
-        num_running = len(self._scheduler.running)
+        num_running = len(self._everything.sequences)
         if any(group.lead.is_spared for group in self._running.values()):
             return True
         if not isinstance(sequence, Beam):
@@ -80,13 +73,13 @@ class BeamGroups:
         if sequence.group.is_in_flight or (sequence.is_spared and num_running):
             return True
         taken = num_running + self.num_reserved
-        return taken + sequence.group.width > self._scheduler.max_running
+        return taken + sequence.group.width > self._everything.max_running
 
     def admit(self, lead: Beam, match: PrefixMatch) -> bool:
         """Give all beams that are live their blocks; False: there are not enough for all."""
-        scheduler, group = self._scheduler, lead.group
-        cache, admitted = scheduler.cache, list[Beam]()
-        num_others = len(scheduler.running) + self.num_reserved + group.width - 1
+        everything, group = self._everything, lead.group
+        cache, admitted = everything.cache, list[Beam]()
+        num_others = len(everything.sequences) + self.num_reserved + group.width - 1
         for beam in group.live:
             found = match if beam is lead else cache.match(beam)
             num_tokens = beam.num_final - 1 if lead.is_spared else beam.num_tokens
@@ -95,9 +88,9 @@ class BeamGroups:
                     cache.release(other)
                 return False
             admitted.append(beam)
-        scheduler.waiting.admit(lead)
+        everything.waiting.admit(lead)
         for beam in admitted:
-            scheduler.start(beam)
+            everything.start(beam)
         group.is_running = True
         self._running[lead.id] = group
         return True
@@ -111,10 +104,10 @@ class BeamGroups:
                 self._fork(group)
 
     def _fork(self, group: BeamGroup) -> None:
-        cache, scheduler = self._scheduler.cache, self._scheduler
+        cache, everything = self._everything.cache, self._everything
         forks = [move for move in group.moves if move.is_fork]
         needed = sum(cache.num_for_fork(move.parent, move.beam) for move in forks)
-        if needed and not scheduler.make_room(needed, group.live[0]):
+        if needed and not everything.make_room(needed, group.live[0]):
             return
         del self._ready[group.lead.id]
         now = monotonic_ns()
@@ -123,9 +116,9 @@ class BeamGroups:
             if move.beam.status is not _RUNNING:
                 if not move.beam.first_scheduled_ns:
                     move.beam.start(now)
-                scheduler.start(move.beam)
+                everything.start(move.beam)
         for beam in group.make_moves():
-            scheduler.release(beam)
+            everything.release(beam)
             beam.status = SequenceStatus.WAITING
 
     def take(
@@ -159,28 +152,28 @@ class BeamGroups:
             beam.status = SequenceStatus.WAITING
             beam.num_preemptions += 1
             beam.is_spared = beam.num_preemptions >= most
-        self._scheduler.waiting.put_first(group.lead)
+        self._everything.waiting.put_first(group.lead)
 
     def finish(self, group: BeamGroup, ending: Ending) -> None:
         """End a group, whatever its state."""
         if group.is_running:
             self._stop(group, ending.reason is not FinishReason.ERROR)
         else:
-            self._scheduler.waiting.discard(group.lead)
-            self._scheduler.waiting.wake(group.lead.id)
+            self._everything.waiting.discard(group.lead)
+            self._everything.waiting.wake(group.lead.id)
         group.finish(ending)
 
     def _stop(self, group: BeamGroup, is_sound: bool) -> None:
         for beam in group.live:
-            self._scheduler.release(beam, is_sound)
-            self._scheduler.waiting.wake(beam.id)
+            self._everything.release(beam, is_sound)
+            self._everything.waiting.wake(beam.id)
         group.is_running = False
         del self._running[group.lead.id]
         self._ready.pop(group.lead.id, None)
 
     def check_integrity(self) -> None:
         """Assert that groups are whole."""
-        num_running, most = len(self._scheduler.running), self._scheduler.max_running
+        num_running, most = len(self._everything.sequences), self._everything.max_running
         assert num_running + self.num_reserved <= most, "slots are promised twice"
         assert self._ready.keys() <= self._running.keys()
         for group in self._running.values():

@@ -4,17 +4,10 @@ A running sequence with one token left to compute is a decode; with more (a new 
 sequence after a preemption) it is computed in chunks. Beside decodes, chunks of long prompts are
 limited by the prefill budget. Scheduling a step costs O(sequences), not O(tokens).
 
-Only running sequences hold blocks. A sequence is admitted with blocks for all its tokens; a decode
-takes one more at each block border, so only decodes can find the pool empty. Then the youngest
-sequence is preempted: it releases its blocks, waits first in line and is computed again later.
-After `MAX_PREEMPTIONS` a sequence is admitted only with all blocks that it can ever need, and is
-never preempted again.
-
-The cache finds what is already computed. If a running sequence (the leader) is computing what the
-next one to admit would compute too, that one is deferred until it is done, and others go first.
-Siblings (n > 1) are deferred until the first of them has computed the prompt. A leader that stops
-running wakes the sequences that it deferred: none waits for a sequence that does not run, or is
-deferred more than `MAX_DEFERRALS` times.
+Running sequences hold blocks (`running_set.py`: which is preempted when there are too few); others
+wait until they are admitted (`admission.py`). Siblings (n > 1) are deferred until the first of them
+has computed the prompt. A leader that stops running wakes the sequences that it deferred: none
+waits for a sequence that does not run.
 
 A step may be scheduled while the one before it runs, whose tokens are then known by number only
 (`Sequence.num_pending`): a row names its sample. A sequence that turns out to have ended has a row
@@ -25,7 +18,7 @@ Drafts go into steps of decodes alone: see `verification.py`.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic_ns
 
 from slipstream.core.batch import Batch, Outcome, Sampled, Top
@@ -34,22 +27,20 @@ from slipstream.core.rows import chunk_row, decode_row, rows_with_drafts
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.core.window import AttentionWindow
+from slipstream.engine.admission import Admission
 from slipstream.engine.beam_group import Beam
-from slipstream.engine.beam_groups import BeamGroups
 from slipstream.engine.device_drafts import DeviceDrafts
 from slipstream.engine.guides import Append, Guides, error_of
 from slipstream.engine.prefill_budget import PrefillBudget
+from slipstream.engine.running_set import MAX_PREEMPTIONS, RunningSet
+from slipstream.engine.step_draft import StepDraft
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.verification import Result, Verification
 from slipstream.engine.waiting import WaitingQueue
 from slipstream.kvcache.cache import Copies, KVCache
 from slipstream.kvcache.host import Mover
-from slipstream.kvcache.reuse import PrefixMatch
 from slipstream.wire import FinishReason
 
-MAX_PREEMPTIONS = 3
-MAX_DEFERRALS = 3
-_MAX_DEFERRED_A_STEP = 64  # each costs a search for its prompt
 _SAMPLED = int(Outcome.SAMPLED)  # an enumeration compares slowly
 
 
@@ -66,17 +57,6 @@ class Limits:
     logprobs_mode: str = "raw_logprobs"  # of requests that do not say
     max_logits_bytes: int = 1 << 26  # of one request
     max_num_rows: int = 0  # of a step that samples, drafts included; 0: max_num_seqs
-
-
-@dataclass(slots=True)
-class _StepDraft:
-    """A step while it is being scheduled."""
-
-    budget: int  # tokens that it can still take
-    long_budget: int | None  # of long prompts; None: not taken from `PrefillBudget` yet
-    num_long: int  # long prompts in prefill
-    decodes: list[Sequence]
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -110,34 +90,38 @@ class Scheduler:
             parts = (self.cache, self._telemetry, max_rows)
             self._verification = Verification(speculation, *parts)
         self.guides: Guides | None = None  # where the model can guide
-        self.num_preemptions = 0
         self._max_tokens = limits.max_num_batched_tokens
         self._long_tokens = limits.long_prompt_tokens
         # No more sequences run than the budget has tokens: every decode fits into every step.
-        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
-        self._running: dict[int, Sequence] = {}
-        self._num_with_tops = 0  # running sequences that want values beside samples
-        self._free_slots = list(range(self._max_running - 1, -1, -1))
+        shared = (self.cache, self.waiting, self._telemetry, self.finish)
+        self._running = RunningSet(max_running, *shared)
+        self._groups = self._running.groups
+        self._admission = Admission(self._running, self._long_tokens)
         self._last_decodes: list[Sequence] | None = None  # of the last step, if it had no chunks
-        self._groups = BeamGroups(self)
         self._launched: deque[list[Sequence]] = deque()  # rows' sequences of steps in flight
         self._changed: dict[int, Sequence] = {}
 
     @property
     def num_running(self) -> int:
         """Number of sequences that hold blocks."""
-        return len(self._running)
+        return len(self._running.sequences)
 
     @property
     def running(self) -> Mapping[int, Sequence]:
         """The sequences that hold blocks, by id."""
-        return self._running
+        return self._running.sequences
 
     @property
     def max_running(self) -> int:
         """Most sequences that run at a time."""
-        return self._max_running
+        return self._running.max_running
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of times that sequences were preempted so far."""
+        return self._running.num_preemptions
 
     @property
     def num_waiting(self) -> int:
@@ -147,7 +131,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is any sequence."""
-        return bool(self._running or self.waiting)
+        return bool(self._running.sequences or self.waiting)
 
     def add(self, request: Request) -> None:
         """Queue all sequences of a new request."""
@@ -166,7 +150,7 @@ class Scheduler:
             self._changed[lead.id] = lead
             return
         if sequence.status is SequenceStatus.RUNNING:
-            self.release(sequence, ending.reason is not FinishReason.ERROR)
+            self._running.release(sequence, ending.reason is not FinishReason.ERROR)
         else:
             self.waiting.discard(sequence)
         self.waiting.wake(sequence.id)
@@ -194,12 +178,12 @@ class Scheduler:
         return batch
 
     def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
-        num_preemptions = self.num_preemptions
+        num_preemptions = self._running.num_preemptions
         if self._groups:
             self._groups.fork_all()
-        running: Iterable[Sequence] = self._running.values()
+        running: Iterable[Sequence] = self._running.sequences.values()
         for sequence in [s for s in running if s.num_scheduled >= s.cache.capacity]:
-            self._grow(sequence)
+            self._running.grow(sequence)
         if self.cache.tier.is_moving:
             running = [s for s in running if s.id not in self.cache.tier.not_arrived]
         if self.guides is not None and self.guides.num_active:
@@ -223,16 +207,23 @@ class Scheduler:
                 decodes.append(sequence)
         num_long = sum(s.num_tokens > self._long_tokens for s in prefills)
         long_budget = None if decodes else max_tokens
-        draft = _StepDraft(max_tokens - len(decodes), long_budget, num_long, decodes)
+        draft = StepDraft(
+            max_tokens - len(decodes),
+            long_budget,
+            num_long,
+            decodes,
+            self._prefill_budget,
+            self._long_tokens,
+        )
         for sequence in prefills:
-            self._add_tokens(sequence, draft)
-        if only is None and num_preemptions == self.num_preemptions:
-            self._admit_waiting(draft)
+            draft.add_tokens(sequence)
+        if only is None and num_preemptions == self._running.num_preemptions:
+            self._admission.admit_waiting(draft)
         if not decodes and not draft.chunks:
             return None
         has_drafts = False
         if self._verification is not None and only is None and not draft.chunks:
-            num_running = len(self._running)
+            num_running = len(self._running.sequences)
             has_drafts = self._verification.add_drafts(decodes, draft.budget, num_running)
         copies = self.cache.launch()
         self._prefill_budget.start_step(
@@ -244,7 +235,7 @@ class Scheduler:
             if self._device_drafts is not None:
                 rows = self._device_drafts.ask(rows)
             self._launched.append(owners)
-            num_drafts, has_tops = len(rows) - len(decodes), self._num_with_tops > 0
+            num_drafts, has_tops = len(rows) - len(decodes), self._running.num_with_tops > 0
             return Batch(tuple(rows), len(rows), False, copies, has_tops, num_drafts)
         return self._build_batch(decodes, draft.chunks, copies)
 
@@ -351,23 +342,6 @@ class Scheduler:
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def _add_tokens(self, sequence: Sequence, draft: _StepDraft) -> None:
-        """Add as many tokens of a sequence to the step as the budget allows."""
-        num_left = sequence.num_tokens - sequence.num_scheduled
-        num_tokens = min(num_left, draft.budget, sequence.cache.capacity - sequence.num_scheduled)
-        if num_left > 1 and sequence.num_tokens > self._long_tokens:
-            if draft.long_budget is None:
-                draft.long_budget = self._prefill_budget.take(
-                    max(1, draft.num_long), sequence.num_scheduled
-                )
-            num_tokens = min(num_tokens, draft.long_budget)
-            draft.long_budget -= num_tokens
-        if num_tokens == num_left == 1:
-            draft.decodes.append(sequence)  # a single token that samples is a decode
-        elif num_tokens:
-            draft.chunks.append((sequence, num_tokens))
-        draft.budget -= num_tokens
-
     def _build_batch(
         self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], copies: Copies
     ) -> Batch:
@@ -384,139 +358,16 @@ class Scheduler:
         if self._device_drafts is not None:
             rows = self._device_drafts.ask(rows)
         self._launched.append([*decodes, *(sequence for sequence, _ in chunks)])
-        return Batch(tuple(rows), len(decodes), continues, copies, self._num_with_tops > 0)
-
-    # --- admission and preemption --------------------------------------------------------------
-
-    def _admit_waiting(self, draft: _StepDraft) -> None:
-        num_deferred = 0
-        while draft.budget and len(self._running) + self._groups.num_reserved < self._max_running:
-            sequence = self.waiting.head()
-            if sequence is None or self._groups.must_wait(sequence):
-                return
-            num_running = len(self._running)
-            if not self.cache.tier.has_room((num_running + 1) * self.cache.window.num_tables):
-                return
-            match = self.cache.match(sequence)
-            if (leader := self._leader_worth_awaiting(sequence, match, draft)) is not None:
-                sequence.num_deferrals += 1
-                self.waiting.defer(sequence, leader.id)
-                num_deferred += 1
-                if num_deferred == _MAX_DEFERRED_A_STEP:
-                    return
-            elif self._admit(sequence, match):
-                started = sequence.group.live if isinstance(sequence, Beam) else (sequence,)
-                for each in started:
-                    is_ready = each.guide is None or each.guide.can_run(each.num_pending)
-                    if is_ready and each.id not in self.cache.tier.not_arrived:
-                        self._add_tokens(each, draft)
-            else:
-                return
-
-    def _leader_worth_awaiting(
-        self, sequence: Sequence, match: PrefixMatch, draft: _StepDraft
-    ) -> Sequence | None:
-        """Return the leader if waiting for it saves work, else None.
-
-        It does if the sequence needs most of what the leader still computes, or if the step has no
-        tokens left for the sequence and the leader computes a fourth of it. A short prompt never
-        waits for a long one, which is slower.
-        """
-        if (leader := match.leader) is None or sequence.num_deferrals == MAX_DEFERRALS:
-            return None
-        is_long, is_slow = (s.num_tokens > self._long_tokens for s in (sequence, leader))
-        is_idle = is_long and draft.long_budget == 0
-        is_most = 2 * match.num_leader_tokens >= leader.num_tokens - leader.num_computed
-        is_much = is_idle and 4 * match.num_leader_tokens >= sequence.num_tokens
-        return leader if is_slow <= is_long and (is_most or is_much) else None
-
-    def _admit(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Give a waiting sequence its blocks, if that leaves some for each running sequence."""
-        if isinstance(sequence, Beam):
-            return self._groups.admit(sequence, match)
-        num_tokens = sequence.num_final - 1 if sequence.is_spared else sequence.num_tokens
-        num_others = len(self._running) + self._groups.num_reserved
-        if not self.cache.admit(sequence, match, num_tokens, num_others):
-            return False
-        self.waiting.admit(sequence)
-        self.start(sequence)
-        return True
-
-    def start(self, sequence: Sequence) -> None:
-        """Give a sequence that has its blocks a slot: it runs from now on."""
-        sequence.admit()
-        sequence.slot = self._free_slots.pop()
-        self._running[sequence.id] = sequence
-        self._num_with_tops += sequence.wants_values
-        if not sequence.first_scheduled_ns:
-            self._telemetry.sequence_admitted(sequence)
-            sequence.start(monotonic_ns())
-
-    def _grow(self, sequence: Sequence) -> None:
-        """Add room for one more block of tokens, preempting the youngest sequence if necessary."""
-        if sequence.status is not SequenceStatus.RUNNING:
-            return  # preempted for an older one in this step
-        if sequence.num_tokens == sequence.num_final:
-            return  # its last token is in flight and needs no block
-        tables = self.cache.shortest_tables(sequence)
-        if self.make_room(len(tables), sequence):
-            self.cache.grow(sequence, tables)
-
-    def make_room(self, num_blocks: int, sequence: Sequence) -> bool:
-        """Free blocks for a running sequence, preempting the youngest ones if necessary.
-
-        Returns False if they come later, or if the sequence does not run any more.
-        """
-        while not self.cache.tier.has_room(num_blocks):
-            if self.cache.num_becoming_free:
-                return False  # a step or copy in flight frees a block
-            if self.cache.window.size and sequence.num_in_flight:
-                return False  # blocks that leave its window with that step can be used again
-            if self._groups.is_alone(sequence):
-                if sequence.num_in_flight:
-                    return False  # the token in flight is its last and must be sent first
-                self.finish(sequence, Ending(FinishReason.LENGTH))
-                return False
-            victims = (s for s in self._running.values() if s.num_preemptions < MAX_PREEMPTIONS)
-            self._preempt(max(victims, key=lambda s: s.id))
-            if sequence.status is not SequenceStatus.RUNNING:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        if isinstance(sequence, Beam):
-            self._groups.preempt(sequence.group, MAX_PREEMPTIONS)
-            self.num_preemptions += 1
-            return
-        self.release(sequence)
-        self.waiting.wake(sequence.id)
-        sequence.status = SequenceStatus.WAITING
-        sequence.num_preemptions += 1
-        sequence.is_spared = sequence.num_preemptions >= MAX_PREEMPTIONS
-        self.num_preemptions += 1
-        self.waiting.put_first(sequence)
-
-    def release(self, sequence: Sequence, is_sound: bool = True) -> None:
-        """Take slot and blocks from a sequence; not `is_sound`: they are not found again."""
-        del self._running[sequence.id]
-        self._num_with_tops -= sequence.wants_values
-        self._free_slots.append(sequence.slot)
-        self.cache.release(sequence, is_sound)
+        return Batch(tuple(rows), len(decodes), continues, copies, self._running.num_with_tops > 0)
 
     def check_integrity(self) -> None:
         """Assert that every block and slot is accounted for and every sequence is in one place."""
-        running = list(self._running.values())
-        self.cache.check_integrity(running)
+        self._running.check_integrity()
         self.waiting.check_integrity()
-        self._groups.check_integrity()
         idle = list(self.waiting)
-        assert all(s.status is SequenceStatus.RUNNING for s in running)
         assert all(s.status is SequenceStatus.WAITING for s in idle)
         assert all(not s.cache.tables and s.num_scheduled == 0 for s in idle), "waiting with blocks"
-        assert len(running) <= self._max_running
-        slots = [*self._free_slots, *(s.slot for s in running)]
-        assert sorted(slots) == list(range(self._max_running)), "a slot is lost or taken twice"
-        for sequence in [*idle, *running]:
+        for sequence in [*idle, *self._running.sequences.values()]:
             assert sequence.num_preemptions <= MAX_PREEMPTIONS
             assert sequence.num_tokens == sequence.num_known + sequence.num_pending
             in_flight = sum(owners.count(sequence) for owners in self._launched)
@@ -524,9 +375,6 @@ class Scheduler:
             num_pending = sequence.num_pending - is_held
             assert num_pending <= sequence.num_in_flight == in_flight
             assert num_pending + sequence.num_void <= in_flight
-        assert self._num_with_tops == sum(s.wants_values for s in running)
-        for sequence in running:
-            assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens
 
 
 def _hand_over(samplers: list[Sequence | None], sampled: Sampled) -> None:
