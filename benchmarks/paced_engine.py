@@ -123,6 +123,10 @@ class PacedEngine:
         """Numbers of the requests of a bridge that run."""
         return list(self._sequences.get(bridge, {}))
 
+    def take_rejected(self) -> list[tuple[bytes, wire.Rejected]]:
+        """Nothing is refused."""
+        return []
+
     def load(self) -> Load:
         """Nobody waits, and everybody may."""
         num_running = sum(map(len, self._sequences.values()))

@@ -80,12 +80,26 @@ _SAMPLING = {
     "beam_width": _scalars([1], [0, 33, -1]),
     "length_penalty": _scalars([0, 1], [2, NAN, -1]),
 }
-_TEXT_FIELDS = _SAMPLING | {
-    "text_input": _PROMPT,
-    "stop_words": _WORDS,
-    "bad_words": _WORDS,
-    "embedding_bias_words": _WORDS,  # with their weights: see `fuzz_cases`
+_GUIDES = {
+    "guided_decoding_guide_type": Field(
+        st.sampled_from([[b""], [b"json"]]),
+        st.sampled_from([[b"xml"], [b"json_schema"], [b"regex"], [_LONG.encode()]]),
+        ("guided_decoding_guide",),
+    ),
+    "guided_decoding_guide": Field(
+        st.just([b""]), st.sampled_from([[b"[a-z]"], [b"{"]]), ("guided_decoding_guide_type",)
+    ),
 }
+_TEXT_FIELDS = (
+    _SAMPLING
+    | _GUIDES
+    | {
+        "text_input": _PROMPT,
+        "stop_words": _WORDS,
+        "bad_words": _WORDS,
+        "embedding_bias_words": _WORDS,  # with their weights: see `fuzz_cases`
+    }
+)
 _PACKED = st.lists(_IDS, min_size=1, max_size=3)
 
 
@@ -111,26 +125,32 @@ _LLM_NAMES = {
     "top_p": "runtime_top_p",
     "length_penalty": "len_penalty",
 }
-_LLM_FIELDS = {_LLM_NAMES.get(name, name): field for name, field in _SAMPLING.items()} | {
-    "input_ids": Field(
-        _IDS, st.sampled_from([[-1], [5, VOCABULARY], [INT32_MAX], [5] * 2047]), ("input", "prompt")
-    ),
-    "stop_words_list": _LIST,
-    "bad_words_list": Field(
-        _LIST.good, st.one_of(_LIST.bad, st.just(pack([[VOCABULARY]]))), ("bad_words",)
-    ),
-    # With ends, priorities and sometimes durations: see `fuzz_cases`.
-    "retention_token_range_starts": Field(
-        st.sampled_from([[0], [3], [0, 40], [INT32_MAX - 9]]),
-        st.sampled_from([[-1], [5, 3], [0, 0], list(range(0, 90_000, 10))]),
-    ),
-    "retention_decode_priority": _scalars([0, 35, 100], [-1, 101, INT32_MAX]),
-    "retention_decode_duration_ms": _scalars([-1, 1, INT32_MAX], [0, -2, -INT32_MAX]),
-    "embedding_bias": Field(
-        st.just([0.0] * 9 + [5.0, -1000.0]),
-        st.sampled_from([[NAN], [0.0, 1e6], [0.0] * VOCABULARY + [1.0]]),
-    ),
-}
+_LLM_FIELDS = (
+    {_LLM_NAMES.get(name, name): field for name, field in _SAMPLING.items()}
+    | _GUIDES
+    | {
+        "input_ids": Field(
+            _IDS,
+            st.sampled_from([[-1], [5, VOCABULARY], [INT32_MAX], [5] * 2047]),
+            ("input", "prompt"),
+        ),
+        "stop_words_list": _LIST,
+        "bad_words_list": Field(
+            _LIST.good, st.one_of(_LIST.bad, st.just(pack([[VOCABULARY]]))), ("bad_words",)
+        ),
+        # With ends, priorities and sometimes durations: see `fuzz_cases`.
+        "retention_token_range_starts": Field(
+            st.sampled_from([[0], [3], [0, 40], [INT32_MAX - 9]]),
+            st.sampled_from([[-1], [5, 3], [0, 0], list(range(0, 90_000, 10))]),
+        ),
+        "retention_decode_priority": _scalars([0, 35, 100], [-1, 101, INT32_MAX]),
+        "retention_decode_duration_ms": _scalars([-1, 1, INT32_MAX], [0, -2, -INT32_MAX]),
+        "embedding_bias": Field(
+            st.just([0.0] * 9 + [5.0, -1000.0]),
+            st.sampled_from([[NAN], [0.0, 1e6], [0.0] * VOCABULARY + [1.0]]),
+        ),
+    }
+)
 _VLLM_FIELDS = {"text_input": _PROMPT}
 _PREPROCESSING_FIELDS = {
     "QUERY": Field(_PROMPT.good, st.sampled_from([[b""], [b"x" * 50_000], [b"\xff"]]), ("text_",)),

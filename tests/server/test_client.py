@@ -20,6 +20,7 @@ from slipstream_client import (
     SlipstreamClient,
 )
 from slipstream_client.codec import STREAMED
+from slipstream_contract.tensors import LLMAPI
 from slipstream_serve.server import repository_root
 
 pytestmark = pytest.mark.triton
@@ -29,7 +30,12 @@ BLOCKS = [
     textwrap.dedent(block).strip()
     for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", DOCUMENT, re.MULTILINE)
 ]
-CURLS = [line for block in BLOCKS for line in re.findall(r"^curl .*?'$", block, re.M | re.S)]
+CURLS = [
+    line
+    for block in BLOCKS
+    for line in re.findall(r"^curl .*?'$", block, re.M | re.S)
+    if LLMAPI.name not in line  # no model of the default repository: tests/server/test_llmapi.py
+]
 EVERY_TEXT_MODEL = [*TEXT_MODELS, "vllm_model"]
 HEALTH_KEYS = {
     "model",
