@@ -6,7 +6,7 @@ what the kernel reads and what docs/limits.md says comes from it.
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -205,6 +205,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ),
         ),
     ] = ()
+    # What penalties are: `vllm`: before the temperature, presence and frequency of the output;
+    # `trtllm`: after `penalty_temperature`, of prompt and output.
+    order: Annotated[
+        Literal["vllm", "trtllm"], Field("order of operations", trtllm=None, vllm=None)
+    ] = "vllm"
+    penalty_temperature: Annotated[
+        float,
+        Field(
+            "temperature before the penalties of order `trtllm`",
+            Bounds(0, limits.MAX_TEMPERATURE, is_open=True),
+            trtllm=None,
+            vllm=None,
+        ),
+    ] = 1.0
     log_probs: Annotated[
         bool,  # of the sampled tokens
         Field(

@@ -237,11 +237,12 @@ def test_penalties_and_edits_against_the_definition(
     for _ in range(2):
         want = []
         for token_id, logit in enumerate(logits[1].tolist()):
+            logit += edits.get(token_id, 0.0)
             if token_id in prompt + history:
                 logit = logit / repetition if logit > 0 else logit * repetition
             if count := history.count(token_id):
                 logit -= presence + frequency * count
-            want.append(logit + edits.get(token_id, 0.0))
+            want.append(logit)
         numbers = [0, len(history)]
         arrays = sampling_arrays([plain, pack_row(sampling, 3, 2)], numbers, [b"", packed])
         rows, edit_words = (torch.from_numpy(array.copy()) for array in arrays)

@@ -51,8 +51,12 @@ class HistoryArrays(NamedTuple):
 
 def pack_row(sampling: SamplingParams, seed: int, slot: int) -> bytes:
     """Pack what does not change in a sequence's `ROW` record while it keeps its slot."""
+    values = {name: getattr(sampling, name) for name in CHOSEN.values()}
+    if sampling.order == "trtllm":  # logit / T - p is (logit - p T) / T
+        for name in ("presence_penalty", "frequency_penalty"):
+            values[name] *= sampling.penalty_temperature
     return _RECORD.pack(
-        *(getattr(sampling, name) for name in CHOSEN.values()),
+        *values.values(),
         slot,
         (seed + 2**63) % 2**64 - 2**63,  # the 64 bits as a signed number
         *(0,) * 4,

@@ -213,8 +213,15 @@ class Slots:
 
 
 def histories(rows: tuple[Row, ...]) -> HistoryArrays | None:
-    """Return the arrays of the rows whose tokens are to be counted anew."""
-    found = [(r.slot, r.history, r.num_prompt) for r in rows if r.history is not None]
+    """Return the arrays of the rows whose tokens are to be counted anew.
+
+    In TensorRT-LLM's order the prompt counts as output does.
+    """
+    found = [
+        (r.slot, r.history, 0 if r.sampling.order == "trtllm" else r.num_prompt)
+        for r in rows
+        if r.history is not None
+    ]
     return history_arrays(found) if found else None
 
 

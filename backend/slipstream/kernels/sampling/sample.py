@@ -141,7 +141,7 @@ class _Rows:
 
 
 def _edited(logits: Tensor, rows: _Rows, edits: Tensor, counts: Tensor) -> Tensor:
-    """fp32 logits `[n, v]` after penalties and edits."""
+    """fp32 logits `[n, v]` after edits and penalties."""
     addends = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
     lengths = (rows.end_edit - rows.first_edit).clamp(min=0)
     if int(lengths.sum()) > 0:
@@ -150,19 +150,18 @@ def _edited(logits: Tensor, rows: _Rows, edits: Tensor, counts: Tensor) -> Tenso
         within -= (lengths.cumsum(0) - lengths)[owners]
         picked = edits[rows.first_edit[owners] + within]
         addends[owners, picked[:, 0].long()] = picked[:, 1].contiguous().view(torch.float32)
-    edited = logits.float()
+    edited = logits.float() + addends
     which = rows.has_penalties.nonzero()[:, 0]
     if len(which) > 0:
         state = counts[rows.slot[which]]
         count = (state & MAX_COUNT).float()
         factor = torch.where(state != 0, rows.repetition[which][:, None], 1.0)
         penalty = rows.presence[which][:, None] + rows.frequency[which][:, None] * count
-        addends[which] -= torch.where(count > 0, penalty, 0.0)
+        penalty = torch.where(count > 0, penalty, 0.0)
         picked = edited[which]
-        edited = edited.index_copy(
-            0, which, torch.where(picked > 0, picked / factor, picked * factor)
-        )
-    return edited + addends
+        penalised = torch.where(picked > 0, picked / factor, picked * factor) - penalty
+        edited = edited.index_copy(0, which, penalised)
+    return edited
 
 
 def processed_logits(
@@ -202,9 +201,9 @@ def sample(
 ) -> None:
     """Sample one token of each row of logits, as `ROW` says, into the results' `row.result`.
 
-    A logit is converted to fp32, then `l / repetition if l > 0 else l * repetition` where prompt or
-    output has the token, then plus its edit (`EDIT`; `first_edit .. end_edit - 1`, by rising token
-    id) minus `presence + frequency * count` where the output has it. With penalties the token is
+    A logit is converted to fp32, plus its edit (`EDIT`; `first_edit .. end_edit - 1`, by rising
+    token id), then `l / repetition if l > 0 else l * repetition` where prompt or output has the
+    token, minus `presence + frequency * count` where the output has it. With penalties the token is
     counted at once; without, `counts` is neither read nor written.
 
     Temperature 0, or so near it that 1 or the logits overflow when divided by it, is greedy (the

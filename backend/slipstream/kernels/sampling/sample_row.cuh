@@ -74,12 +74,13 @@ struct Row {
 
   // Every rounding is the reference's.
   DEVICE float edited(float logit, u32 state, float addend) const {
+    logit = __fadd_rn(logit, addend);
     if (state != 0) {
       logit = logit > 0.0f ? __fdiv_rn(logit, how.repetition) : __fmul_rn(logit, how.repetition);
       if (state & MAX_COUNT)
-        addend = __fsub_rn(addend, __fadd_rn(how.presence, __fmul_rn(how.frequency, float(state & MAX_COUNT))));
+        logit = __fsub_rn(logit, __fadd_rn(how.presence, __fmul_rn(how.frequency, float(state & MAX_COUNT))));
     }
-    return __fadd_rn(logit, addend);
+    return logit;
   }
   // The first edit of a token id of at least this.
   DEVICE int find_edit(int id) const {
