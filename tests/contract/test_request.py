@@ -83,6 +83,22 @@ def test_what_top_k_top_p_and_temperature_mean(asked, expected):
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == expected
 
 
+@pytest.mark.parametrize(
+    ("asked", "heat"),
+    [
+        ({}, 1.0),
+        ({"temperature": 0.0}, 1.0),
+        ({"temperature": 0.5, "top_k": 1}, 0.5),
+        ({"temperature": 0.5, "top_k": 5}, 0.5),
+        ({"temperature": 0.5, "beam_width": 2}, 0.5),
+    ],
+)
+def test_the_order_is_tensorrt_llms_at_the_temperature_asked_for(asked, heat):
+    """Also where it is greedy, and the temperature of sampling is 0."""
+    sampling = ask_both(**asked)
+    assert (sampling.order, sampling.penalty_temperature) == ("trtllm", heat)
+
+
 def test_min_p_is_a_parameter_and_asks_for_sampling():
     for request in (ask_text({"min_p": 0.25}).sampling, ask_llm({"min_p": "0.25"}).sampling):
         assert (request.temperature, request.min_p) == (1.0, 0.25)

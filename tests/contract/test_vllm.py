@@ -31,6 +31,7 @@ def test_defaults(sampling):
     assert base.max_tokens == 16
     assert (base.temperature, base.top_k, base.top_p, base.min_p) == (1.0, 0, 1.0, 0.0)
     assert base.seed is None
+    assert base.order == "vllm"
     assert not base.include_stop
     assert not base.log_probs
 

@@ -5,9 +5,13 @@ import torch
 from fixtures.kernels.sampling import draw_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from slipstream.core.batch import Row
 from slipstream.core.edits import Edits
 from slipstream.kernels.sampling.sample import count_tokens
-from slipstream.runner.sampling_rows import history_arrays, pack_row, sampling_arrays
+from slipstream.runner.sampling_rows import pack_row, sampling_arrays
+from slipstream.runner.step_arrays import histories
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 
@@ -57,8 +61,9 @@ def test_order_of_operations(
             logit -= presence + frequency * count
         want.append(logit)
     counts = torch.zeros((1, 9), dtype=torch.int16)
-    num_prompt = 0 if order == "trtllm" else len(prompt)  # as `step_arrays.histories`
-    history = history_arrays([(0, prompt + output, num_prompt)])
+    row = Row(0, 0, pack([0]), 0, ([0],), True, sampling, 1, len(output), num_prompt=len(prompt))
+    history = histories((replace(row, history=pack(prompt + output)),))
+    assert history is not None
     count_tokens(counts, *map(torch.from_numpy, history))
     packed = Edits(sampling).pack(len(output))
     arrays = sampling_arrays([pack_row(sampling, 1, 0)], [len(output)], [packed])

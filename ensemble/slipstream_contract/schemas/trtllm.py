@@ -178,7 +178,7 @@ def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -
     `names` has the inputs of the text models that this one calls otherwise.
     """
     values = normalised(read_fields(SamplingParams, "trtllm", read, names), most_tokens)
-    heat = values["temperature"] or 1.0
+    values |= {"order": "trtllm", "penalty_temperature": values["temperature"] or 1.0}
     guide = trtllm_guide(*(read.text(x) if read.has(x) else None for x in (TYPE_FIELD, TEXT_FIELD)))
     n = values["n"] if read.has("num_return_sequences") else None
     if (beams := trtllm_beams(read, names, n)) is not None:
@@ -191,8 +191,7 @@ def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -
     if not samples or values["temperature"] == 0.0 or values["top_k"] == 1:
         values = greedy(values)
     values["top_p"] = values["top_p"] or 1.0
-    own = {"order": "trtllm", "penalty_temperature": heat}
-    return SamplingParams(**values, **own, values=_logits(read), guide=guide)
+    return SamplingParams(**values, values=_logits(read), guide=guide)
 
 
 def _logits(read: Inputs) -> LogProbs | None:
