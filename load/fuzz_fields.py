@@ -129,6 +129,7 @@ _LLM_FIELDS = (
     {_LLM_NAMES.get(name, name): field for name, field in _SAMPLING.items()}
     | _GUIDES
     | {
+        "beam_search_diversity_rate": _scalars([0], [0.5, -1, NAN]),
         "input_ids": Field(
             _IDS,
             st.sampled_from([[-1], [5, VOCABULARY], [INT32_MAX], [5] * 2047]),
