@@ -56,7 +56,9 @@ class Tops:
     Of the `size` places a step uses those from its first result on, so that two steps may overlap.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+
         def make(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
@@ -116,7 +118,8 @@ class Tops:
         most = max(ask.num_top for ask in asks)
         ids, values, ranks, own = (a[first : first + len(asks)] for a in self._on_host)
         parts = (ids[:, :most].tolist(), values[:, :most].tolist(), ranks.tolist(), own.tolist())
-        return {
-            ask.sample: Top(ids[: ask.num_top], values[: ask.num_top], rank, value)
-            for ask, ids, values, rank, value in zip(asks, *parts, strict=True)
-        }
+        found = {}
+        for ask, top_ids, top_values, rank, value in zip(asks, *parts, strict=True):
+            end = min(ask.num_top, self._vocab_size)
+            found[ask.sample] = Top(top_ids[:end], top_values[:end], rank, value)
+        return found

@@ -211,7 +211,7 @@ class ModelRunner:
         self._staging = Staging(device, size)
         self._histories = Staging(device)
         self._copies = Staging(device, 1 << 16)
-        self._tops = Tops(2 * num_rows, device)
+        self._tops = Tops(2 * num_rows, self.vocab_size, device)
         if device.type == "cuda":
             self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 

@@ -68,7 +68,8 @@ class _Part:
             columns = (np.concatenate([x.numpy() for x in c]) for c in zip(*self.tops, strict=True))
             ids, values, ranks, own = columns if self.tops else (np.zeros(0, np.int32),) * 4
             data = (ids.tobytes(), values.tobytes(), ranks.tobytes(), own.tobytes())
-            likely = Likely(len(self.ask.next_ids), self.ask.num_top, *data)
+            most = self.tops[0].top_ids.shape[1] if self.tops else self.ask.num_top
+            likely = Likely(len(self.ask.next_ids), most, *data)
         logits = b"".join(x.float().numpy().tobytes() for x in self.logits)
         return PromptValues(self.start, self.num_positions, likely, logits)
 
@@ -164,9 +165,10 @@ class Beside:
         records["num_top"], records["mode"], records["token"] = ask.num_top, ask.mode, next_ids
         words = torch.from_numpy(records.view(np.int32).reshape(-1, ASK_WORDS)).to(device)
         count, i32, f32 = len(next_ids), torch.int32, torch.float32
+        most = min(ask.num_top, logits.shape[1])
         found = TopResults(
-            _empty((count, ask.num_top), i32, device),
-            _empty((count, ask.num_top), f32, device),
+            _empty((count, most), i32, device),
+            _empty((count, most), f32, device),
             _empty((count,), i32, device),
             _empty((count,), f32, device),
         )
