@@ -8,6 +8,8 @@ import torch
 from fixtures.models.checkpoints import make_model, make_runner, random_prompts, save
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
+from slipstream.layers.residual import Residual
+from slipstream.runner import values
 from slipstream.wire import Likely, Submit, Tokens
 from slipstream_contract.ids import pack
 from slipstream_contract.log_probs import WHOLE, LogProbs
@@ -205,3 +207,38 @@ def test_processed(model: torch.nn.Module, mode: str, tmp_path: Path) -> None:
     if mode == "processed_logprobs":
         want = want.log_softmax(-1)
     assert_likely(got.outputs, want, got.ids, 5)
+
+
+def test_logits_of_a_long_prompt_are_made_in_pieces(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No call of the head makes more than `LOGITS_BYTES`, and the values are the same."""
+    piece = 16 * VOCAB * 4
+    monkeypatch.setattr(values, "LOGITS_BYTES", piece + 99)
+    runner = make_runner(save(model, tmp_path), kv_cache_tokens=512, block_size=16)
+    sizes: list[int] = []
+    make = runner._model.logits
+
+    def noting(residual: Residual) -> torch.Tensor:
+        logits = make(residual)
+        sizes.append(logits.nbytes)
+        return logits
+
+    monkeypatch.setattr(runner._model, "logits", noting)
+    [prompt] = random_prompts([200])
+    asked = wanted(context_logits=True)
+    [got] = generate(Engine(Limits(6, 256), runner, None), [(prompt, asked)]).values()
+    assert max(sizes) == piece
+    assert sum(size == piece for size in sizes) == len(prompt) // 16
+    logits = oracle(model, prompt)
+    assert_likely(got.prompt, logits.log_softmax(-1)[:-1], prompt[1:], 3)
+    context = np.frombuffer(b"".join(got.context), np.float32).reshape(len(prompt), VOCAB)
+    np.testing.assert_allclose(context, logits.numpy(), atol=2e-4)
+
+
+@pytest.mark.parametrize("vocab_size", [1009, 128_256, 10**6])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_piece_is_at_most_a_quarter_of_the_bound(vocab_size: int, itemsize: int) -> None:
+    rows = values.piece_rows(vocab_size, itemsize)
+    assert rows * vocab_size * itemsize <= values.LOGITS_BYTES == (256 << 20) // 4
+    assert rows < 128 or rows % 128 == 0

@@ -109,11 +109,6 @@ class RequestBounds:
         values, limit = sampling.values, self.max_logits_bytes
         if values is None:
             return
-        if sampling.beams is not None:
-            raise ContractError(
-                f"beam_width is {sampling.beams.width}, beside log probs of likely tokens or whole "
-                "logits: beams take over each other's tokens; return_log_probs is served"
-            )
         num_outputs = sampling.n * min(sampling.max_tokens, self.max_model_len - num_prompt)
         size = values.num_bytes(self.vocab_size, num_prompt, num_outputs)
         if size > limit:

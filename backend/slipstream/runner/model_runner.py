@@ -366,13 +366,14 @@ class ModelRunner:
     ) -> Tensor:
         """Run a step that keeps all tokens, and make values of prompts beside its samples."""
         hidden = self._hidden(shape, inputs, keeps_all=True).values
+        # Before the samples: a drafter keeps what the head saw last.
+        beside.make_prompts(
+            batch, hidden, self._model.logits, self._dtype, self.vocab_size, self._is_sliced
+        )
         logits = hidden.new_empty((0, self.vocab_size))
         if shape.num_samples:
             logits = self._model.logits(Residual(hidden[inputs.sample_rows]))
             sample_tokens(logits, inputs.sampling, self._counts, self._results)
-        beside.make_prompts(
-            batch, hidden, self._model.logits, self._dtype, self.vocab_size, self._is_sliced
-        )
         return logits
 
     def _prepare_prompt(self) -> Callable[[], object]:
