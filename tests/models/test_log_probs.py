@@ -236,6 +236,29 @@ def test_logits_of_a_long_prompt_are_made_in_pieces(
     np.testing.assert_allclose(context, logits.numpy(), atol=2e-4)
 
 
+def test_preempted_in_the_middle_of_a_prompt(model: torch.nn.Module, tmp_path: Path) -> None:
+    """Computed again in larger chunks, of which the first has values for its end alone."""
+    runner = make_runner(save(model, tmp_path), kv_cache_tokens=512, block_size=16)
+    engine = Engine(Limits(6, 7), runner, None)
+    [prompt] = random_prompts([40])
+    asked = SamplingParams(max_tokens=3, temperature=0.0, values=LogProbs(prompt=3))
+    engine.submit(b"a", Submit(0, pack(prompt), asked, 0))
+    for _ in range(2):
+        engine.step()
+    scheduler = engine._scheduler
+    [sequence] = scheduler._running.values()
+    assert sequence.wanted is not None
+    assert 0 < sequence.wanted.num_given < len(prompt)
+    scheduler._preempt(sequence)
+    scheduler._max_tokens = 18
+    got = Collected()
+    while engine.has_work:
+        for tokens in engine.step().get(b"a", []):
+            got.add(tokens)
+    assert engine.status().num_preemptions == 1
+    assert_likely(got.prompt, oracle(model, prompt).log_softmax(-1)[:-1], prompt[1:], 3)
+
+
 @pytest.mark.parametrize("vocab_size", [1009, 128_256, 10**6])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_piece_is_at_most_a_quarter_of_the_bound(vocab_size: int, itemsize: int) -> None:
