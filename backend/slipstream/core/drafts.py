@@ -45,7 +45,7 @@ class Speculation(Protocol):
         """Return drafts for some of a step's decodes, at most `max_drafts` tokens together.
 
         Those of `decodes` that have pending tokens get none. Sets `Sequence.is_speculating` of
-        those that are worth waiting for: they are not scheduled while a token is pending.
+        those that share a step with drafts: none is scheduled while a token of any is pending.
         """
 
     def verified(
@@ -61,6 +61,16 @@ class Speculation(Protocol):
 
     def release(self, sequence: "Sequence") -> None:
         """Discard what is held of a sequence, which has ended."""
+
+
+def together(decodes: list["Sequence"], running: Iterable["Sequence"]) -> list["Sequence"]:
+    """Return the decodes of a step: those that wait for tokens wait for each other, too.
+
+    If they took turns, each step would read all weights for a part of them.
+    """
+    if any(sequence.is_speculating and sequence.num_pending for sequence in running):
+        return [sequence for sequence in decodes if not sequence.is_speculating]
+    return decodes
 
 
 def take_runs(batch: Batch, samplers: list["Sequence | None"]) -> list[tuple["Sequence", slice]]:

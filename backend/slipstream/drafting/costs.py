@@ -23,10 +23,16 @@ class StepTimes:
         """Add the time of a step."""
         means, bucket = self._means[has_drafts], bisect_left(_BUCKETS, num_rows)
         old = means.get(bucket)
-        if old is None:
+        if old is None and has_drafts and (guess := self.of(num_rows, True)) is not None:
+            means[bucket] = min(took_ns, 2 * guess)
+        elif old is None:
             means[bucket] = took_ns
         else:  # a pause of the host says nothing of rows
             means[bucket] = old + _SHARE * (min(took_ns, 2 * old) - old)
+
+    def release_drafts(self) -> None:
+        """Discard the times of steps with drafts."""
+        self._means[True].clear()
 
     def of(self, num_rows: int, has_drafts: bool) -> float | None:
         """Return the time of a step; None: no step of as few rows was measured.

@@ -1,18 +1,23 @@
-"""Decide whose drafts are verified, and how many: as many as pay, none if none does.
+"""Decide whether drafts are verified, and how many: as many as pay, none if none does.
 
-A sequence with drafts cannot run ahead: its next rows need the token in flight. So before it gets
-any, its drafter is judged by what it would have proposed: of each sequence one draft is noted and
-compared with the token that came. A sequence whose drafts were mostly right stops running ahead,
-and speculates; one whose drafts were wrong, or that has none, runs ahead again.
+A step with drafts cannot be launched ahead: its rows need the tokens in flight. So before there are
+any, the drafter is judged by what it would have proposed: of each sequence one draft is noted and
+compared with the token that came. Once drafts should pay, all sequences wait for their tokens and
+share one step, those without drafts too: sequences that took turns would read the weights twice.
 
 How many drafts a step gets: a draft is right if all before it were, so number j of a sequence whose
 drafts are right with probability p is worth p^j tokens. Drafts are taken by falling worth for as
-long as tokens per second rise, by measured times of steps (`costs.py`); if that is no more than
-without drafts, there are none.
+long as tokens per second rise, by measured times of steps (`costs.py`), which include what waiting
+for the host costs; if that is no more than without drafts, there are none, and all run ahead again.
+
+The probability is that of judged drafts, right ones by all, over sums that fade: a mean that is
+moved draft by draft is always read right after a wrong one, and so too low. What one sequence has
+not shown yet is what all have shown.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import monotonic_ns
 
 from slipstream.core.batch import Batch
 from slipstream.core.draft_state import DraftState
@@ -22,18 +27,35 @@ from slipstream.core.sequence import Sequence
 from slipstream.drafting.costs import StepTimes
 
 _START = 0.3  # of drafts that are right, before any was judged
-_SHARE = 0.15  # of the last draft in the mean
-_MIN_RIGHT = 0.5  # of drafts, for a sequence to stop running ahead
+_START_WEIGHT = 4.0  # judged drafts that this counts as
+_FADE = 0.95  # of a sequence's judged drafts, for each step that judges more
+_FADE_ALL = 0.995  # of those of all sequences
+_WEIGHT = 4.0  # judged drafts of a sequence that those of all count as
+_MIN_RIGHT = 0.5  # of a sequence's drafts, for any to be verified
 _MAX_SEQUENCES = 64  # of a step with drafts: beyond, rows cost as much as they bring
-_GAIN = 1.05  # of tokens per second, for drafts to be verified
-_PAUSE = 256  # steps without drafts once they do not pay, unless half of the sequences end
+_GAIN = 1.05  # of tokens per second, for drafts to be verified from now on
+_GAIN_ON = 1.0  # and for as long as they are
+_FORGET = 512  # steps after which times that spoke against drafts are measured anew
+
+
+@dataclass(slots=True)
+class _Judged:
+    """Drafts that were judged, the older the less."""
+
+    num: float = 0.0
+    num_right: float = 0.0
+
+    def add(self, num_right: int, num_wrong: int, fade: float) -> None:
+        """Add those of one step."""
+        self.num = fade * self.num + num_right + num_wrong
+        self.num_right = fade * self.num_right + num_right
 
 
 @dataclass(slots=True)
 class _Record:
     """What is known of a sequence's drafts."""
 
-    right: float = _START  # mean of drafts that were right
+    judged: _Judged = field(default_factory=_Judged)
     place: int = 0  # number of known tokens at which `guess` would be the next
     guess: int = -1  # -1: none
 
@@ -45,15 +67,24 @@ class Speculator:
         drafter: makes them.
         max_drafts: of a sequence in a step.
         times: of steps; None: measured from now on.
+        clock: in ns.
     """
 
-    def __init__(self, drafter: Drafter, max_drafts: int, times: StepTimes | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        max_drafts: int,
+        times: StepTimes | None = None,
+        clock: Callable[[], int] = monotonic_ns,
+    ) -> None:
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._times = times or StepTimes()
         self._records: dict[int, _Record] = {}
-        self._pause = 0  # steps without drafts that are left, as they did not pay
-        self._paused_at = 0  # sequences of the step at which they did not
+        self._all = _Judged(_START_WEIGHT, _START_WEIGHT * _START)
+        self._clock, self._ended_ns = clock, 0
+        self._is_on = False  # all wait for their tokens
+        self._num_refused = 0  # steps in which drafts would have cost more than they bring
         self.counters = dict.fromkeys(("drafts", "drafted_tokens", "accepted_tokens"), 0)
         self.accepted_by_position = [0] * max_drafts
 
@@ -61,27 +92,25 @@ class Speculator:
         self, decodes: list[Sequence], max_drafts: int
     ) -> Iterator[tuple[Sequence, list[int]]]:
         """Return the drafts that pay; see `Speculation`."""
-        if 2 * len(decodes) <= self._paused_at:
-            self._pause = 0
-        self._pause = max(0, self._pause - 1)
-        if len(decodes) > _MAX_SEQUENCES or self._pause:
-            for sequence in decodes:
-                sequence.is_speculating = False
+        looked = [(sequence, *self._look(sequence)) for sequence in decodes]
+        if self._is_on and not any(sequence.is_speculating for sequence in decodes):
+            for sequence in decodes:  # new ones, beside those that wait: they join them
+                sequence.is_speculating = True
             return
-        found: list[tuple[Sequence, list[int], float]] = []
+        found = [item for item in looked if item[1] and item[2] >= _MIN_RIGHT]
+        counts: list[int] = []
+        if found and len(decodes) <= _MAX_SEQUENCES:
+            counts = self._choose(len(decodes), [(d, p) for _, d, p in found], max_drafts)
+            if not any(counts):
+                self._num_refused += 1
+                if self._num_refused % _FORGET == 0:
+                    self._times.release_drafts()
+        self._is_on = any(counts)
         for sequence in decodes:
-            drafts, right = self._look(sequence)
-            if sequence.is_speculating and not sequence.num_pending and drafts:
-                found.append((sequence, drafts, right))
-        if not found:
-            return
-        counts = self._choose(len(decodes), [(d, p) for _, d, p in found], max_drafts)
-        if not any(counts):
-            self._pause, self._paused_at = _PAUSE, len(decodes)
-            for sequence in decodes:
-                sequence.is_speculating = False
-            return
-        for (sequence, drafts, _), count in zip(found, counts, strict=True):
+            sequence.is_speculating = self._is_on
+        if any(sequence.num_pending for sequence in decodes):
+            return  # the next step has them all, with drafts
+        for (sequence, drafts, _), count in zip(found, counts, strict=False):
             if count:
                 yield sequence, drafts[:count]
 
@@ -95,13 +124,20 @@ class Speculator:
         known = sequence.num_known
         if record.guess >= 0 and known > record.place:
             is_right = sequence.outputs[record.place - sequence.num_prompt] == record.guess
-            record.right += _SHARE * (is_right - record.right)
-            record.guess = -1
+            self._judge(record, int(is_right), int(not is_right))
         drafts = self._drafter.propose(sequence, self._max_drafts) if sequence.outputs else []
         if drafts:
             record.place, record.guess = known, drafts[0]
-        sequence.is_speculating = bool(drafts) and record.right >= _MIN_RIGHT
-        return drafts, record.right
+        judged, total = record.judged, self._all
+        prior = _WEIGHT * total.num_right / total.num
+        return drafts, (judged.num_right + prior) / (judged.num + _WEIGHT)
+
+    def _judge(self, record: _Record, num_right: int, num_wrong: int) -> None:
+        """Add judged drafts; there is no guess left that is not judged."""
+        record.guess = -1
+        if num_right + num_wrong:
+            record.judged.add(num_right, num_wrong, _FADE)
+            self._all.add(num_right, num_wrong, _FADE_ALL)
 
     def _choose(
         self, num_rows: int, found: list[tuple[list[int], float]], max_drafts: int
@@ -118,7 +154,8 @@ class Speculator:
                 for j in range(len(drafts))
             ),
         )[:max_drafts]
-        num_tokens, best, num_best = float(num_rows), _GAIN * num_rows / plain_ns, 0
+        gain = _GAIN_ON if self._is_on else _GAIN
+        num_tokens, best, num_best = float(num_rows), gain * num_rows / plain_ns, 0
         for count, (negative, _) in enumerate(worth, start=1):
             num_tokens -= negative
             took_ns = self._times.of(num_rows + count, True)
@@ -143,12 +180,17 @@ class Speculator:
             self.accepted_by_position[position] += 1
         record = self._records.get(sequence.id)
         if record is not None:
-            for is_right in [True] * num_right + [False] * num_wrong:
-                record.right += _SHARE * (is_right - record.right)
-            record.guess = -1  # it is judged
+            self._judge(record, num_right, num_wrong)
 
     def step_took(self, batch: Batch, took_ns: int) -> None:
-        """Note the time of a step of decodes alone."""
+        """Note the time of a step of decodes alone; with drafts, since the step before it ended.
+
+        So it includes the host's work between the two, which steps that run ahead hide.
+        """
+        now_ns = self._clock()
+        since_ns, self._ended_ns = now_ns - self._ended_ns, now_ns
+        if batch.num_drafts:
+            took_ns = max(took_ns, min(since_ns, 2 * took_ns))  # more: the engine was idle
         if batch.num_decodes == len(batch.rows):
             self._times.add(len(batch.rows), batch.num_drafts > 0, took_ns)
 

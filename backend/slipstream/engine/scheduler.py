@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from time import monotonic_ns
 
 from slipstream.core.batch import Batch, Outcome, Sampled, Top
-from slipstream.core.drafts import Speculation, take_runs
+from slipstream.core.drafts import Speculation, take_runs, together
 from slipstream.core.rows import chunk_row, decode_row, rows_with_drafts
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
@@ -205,6 +205,8 @@ class Scheduler:
                 )
             ):
                 decodes.append(sequence)
+        if self._verification is not None:
+            decodes = together(decodes, running)
         num_long = sum(s.num_tokens > self._long_tokens for s in prefills)
         long_budget = None if decodes else max_tokens
         draft = StepDraft(
