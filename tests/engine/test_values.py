@@ -79,11 +79,11 @@ def test_preempted_in_the_middle_of_its_prompt_it_goes_on_where_it_was() -> None
     client = make_client(Limits(4, 3))
     asked = sampling(3, prompt=2, context_logits=True)
     number = client.submit(PROMPT, asked)
-    scheduler = client.engine._scheduler
+    running = client.engine._scheduler._running
     for _ in range(3):
         client.step()
-        for victim in list(scheduler._running.values()):
-            scheduler._preempt(victim)
+        for victim in list(running.sequences.values()):
+            running.preempt(victim)
     client.drain()
     assert client.engine.status().num_preemptions > 1
     check(client, number, PROMPT, asked)

@@ -175,7 +175,7 @@ def test_whole_logits(model: torch.nn.Module, tokens_a_step: int, tmp_path: Path
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
 def test_processed(model: torch.nn.Module, mode: str, tmp_path: Path) -> None:
-    """After bias, bans, penalties and temperature, as transformers' processors have them."""
+    """After bias, bans, penalties and temperature, in this order, which is vLLM's."""
     runner = make_runner(save(model, tmp_path), kv_cache_tokens=512, block_size=16)
     engine = Engine(Limits(6, 64), runner, None)
     [prompt] = random_prompts([20])
@@ -195,13 +195,13 @@ def test_processed(model: torch.nn.Module, mode: str, tmp_path: Path) -> None:
     rows = []
     for i, logits in enumerate(raw):
         edited, output = logits.clone(), got.ids[:i]
+        edited[7] += 4.0
+        edited[9] -= 3.0
+        edited[11] = -torch.inf
         seen = torch.tensor(sorted({*prompt, *output}))
         edited[seen] = torch.where(edited[seen] > 0, edited[seen] / 1.2, edited[seen] * 1.2)
         for token_id in set(output):
             edited[token_id] -= 0.5 + 0.25 * output.count(token_id)
-        edited[7] += 4.0
-        edited[9] -= 3.0
-        edited[11] = -torch.inf
         rows.append(edited / 0.7)
     want = torch.stack(rows)
     if mode == "processed_logprobs":
@@ -246,10 +246,10 @@ def test_preempted_in_the_middle_of_a_prompt(model: torch.nn.Module, tmp_path: P
     for _ in range(2):
         engine.step()
     scheduler = engine._scheduler
-    [sequence] = scheduler._running.values()
+    [sequence] = scheduler._running.sequences.values()
     assert sequence.wanted is not None
     assert 0 < sequence.wanted.num_given < len(prompt)
-    scheduler._preempt(sequence)
+    scheduler._running.preempt(sequence)
     scheduler._max_tokens = 18
     got = Collected()
     while engine.has_work:
