@@ -152,6 +152,7 @@ class Idle(RuleBasedStateMachine):
         self.worth: dict[int, tuple[int, int]] = {}  # priority, ns
         self.since: dict[int, tuple[int, int]] = {}  # when it became idle: time, order
         self.order = 0
+        self.ended: set[int] = set()  # a look has taken the priority of these
 
     def rank(self, block: int) -> tuple[int, tuple[int, int]]:
         priority, duration_ns = self.worth.get(block, (DEFAULT_RETENTION, 0))
@@ -184,17 +185,22 @@ class Idle(RuleBasedStateMachine):
         if block in self.since:
             self.idle.remove([block])
             del self.since[block]
+            if block in self.ended:
+                self.ended.remove(block)
+                self.worth.pop(block, None)
 
     @rule(block=st.integers(0, 7))
     def forget(self, block: int) -> None:
         self.idle.discard(block)
         self.since.pop(block, None)
         self.worth.pop(block, None)
+        self.ended.discard(block)
 
     @precondition(lambda self: self.since)
     @rule()
     def pop(self) -> None:
         ranks = {block: self.rank(block) for block in self.since}
+        self.ended |= {b for b in ranks if b in self.worth and ranks[b][1] != self.since[b]}
         ((block,), priority) = next(self.idle.pop(1))
         lowest = min(rank[0] for rank in ranks.values())
         assert (priority, ranks[block][0]) == (lowest, lowest)
@@ -203,6 +209,7 @@ class Idle(RuleBasedStateMachine):
             assert ranks[block] == min(ranks[b] for b in never_ended)
         del self.since[block]
         self.worth.pop(block, None)
+        self.ended.discard(block)
 
     @rule(ns=st.integers(1, 5))
     def wait(self, ns: int) -> None:
