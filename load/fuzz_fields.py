@@ -252,7 +252,7 @@ VLLM: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
         ],
     ),
     "logprobs": ([0, None, 5, 20, -1], [-2, 21, 10**6, "x"]),
-    "best_of": ([None, 1], [0, 257, "x", _LONG]),
+    "best_of": ([None], [0, 257, "x", _LONG]),
     "use_beam_search": ([False], ["x", 5]),
     "structured_outputs": (
         [None, {}],
