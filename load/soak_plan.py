@@ -27,7 +27,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
         "temperature": 1.0,
         "top_k": 0,
         "top_p": 0.875,
-        "frequency_penalty": 0.25,
         "seed": 8,
     },
     "two": {"max_tokens": 16, "temperature": 0.875, "top_k": 20, "seed": 9, "n": 2},
