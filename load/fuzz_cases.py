@@ -14,8 +14,9 @@ from fuzz_fields import FIELDS, PARAMETERS, REQUIRED, VLLM, flags, later, later_
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
+from slipstream_contract.declarations import DType
 from slipstream_contract.inputs import NUMPY
-from slipstream_contract.tensors import ALIASES, MODELS, DType
+from slipstream_contract.tensors import ALIASES, MODELS
 
 GENERATING = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm", "vllm_model")
 STAGES = ("preprocessing", "postprocessing")

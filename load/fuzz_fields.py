@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
-from slipstream_contract.tensors import MODELS, DType, Tensor
+from slipstream_contract.declarations import DType, Tensor
+from slipstream_contract.tensors import MODELS
 
 VOCABULARY = 4096  # of the default checkpoint
 INT32_MAX = 2**31 - 1

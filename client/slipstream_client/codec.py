@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from slipstream_contract.declarations import Model, Tensor
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.inputs import to_whole
 from slipstream_contract.limits import check_whole
 from slipstream_contract.probes import PROBE
-from slipstream_contract.tensors import LLMAPI, MODELS, TO_LLM, Model, Tensor
+from slipstream_contract.tensors import LLMAPI, MODELS, TO_LLM
 from slipstream_contract.whole import RUNNING
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import serialize_byte_tensor

@@ -16,8 +16,9 @@ import msgspec
 from slipstream.config import EngineConfig
 from slipstream.models.hf import CheckpointInfo
 from slipstream.preflight import preflight
+from slipstream_contract.declarations import Model
 from slipstream_contract.errors import clip
-from slipstream_contract.tensors import LLMAPI, MODELS, Model
+from slipstream_contract.tensors import LLMAPI, MODELS
 from slipstream_runtime.processes import MAX_INSTANCES
 
 from slipstream_compose.pbtxt import MARK, model_config

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Iterable, Mapping
 
-from slipstream_contract.tensors import MODELS, TO_LLM, DType, Model, Tensor
+from slipstream_contract.declarations import DType, Model, Tensor
+from slipstream_contract.tensors import MODELS, TO_LLM
 
 MARK = "# Written by `slipstream compose`, which overwrites it: change what it is called with."
 

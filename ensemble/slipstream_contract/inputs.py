@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream_contract.declarations import DType, Model, Tensor
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.limits import INT32_MAX
-from slipstream_contract.tensors import DType, Model, Tensor
 
 Array = NDArray[Any]
 

@@ -1,80 +1,16 @@
 """Every tensor of every model, declared once: config.pbtxt, requests and clients read it here.
 
-A line of the tables below is `name DTYPE[dims]flags =neutral`:
-
-- flags: `?` optional, `~` ragged batches, `r` the model sees a scalar (`reshape { shape: [] }`).
-- neutral: the tensor belongs to later work. These values, and no elements at all, have no effect
-  and are accepted; everything else is refused as "not supported yet". `=` alone: no value is.
-
-Dims leave the batch dimension out where `max_batch_size` is above 0. `STREAM_STATE` is ours,
-between `tensorrt_llm` and `postprocessing`, and so is `add_special_tokens` (false: the prompt holds
-its special tokens already, as rendered chat templates do). `random_seed`, `min_length` and
+The lines of the tables below are those of `declarations`. `STREAM_STATE` is ours, between
+`tensorrt_llm` and `postprocessing`, and so is `add_special_tokens` (false: the prompt holds its
+special tokens already, as rendered chat templates do). `random_seed`, `min_length` and
 `return_kv_cache_reuse_stats` are what clients before 2025 call `seed`, `min_tokens` and
 `return_perf_metrics`; they are inputs of their own because Triton refuses undeclared ones.
 """
 
-import re
-from collections.abc import Mapping
-from enum import StrEnum
-from functools import cached_property
-
 import msgspec
 
+from slipstream_contract.declarations import Model, tensors_of
 from slipstream_contract.limits import MAX_BATCH_SIZE
-
-
-class DType(StrEnum):
-    """Triton's data types; in config.pbtxt they are `TYPE_` and this name."""
-
-    BOOL = "BOOL"
-    UINT8 = "UINT8"
-    UINT32 = "UINT32"
-    UINT64 = "UINT64"
-    INT32 = "INT32"
-    INT64 = "INT64"
-    FP16 = "FP16"
-    FP32 = "FP32"
-    STRING = "STRING"
-
-
-class Tensor(msgspec.Struct, frozen=True):
-    """Declaration of an input or output of a model."""
-
-    name: str
-    dtype: DType
-    dims: tuple[int, ...]
-    is_optional: bool = False
-    is_ragged: bool = False
-    is_scalar: bool = False  # reshape { shape: [] }
-    neutral: tuple[float | str, ...] | None = None  # None: implemented
-
-
-class Model(msgspec.Struct, frozen=True, dict=True):
-    """The interface of a model. `backend` is empty for the true ensemble."""
-
-    name: str
-    backend: str
-    max_batch_size: int
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    is_decoupled: bool = False
-    has_dynamic_batching: bool = False
-    instance_kind: str = "KIND_MODEL"
-    num_instances: int = 1  # processes; of an ensemble, where the bridge itself serves it
-
-    @cached_property
-    def inputs_by_name(self) -> Mapping[str, Tensor]:
-        """Return input name -> tensor; made once, as every request is checked against it."""
-        return {tensor.name: tensor for tensor in self.inputs}
-
-    def input(self, name: str) -> Tensor:
-        """Return an input's declaration. Raises KeyError."""
-        return self.inputs_by_name[name]
-
-    def output(self, name: str) -> Tensor:
-        """Return an output's declaration. Raises KeyError."""
-        return {tensor.name: tensor for tensor in self.outputs}[name]
-
 
 ALIASES = {
     "random_seed": "seed",
@@ -90,34 +26,6 @@ TO_LLM = {
     "stream": "streaming",
 }
 """Input of `ensemble` -> what `tensorrt_llm` calls it. All others that both have share a name."""
-
-_LINE = re.compile(r"(\w+) (\w+)\[([-\d, ]+)\]([?~r]*)( =.*)?")
-
-
-def _tensors(table: str) -> tuple[Tensor, ...]:
-    return tuple(_tensor(line.strip()) for line in table.splitlines() if line.strip())
-
-
-def _tensor(line: str) -> Tensor:
-    match = _LINE.fullmatch(line)
-    assert match is not None, line
-    name, dtype, dims, flags, neutral = match.groups()
-    return Tensor(
-        name,
-        DType(dtype),
-        tuple(int(dim) for dim in dims.split(",")),
-        is_optional="?" in flags,
-        is_ragged="~" in flags,
-        is_scalar="r" in flags,
-        neutral=None if neutral is None else _neutral(DType(dtype), neutral[2:]),
-    )
-
-
-def _neutral(dtype: DType, text: str) -> tuple[float | str, ...]:
-    if dtype is DType.STRING:
-        return ("", *text.split())
-    return tuple(float(value) for value in text.split())
-
 
 # --- ensemble and tensorrt_llm_bls ---------------------------------------------------------------
 
@@ -423,8 +331,8 @@ def _bridge(
         name,
         "slipstream",
         size,
-        _tensors(inputs),
-        _tensors(outputs),
+        tensors_of(inputs),
+        tensors_of(outputs),
         is_decoupled,
         num_instances=num_instances,
     )
@@ -435,8 +343,8 @@ def _stage(name: str, inputs: str, outputs: str, has_dynamic_batching: bool) -> 
         name,
         f"slipstream_{name}",
         MAX_BATCH_SIZE,
-        _tensors(inputs),
-        _tensors(outputs),
+        tensors_of(inputs),
+        tensors_of(outputs),
         has_dynamic_batching=has_dynamic_batching,
         instance_kind="KIND_CPU",
         num_instances=_NUM_STAGE,
@@ -459,8 +367,8 @@ _ALL = (
         "ensemble",
         "",
         MAX_BATCH_SIZE,
-        _tensors(_TEXT_INPUTS),
-        _tensors(_TEXT_OUTPUTS),
+        tensors_of(_TEXT_INPUTS),
+        tensors_of(_TEXT_OUTPUTS),
         num_instances=_NUM_TEXT,
     ),
     _stage("preprocessing", _PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS, True),

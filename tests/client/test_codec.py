@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream_client.codec import ENSEMBLE, GENERATING, TENSORRT_LLM, VLLM, request_of, to_array
 from slipstream_client.results import Chunk, join
+from slipstream_contract.declarations import Tensor
 from slipstream_contract.errors import Code, ContractError
-from slipstream_contract.tensors import Tensor
 
 RANGES = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1), "UINT8": (0, 255)}
 GIVEN = {"STRING": "a", "BOOL": True, "FP32": 0.5, "FP16": 0.5}

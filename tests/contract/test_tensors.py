@@ -2,8 +2,9 @@
 
 import msgspec
 import pytest
+from slipstream_contract.declarations import Tensor
 from slipstream_contract.limits import MAX_BATCH_SIZE
-from slipstream_contract.tensors import ALIASES, MODELS, TO_LLM, Tensor
+from slipstream_contract.tensors import ALIASES, MODELS, TO_LLM
 
 # What clients of these models rely on, grouped as the published configurations have it:
 # type, dims, flags (o: optional, r: ragged, s: scalar inside) -> names.

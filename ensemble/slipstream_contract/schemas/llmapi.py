@@ -15,6 +15,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from slipstream_contract import limits
+from slipstream_contract.declarations import DType
 from slipstream_contract.errors import ContractError
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import Inputs, is_triton_parameter, to_flag, to_number
@@ -23,7 +24,7 @@ from slipstream_contract.pairs import check_pairs
 from slipstream_contract.request import GenerateRequest, ResponseOptions, split_handling
 from slipstream_contract.sampling import FILTERS, SamplingParams
 from slipstream_contract.schemas.vllm import Values, build_request, read_values
-from slipstream_contract.tensors import LLMAPI, DType
+from slipstream_contract.tensors import LLMAPI
 
 LLMAPI_MAX_TOKENS = 32
 
