@@ -26,6 +26,7 @@ import workloads
 from engine import build
 from shapes import SHAPES
 from slipstream import wire
+from slipstream.core.drafts import Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.drafting.costs import StepTimes
 from slipstream.drafting.lookup import PromptLookup
@@ -50,14 +51,13 @@ GOALS = {
 class Synthetic:
     """Drafts of which each is right with probability `right`, where every output is `TOKEN`."""
 
-    name = "synthetic"
-
     def __init__(self, right: float) -> None:
         self._right, self._random = right, random.Random(1)
 
-    def propose(self, sequence: Sequence, k: int) -> list[int]:
+    def propose(self, sequence: Sequence, k: int) -> Proposal:
         """Return `k` drafts."""
-        return [TOKEN + (self._random.random() >= self._right) for _ in range(k)]
+        drafts = [TOKEN + (self._random.random() >= self._right) for _ in range(k)]
+        return Proposal(drafts, "synthetic")
 
     def release(self, sequence: Sequence) -> None:
         """Hold nothing."""

@@ -14,7 +14,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 LOAD_FORMATS = ("safetensors", "random")
 DEVICE_DRAFTERS = ("draft", "medusa", "eagle3")  # that need weights
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-SPECULATIONS = ("none", "lookup", *DEVICE_DRAFTERS)
+SPECULATIONS = ("none", "lookup", "synthetic", *DEVICE_DRAFTERS)
 MAX_DRAFT_TOKENS = 64
 MIN_STUCK_AFTER_S = 3  # an idle engine turns, and is looked at, once a second
 
@@ -76,13 +76,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _field(
             "none, or what proposes tokens that one step verifies; tokens stay those without. "
             "lookup: what repeats itself; draft (a smaller model), medusa, eagle3: from "
-            "draft_checkpoint"
+            "draft_checkpoint; synthetic: for load tests, which makes texts meaningless"
         ),
     ] = "none"
     num_draft_tokens: Annotated[
         int,
         _field(f"most tokens of a sequence that a step verifies, 1 to {MAX_DRAFT_TOKENS}"),
     ] = 8
+    synthetic_acceptance: Annotated[
+        str,
+        _field(
+            "for speculation = synthetic: the probability that the first draft of a step counts as "
+            "right, the second if the first does, and so on, as 0.8,0.7; the last one is that of "
+            "all further drafts",
+            "-",
+        ),
+    ] = ""
     draft_checkpoint: Annotated[
         str,
         _field("the Hugging Face directory that speculation = draft, medusa or eagle3 needs", "-"),

@@ -40,7 +40,7 @@ _COUNTS = (
     "max_logits_bytes",
 )
 
-_DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices")
+_DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices", "synthetic_acceptance")
 
 
 def _absolute(text: str) -> str:

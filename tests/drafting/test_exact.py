@@ -30,12 +30,12 @@ class _Eager(Speculator):
     def _look(self, sequence):  # type: ignore[no-untyped-def]
         drafts, _ = super()._look(sequence)
         sequence.is_speculating = bool(drafts)
-        return drafts, 1.0
+        return drafts, [1.0] * len(drafts)
 
     def _choose(self, num_rows, found, max_drafts):  # type: ignore[no-untyped-def]
         counts = []
-        for drafts, _ in found:
-            counts.append(min(len(drafts), max_drafts - sum(counts)))
+        for survival in found:
+            counts.append(min(len(survival), max_drafts - sum(counts)))
         return counts
 
 

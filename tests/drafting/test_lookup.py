@@ -40,13 +40,13 @@ def test_drafts_are_what_followed_before(prompt: list[int], outputs: list[int], 
         sequence.outputs.append(token_id)
         text = [*prompt, *sequence.outputs]
         want = defined(text, k) if len(text) >= NGRAM else []
-        assert lookup.propose(sequence, k) == want
+        assert lookup.propose(sequence, k).token_ids == want
 
 
 def test_the_index_is_bounded() -> None:
     lookup = PromptLookup(max_tokens=20)
     first, second = sequence_of([1, 2, 3] * 5, 1), sequence_of([1, 2, 3] * 5, 2)
-    assert lookup.propose(first, 4)
-    assert lookup.propose(second, 4) == []
+    assert lookup.propose(first, 4).token_ids
+    assert lookup.propose(second, 4).token_ids == []
     lookup.release(first)
-    assert lookup.propose(second, 4) == [1, 2, 3, 1]
+    assert lookup.propose(second, 4).token_ids == [1, 2, 3, 1]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from slipstream.core.drafts import together
+from slipstream.core.drafts import Proposal, together
 from slipstream.drafting.speculator import Speculator
 from slipstream_contract.sampling import SamplingParams
 
@@ -27,10 +27,8 @@ def step_ms(num_rows: int) -> float:
 class Drafts:
     """Drafts of token 1, which is right with a probability that is known to the simulation."""
 
-    name = "drafts"
-
-    def propose(self, sequence: Any, k: int) -> list[int]:
-        return [1] * k
+    def propose(self, sequence: Any, k: int) -> Proposal:
+        return Proposal([1] * k, "drafts")
 
     def release(self, sequence: Any) -> None:
         pass

@@ -3,6 +3,7 @@
 from fixtures.engine.checks import check
 from fixtures.engine.counting import Client, CountingRunner, Words
 from fixtures.engine.drafting import continuation
+from slipstream.core.drafts import Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.drafting.costs import StepTimes
@@ -16,14 +17,14 @@ from slipstream_contract.sampling import SamplingParams
 class Knowing:
     """Drafts that are always right, or always wrong."""
 
-    name = "knowing"
-
     def __init__(self, is_right: bool) -> None:
         self._is_right = is_right
 
-    def propose(self, sequence: Sequence, k: int) -> list[int]:
+    def propose(self, sequence: Sequence, k: int) -> Proposal:
         drafts = continuation(sequence, k, AttentionWindow())
-        return drafts if self._is_right else [(token_id + 1) % 61 for token_id in drafts]
+        if not self._is_right:
+            drafts = [(token_id + 1) % 61 for token_id in drafts]
+        return Proposal(drafts, "knowing")
 
     def release(self, sequence: Sequence) -> None:
         pass

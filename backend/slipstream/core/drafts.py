@@ -9,11 +9,12 @@ drafts before it were right:
     output   draft 1, draft 2, other
 
 Each token that is kept was sampled after exactly the tokens before it. So whatever is proposed, a
-sequence gets the tokens that it gets without drafts; a draft decides only how soon.
+sequence gets the tokens that it gets without drafts; a draft decides only how soon. (But for
+`Speculation.accepted`, which load tests use.)
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slipstream.core.batch import Batch, Row
 
@@ -21,23 +22,41 @@ if TYPE_CHECKING:
     from slipstream.core.sequence import Sequence
 
 
+class Proposal(NamedTuple):
+    """Tokens that may follow the known ones of a sequence."""
+
+    token_ids: list[int]
+    drafter: str  # the name of what proposes them
+    # Of each, how likely it is right if all before it are; None: what was learned of the drafter.
+    chances: list[float] | None = None
+    is_certain: bool = False  # the chances are right, so that nothing is learned of them
+
+
 class Drafter(Protocol):
     """A source of drafts."""
 
-    name: str
-
-    def propose(self, sequence: "Sequence", k: int) -> list[int]:
+    def propose(self, sequence: "Sequence", k: int) -> Proposal:
         """Return at most `k` tokens that may follow the known ones of a sequence.
 
-        None of the sequence's tokens is pending. It has at least one output.
+        It has at least one output. A pending token is not known: it is the first one proposed.
         """
 
     def release(self, sequence: "Sequence") -> None:
         """Discard what is held of a sequence, which has ended; called once, or never."""
 
 
+Accepted = Callable[["Sequence", int], int]
+"""From a sequence and the number of its drafts to how many count as right: see `accepted`."""
+
+
 class Speculation(Protocol):
-    """The decision which sequences get how many drafts, and whose."""
+    """The decision which sequences get how many drafts, and whose.
+
+    `accepted` is None, but for load tests: then so many drafts count as right, and are tokens of
+    the output, whatever is sampled.
+    """
+
+    accepted: Accepted | None
 
     def propose(
         self, decodes: list["Sequence"], max_drafts: int

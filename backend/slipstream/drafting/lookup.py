@@ -7,6 +7,7 @@ the place behind its last occurrence. A new token costs one entry, a proposal on
 
 from array import array
 
+from slipstream.core.drafts import Proposal
 from slipstream.core.sequence import Sequence
 
 NGRAM = 3  # tokens that must match
@@ -37,18 +38,21 @@ class _Text:
 class PromptLookup:
     """Drafts that repeat the prompt and the output; a `Drafter`."""
 
-    name = "lookup"
-
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         """Start empty; sequences beyond `max_tokens` in the index get no drafts."""
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._texts: dict[int, _Text] = {}
 
-    def propose(self, sequence: Sequence, k: int) -> list[int]:
+    def propose(self, sequence: Sequence, k: int) -> Proposal:
         """Return `k` tokens that followed the last ones before, or none; see `Drafter`."""
         text = self._updated(sequence)
-        if text is None or text.match < 0:
+        return Proposal([] if text is None else self._followers(text, k), "lookup")
+
+    @staticmethod
+    def _followers(text: _Text, k: int) -> list[int]:
+        """Return the `k` tokens behind the match."""
+        if text.match < 0:
             return []
         token_ids, place = text.token_ids, text.match
         drafts = token_ids[place : place + k].tolist()

@@ -9,55 +9,24 @@ How many drafts a step gets: a draft is right if all before it were, so number j
 drafts are right with probability p is worth p^j tokens. Drafts are taken by falling worth for as
 long as tokens per second rise, by measured times of steps (`costs.py`), which include what waiting
 for the host costs; if that is no more than without drafts, there are none, and all run ahead again.
-
-The probability is that of judged drafts, right ones by all, over sums that fade: a mean that is
-moved draft by draft is always read right after a wrong one, and so too low. What one sequence has
-not shown yet is what all have shown.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from time import monotonic_ns
 
 from slipstream.core.batch import Batch
 from slipstream.core.draft_state import DraftState
-from slipstream.core.drafts import Drafter
+from slipstream.core.drafts import Accepted, Drafter
 from slipstream.core.edits import counts_tokens
 from slipstream.core.sequence import Sequence
 from slipstream.drafting.costs import StepTimes
+from slipstream.drafting.judged import Learning, Record
 
-_START = 0.3  # of drafts that are right, before any was judged
-_START_WEIGHT = 4.0  # judged drafts that this counts as
-_FADE = 0.95  # of a sequence's judged drafts, for each step that judges more
-_FADE_ALL = 0.995  # of those of all sequences
-_WEIGHT = 4.0  # judged drafts of a sequence that those of all count as
 _MIN_RIGHT = 0.5  # of a sequence's drafts, for any to be verified
 _MAX_SEQUENCES = 64  # of a step with drafts: beyond, rows cost as much as they bring
 _GAIN = 1.05  # of tokens per second, for drafts to be verified from now on
 _GAIN_ON = 1.0  # and for as long as they are
 _FORGET = 512  # steps after which times that spoke against drafts are measured anew
-
-
-@dataclass(slots=True)
-class _Judged:
-    """Drafts that were judged, the older the less."""
-
-    num: float = 0.0
-    num_right: float = 0.0
-
-    def add(self, num_right: int, num_wrong: int, fade: float) -> None:
-        """Add those of one step."""
-        self.num = fade * self.num + num_right + num_wrong
-        self.num_right = fade * self.num_right + num_right
-
-
-@dataclass(slots=True)
-class _Record:
-    """What is known of a sequence's drafts."""
-
-    judged: _Judged = field(default_factory=_Judged)
-    place: int = 0  # number of known tokens at which `guess` would be the next
-    guess: int = -1  # -1: none
 
 
 class Speculator:
@@ -68,6 +37,7 @@ class Speculator:
         max_drafts: of a sequence in a step.
         times: of steps; None: measured from now on.
         clock: in ns.
+        accepted: of load tests, see `Speculation`.
     """
 
     def __init__(
@@ -76,12 +46,14 @@ class Speculator:
         max_drafts: int,
         times: StepTimes | None = None,
         clock: Callable[[], int] = monotonic_ns,
+        accepted: Accepted | None = None,
     ) -> None:
+        self.accepted = accepted
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._times = times or StepTimes()
-        self._records: dict[int, _Record] = {}
-        self._all = _Judged(_START_WEIGHT, _START_WEIGHT * _START)
+        self._records: dict[int, Record] = {}
+        self._learning = Learning()
         self._clock, self._ended_ns = clock, 0
         self._is_on = False  # all wait for their tokens
         self._num_refused = 0  # steps in which drafts would have cost more than they bring
@@ -97,10 +69,10 @@ class Speculator:
             for sequence in decodes:  # new ones, beside those that wait: they join them
                 sequence.is_speculating = True
             return
-        found = [item for item in looked if item[1] and item[2] >= _MIN_RIGHT]
+        found = [item for item in looked if item[2] and item[2][0] >= _MIN_RIGHT]
         counts: list[int] = []
         if found and len(decodes) <= _MAX_SEQUENCES:
-            counts = self._choose(len(decodes), [(d, p) for _, d, p in found], max_drafts)
+            counts = self._choose(len(decodes), [item[2] for item in found], max_drafts)
             if not any(counts):
                 self._num_refused += 1
                 if self._num_refused % _FORGET == 0:
@@ -114,45 +86,33 @@ class Speculator:
             if count:
                 yield sequence, drafts[:count]
 
-    def _look(self, sequence: Sequence) -> tuple[list[int], float]:
-        """Judge the last guess, make the next; return drafts and how likely each is right."""
+    def _look(self, sequence: Sequence) -> tuple[list[int], list[float]]:
+        """Judge the last guess, make the next; return drafts and how likely each survives."""
         record = self._records.get(sequence.id)
         if record is None:
             if not _can_have_drafts(sequence):
-                return [], 0.0
-            record = self._records[sequence.id] = _Record()
-        known = sequence.num_known
-        if record.guess >= 0 and known > record.place:
-            is_right = sequence.outputs[record.place - sequence.num_prompt] == record.guess
-            self._judge(record, int(is_right), int(not is_right))
-        drafts = self._drafter.propose(sequence, self._max_drafts) if sequence.outputs else []
-        if drafts:
-            record.place, record.guess = known, drafts[0]
-        judged, total = record.judged, self._all
-        prior = _WEIGHT * total.num_right / total.num
-        return drafts, (judged.num_right + prior) / (judged.num + _WEIGHT)
+                return [], []
+            record = self._records[sequence.id] = Record()
+        known, last = sequence.num_known, record.proposal
+        if last is not None and 0 <= record.place < known:
+            is_right = sequence.outputs[record.place - sequence.num_prompt] == last.token_ids[0]
+            self._learning.judge(record, int(is_right), int(not is_right))
+        if not sequence.outputs:
+            return [], []
+        proposal = self._drafter.propose(sequence, self._max_drafts)
+        if not proposal.token_ids:
+            return [], []
+        record.proposal, record.place = proposal, known
+        return proposal.token_ids, self._learning.survival(record, proposal)
 
-    def _judge(self, record: _Record, num_right: int, num_wrong: int) -> None:
-        """Add judged drafts; there is no guess left that is not judged."""
-        record.guess = -1
-        if num_right + num_wrong:
-            record.judged.add(num_right, num_wrong, _FADE)
-            self._all.add(num_right, num_wrong, _FADE_ALL)
-
-    def _choose(
-        self, num_rows: int, found: list[tuple[list[int], float]], max_drafts: int
-    ) -> list[int]:
-        """Return how many drafts of each to verify."""
+    def _choose(self, num_rows: int, found: list[list[float]], max_drafts: int) -> list[int]:
+        """Return how many drafts of each to verify, by how likely these survive."""
         plain_ns = self._times.of(num_rows, False)
         counts = [0] * len(found)
         if plain_ns is None:
             return counts
         worth = sorted(
-            (
-                (-(right ** (j + 1)), number)
-                for number, (drafts, right) in enumerate(found)
-                for j in range(len(drafts))
-            ),
+            ((-likely, number) for number, survival in enumerate(found) for likely in survival),
         )[:max_drafts]
         gain = _GAIN_ON if self._is_on else _GAIN
         num_tokens, best, num_best = float(num_rows), gain * num_rows / plain_ns, 0
@@ -180,7 +140,7 @@ class Speculator:
             self.accepted_by_position[position] += 1
         record = self._records.get(sequence.id)
         if record is not None:
-            self._judge(record, num_right, num_wrong)
+            self._learning.judge(record, num_right, num_wrong)
 
     def step_took(self, batch: Batch, took_ns: int) -> None:
         """Note the time of a step of decodes alone; with drafts, since the step before it ended.

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Many
 from msgspec.structs import replace
 
 from slipstream.core.batch import Batch, Row
+from slipstream.core.drafts import Proposal
 from slipstream.core.edits import counts_tokens
 from slipstream.core.sequence import Sequence, SequenceStatus
 
@@ -26,7 +27,7 @@ class DeviceDrafts:
     """
 
     def __init__(self, name: str, max_drafts: int) -> None:
-        self.name = name
+        self._name = name
         self._max_drafts = max_drafts
         self._found: dict[int, tuple[int, list[int]]] = {}  # number of tokens before; drafts
 
@@ -48,10 +49,10 @@ class DeviceDrafts:
                 num_known = row.num_prompt + row.num_outputs + 1
                 self._found[sequence.id] = (num_known, found)
 
-    def propose(self, sequence: Sequence, k: int) -> list[int]:
+    def propose(self, sequence: Sequence, k: int) -> Proposal:
         """Return at most `k` drafts of what follows the known tokens, if the last step made any."""
         num_known, drafts = self._found.get(sequence.id, (-1, []))
-        return drafts[:k] if num_known == sequence.num_known else []
+        return Proposal(drafts[:k] if num_known == sequence.num_known else [], self._name)
 
     def release(self, sequence: Sequence) -> None:
         """Discard the drafts of a sequence, which has ended."""

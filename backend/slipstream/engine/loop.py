@@ -31,9 +31,7 @@ from slipstream_runtime.waking import wake_at_once
 from slipstream import __version__, wire
 from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps, process_age
-from slipstream.drafting.lookup import PromptLookup
-from slipstream.drafting.speculator import Speculator
-from slipstream.engine.device_drafts import DeviceDrafts
+from slipstream.engine import drafter_choice
 from slipstream.engine.engine import Engine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
@@ -269,12 +267,8 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         config.max_logits_bytes,
         plan.max_num_rows,
     )
-    speculation = device_drafts = None
-    if plan.drafts is not None:
-        device_drafts = DeviceDrafts(plan.drafts.name, plan.drafts.num_drafts)
-        speculation = Speculator(device_drafts, plan.drafts.num_drafts)
-    elif plan.has_drafts:
-        speculation = Speculator(PromptLookup(), config.num_draft_tokens)
+    num_device_drafts = 0 if plan.drafts is None else plan.drafts.num_drafts
+    speculation, device_drafts = drafter_choice.choose(config, num_device_drafts)
     telemetry = Telemetry(config.gpu_hour_price, runner.memory)
     request_log = RequestLog(Path(config.request_log), telemetry) if config.request_log else None
     clock = time.monotonic_ns

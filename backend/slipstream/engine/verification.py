@@ -81,8 +81,13 @@ class Verification:
             append: gives sequences their samples.
         """
         num_right = num_wrong = 0
-        results = zip(sampled.token_ids, sampled.log_probs, sampled.outcomes, strict=True)
-        for row, result in zip(rows, results, strict=True):
+        num_drafts, token_ids = len(rows) - 1, sampled.token_ids
+        if self._speculation.accepted is not None:
+            count = self._speculation.accepted(sequence, num_drafts)
+            token_ids = [row.token_ids[0] for row in rows[1 : count + 1]] + token_ids[count:]
+            rows = rows[: count + 1]
+        results = zip(token_ids, sampled.log_probs, sampled.outcomes, strict=True)
+        for row, result in zip(rows, results, strict=False):
             if sequence.status is SequenceStatus.FINISHED:
                 break
             if row is not rows[0]:
@@ -95,6 +100,10 @@ class Verification:
             if sequence.status is SequenceStatus.RUNNING:
                 sequence.num_computed = row.start + 1
             append([(sequence, *result)], now)
-        self._speculation.verified(sequence, len(rows) - 1, num_right, num_wrong)
+        is_over = sequence.status is SequenceStatus.FINISHED
+        if num_right == len(rows) - 1 < num_drafts and not is_over:  # the next is not accepted
+            num_wrong = 1
+            sequence.rewind()
+        self._speculation.verified(sequence, num_drafts, num_right, num_wrong)
         if sequence.status is SequenceStatus.RUNNING:
             self._cache.give_back(sequence)

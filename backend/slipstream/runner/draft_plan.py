@@ -7,6 +7,7 @@ import torch
 
 from slipstream.config import DEVICE_DRAFTERS, MAX_DRAFT_TOKENS, EngineConfig
 from slipstream.core.groups import LayerGroups
+from slipstream.drafting.synthetic import rates_of
 from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import AttentionBackend, backend_for
 from slipstream.kernels.cache import kv_format
@@ -56,6 +57,22 @@ def _num_drafts(config: EngineConfig) -> int:
     return count
 
 
+def _check_synthetic(config: EngineConfig) -> None:
+    """Raise `ConfigError` for rates that are wrong, missing or of no effect."""
+    rates = config.synthetic_acceptance
+    if config.speculation != "synthetic":
+        if rates:
+            raise ConfigError("synthetic_acceptance needs speculation = synthetic")
+        return
+    if not rates:
+        raise ConfigError("speculation = synthetic needs synthetic_acceptance, such as 0.8,0.7")
+    rates_of(rates)
+    if config.deterministic:
+        raise ConfigError(
+            "speculation = synthetic changes texts, so it does not go with deterministic = true"
+        )
+
+
 def _attention(
     config: EngineConfig,
     target: AttentionBackend,
@@ -96,6 +113,7 @@ def plan_drafts(
     Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key, value).
     """
     name = config.speculation
+    _check_synthetic(config)
     if name not in DEVICE_DRAFTERS:
         if config.draft_checkpoint:
             names = ", ".join(DEVICE_DRAFTERS)
