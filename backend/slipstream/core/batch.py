@@ -59,6 +59,9 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     logits_mode: int = -1  # of a row that samples: whole logits by this `TopMode`; -1: none
     prompt: PromptAsk | None = None
     num_drafts: int = 0  # that a drafter on the device makes at most behind the sample
+    # One bit a token, 1: it may be sampled. Empty: the mask is given while the step runs.
+    mask: bytes | None = None
+    needs_mask: bool = True  # False: if the mask is late, it is sampled without
 
 
 class TopMode(IntFlag):
@@ -94,6 +97,7 @@ class Batch:
     copies: tuple[tuple[int, int], ...] = ()  # (source, target) blocks, copied before the rows run
     may_have_tops: bool = True  # False: no row wants values beside its sample; none is looked at
     num_drafts: int = 0
+    has_masks: bool = False  # False: no row has one; none is looked at
 
     @property
     def num_tokens(self) -> int:

@@ -7,10 +7,14 @@ for some tokens, ever more of them if it is refused again at once. Where filters
 likely tokens, or log probs are wanted, every token needs its mask.
 
     matcher    the outputs, all of them, and nothing else
-    mask       of the output after them, or none yet: then the sequence waits, and no other does
+    mask       of the output after them, or none yet
+
+A step is launched before the token of the step before is known, so a row's mask may come while it
+runs. If it comes too late the row is run again, and no other row waits.
 """
 
 import ctypes
+from collections.abc import Callable
 from itertools import compress
 from math import inf
 
@@ -34,8 +38,8 @@ class Guided:
     """A guided sequence. While `is_filling` another thread uses matcher and mask."""
 
     __slots__ = (
-        "_always",
         "_buffer",
+        "_by_edits",
         "_end_ids",
         "_num_good",
         "_num_left",
@@ -44,6 +48,7 @@ class Guided:
         "has_mask",
         "is_filling",
         "matcher",
+        "needs_all",
         "needs_mask",
     )
 
@@ -55,29 +60,50 @@ class Guided:
         size = len(template.first_mask)
         self._buffer = (ctypes.c_ubyte * size).from_buffer_copy(template.first_mask)
         self._end_ids = end_ids | set(sampling.end_ids)
-        self._always = needs_all_masks(sampling)
+        self.needs_all = needs_all_masks(sampling)
+        # Values beside the samples may be those of unmasked logits: the mask must not touch them.
+        self._by_edits = sampling.values is not None
         self._patience = _FEWEST
         self._num_left = 0  # tokens with masks until the next attempt without
         self._num_good = 0  # samples without masks since a refusal
-        self.needs_mask = self._always
+        self.needs_mask = self.needs_all
         self._mark_ends()
         self.has_mask = True
         self.is_filling = False
         self.error = ""  # why it cannot go on
 
     def can_run(self, num_pending: int) -> bool:
-        """Return whether a row can sample the next token: with its mask, or without any."""
-        return not self.needs_mask or (self.has_mask and not num_pending)
+        """Return whether a row can sample the next token: with its mask, or one that comes."""
+        if not self.needs_mask:
+            return True
+        return not self._by_edits if num_pending else self.has_mask
+
+    def row_mask(self, num_pending: int) -> bytes | None:
+        """Return the mask of a row: empty if it is made after the launch; None: it has none."""
+        if not self.needs_mask or self._by_edits:
+            return None
+        assert num_pending or self.has_mask, "a row without its mask"
+        return b"" if num_pending else bytes(self._buffer)
 
     @property
     def wants_fill(self) -> bool:
         """Whether the next token needs a mask that nobody makes yet."""
         return self.needs_mask and not self.has_mask and not self.is_filling
 
-    def fill(self) -> None:
-        """Make the mask of the next token. Raises GuideError."""
-        self.matcher.fill(ctypes.addressof(self._buffer))
-        self._mark_ends()
+    def fill(self, give: Callable[[bytes], object] | None = None) -> None:
+        """Make the mask of the next token, and hand it on. Raises GuideError.
+
+        In a thread of its own; from `is_filling` on until that is unset, as the last but to give.
+        """
+        try:
+            self.matcher.fill(ctypes.addressof(self._buffer))
+            self._mark_ends()
+            mask = bytes(self._buffer)
+            self.has_mask = True
+        finally:
+            self.is_filling = False
+        if give is not None:
+            give(mask)
 
     def _mark_ends(self) -> None:
         """Make ends legal where the text may end, and nowhere else."""
@@ -102,7 +128,7 @@ class Guided:
 
     def _adapt(self, is_legal: bool) -> None:
         """Decide whether the next token needs a mask."""
-        if self._always:
+        if self.needs_all:
             return
         if not is_legal:
             self._patience = _FEWEST if self._num_good > _MOST else min(_MOST, 2 * self._patience)
@@ -115,8 +141,11 @@ class Guided:
             self._num_good += 1
 
     def with_bans(self, edits: bytes) -> bytes:
-        """Return `EDIT` records of a row: those given, and a ban of each token that is illegal."""
-        if not self.needs_mask:
+        """Return `EDIT` records of a row: those given, and a ban of each token that is illegal.
+
+        For rows whose logits a mask must not touch; they run when their mask is there.
+        """
+        if not self.needs_mask or not self._by_edits:
             return edits
         assert self.has_mask, "a row without its mask"
         bans = b"".join(compress(_bans(len(self._buffer) * 8), _zeros(bytes(self._buffer))))

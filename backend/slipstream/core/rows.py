@@ -18,7 +18,8 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
     start = sequence.num_scheduled
     if not sequence.num_pending:
         return chunk_row(sequence, 1, sample)
-    edits, num_outputs = sequence.edits, start + 1 - sequence.num_prompt
+    edits, guide = sequence.edits, sequence.guide
+    num_outputs = start + 1 - sequence.num_prompt
     row = Row(
         sequence.id,
         sequence.slot,
@@ -37,6 +38,8 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         num_top=sequence.num_top,
         top_mode=sequence.top_mode,
         logits_mode=-1 if sequence.wanted is None else sequence.wanted.logits_mode,
+        mask=None if guide is None else guide.row_mask(sequence.num_pending),
+        needs_mask=guide is None or guide.needs_all,
     )
     sequence.num_scheduled = start + 1
     sequence.is_new = False
@@ -97,6 +100,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
     start = sequence.num_scheduled
     end = start + num_tokens
     samples, wanted = end == sequence.num_known, sequence.wanted
+    guide = sequence.guide if samples else None
     row = Row(
         sequence.id,
         sequence.slot,
@@ -117,6 +121,8 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         sequence.top_mode,
         wanted.logits_mode if wanted is not None and samples else -1,
         None if wanted is None else sequence.prompt_ask(start, end),
+        mask=None if guide is None else guide.row_mask(0),
+        needs_mask=guide is None or guide.needs_all,
     )
     sequence.num_scheduled = end
     sequence.num_in_flight += 1

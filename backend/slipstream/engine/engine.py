@@ -25,7 +25,7 @@ from slipstream.engine.answers import add_sequences, add_wanted, make_request, m
 from slipstream.engine.bisect import Bisection
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.device_drafts import DeviceDrafts
-from slipstream.engine.guides import Guides
+from slipstream.engine.guides import Guides, MaskTaker
 from slipstream.engine.reports import RequestLog
 from slipstream.engine.request_checks import RequestBounds
 from slipstream.engine.request_ids import RequestIds
@@ -42,7 +42,7 @@ _MAX_FAILED = 8  # requests that fail with no step between that succeeds: the de
 _STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError"}
 
 
-class LaunchedStep(Protocol):
+class LaunchedStep(MaskTaker, Protocol):
     """A step that the runner has started."""
 
     def wait(self) -> Sampled:
@@ -362,7 +362,10 @@ class Engine:
             if batch is None:
                 continue  # preempted for others: the group's turn is over
             try:
-                self._flights.append(_StepInFlight(batch, self._runner.launch(batch), None))
+                launched = self._runner.launch(batch)
+                self._flights.append(_StepInFlight(batch, launched, None))
+                if batch.has_masks and self._guides is not None:
+                    self._guides.launched(batch, launched)
             except Exception as error:
                 self._flights.append(_StepInFlight(batch, None, error))
                 return

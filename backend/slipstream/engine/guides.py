@@ -1,16 +1,19 @@
 """Guide sequences: compile what requests ask for, make masks, validate samples.
 
-A request waits, deferred, while its guide is compiled; requests behind it go first. A sequence
-whose mask is not made yet is not scheduled, and no other sequence waits for it. The threads that
-compile and make masks are those of `Workers`: everything here runs in the engine's.
+A request waits, deferred, while its guide is compiled; requests behind it go first. The mask of a
+token is made when the token before is known, while the step that samples it runs, and given to that
+step. If it comes too late the row is void and runs again; no other row waits for it. The threads
+that compile and make masks are those of `Workers`: everything here runs in the engine's.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Protocol
 
 from slipstream_contract.errors import Code
 
-from slipstream.core.batch import Outcome
+from slipstream.core.batch import Batch, Outcome
 from slipstream.core.guided import Guided
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
@@ -24,6 +27,13 @@ _WAIT_S = 0.005  # between two looks at messages while nothing else is to do
 Result = tuple[Sequence | None, int, float, int]  # and a token, its log prob, its outcome
 Append = Callable[[Sequence, int, float, int], Ending | None]
 Finish = Callable[[Sequence, Ending], None]
+
+
+class MaskTaker(Protocol):
+    """A launched step, of which rows wait for their masks."""
+
+    def give_mask(self, sample: int, mask: bytes) -> None:
+        """Take the mask of a sample, from any thread; the step may have ended."""
 
 
 class Guides:
@@ -47,6 +57,8 @@ class Guides:
         self._finish = finish
         self.num_active = 0  # guided requests that have not ended
         self._rejected: list[tuple[bytes, Rejected]] = []
+        # By sequence, who takes the mask of its row in the step launched last.
+        self._takers: dict[int, Callable[[bytes], None]] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -92,6 +104,15 @@ class Guides:
         for sequence in request.sequences:
             self._finish(sequence, Ending(FinishReason.ERROR, error=message))
 
+    def launched(self, batch: Batch, step: MaskTaker) -> None:
+        """Note the rows of a launched step whose masks are still to be made."""
+        rows = [row for row in batch.rows if row.samples]
+        self._takers = {
+            row.sequence_id: partial(step.give_mask, sample)
+            for sample, row in enumerate(rows)
+            if row.mask is not None and not row.mask
+        }
+
     # --- samples -------------------------------------------------------------------------------
 
     def judged(self, results: Iterable[Result]) -> Iterator[Result]:
@@ -114,7 +135,9 @@ class Guides:
         is_sampled = outcome in (Outcome.SAMPLED, Outcome.UNMASKED)
         if not is_sampled or sequence.status is SequenceStatus.FINISHED:
             return outcome
-        had_mask = guided.needs_mask
+        if guided.is_filling:
+            return Outcome.LATE  # another thread has the matcher: drawn again, with the mask
+        had_mask = guided.needs_mask and outcome == Outcome.SAMPLED
         try:
             is_legal = guided.take(token_id)
         except GuideError as error:
@@ -159,11 +182,10 @@ class Guides:
         if guided is None or not guided.wants_fill or sequence.status is SequenceStatus.FINISHED:
             return
         guided.is_filling = True
-        self.workers.fill(guided.fill, lambda error: self._filled(sequence, guided, error))
+        fill = partial(guided.fill, self._takers.pop(sequence.id, None))
+        self.workers.fill(fill, partial(self._filled, sequence))
 
-    def _filled(self, sequence: Sequence, guided: Guided, error: str) -> None:
-        guided.is_filling = False
-        guided.has_mask = True
+    def _filled(self, sequence: Sequence, error: str) -> None:
         if error and sequence.status is not SequenceStatus.FINISHED:
             message = f"the guide cannot be followed further: {error}"
             self._finish(sequence, Ending(FinishReason.ERROR, error=message))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic_ns
 
-from slipstream.core.batch import Batch, Outcome, Sampled, Top
+from slipstream.core.batch import Batch, Outcome, Row, Sampled, Top
 from slipstream.core.drafts import Speculation, take_runs, together
 from slipstream.core.rows import chunk_row, decode_row, rows_with_drafts
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
@@ -238,7 +238,8 @@ class Scheduler:
                 rows = self._device_drafts.ask(rows)
             self._launched.append(owners)
             num_drafts, has_tops = len(rows) - len(decodes), self._running.num_with_tops > 0
-            return Batch(tuple(rows), len(rows), False, copies, has_tops, num_drafts)
+            has_masks = self._has_masks(rows)
+            return Batch(tuple(rows), len(rows), False, copies, has_tops, num_drafts, has_masks)
         return self._build_batch(decodes, draft.chunks, copies)
 
     def commit(self, batch: Batch, sampled: Sampled) -> list[Sequence]:
@@ -360,7 +361,13 @@ class Scheduler:
         if self._device_drafts is not None:
             rows = self._device_drafts.ask(rows)
         self._launched.append([*decodes, *(sequence for sequence, _ in chunks)])
-        return Batch(tuple(rows), len(decodes), continues, copies, self._running.num_with_tops > 0)
+        has_tops, has_masks = self._running.num_with_tops > 0, self._has_masks(rows)
+        return Batch(tuple(rows), len(decodes), continues, copies, has_tops, has_masks=has_masks)
+
+    def _has_masks(self, rows: list[Row]) -> bool:
+        """Return whether a row has a mask, or waits for one."""
+        is_guided = self.guides is not None and self.guides.num_active > 0
+        return is_guided and any(row.mask is not None for row in rows)
 
     def check_integrity(self) -> None:
         """Assert that every block and slot is accounted for and every sequence is in one place."""

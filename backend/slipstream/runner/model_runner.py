@@ -26,7 +26,9 @@ from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.draft_loading import load_drafter
 from slipstream.runner.drafting import Drafting
 from slipstream.runner.graphs import Buckets, Graphs
+from slipstream.runner.launched import LaunchedStep
 from slipstream.runner.log_probs import Tops, asks_of
+from slipstream.runner.masks import MaskPlaces, StepMasks
 from slipstream.runner.memory import left_on_gpu, num_blocks
 from slipstream.runner.plan import Plan, available_on_host
 from slipstream.runner.sampler import (
@@ -68,30 +70,6 @@ def _layout(plan: Plan) -> Layout:
         return Layout()
     has_chunks = plan.attention.keeps_bits_in_chunks
     return Layout(multiple=ROWS, has_decodes=False, has_chunks=has_chunks)
-
-
-class _OnHost:
-    """A step that is computed when it is waited for."""
-
-    def __init__(self, compute: Callable[[], Sampled]) -> None:
-        self._compute = compute
-
-    def wait(self) -> Sampled:
-        """Compute it now."""
-        return self._compute()
-
-
-class _StepOnDevice:
-    """A step in the device's stream."""
-
-    def __init__(self, done: torch.cuda.Event, read: Callable[[], Sampled]) -> None:
-        self._done = done
-        self._read = read
-
-    def wait(self) -> Sampled:
-        """Block until the step is complete on the device."""
-        self._done.synchronize()
-        return self._read()
 
 
 class ModelRunner:
@@ -205,6 +183,7 @@ class ModelRunner:
         self._half = num_rows
         self._first_result = 0  # of the next step
         self._results = Results(2 * num_rows, device)
+        self._masks = MaskPlaces(2 * num_rows, self.vocab_size, device)
         largest = StepShape(num_tokens, num_rows, 0, num_rows, num_tokens)
         arrays = self._builder.build(Batch((), 0), largest, 0, 0)
         size = len(arrays.memory) + self._tables.nbytes + _EDIT_BYTES
@@ -225,17 +204,18 @@ class ModelRunner:
         where = (plan.block_size, self._slots, 0, self._half)
         return Drafting(drafter, draft.num_drafts, *where, plan.device)
 
-    def launch(self, batch: Batch) -> _StepOnDevice | _OnHost:
+    def launch(self, batch: Batch) -> LaunchedStep:
         """Launch a step; on a CPU it is computed when it is waited for."""
         first, before = self._first_result, self._half - self._first_result
         self._first_result = before
         size = sum([row.samples for row in batch.rows])
+        masks = self._masks.begin(batch, first)
         if self._tables.device.type == "cpu":
-            return _OnHost(lambda: self._compute(batch, first, before, size))
-        beside = self._run(batch, first, before)
+            return LaunchedStep(lambda: self._compute(batch, first, before, size, masks), masks)
+        beside = self._run(batch, first, before, masks)
         done = self._done[first > 0]
         done.record()
-        return _StepOnDevice(done, lambda: self._read(batch, first, size, beside))
+        return LaunchedStep(lambda: self._read(batch, first, size, beside), masks, done)
 
     def memory(self) -> tuple[int, int]:
         """Bytes that torch holds on the device, and of pinned memory on the host."""
@@ -252,8 +232,10 @@ class ModelRunner:
         """Run one step from beginning to end."""
         return self.launch(batch).wait()
 
-    def _compute(self, batch: Batch, first: int, before: int, size: int) -> Sampled:
-        return self._read(batch, first, size, self._run(batch, first, before))
+    def _compute(
+        self, batch: Batch, first: int, before: int, size: int, masks: StepMasks | None
+    ) -> Sampled:
+        return self._read(batch, first, size, self._run(batch, first, before, masks))
 
     def _read(self, batch: Batch, first: int, size: int, beside: Beside | None) -> Sampled:
         """Return the results of a completed step, which begin at `first`."""
@@ -279,7 +261,7 @@ class ModelRunner:
 
     # --- a step --------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch, first: int, before: int) -> Beside | None:
+    def _run(self, batch: Batch, first: int, before: int, masks: StepMasks | None) -> Beside | None:
         """Put a step into the stream; results from `first` on, those of the last from `before`.
 
         With a graph nothing is done for which torch would have to be in inference mode: on a host
@@ -294,6 +276,9 @@ class ModelRunner:
         if found is not None:
             shape = found[0]
         arrays = self._builder.build(batch, shape, first, before)
+        places = arrays.samples
+        if masks is not None:
+            masks.ask(arrays.rows, places)
         history = histories(batch.rows)
         if history is not None:
             self._count(history)
@@ -312,9 +297,9 @@ class ModelRunner:
         if batch.may_have_tops:
             given = StepInputs.of(base, arrays).sampling, self._counts, self._results.token_ids
             if asks := asks_of(batch):
-                self._tops.launch(logits, asks, arrays.samples, *given, first)
+                self._tops.launch(logits, asks, places, *given, first)
             if beside is not None:
-                beside.copy_logits(batch, logits, arrays.samples.tolist(), *given)
+                beside.copy_logits(batch, logits, places.tolist(), *given)
         if self._drafting is not None:
             inputs = StepInputs.of(base, arrays)
             rows = self._rows_of(shape, inputs, 0)
@@ -357,8 +342,11 @@ class ModelRunner:
         """Run all kernels of a step; return the logits that it sampled from."""
         logits = self._forward(shape, inputs)
         if shape.num_samples:
-            sample_tokens(logits, inputs.sampling, self._counts, self._results)
+            self._sample(logits, inputs)
         return logits
+
+    def _sample(self, logits: Tensor, inputs: StepInputs) -> None:
+        sample_tokens(logits, inputs.sampling, self._counts, self._results, self._masks.masks)
 
     @torch.inference_mode()
     def _step_with_prompts(
@@ -373,7 +361,7 @@ class ModelRunner:
         logits = hidden.new_empty((0, self.vocab_size))
         if shape.num_samples:
             logits = self._model.logits(Residual(hidden[inputs.sample_rows]))
-            sample_tokens(logits, inputs.sampling, self._counts, self._results)
+            self._sample(logits, inputs)
         return logits
 
     def _prepare_prompt(self) -> Callable[[], object]:

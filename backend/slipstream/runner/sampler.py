@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.sampling.constrain import Masks, constrain
 from slipstream.kernels.sampling.sample import count_tokens, sample
 
 
@@ -58,10 +59,20 @@ def count(counts: Tensor, inputs: HistoryInputs) -> None:
     count_tokens(counts, inputs.tokens, inputs.slots, inputs.starts, inputs.num_prompts)
 
 
-def sample_tokens(logits: Tensor, inputs: SamplingInputs, counts: Tensor, results: Results) -> None:
+def sample_tokens(
+    logits: Tensor,
+    inputs: SamplingInputs,
+    counts: Tensor,
+    results: Results,
+    masks: Masks | None = None,
+) -> None:
     """Sample a token of each row of `logits [n, vocab]`, in the model's dtype, into `results`.
 
-    Launches depend on shapes and addresses alone: a CUDA graph may hold them.
+    Rows that have a mask ban tokens in `logits`. Launches depend on shapes and addresses alone: a
+    CUDA graph may hold them.
     """
+    if masks is not None:
+        mirror = results.mirrors[2] if results.mirrors else None
+        constrain(logits, inputs.rows, results.outcomes, masks, mirror)
     out = (results.token_ids, results.log_probs, results.outcomes)
     sample(logits, inputs.rows, inputs.edits, counts, *out, results.mirrors)

@@ -16,6 +16,7 @@ assert ROW.fields is not None
 _WORD = {name: offset // 4 for name, (_, offset, *_) in ROW.fields.items()}
 NUMBER, RESULT = _WORD["number"], _WORD["result"]  # words of a row
 _FIRST_EDIT, _END_EDIT = _WORD["first_edit"], _WORD["end_edit"]
+_NUM_STEP_FIELDS = len(ROW.fields) - len(CHOSEN) - 2  # behind slot and seed: of each step
 _CODES = {"<i4": "i", "<f4": "f", "<i8": "q"}
 
 
@@ -59,7 +60,7 @@ def pack_row(sampling: SamplingParams, seed: int, slot: int) -> bytes:
         *values.values(),
         slot,
         (seed + 2**63) % 2**64 - 2**63,  # the 64 bits as a signed number
-        *(0,) * 4,
+        *(0,) * _NUM_STEP_FIELDS,
     )
 
 

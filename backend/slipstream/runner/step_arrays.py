@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.core.batch import Batch, Row
+from slipstream.kernels.sampling.constrain import MASK_TAG
 from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW_WORDS
 from slipstream.runner.sampling_rows import (
     NUMBER,
@@ -319,6 +320,7 @@ class StepBuilder:
         arrays.slots[last.places] = blocks * size + within
         arrays.sources[:count] = np.arange(first_source, first_source + count)
         arrays.rows[:count, NUMBER] += 1
+        arrays.rows[:count, MASK_TAG] = 0
         arrays.rows[:count, RESULT] = np.arange(first_result, first_result + count)
         return last._replace(arrays=arrays)
 

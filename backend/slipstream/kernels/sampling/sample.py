@@ -30,6 +30,7 @@ _OWN = (  # of the row, behind what the request chose
     ("result", "<i4"),  # where the token goes; -1: nowhere, the row is padding
     ("first_edit", "<i4"),
     ("end_edit", "<i4"),
+    ("mask_tag", "<i4"),  # of `constrain`; 0: the row has no mask
 )
 _NUMPY, _CUDA = {int: "<i4", float: "<f4"}, {int: "int", float: "float"}
 CHOSEN = {entry.field.device: name for name, entry in FIELDS.items() if entry.field.device}

@@ -14,6 +14,7 @@ struct alignas(16) Parameters {  // ROW in sample.py
   u32 number;
   int result;
   int first_edit, end_edit;
+  int mask_tag;
 };
 struct alignas(8) Edit {
   int token_id;
