@@ -57,7 +57,7 @@ class Guides:
         self._finish = finish
         self.num_active = 0  # guided requests that have not ended
         self._rejected: list[tuple[bytes, Rejected]] = []
-        # By sequence, who takes the mask of its row in the step launched last.
+        # By sequence, what takes the mask of its row in the step launched last.
         self._takers: dict[int, Callable[[bytes], None]] = {}
 
     @property
@@ -136,7 +136,7 @@ class Guides:
         if not is_sampled or sequence.status is SequenceStatus.FINISHED:
             return outcome
         if guided.is_filling:
-            return Outcome.LATE  # another thread has the matcher: drawn again, with the mask
+            return Outcome.LATE  # another thread has the matcher: sampled again, with the mask
         had_mask = guided.needs_mask and outcome == Outcome.SAMPLED
         try:
             is_legal = guided.take(token_id)

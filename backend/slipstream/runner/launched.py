@@ -31,7 +31,7 @@ class LaunchedStep:
     def give_mask(self, sample: int, mask: bytes) -> None:
         """Write the mask of a sample that waits for one, from any thread.
 
-        It comes to nothing where the sample has been drawn, or found late.
+        It comes to nothing where the step has ended, or has found the row late.
         """
         assert self._masks is not None, "no row of the step has a mask"
         self._masks.give(sample, mask)

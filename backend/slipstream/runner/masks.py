@@ -67,7 +67,7 @@ class MaskPlaces:
         self._tags, self._bits, self._applied = (tensor.numpy() for tensor in self.masks)
         self._tag = 0
 
-    def begin(self, batch: Batch, first: int) -> StepMasks | None:
+    def start(self, batch: Batch, first: int) -> StepMasks | None:
         """Return the masks of a step about to be launched; None: no row has one.
 
         Those that are known are written.

@@ -209,7 +209,7 @@ class ModelRunner:
         first, before = self._first_result, self._half - self._first_result
         self._first_result = before
         size = sum([row.samples for row in batch.rows])
-        masks = self._masks.begin(batch, first)
+        masks = self._masks.start(batch, first)
         if self._tables.device.type == "cpu":
             return LaunchedStep(lambda: self._compute(batch, first, before, size, masks), masks)
         beside = self._run(batch, first, before, masks)
