@@ -7,6 +7,7 @@ from typing import Annotated, get_type_hints
 
 import msgspec
 from msgspec import Meta
+from slipstream_contract.limits import MAX_DRAFT_TOKENS
 from slipstream_contract.log_probs import MODES
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -15,7 +16,6 @@ LOAD_FORMATS = ("safetensors", "random")
 DEVICE_DRAFTERS = ("draft", "medusa", "eagle3")  # that need weights
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 SPECULATIONS = ("none", "lookup", "synthetic", *DEVICE_DRAFTERS)
-MAX_DRAFT_TOKENS = 64
 MIN_STUCK_AFTER_S = 3  # an idle engine turns, and is looked at, once a second
 
 

@@ -27,6 +27,9 @@ MAX_WORD_TOKENS = 1024
 MAX_STOP_BYTES = 1 << 14  # of all stop words of a request: the engine makes one automaton of them
 MAX_LIST_BYTES = 1 << 16  # of all bad words, and of all bias words: they are tokenised
 MAX_BAN_FORMS = 2 * MAX_WORDS  # vllm_model bans a word as it is and after a space
+MAX_DRAFT_TOKENS = 64  # of a sequence in a step
+MAX_CLIENT_DRAFTS = 1024  # draft_input_ids
+MAX_LOOKAHEAD = 1024  # lookahead_window_size, lookahead_verification_set_size
 MAX_DETOKENIZED = 1 << 20  # token ids in one request to postprocessing, which all streams share
 
 VLLM_MAX_PENALTY = 2.0  # presence and frequency, either sign

@@ -12,6 +12,7 @@ import msgspec
 
 from slipstream_contract import limits
 from slipstream_contract.beams import Beams
+from slipstream_contract.drafts import Drafts, check_drafts
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import BOTH, ENGINE, MODEL, SERVER, Asked, Bounds, Field, Row
 from slipstream_contract.fields import check_fields as _check_fields
@@ -249,6 +250,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = None
     beams: Beams | None = None  # a beam search, of which `n` beams are returned
+    drafts: Drafts | None = None  # guesses of the next tokens; None: what the engine does by itself
     guide: Annotated[
         Guide | None,
         Field(
@@ -299,6 +301,9 @@ def check_sampling(sampling: SamplingParams) -> None:
     _check_fields(sampling)
     if sampling.beams is not None:
         _check_fields(sampling.beams)
+    if sampling.drafts is not None:
+        _check_fields(sampling.drafts)
+        check_drafts(sampling.drafts, sampling.beams is not None)
     limits.check_count("stop_token_ids", len(sampling.stop_token_ids), limits.MAX_WORDS, "ids")
     limits.check_word_bytes("stop_words", sampling.stop_words, limits.MAX_STOP_BYTES)
     limits.check_words("bad_words", sampling.bad_words, limits.MAX_BAN_FORMS)

@@ -82,6 +82,12 @@ class Speculation(Protocol):
         """Discard what is held of a sequence, which has ended."""
 
 
+def most_drafts(sequence: "Sequence", most: int) -> int:
+    """Return how many drafts a step may have of a sequence: `most`, or fewer if it asked so."""
+    drafts = sequence.sampling.drafts
+    return most if drafts is None or drafts.most is None else min(most, drafts.most)
+
+
 def together(decodes: list["Sequence"], running: Iterable["Sequence"]) -> list["Sequence"]:
     """Return the decodes of a step: those that wait for tokens wait for each other, too.
 

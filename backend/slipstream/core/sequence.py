@@ -330,6 +330,7 @@ class Sequence:
 
     def _finished(self, ending: Ending) -> Finished:
         new, shared = self.cache.num_allocated_blocks, self.cache.num_shared_blocks
+        drafted, accepted = (0, 0) if self.draft is None else self.draft.totals(self.outputs)
         perf = Perf(
             arrival_ns=self.request.message.arrival_ns,
             first_scheduled_ns=self.first_scheduled_ns,
@@ -338,8 +339,8 @@ class Sequence:
             kv_alloc_new_blocks=new,
             kv_reused_blocks=shared,
             kv_alloc_total_blocks=new + shared,
-            num_drafted=0 if self.draft is None else self.draft.num_drafted,
-            num_accepted=0 if self.draft is None else self.draft.num_accepted,
+            num_drafted=drafted,
+            num_accepted=accepted,
         )
         return Finished(
             reason=ending.reason,

@@ -16,7 +16,7 @@ from time import monotonic_ns
 
 from slipstream.core.batch import Batch
 from slipstream.core.draft_state import DraftState
-from slipstream.core.drafts import Accepted, Drafter
+from slipstream.core.drafts import Accepted, Drafter, most_drafts
 from slipstream.core.edits import counts_tokens
 from slipstream.core.sequence import Sequence
 from slipstream.drafting.costs import StepTimes
@@ -97,9 +97,10 @@ class Speculator:
         if last is not None and 0 <= record.place < known:
             is_right = sequence.outputs[record.place - sequence.num_prompt] == last.token_ids[0]
             self._learning.judge(record, int(is_right), int(not is_right))
-        if not sequence.outputs:
+        most = most_drafts(sequence, self._max_drafts)
+        if not (most and sequence.outputs):
             return [], []
-        proposal = self._drafter.propose(sequence, self._max_drafts)
+        proposal = self._drafter.propose(sequence, most)
         if not proposal.token_ids:
             return [], []
         record.proposal, record.place = proposal, known

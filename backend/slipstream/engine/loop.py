@@ -265,7 +265,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         config.kv_cache_reuse,
         config.logprobs_mode,
         config.max_logits_bytes,
-        plan.max_num_rows,
+        plan.max_drafted_rows,
     )
     num_device_drafts = 0 if plan.drafts is None else plan.drafts.num_drafts
     speculation, device_drafts = drafter_choice.choose(config, num_device_drafts)

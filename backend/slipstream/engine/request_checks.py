@@ -77,6 +77,8 @@ class RequestBounds:
         self._check_ids("embedding_bias or logit_bias", [token_id for token_id, _ in sampling.bias])
         for word in sampling.bad_words:
             self._check_ids("bad_words", word)
+        if sampling.drafts is not None:
+            self._check_ids("draft_input_ids", sampling.drafts.token_ids)
         if sampling.guide is not None and not self.has_guides:
             raise ContractError(
                 "guided output (guided_decoding_guide, structured_outputs) needs a tokenizer.json, "

@@ -56,7 +56,7 @@ class Limits:
     kv_cache_reuse: bool = True
     logprobs_mode: str = "raw_logprobs"  # of requests that do not say
     max_logits_bytes: int = 1 << 26  # of one request
-    max_num_rows: int = 0  # of a step that samples, drafts included; 0: max_num_seqs
+    max_num_rows: int = 0  # of a step that has drafts, its decodes included; 0: max_num_seqs
 
 
 class Scheduler:
@@ -84,11 +84,9 @@ class Scheduler:
         self.cache = KVCache(*pool, window, mover, lambda: prefill_budget.token_ns)
         self._telemetry = telemetry or Telemetry()
         self._device_drafts = device_drafts
-        self._verification: Verification | None = None
-        if speculation is not None:
-            max_rows = max(limits.max_num_rows, limits.max_num_seqs)
-            parts = (self.cache, self._telemetry, max_rows)
-            self._verification = Verification(speculation, *parts)
+        max_rows = limits.max_num_rows or limits.max_num_seqs
+        parts = (self.cache, self._telemetry, max_rows)
+        self._verification = Verification(speculation, *parts)
         self.guides: Guides | None = None  # where the model can guide
         self._max_tokens = limits.max_num_batched_tokens
         self._long_tokens = limits.long_prompt_tokens
@@ -135,6 +133,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue all sequences of a new request."""
+        if request.sampling.drafts is not None:
+            self._verification.add(request.sequences)
         first, *siblings = request.sequences
         self.waiting.add(first)
         for sibling in siblings:
@@ -155,8 +155,7 @@ class Scheduler:
             self.waiting.discard(sequence)
         self.waiting.wake(sequence.id)
         sequence.finish(ending)
-        if self._verification is not None:
-            self._verification.release(sequence)
+        self._verification.release(sequence)
         self._changed[sequence.id] = sequence
 
     def take_changed(self) -> list[Sequence]:
@@ -182,6 +181,8 @@ class Scheduler:
         if self._groups:
             self._groups.fork_all()
         running: Iterable[Sequence] = self._running.sequences.values()
+        if self._verification.is_active:
+            self._verification.update(len(self._running.sequences))
         for sequence in [s for s in running if s.num_scheduled >= s.cache.capacity]:
             self._running.grow(sequence)
         if self.cache.tier.is_moving:
@@ -205,7 +206,7 @@ class Scheduler:
                 )
             ):
                 decodes.append(sequence)
-        if self._verification is not None:
+        if self._verification.is_active:
             decodes = together(decodes, running)
         num_long = sum(s.num_tokens > self._long_tokens for s in prefills)
         long_budget = None if decodes else max_tokens
@@ -224,7 +225,7 @@ class Scheduler:
         if not decodes and not draft.chunks:
             return None
         has_drafts = False
-        if self._verification is not None and only is None and not draft.chunks:
+        if self._verification.is_active and only is None and not draft.chunks:
             num_running = len(self._running.sequences)
             has_drafts = self._verification.add_drafts(decodes, draft.budget, num_running)
         copies = self.cache.launch()
@@ -249,8 +250,7 @@ class Scheduler:
         """
         self.cache.complete()
         took_ns = self._prefill_budget.finish_step()
-        if self._verification is not None:
-            self._verification.step_took(batch, took_ns)
+        self._verification.step_took(batch, took_ns)
         now = monotonic_ns()
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         owners = self._launched.popleft()
@@ -279,7 +279,6 @@ class Scheduler:
         results = zip(samplers, sampled.token_ids, sampled.log_probs, sampled.outcomes, strict=True)
         self._append_all(results, now)
         for sequence, numbers in drafted:
-            assert self._verification is not None
             rows, own = batch.rows[numbers], sampled.part(numbers)
             self._verification.commit(sequence, rows, own, now, self._append_all)
         if self._groups:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from slipstream.core.batch import Row, Sampled
 from slipstream.core.drafts import Speculation, is_right
 from slipstream.core.sequence import Sequence, SequenceStatus
+from slipstream.drafting.asked import AskedDrafts
 from slipstream.engine.beam_group import Beam
 from slipstream.engine.telemetry import Telemetry
 from slipstream.kvcache.cache import KVCache
@@ -20,14 +21,22 @@ class Verification:
     """The drafts of one scheduler's steps, at most `max_rows` rows of a step with its decodes."""
 
     def __init__(
-        self, speculation: Speculation, cache: KVCache, telemetry: Telemetry, max_rows: int
+        self, speculation: Speculation | None, cache: KVCache, telemetry: Telemetry, max_rows: int
     ) -> None:
-        self._speculation = speculation
+        self._speculation = asked = AskedDrafts(speculation)
         self._cache = cache
         self._telemetry = telemetry
         self._max_rows = max_rows
-        self.release = speculation.release
-        self.step_took = speculation.step_took
+        self.add, self.release, self.step_took = asked.add, asked.release, asked.step_took
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any sequence may get drafts; else there is nothing to do before a step."""
+        return self._speculation.is_active
+
+    def update(self, num_running: int) -> None:
+        """Find the drafts that requests ask for, before a step is scheduled."""
+        self._speculation.update(num_running < self._max_rows)
 
     def add_drafts(self, decodes: list[Sequence], budget: int, num_running: int) -> bool:
         """Give decodes their drafts, as many as fit; return whether there are any.

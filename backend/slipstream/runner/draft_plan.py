@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from slipstream_contract.limits import MAX_DRAFT_TOKENS
 
-from slipstream.config import DEVICE_DRAFTERS, MAX_DRAFT_TOKENS, EngineConfig
+from slipstream.config import DEVICE_DRAFTERS, EngineConfig
 from slipstream.core.groups import LayerGroups
 from slipstream.drafting.synthetic import rates_of
 from slipstream.errors import ConfigError

@@ -105,8 +105,8 @@ class ModelRunner:
         if window.has_gaps:
             self._streaming = Streaming(plan.model.rope, plan.attention, plan.device)
         laps.lap("weights")
-        num_rows = plan.max_num_rows if plan.has_drafts else 0
-        buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, _layout(plan), num_rows)
+        budget, num_rows = plan.max_num_batched_tokens, plan.max_drafted_rows
+        buckets = Buckets(plan.max_num_seqs, budget, _layout(plan), num_rows)
         self._make_buffers(plan, buckets)
         self._drafting = self._make_drafting(plan)
         self._graphs = None

@@ -8,13 +8,13 @@ from math import inf
 from pathlib import Path
 
 import torch
+from slipstream_contract.limits import MAX_DRAFT_TOKENS
 from slipstream_contract.log_probs import MODES
 
 from slipstream import quant
 from slipstream.config import (
     BLOCK_SIZES,
     LOAD_FORMATS,
-    MAX_DRAFT_TOKENS,
     MIN_STUCK_AFTER_S,
     SPECULATIONS,
     EngineConfig,
@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _MIN_THREADED_HIDDEN_SIZE = 768
 _MAX_DRAFTED_ROWS = 256  # beyond, drafts pay on no device
+_ASKED_ROWS = 64  # of a step with drafts that requests bring or ask for, whatever the engine drafts
 ENDLESS = 2**31 - 1  # tokens: sequences of an `attention_window` may have so many
 
 
@@ -81,18 +82,18 @@ class Plan:
         return self.sizes.blocks // (d.num_layers * 2 * d.num_heads * d.head_size)
 
     @property
-    def has_drafts(self) -> bool:
-        """Whether steps may have several rows of a sequence."""
-        return self.config.speculation != "none"
+    def max_drafted_rows(self) -> int:
+        """Most rows of a step that has drafts, its other decodes included."""
+        config, most = self.config, _ASKED_ROWS
+        if config.speculation != "none":
+            drafted = self.max_num_seqs * (1 + config.num_draft_tokens)
+            most = max(most, self.max_num_seqs, min(_MAX_DRAFTED_ROWS, drafted))
+        return min(self.max_num_batched_tokens, most)
 
     @property
     def max_num_rows(self) -> int:
-        """Most rows of a step that sample: of each sequence one, and drafts."""
-        if not self.has_drafts:
-            return self.max_num_seqs
-        drafted = self.max_num_seqs * (1 + self.config.num_draft_tokens)
-        most = max(self.max_num_seqs, min(_MAX_DRAFTED_ROWS, drafted))
-        return max(self.max_num_seqs, min(self.max_num_batched_tokens, most))
+        """Most rows of a step that sample."""
+        return max(self.max_num_seqs, self.max_drafted_rows)
 
     @property
     def max_in_flight(self) -> int:
