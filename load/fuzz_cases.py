@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from fuzz_fields import FIELDS, PARAMETERS, REQUIRED, VLLM, flags, later, later_values
+from fuzz_fields import (
+    FIELDS,
+    PARAMETERS,
+    REQUIRED,
+    VLLM,
+    VOCABULARY,
+    flags,
+    later,
+    later_values,
+)
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
@@ -202,6 +211,8 @@ class _Draft:
             rows[words.replace("ords", "eights").replace("ORDS", "EIGHTS")] = [weights] * case.size
         if _STARTS in rows:
             self.ranges(rows[_STARTS][0])
+        if "draft_input_ids" in rows or "lookahead_ngram_size" in rows:
+            self.drafts()
         if "num_return_sequences" in rows:
             first = rows["num_return_sequences"][0][0]
             if not case.faults:
@@ -218,6 +229,24 @@ class _Draft:
             case.faults = [names for names in case.faults if names[0] == "STREAM_STATE"]
         if is_whole_too or case.size > 1:
             case.faults.append(("STREAM_STATE",))
+
+    def drafts(self) -> None:
+        """Logits of drafts, for each a row of the vocabulary, and the rest of a lookahead."""
+        rows, case = self.rows, self.case
+        if "lookahead_ngram_size" in rows:
+            window, count = self.one([1, 4, 1024]), self.one([0, 4, 1024])
+            if self.rarely(20):
+                window = self.one([0, 1025, -1])
+                case.faults.append(("lookahead_window_size",))
+            rows["lookahead_window_size"] = [[window]] * case.size
+            rows["lookahead_verification_set_size"] = [[count]] * case.size
+        has_ids = "draft_input_ids" in rows and not case.faults
+        if has_ids and not self.is_http and self.rarely(20):
+            is_bad = self.rarely(50)
+            row = [0.5] * (VOCABULARY - is_bad)
+            rows["draft_logits"] = [[row] * len(rows["draft_input_ids"][0])] * case.size
+            if is_bad:
+                case.faults.append(("draft_logits",))
 
     def ranges(self, starts: list[int]) -> None:
         """The rest of what ranges of tokens have, each ten tokens long at most."""

@@ -101,6 +101,10 @@ _TEXT_FIELDS = (
         "embedding_bias_words": _WORDS,  # with their weights: see `fuzz_cases`
     }
 )
+_BLS_FIELDS = _TEXT_FIELDS | {
+    "num_draft_tokens": _scalars([0, 1, 8, 64], [-1, 65, INT32_MAX]),
+    "use_draft_logits": _scalars([False], []),  # true needs a number of drafts
+}
 _PACKED = st.lists(_IDS, min_size=1, max_size=3)
 
 
@@ -136,6 +140,13 @@ _LLM_FIELDS = (
             st.sampled_from([[-1], [5, VOCABULARY], [INT32_MAX], [5] * 2047]),
             ("input", "prompt"),
         ),
+        # Sometimes with logits: see `fuzz_cases`.
+        "draft_input_ids": Field(
+            _IDS, st.sampled_from([[-1], [5, VOCABULARY], [INT32_MAX], [5] * 1025])
+        ),
+        "draft_acceptance_threshold": _scalars([0], [0.5, -1, 2, NAN, INF]),
+        # With the two other numbers of lookahead decoding: see `fuzz_cases`.
+        "lookahead_ngram_size": _scalars([1, 3, 65], [0, -1, 66, INT32_MAX]),
         "stop_words_list": _LIST,
         "bad_words_list": Field(
             _LIST.good, st.one_of(_LIST.bad, st.just(pack([[VOCABULARY]]))), ("bad_words",)
@@ -187,7 +198,7 @@ _POSTPROCESSING_FIELDS = {
 }
 FIELDS: dict[str, dict[str, Field]] = {
     "ensemble": _TEXT_FIELDS,
-    "tensorrt_llm_bls": _TEXT_FIELDS,
+    "tensorrt_llm_bls": _BLS_FIELDS,
     "tensorrt_llm": _LLM_FIELDS,
     "vllm_model": _VLLM_FIELDS,
     "preprocessing": _PREPROCESSING_FIELDS,
@@ -293,5 +304,7 @@ def flags(model: str) -> list[str]:
     return [
         tensor.name
         for tensor in MODELS[model].inputs
-        if tensor.dtype is DType.BOOL and tensor.neutral is None and tensor.name not in skipped
+        if tensor.dtype is DType.BOOL
+        and tensor.neutral is None
+        and tensor.name not in (*skipped, *FIELDS[model])
     ]

@@ -2,6 +2,7 @@
 
 from slipstream_contract import limits
 from slipstream_contract.beams import Beams
+from slipstream_contract.drafts import Drafts, Lookahead
 from slipstream_contract.fields import BOTH, ENGINE, MODEL, SERVER, Row, markdown, rows
 from slipstream_contract.retention import SALT_ROW, Retention
 from slipstream_contract.sampling import SamplingParams
@@ -14,6 +15,8 @@ ROWS = (
     Row("token ids", 0, "vocabulary - 1", ENGINE),
     *rows(SamplingParams),
     *rows(Beams),
+    *rows(Drafts),
+    *rows(Lookahead),
     Row("`sampling_parameters`, bytes", 0, limits.MAX_JSON_BYTES, MODEL),
     *rows(Urgency),
     SALT_ROW,

@@ -77,8 +77,8 @@ _BLS_INPUTS = """
     image_bytes_input UINT8[-1,-1,-1,-1]? =
     image_url_input STRING[1]? =
     video_bytes_input UINT8[-1,-1,-1,-1]? =
-    num_draft_tokens INT32[1]? =0
-    use_draft_logits BOOL[1]?r =0
+    num_draft_tokens INT32[1]?
+    use_draft_logits BOOL[1]?r
 """
 
 _BLS_SCALARS = """
@@ -169,11 +169,11 @@ _LLM_INPUTS = """
     input_lengths INT32[1]r
     request_output_len INT32[1]r
     num_return_sequences INT32[1]?r
-    draft_input_ids INT32[-1]?~ =
+    draft_input_ids INT32[-1]?~
     decoder_input_ids INT32[-1]?~ =
     decoder_input_lengths INT32[1]?r =0
-    draft_logits FP32[-1,-1]?~ =
-    draft_acceptance_threshold FP32[1]?r =0
+    draft_logits FP32[-1,-1]?~
+    draft_acceptance_threshold FP32[1]?r
     end_id INT32[1]?r
     pad_id INT32[1]?r
     stop_words_list INT32[2,-1]?~
@@ -225,9 +225,9 @@ _LLM_INPUTS = """
     retention_decode_duration_ms INT32[1]?~
     guided_decoding_guide_type STRING[1]?~
     guided_decoding_guide STRING[1]?~
-    lookahead_window_size INT32[1]?~ =
-    lookahead_ngram_size INT32[1]?~ =
-    lookahead_verification_set_size INT32[1]?~ =
+    lookahead_window_size INT32[1]?~
+    lookahead_ngram_size INT32[1]?~
+    lookahead_verification_set_size INT32[1]?~
 """
 
 _LLM_OUTPUTS = f"""

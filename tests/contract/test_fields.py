@@ -106,7 +106,7 @@ def test_a_default_of_the_table_is_within_its_bounds() -> None:
 
 
 def test_every_number_of_the_sampling_parameters_is_in_the_table() -> None:
-    # Checkpoints have end ids, and the schemas' own rules choose; beams have a table of their own.
-    own = {"end_ids", "beams"}
+    # Checkpoints have end ids, and the schemas' own rules choose; others have tables of their own.
+    own = {"end_ids", "beams", "drafts"}
     assert table(SamplingParams).keys() == set(SamplingParams.__struct_fields__) - own
     assert {"top_k", "top_p", "min_p"} <= set(FILTERS)

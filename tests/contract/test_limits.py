@@ -12,6 +12,7 @@ import pytest
 from fixtures.contract.asking import inputs_of
 from slipstream_contract import limits
 from slipstream_contract.beams import Beams
+from slipstream_contract.drafts import Drafts
 from slipstream_contract.errors import ContractError
 from slipstream_contract.guide import Guide, GuideKind
 from slipstream_contract.limits import INT32_MAX
@@ -79,6 +80,11 @@ def guided(kind: str, made: Callable[[int], str]) -> list[Callable[[Any], Any]]:
         lambda v: text(**asked, guided_decoding_guide=made(v)),
         lambda v: engine(guide=Guide(GuideKind(kind), made(v))),
     ]
+
+
+def lookahead(**values: Any) -> Any:
+    names = ("window_size", "ngram_size", "verification_set_size")
+    return tokens(**{f"lookahead_{name}": values.get(name, 4) for name in names})
 
 
 def retained(*columns: Any) -> Any:
@@ -197,6 +203,17 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
         lambda v: tokens(beam_width=2, beam_search_diversity_rate=v),
         lambda v: engine(beams=Beams(width=2, diversity_rate=v)),
     ],
+    "`draft_input_ids`: ids": [
+        lambda v: tokens(draft_input_ids=[1] * v),
+        lambda v: engine(drafts=Drafts(token_ids=(1,) * v)),
+    ],
+    "`num_draft_tokens`": [
+        lambda v: text(num_draft_tokens=v),
+        lambda v: engine(drafts=Drafts(most=v)),
+    ],
+    "`lookahead_window_size`": [lambda v: lookahead(window_size=v)],
+    "`lookahead_ngram_size`": [lambda v: lookahead(ngram_size=v)],
+    "`lookahead_verification_set_size`": [lambda v: lookahead(verification_set_size=v)],
     "`sampling_parameters`, bytes": [
         lambda v: vllm_request(
             inputs_of(

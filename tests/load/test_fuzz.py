@@ -115,7 +115,8 @@ def test_every_served_input_of_every_model_comes_up(load):
         known = {*fields.FIELDS[model], *fields.flags(model), *fields.REQUIRED[model]}
         known |= {tensor.name for tensor in fields.later(model)}
         known |= {"stream", "streaming", "stop", "embedding_bias_weights", "sampling_parameters"}
-        known |= {"EMBEDDING_BIAS_WEIGHTS", "exclude_input_in_output"}
+        known |= {"EMBEDDING_BIAS_WEIGHTS", "exclude_input_in_output", "draft_logits"}
+        known |= {"lookahead_window_size", "lookahead_verification_set_size"}
         known |= {
             f"retention_token_range_{what}" for what in ("ends", "priorities", "durations_ms")
         }

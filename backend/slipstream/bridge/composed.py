@@ -27,6 +27,7 @@ class Vocabulary:
     tokens: TokenBytes | None
     end_ids: tuple[int, ...]
     skip_special: bool  # as postprocessing does
+    size: int | None = None  # of the model's; None: not known
 
 
 class Composed:
@@ -69,6 +70,7 @@ class Composed:
                 self._exclude_input_by_default,
                 self._vocab.end_ids,
                 self._max_model_len,
+                self._vocab.size,
             )
             for index in range(size)
         ]

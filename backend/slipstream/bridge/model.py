@@ -192,6 +192,7 @@ class TritonPythonModel:
                     TokenBytes.load(checkpoint) if has_tokenizer else None,
                     load_end_ids(checkpoint),
                     skip_special,
+                    welcome.vocab_size,
                 ),
                 frozenset(self._outputs),
                 is_echo_off,

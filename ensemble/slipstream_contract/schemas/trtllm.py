@@ -9,19 +9,20 @@ is greedy; top_k above 0 with top_p 0 counts top_p as 1; top_k 0 with top_p abov
 sampling; temperature is 1 unless given, and 0 is greedy. `min_p`, a request parameter of ours, asks
 for sampling too.
 
-Request parameters: any scalar input (see `inputs`), `min_p`, `ignore_eos`, `request_type`, and
-OpenAI's names (see `openai_names`).
+Request parameters: any scalar input (see `inputs`), `min_p`, `ignore_eos`, `request_type`, those
+that ask for drafts (see `drafts`), and OpenAI's names (see `openai_names`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from slipstream_contract import limits, openai_names
 from slipstream_contract.beams import BEAM_NAMES, refuse_sampling, trtllm_beams, with_log_probs
+from slipstream_contract.drafts import DRAFT_NAMES, trtllm_drafts
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
 from slipstream_contract.guide import TEXT_FIELD, TYPE_FIELD, trtllm_guide
@@ -56,7 +57,7 @@ _LLM_LABELS = {name: f"{name} ({text})" for text, name in _LLM_NAMES.items()} | 
 }
 _ASKED = {asked.name for entry in FIELDS.values() if (asked := entry.asked("trtllm")) is not None}
 _OWN = (_ASKED | BEAM_NAMES) - MODELS["tensorrt_llm_bls"].inputs_by_name.keys()
-_OWN |= {"ignore_eos", "request_type"}
+_OWN |= {"ignore_eos", "request_type"} | DRAFT_NAMES
 _UNFILTERED = {
     name: asked.default for name in FILTERS if (asked := FIELDS[name].asked("trtllm")) is not None
 }
@@ -90,7 +91,7 @@ def text_request(
     bias_words, bias_weights = _weighted(read)
     request = GenerateRequest(
         prompt=text,
-        sampling=msgspec.structs.replace(sampling, stop_words=stop_words),
+        sampling=replace(sampling, stop_words=stop_words, drafts=trtllm_drafts(read)),
         options=_options(read, {}, exclude_input_in_output),
         words=Words(
             bad=_texts(read, "bad_words", limits.MAX_LIST_BYTES),
@@ -112,6 +113,7 @@ def llm_request(
     exclude_input_in_output: bool = False,
     end_ids: Sequence[int] = (),
     max_model_len: int | None = None,
+    vocab_size: int | None = None,
 ) -> GenerateRequest:
     """Read a request of `tensorrt_llm`. Raises ContractError.
 
@@ -122,6 +124,7 @@ def llm_request(
         end_ids: the checkpoint's, of which `end_id` may name one. Without `end_id`, which
             preprocessing always sets, nothing but stop words ends a sequence early.
         max_model_len: of the engine, if known: a longer prompt is refused before it is taken apart.
+        vocab_size: of the model, if known: logits of drafts have as many values.
     """
     handling, others = split_handling(parameters)
     most_tokens, scalars = _split(others)
@@ -136,13 +139,14 @@ def llm_request(
     stop_words, stop_token_ids = _stop_words(_word_ids(read, "stop_words_list"), vocab)
     end_id = _end_id(read)
     bad_words = checked_words(read.label("bad_words_list"), _word_ids(read, "bad_words_list"))
-    sampling = msgspec.structs.replace(
+    sampling = replace(
         sampling,
         end_ids=choose_end_ids(-1 if end_id is None else end_id, end_ids),
         stop_words=stop_words,
         stop_token_ids=stop_token_ids,
         bad_words=bad_words,
         bias=_dense_bias(read),
+        drafts=trtllm_drafts(read, vocab_size),
     )
     request = GenerateRequest(
         prompt=prompt,
@@ -207,7 +211,7 @@ def _options(
 ) -> ResponseOptions:
     options = ResponseOptions(**read_fields(ResponseOptions, "trtllm", read, names))
     is_excluded = read.flag("exclude_input_in_output", exclude_input_in_output)
-    return msgspec.structs.replace(options, echo=not (options.is_streaming or is_excluded))
+    return replace(options, echo=not (options.is_streaming or is_excluded))
 
 
 def _end_id(read: Inputs) -> int | None:
