@@ -269,13 +269,18 @@ class TritonServer:
         return self._process.poll() if self._process else None
 
     def is_ready(self) -> bool:
-        """Return what the server reports itself: `/v2/health/ready`."""
+        """Return whether `/v2/health/ready` says so, and metrics are served.
+
+        Metrics come last: with their port the server opens the last of its socket pairs.
+        """
         try:
-            url = f"{self.endpoints.http}/v2/health/ready"
-            with urllib.request.urlopen(url, timeout=2) as reply:
-                return bool(reply.status == 200)
+            for url in (f"{self.endpoints.http}/v2/health/ready", self.endpoints.metrics):
+                with urllib.request.urlopen(url, timeout=2) as reply:
+                    if reply.status != 200:
+                        return False
         except (urllib.error.URLError, OSError):
             return False
+        return True
 
     def wait_ready(self, timeout_s: float, interval_s: float = 0.05) -> None:
         """Return once it is ready. Raises ServeError with the reason if it ends, or on timeout."""
@@ -291,7 +296,7 @@ class TritonServer:
     def widen_notes(self) -> None:
         """Make room for responses that wait for a busy HTTP thread, if that is permitted.
 
-        Call it when the server is ready: it opens its sockets last.
+        Call it when the server is ready: it has opened all its socket pairs by then.
         """
         with contextlib.suppress(OSError):
             self.note_room = http_notes.widen(self.pid)

@@ -150,6 +150,31 @@ def test_responses_have_room_from_the_first_start_on(tmp_path: Path, scratch: Pa
     assert min(rooms) >= 2 * allowed > usual
 
 
+def test_no_socket_pair_is_opened_after_ready(tmp_path: Path) -> None:
+    """Those of the metrics are opened after the port for HTTP answers."""
+    server = triton.TritonServer(write_model(tmp_path), triton.Endpoints.free(), tmp_path / "log")
+    try:
+        server.start()
+        deadline = time.monotonic() + 90
+        while not server.is_ready():
+            assert time.monotonic() < deadline
+        counts = [count_pairs(server.pid)]
+        time.sleep(0.3)
+        counts.append(count_pairs(server.pid))
+    except PermissionError as error:
+        pytest.skip(f"no process may reach into another here: {error}")
+    finally:
+        server.stop()
+    assert counts[0] == counts[1] > 0
+
+
+def count_pairs(pid: int) -> int:
+    ends = list(http_notes._pairs(pid))
+    for end in ends:
+        end.close()
+    return len(ends)
+
+
 def test_what_dies_is_started_again(tmp_path: Path, scratch: Path) -> None:
     """The server itself would go on calling itself ready, and its clients would wait for ever."""
     serve = Serve(write_model(tmp_path), scratch)
