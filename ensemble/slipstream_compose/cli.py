@@ -29,6 +29,7 @@ _COUNTS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "num_draft_tokens",
+    "suffix_tokens",
     "max_model_len",
     "attention_window",
     "sink_tokens",

@@ -1,14 +1,19 @@
 """The decision how many drafts are verified, and real drafts in the engine."""
 
+from collections.abc import Callable
+
+import pytest
 from fixtures.engine.checks import check
 from fixtures.engine.counting import Client, CountingRunner, Words
 from fixtures.engine.drafting import continuation
-from slipstream.core.drafts import Proposal
+from slipstream.core.drafts import Drafter, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.drafting.costs import StepTimes
+from slipstream.drafting.longest import LongestMatch
 from slipstream.drafting.lookup import PromptLookup
 from slipstream.drafting.speculator import Speculator
+from slipstream.drafting.suffix import SuffixDrafts
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.sampling import SamplingParams
@@ -84,8 +89,20 @@ def test_wrong_drafts_leave_the_steps_as_they_were() -> None:
     assert speculator.counters["drafts"] == 0
 
 
-def test_lookup_in_the_engine_changes_no_token() -> None:
-    run(Speculator(PromptLookup(), 8, _Fixed(1000.0, 1.0)), 6)
+@pytest.mark.parametrize(
+    "make", [PromptLookup, SuffixDrafts, lambda: LongestMatch(PromptLookup(), SuffixDrafts())]
+)
+def test_drafters_in_the_engine_change_no_token(make: Callable[[], Drafter]) -> None:
+    speculator = Speculator(make(), 8, _Fixed(1000.0, 1.0))
+    for _ in range(2):  # the second time, suffix drafts know the answers
+        run(speculator, 6)
+
+
+def test_suffix_drafts_say_again_what_was_said() -> None:
+    speculator = Speculator(SuffixDrafts(), 8, _Fixed(1000.0, 1.0))
+    first, again = run(speculator, 6), run(speculator, 6)
+    assert len(again) < 0.7 * len(first)
+    assert speculator.counters["accepted_tokens"] > 50
 
 
 def test_times_of_steps_that_were_never_measured_are_those_of_fewer_rows() -> None:

@@ -61,6 +61,17 @@ class PromptLookup:
             drafts.append(drafts[len(drafts) - period])
         return drafts
 
+    def match_length(self, sequence: Sequence, most: int) -> int:
+        """Return how many last tokens of a sequence its match shares, at most `most`; 0: none."""
+        text = self._texts.get(sequence.id)
+        if text is None or text.match < 0:
+            return 0
+        token_ids, end, length = text.token_ids, len(text.token_ids), NGRAM
+        most = min(most, text.match)
+        while length < most and token_ids[text.match - 1 - length] == token_ids[end - 1 - length]:
+            length += 1
+        return length
+
     def _updated(self, sequence: Sequence) -> _Text | None:
         """Return the sequence's text with all known tokens; None: there is no room for it."""
         text = self._texts.get(sequence.id)

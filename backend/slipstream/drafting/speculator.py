@@ -64,14 +64,15 @@ class Speculator:
         self, decodes: list[Sequence], max_drafts: int
     ) -> Iterator[tuple[Sequence, list[int]]]:
         """Return the drafts that pay; see `Speculation`."""
-        looked = [(sequence, *self._look(sequence)) for sequence in decodes]
+        may_have_some = len(decodes) <= _MAX_SEQUENCES
+        looked = [(s, *self._look(s)) for s in decodes] if may_have_some else []
         if self._is_on and not any(sequence.is_speculating for sequence in decodes):
             for sequence in decodes:  # new ones, beside those that wait: they join them
                 sequence.is_speculating = True
             return
         found = [item for item in looked if item[2] and item[2][0] >= _MIN_RIGHT]
         counts: list[int] = []
-        if found and len(decodes) <= _MAX_SEQUENCES:
+        if found:
             counts = self._choose(len(decodes), [item[2] for item in found], max_drafts)
             if not any(counts):
                 self._num_refused += 1

@@ -3,9 +3,11 @@
 import logging
 
 from slipstream.config import EngineConfig
-from slipstream.core.drafts import Speculation
+from slipstream.core.drafts import Drafter, Speculation
+from slipstream.drafting.longest import LongestMatch
 from slipstream.drafting.lookup import PromptLookup
 from slipstream.drafting.speculator import Speculator
+from slipstream.drafting.suffix import SuffixDrafts
 from slipstream.drafting.synthetic import SyntheticDrafts, rates_of
 from slipstream.engine.device_drafts import DeviceDrafts
 
@@ -34,4 +36,10 @@ def choose(
         )
         synthetic = SyntheticDrafts(rates_of(config.synthetic_acceptance))
         return Speculator(synthetic, most, accepted=synthetic), None
-    return Speculator(PromptLookup(), most), None
+    lookup, suffix = PromptLookup(), SuffixDrafts(config.suffix_tokens)
+    made: dict[str, Drafter] = {
+        "lookup": lookup,
+        "suffix": suffix,
+        "auto": LongestMatch(lookup, suffix),
+    }
+    return Speculator(made[name], most), None

@@ -340,6 +340,7 @@ def _check_fields(config: EngineConfig) -> None:
     ):
         _at_least(config, field, 1)
     _at_least(config, "num_draft_tokens", 1)
+    _at_least(config, "suffix_tokens", 0)
     if config.num_draft_tokens > MAX_DRAFT_TOKENS:
         raise ConfigError(
             f"num_draft_tokens = {config.num_draft_tokens} is above {MAX_DRAFT_TOKENS}"
