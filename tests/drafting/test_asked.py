@@ -176,8 +176,8 @@ def test_lookup_serves_who_asks_where_the_engine_makes_no_drafts() -> None:
 class _Short(CountingRunner):
     """A model with a period."""
 
-    def _sample(self, row):  # type: ignore[no-untyped-def]
-        assert super()._sample(row) is not None  # it reads what was written
+    def _sample(self, row, mask):  # type: ignore[no-untyped-def]
+        assert super()._sample(row, mask) is not None  # it reads what was written
         return row.start % 5 + 1
 
 
