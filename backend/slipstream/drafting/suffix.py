@@ -203,7 +203,7 @@ def _following(text: Text, end: int, count: int, own: Text) -> list[int]:
 
 
 def _vote(voters: list[list[int]]) -> tuple[list[int], list[float]]:
-    """Return drafts, at each place what most say who said all before it, and the shares of these.
+    """Return drafts, at each place what most voters say that said all before, and their shares.
 
     The first of equals counts: the sequence itself, then what ended last.
     """
