@@ -1,8 +1,8 @@
 """Choose between prompt lookup and suffix drafts: what follows the longer match.
 
 Both find the end of a sequence where it occurred before. Lookup takes the last place in the
-sequence itself, and goes on for as long as drafts are wanted; suffix drafts look further, into ended
-outputs too, and vote. Of equal matches lookup's counts: what was said last is said again.
+sequence itself, and goes on for as long as drafts are wanted; suffix drafts look further, into
+ended outputs too, and vote. Of equal matches lookup's counts: what was said last is said again.
 """
 
 from slipstream.core.drafts import Proposal
