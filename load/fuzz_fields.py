@@ -72,6 +72,7 @@ _SAMPLING = {
     "repetition_penalty": _scalars([1, 0.125, 1.5, 1000], [0, -1, 1000.5, NAN, INF]),
     "presence_penalty": _number(-1000, 1000),
     "frequency_penalty": _number(-1000, 1000),
+    "no_repeat_ngram_size": _scalars([0, 0, 1, 2, 64, 2**30], [-1, 65, 2**30 - 1, INT32_MAX]),
     "min_tokens": _scalars([0, 1], [-1, INT32_MAX]),
     "seed": _scalars([0, 1, 2**63, 2**64 - 1], []),
     "random_seed": _scalars([0, 2**64 - 1], []),
@@ -243,6 +244,7 @@ VLLM: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "presence_penalty": ([-2, 0, 2], [-2.1, 2.1, NAN]),
     "frequency_penalty": ([-2, 0, 2], [-2.1, 2.1, INF]),
     "repetition_penalty": ([1, 0.5, 2], [0, -1, 1001, NAN]),
+    "no_repeat_ngram_size": ([0, 1, 3, 64], [-1, 65, 2**30, "x", NAN]),
     "seed": ([None, 0, -1, 2**63 - 1, -(2**63)], [2**63, 2**70, "x", 1.5, _LONG, _LONG_WHOLE]),
     "stop": (
         ["a", ["\n", "ab"], None, []],

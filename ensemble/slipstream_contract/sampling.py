@@ -187,6 +187,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ),
         ),
     ] = ()
+    # Of prompt and output, as transformers and TensorRT-LLM have it.
+    no_repeat_ngram_size: Annotated[
+        int,
+        Field(
+            "never have so many tokens in a row twice; 0: no effect",
+            Bounds(0, limits.MAX_NGRAM),
+            trtllm=None,
+            rows=(Row("`no_repeat_ngram_size`, or 2^30", 0, limits.MAX_NGRAM, BOTH),),
+        ),
+    ] = 0
     bias: Annotated[
         tuple[tuple[int, float], ...],  # token id, what is added to its logit
         Field(

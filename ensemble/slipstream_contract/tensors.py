@@ -48,6 +48,7 @@ _TEXT_INPUTS = """
     min_length INT32[1]?
     presence_penalty FP32[1]?
     frequency_penalty FP32[1]?
+    no_repeat_ngram_size INT32[1]?
     seed UINT64[1]?
     random_seed UINT64[1]?
     return_log_probs BOOL[1]?
@@ -194,6 +195,7 @@ _LLM_INPUTS = """
     beam_search_diversity_rate FP32[1]?r
     presence_penalty FP32[1]?r
     frequency_penalty FP32[1]?r
+    no_repeat_ngram_size INT32[1]?r
     seed UINT64[1]?r
     random_seed UINT64[1]?r
     return_log_probs BOOL[1]?r

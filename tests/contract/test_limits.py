@@ -118,6 +118,8 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
     "`top_p` of `vllm_model`": [lambda v: vllm(top_p=v), lambda v: engine(top_p=v)],
     "`min_p`": [lambda v: vllm(min_p=v), lambda v: engine(min_p=v)],
     "`repetition_penalty`": [*both("repetition_penalty"), lambda v: vllm(repetition_penalty=v)],
+    "`no_repeat_ngram_size`, or 2^30": both("no_repeat_ngram_size"),
+    "`no_repeat_ngram_size` of `vllm_model`": [lambda v: vllm(no_repeat_ngram_size=v)],
     **{f"`{name}`": both(name) for name in ("presence_penalty", "frequency_penalty")},
     "`presence_penalty` of `vllm_model`": [lambda v: vllm(presence_penalty=v)],
     "`frequency_penalty` of `vllm_model`": [lambda v: vllm(frequency_penalty=v)],

@@ -30,7 +30,9 @@ ENSEMBLE_IN = {
     ("INT32", (-1, 3), "or"): "lora_config",
     ("STRING", (1,), "or"): "guided_decoding_guide_type guided_decoding_guide",
 }
-ENSEMBLE_OWN = {("BOOL", (1,), "o"): "add_special_tokens"}
+SPECIAL = {("BOOL", (1,), "o"): "add_special_tokens"}
+ENSEMBLE_OWN = SPECIAL | {("INT32", (1,), "o"): "no_repeat_ngram_size"}
+LLM_OWN = {("INT32", (1,), "os"): "no_repeat_ngram_size"}
 ENSEMBLE_OLD = {
     ("UINT64", (1,), "o"): "random_seed",
     ("INT32", (1,), "o"): "min_length",
@@ -201,11 +203,11 @@ def bls() -> dict[str, tuple[str, tuple[int, ...], str]]:
     ("model", "inputs", "outputs"),
     [
         ("ensemble", ensemble(), table(ENSEMBLE_OUT)),
-        ("tensorrt_llm", table(LLM_IN) | table(LLM_OLD), table(LLM_OUT)),
+        ("tensorrt_llm", table(LLM_IN) | table(LLM_OLD) | table(LLM_OWN), table(LLM_OUT)),
         ("preprocessing", table(PRE_IN) | table(PRE_OWN), table(PRE_OUT)),
         ("postprocessing", table(POST_IN), {"OUTPUT": ("STRING", (-1,), "")}),
         ("tensorrt_llm_bls", bls(), table(ENSEMBLE_OUT)),
-        ("vllm_model", table(VLLM_IN) | table(ENSEMBLE_OWN), table(VLLM_OUT)),
+        ("vllm_model", table(VLLM_IN) | table(SPECIAL), table(VLLM_OUT)),
     ],
 )
 def test_every_tensor_is_what_the_contract_says(model, inputs, outputs):

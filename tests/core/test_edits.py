@@ -5,7 +5,15 @@ from math import inf
 from fixtures.engine.counting import VOCAB_SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.edits import EDIT, Edits, counts_tokens, needs_edits
+from slipstream.core.edits import (
+    EDIT,
+    EditContext,
+    EditPlan,
+    Edits,
+    counts_tokens,
+    needs_edits,
+)
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 token_ids = st.integers(0, 9)
@@ -51,12 +59,15 @@ def test_against_the_definition(
         end_ids=(11, 3),
         stop_token_ids=(12,),
     )
-    edits = Edits(sampling)
+    edits = Edits(EditPlan(sampling, pack(prompt), EditContext(VOCAB_SIZE)))
     assert edits.needs_every_token == any(len(word) > 1 for word in bad_words)
     for number in range(len(output) + 1):
         history = prompt + output[:number]
-        seen = history if edits.needs_every_token else ()
-        packed = list(EDIT.iter_unpack(edits.pack(number, seen)))
+        packed = list(EDIT.iter_unpack(edits.pack(output[:number])))
+        drafted = edits.pack(output[: number // 2], output[number // 2 : number])
+        assert list(EDIT.iter_unpack(drafted)) == packed, "drafts count as outputs"
+        if not edits.needs_every_token:
+            assert list(EDIT.iter_unpack(edits.pack_early(number))) == packed
         found = dict(packed)
         assert [token_id for token_id, _ in packed] == sorted(found), "by rising token id, once"
         for token_id, addend in naive(sampling, history, number).items():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from slipstream.core.batch import Row
-from slipstream.core.edits import Edits
+from slipstream.core.edits import NO_CONTEXT, EditPlan, Edits
 from slipstream.kernels.sampling.sample import count_tokens
 from slipstream.runner.sampling_rows import pack_row, sampling_arrays
 from slipstream.runner.step_arrays import histories
@@ -65,7 +65,7 @@ def test_order_of_operations(
     history = histories((replace(row, history=pack(prompt + output)),))
     assert history is not None
     count_tokens(counts, *map(torch.from_numpy, history))
-    packed = Edits(sampling).pack(len(output))
+    packed = Edits(EditPlan(sampling, pack(prompt), NO_CONTEXT)).pack(output)
     arrays = sampling_arrays([pack_row(sampling, 1, 0)], [len(output)], [packed])
     rows, edits = (torch.from_numpy(array.copy()) for array in arrays)
     token = int(draw_rows(torch.tensor([[x / 2 for x in halves]]), rows, edits, counts).token_ids)

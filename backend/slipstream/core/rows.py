@@ -30,7 +30,7 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         sequence.sampling,
         sequence.seed,
         num_outputs,
-        b"" if edits is None else edits.pack(num_outputs),
+        b"" if edits is None else edits.pack_early(num_outputs),
         sequence.sample,
         sequence.is_new,
         sequence.num_prompt,
@@ -57,19 +57,15 @@ def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
     """
     drafts, sequence.drafts = sequence.drafts, []
     rows = [chunk_row(sequence, 1, first_sample)]
-    first, edits, known = rows[0], sequence.edits, sequence.num_known
-    num_seen = 0 if edits is None else edits.num_seen
-    seen = sequence.ids(max(0, known - num_seen), known)
+    first, edits = rows[0], sequence.edits
     for number, token_id in enumerate(drafts, start=1):
-        num_outputs = first.num_outputs + number
-        seen.append(token_id)
         rows.append(
             replace(
                 first,
                 token_ids=TokenIds("i", [token_id]),
                 start=first.start + number,
-                num_outputs=num_outputs,
-                edits=b"" if edits is None else edits.pack(num_outputs, seen),
+                num_outputs=first.num_outputs + number,
+                edits=b"" if edits is None else edits.pack(sequence.outputs, drafts[:number]),
                 is_new=False,
                 history=None,
                 prompt=None,
@@ -101,6 +97,8 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
     end = start + num_tokens
     samples, wanted = end == sequence.num_known, sequence.wanted
     guide = sequence.guide if samples else None
+    if sequence.edits is not None:
+        sequence.edits.read_prompt(end)
     row = Row(
         sequence.id,
         sequence.slot,

@@ -10,7 +10,14 @@ from slipstream_contract.sampling import SamplingParams
 from slipstream.core.batch import PromptAsk, PromptValues, TopMode
 from slipstream.core.cache_state import CacheState
 from slipstream.core.draft_state import DraftState
-from slipstream.core.edits import Edits, counts_tokens, needs_edits
+from slipstream.core.edits import (
+    NO_CONTEXT,
+    EditContext,
+    EditPlan,
+    Edits,
+    counts_tokens,
+    needs_edits,
+)
 from slipstream.core.guided import Guided
 from slipstream.core.prefix import DigestChain
 from slipstream.core.stop import Ending, RawBytes, StopChecker
@@ -57,6 +64,8 @@ class Request:
     num_unfinished: int = 0
     chain: DigestChain | None = None  # of the prompt
     choice: "Chooser | None" = None  # of the best sequences, if not all are sent
+    edit_context: EditContext = NO_CONTEXT
+    edit_plan: EditPlan | None = None  # once a sequence needs it
 
     @property
     def number(self) -> int:
@@ -203,18 +212,17 @@ class Sequence:
 
     def pack_edits(self) -> bytes:
         """Return the edits of the next output, for which all tokens before it must be known."""
-        packed = b""
-        if self.edits is not None:
-            end = self.num_known
-            seen = self.ids(max(0, end - self.edits.num_seen), end)
-            packed = self.edits.pack(len(self.outputs), seen)
+        packed = b"" if self.edits is None else self.edits.pack(self.outputs)
         return packed if self.guide is None else self.guide.with_bans(packed)
 
     def start(self, now_ns: int) -> None:
         """Note the first time that the sequence is scheduled, and prepare its edits."""
         self.first_scheduled_ns = now_ns
         if needs_edits(self.sampling):
-            self.edits = Edits(self.sampling)
+            request = self.request
+            if request.edit_plan is None:
+                request.edit_plan = EditPlan(self.sampling, self.prompt, request.edit_context)
+            self.edits = Edits(request.edit_plan)
             self.needs_every_token = self.edits.needs_every_token
 
     def want(self, wanted: Wanted) -> None:

@@ -90,6 +90,8 @@ class Beam(Sequence):
         if move.is_fork:
             self.outputs, self.log_probs = parent.outputs.copy(), parent.log_probs.copy()
             self.first_token_ns, self.last_token_ns = parent.first_token_ns, parent.last_token_ns
+            if self.edits is not None:
+                self.edits.fork()
         self.top = None
         self.num_pending = 0
         self.needs_history = counts_tokens(self.sampling)

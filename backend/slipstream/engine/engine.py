@@ -18,6 +18,7 @@ from slipstream_runtime.admission import Load
 
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.drafts import Speculation
+from slipstream.core.edits import EditContext
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
@@ -130,6 +131,7 @@ class Engine:
             max_logits_bytes=limits.max_logits_bytes,
             has_guides=self._guides is not None,
         )
+        self._edit_context = EditContext(runner.vocab_size)
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._request_ids = RequestIds()
@@ -162,6 +164,7 @@ class Engine:
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = make_request(bridge, message)
+        request.edit_context = self._edit_context
         parts = (message.token_ids, seed, self._runner.max_model_len, self._vocab)
         self._next_sequence_id += add_sequences(request, self._next_sequence_id, *parts)
         add_wanted(request, self._limits.logprobs_mode)
