@@ -100,9 +100,10 @@ def compare(
     for _ in range(args.repeat + 1):
         plain.append(rate(engine_of(base, None, 0), prompts, sampling))
         speculator = Speculator(make(*arguments), args.num_draft_tokens, times)
-        drafted.append(rate(engine_of(base, speculator, 256), prompts, sampling))
-        counted = speculator.counters
-        accepted.append(counted["accepted_tokens"] / max(1, counted["drafted_tokens"]))
+        engine = engine_of(base, speculator, 256)
+        drafted.append(rate(engine, prompts, sampling))
+        counts = engine._scheduler.draft_counts
+        accepted.append(counts.total("accepted_tokens") / max(1, counts.total("drafted_tokens")))
     a, b = statistics.median(plain[1:]), statistics.median(drafted[1:])
     return {
         "plain_tok_s": round(a, 1),

@@ -28,6 +28,9 @@ _LATENCIES: _Bounds = (
 _LENGTHS: _Bounds = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
 _TRT_LLM_LENGTHS: _Bounds = (10, 50, 100, 500, 1000)
 
+# Of drafts; `client`: those that a request brings.
+DRAFTERS = ("lookup", "suffix", "forced", "client", "synthetic", "draft", "medusa", "eagle3")
+DRAFT_POSITIONS = (*map(str, range(1, 9)), "later")  # in a step, from 1
 EVICTIONS = ("below", "usual", "above")  # by retention priority, compared with the default
 GAUGES = (  # those of requests exclude probes
     "running",  # sequences
@@ -70,6 +73,10 @@ COUNTERS: dict[str, Iterable[str]] = {
     "cancels": tuple(CancelCause),  # requests
     "cost": tuple(FinishReason),
     "dropped_messages": (),
+    "drafts": DRAFTERS,  # sequences in steps that verify some
+    "drafted_tokens": DRAFTERS,
+    "accepted_tokens": DRAFTERS,
+    "accepted_at": DRAFT_POSITIONS,
     # The counters above exclude probes; these count probes.
     "probe_finished": tuple(FinishReason),
     "probe_tokens": ("prompt", "output"),

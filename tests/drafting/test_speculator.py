@@ -10,12 +10,14 @@ from slipstream.core.drafts import Drafter, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.drafting.costs import StepTimes
+from slipstream.drafting.counts import DraftCounts
 from slipstream.drafting.longest import LongestMatch
 from slipstream.drafting.lookup import PromptLookup
 from slipstream.drafting.speculator import Speculator
 from slipstream.drafting.suffix import SuffixDrafts
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
+from slipstream.figures import DRAFT_POSITIONS
 from slipstream_contract.sampling import SamplingParams
 
 
@@ -29,7 +31,7 @@ class Knowing:
         drafts = continuation(sequence, k, AttentionWindow())
         if not self._is_right:
             drafts = [(token_id + 1) % 61 for token_id in drafts]
-        return Proposal(drafts, "knowing")
+        return Proposal(drafts, "lookup")
 
     def release(self, sequence: Sequence) -> None:
         pass
@@ -53,8 +55,8 @@ def engine_of(speculator: Speculator) -> tuple[Client, CountingRunner]:
     ), runner
 
 
-def run(speculator: Speculator, num_requests: int = 3) -> list[int]:
-    """Return the rows of all steps."""
+def run(speculator: Speculator, num_requests: int = 3) -> tuple[list[int], DraftCounts]:
+    """Return the rows of all steps, and what became of drafts."""
     client, runner = engine_of(speculator)
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=3, log_probs=True)
     asked = [(client.submit([i, 1, 2], sampling), [i, 1, 2]) for i in range(num_requests)]
@@ -66,27 +68,36 @@ def run(speculator: Speculator, num_requests: int = 3) -> list[int]:
         assert last.finished is not None
         perf = last.finished.perf
         assert perf.num_accepted <= perf.num_drafted
-    return [len(batch.rows) for batch in runner.batches]
+    counts = client.engine._scheduler.draft_counts
+    return [len(batch.rows) for batch in runner.batches], counts
 
 
 def test_right_drafts_are_verified_where_rows_cost_nothing() -> None:
     speculator = Speculator(Knowing(True), 4, _Fixed(1000.0, 1.0))
-    rows = run(speculator)
+    rows, counts = run(speculator)
     assert max(rows) == 15
     assert len(rows) < 20
-    assert speculator.counters["accepted_tokens"] == speculator.counters["drafted_tokens"] > 50
+    assert counts.total("accepted_tokens") == counts.total("drafted_tokens") > 50
+    counters = counts.counters
+    assert counters["accepted_tokens:lookup"] == counts.total("accepted_tokens")
+    at = [counters[f"accepted_at:{position}"] for position in DRAFT_POSITIONS]
+    assert at == sorted(at, reverse=True)
+    assert sum(at) == counts.total("accepted_tokens")
+    assert at[4] == 0 < at[3] <= at[0] == counters["drafts:lookup"]
 
 
 def test_nothing_is_verified_where_rows_cost_as_much_as_they_bring() -> None:
     speculator = Speculator(Knowing(True), 4, _Fixed(0.0, 1.0))
-    assert max(run(speculator)) <= 3
-    assert speculator.counters["drafts"] == 0
+    rows, counts = run(speculator)
+    assert max(rows) <= 3
+    assert counts.total("drafts") == 0
 
 
 def test_wrong_drafts_leave_the_steps_as_they_were() -> None:
     speculator = Speculator(Knowing(False), 4, _Fixed(1000.0, 1.0))
-    assert max(run(speculator)) <= 3
-    assert speculator.counters["drafts"] == 0
+    rows, counts = run(speculator)
+    assert max(rows) <= 3
+    assert counts.total("drafts") == 0
 
 
 @pytest.mark.parametrize(
@@ -100,9 +111,9 @@ def test_drafters_in_the_engine_change_no_token(make: Callable[[], Drafter]) -> 
 
 def test_suffix_drafts_say_again_what_was_said() -> None:
     speculator = Speculator(SuffixDrafts(), 8, _Fixed(1000.0, 1.0))
-    first, again = run(speculator, 6), run(speculator, 6)
+    (first, _), (again, counts) = run(speculator, 6), run(speculator, 6)
     assert len(again) < 0.7 * len(first)
-    assert speculator.counters["accepted_tokens"] > 50
+    assert counts.counters["accepted_tokens:suffix"] > 50
 
 
 def test_times_of_steps_that_were_never_measured_are_those_of_fewer_rows() -> None:

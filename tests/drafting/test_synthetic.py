@@ -26,25 +26,26 @@ class _Free(StepTimes):
         return 1000.0
 
 
-def engine_of(rates: tuple[float, ...], most: int, num_blocks: int = 400) -> tuple[Client, ...]:
+def engine_of(rates: tuple[float, ...], most: int, num_blocks: int = 400) -> Client:
     drafts = SyntheticDrafts(rates)
     speculator = Speculator(drafts, most, _Free(), accepted=drafts)
     runner = CountingRunner(num_blocks, 4, max_model_len=2000)
     engine = Engine(Limits(8, 64, max_num_rows=64), runner, Words(), speculation=speculator)
-    return Client(engine), speculator, runner
+    return Client(engine)
 
 
 @pytest.mark.parametrize("rates", [(1.0,), (0.8, 0.5), (0.6,)])
 def test_as_many_are_right_as_the_rates_say(rates: tuple[float, ...]) -> None:
-    client, speculator, _ = engine_of(rates, 3)
+    client = engine_of(rates, 3)
     for seed in range(5):
         sampling = SamplingParams(max_tokens=300, temperature=0.0, seed=seed)
         client.submit([1, 2, 3], sampling)
     client.drain()
     for stream in client.streams.values():
         assert (len(stream.token_ids), stream.reason) == (300, FinishReason.LENGTH)
-    first, second, third = speculator.accepted_by_position
-    num_steps = speculator.counters["drafts"]
+    counters = client.engine._scheduler.draft_counts.counters
+    first, second, third = (counters[f"accepted_at:{position}"] for position in "123")
+    num_steps = counters["drafts:synthetic"]
     all_rates = [*rates, rates[-1], rates[-1]][:3]
     for accepted, before, rate in zip(
         (first, second, third), (num_steps, first, second), all_rates, strict=True
@@ -61,7 +62,7 @@ def test_as_many_are_right_as_the_rates_say(rates: tuple[float, ...]) -> None:
 )
 def test_the_cache_holds_what_the_output_says(rates, most, num_blocks, lengths) -> None:
     """The sample behind the last token is that of a whole prompt of prompt and output."""
-    client, _, _ = engine_of(tuple(rates), most, num_blocks)
+    client = engine_of(tuple(rates), most, num_blocks)
     asked = {}
     for seed, length in enumerate(lengths):
         sampling = SamplingParams(max_tokens=length, temperature=1.0, seed=seed, end_ids=(5,))
@@ -87,15 +88,15 @@ def test_no_draft_breaks_what_a_request_asks_for() -> None:
         {"log_probs": True},
         {"repetition_penalty": 1.5},
     ):
-        client, speculator, _ = engine_of((1.0,), 3)
+        client = engine_of((1.0,), 3)
         client.submit([1, 2, 3], SamplingParams(max_tokens=30, temperature=0.0, **options))
         client.drain()
-        assert speculator.counters["drafts"] == 0
-    client, speculator, _ = engine_of((1.0,), 3)
+        assert client.engine._scheduler.draft_counts.total("drafts") == 0
+    client = engine_of((1.0,), 3)
     ends = tuple(range(1, 60))
     client.submit([1, 2, 3], SamplingParams(max_tokens=30, min_tokens=20, end_ids=ends))
     client.drain()
-    assert speculator.counters["accepted_tokens"] > 0
+    assert client.engine._scheduler.draft_counts.total("accepted_tokens") > 0
     assert len(client.streams[0, 0].token_ids) >= 20
 
 

@@ -37,7 +37,8 @@ TRT_LLM = {
 VLLM_SINGLE = (
     "num_requests_running num_requests_waiting kv_cache_usage_perc gpu_cache_usage_perc "
     "prompt_tokens_total generation_tokens_total num_preemptions_total "
-    "prefix_cache_queries_total prefix_cache_hits_total"
+    "prefix_cache_queries_total prefix_cache_hits_total spec_decode_num_drafts_total "
+    "spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total"
 )
 VLLM_HISTOGRAMS = (
     "time_to_first_token_seconds inter_token_latency_seconds time_per_output_token_seconds "

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from slipstream_runtime.repairs import KINDS
 
-from slipstream.figures import COUNTERS
+from slipstream.figures import COUNTERS, DRAFT_POSITIONS, DRAFTERS
 from slipstream.wire import FinishReason
 
 
@@ -92,6 +92,14 @@ _SPLIT_COUNTERS = {
         "direction",
         "moved_bytes",
     ),
+    "drafts": ("Runs of drafts of a sequence that a step verified", "drafter", "drafts"),
+    "draft_tokens": ("Drafts that were verified", "drafter", "drafted_tokens"),
+    "accepted_draft_tokens": ("Drafts that became tokens", "drafter", "accepted_tokens"),
+    "accepted_drafts_at": (
+        "Drafts that became tokens, by their position in the step",
+        "position",
+        "accepted_at",
+    ),
     "cost": ("Cost of what was computed for sequences that ended, by why", "reason", "cost"),
     "probes": ("Probes that asked for a token and ended, by why", "reason", "probe_finished"),
     "probe_tokens": ("Tokens computed for probes", "kind", "probe_tokens"),
@@ -151,6 +159,11 @@ _VLLM_COUNTERS = {
     "prefix_cache_queries": ("Tokens that were looked for in the cache", "prefix_queries"),
     "prefix_cache_hits": ("Tokens that were found there", "prefix_hits"),
 }
+_VLLM_DRAFTS = {
+    "num_drafts": ("Runs of drafts of a sequence that a step verified", "drafts"),
+    "num_draft_tokens": ("Drafts that were verified", "drafted_tokens"),
+    "num_accepted_tokens": ("Drafts that became tokens", "accepted_tokens"),
+}
 _VLLM_HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token", "first_token_s"),
     "inter_token_latency_seconds": ("From a token to the next", "inter_token_s"),
@@ -199,6 +212,13 @@ def _vllm(model_name: str, block_size: int, num_blocks: int) -> Iterator[Metric]
             tuple(f"finished:{each}" for each in reasons),
             labels | {"finished_reason": reason},
         )
+    for name, (text, figure) in _VLLM_DRAFTS.items():
+        figures = tuple(f"{figure}:{drafter}" for drafter in DRAFTERS)
+        yield Metric(f"vllm:spec_decode_{name}_total", Kind.COUNTER, text, figures, labels)
+    for place, position in enumerate(DRAFT_POSITIONS[:-1]):
+        text, own = "Drafts that became tokens, by their place from 0", {"position": str(place)}
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        yield Metric(name, Kind.COUNTER, text, (f"accepted_at:{position}",), labels | own)
     for name, (text, figure) in _VLLM_HISTOGRAMS.items():
         yield Metric(f"vllm:{name}", Kind.BUCKETS, text, (figure,), labels)
     config = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}

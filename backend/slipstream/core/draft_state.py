@@ -10,6 +10,7 @@ class DraftState:
     num_drafted: int = 0  # tokens that were verified
     num_accepted: int = 0  # of these, those that became tokens of the output
     given: tuple[int, ...] = ()  # guesses of the first outputs
+    drafter: str = ""  # of those that a step verifies now
     is_given: bool = False  # those that a step verifies now are the client's
 
     def totals(self, outputs: list[int]) -> tuple[int, int]:

@@ -69,10 +69,11 @@ class Speculation(Protocol):
 
     def verified(
         self, sequence: "Sequence", num_drafts: int, num_right: int, num_wrong: int
-    ) -> None:
+    ) -> str:
         """Note what became of `num_drafts` drafts: the first were right, the next was wrong.
 
-        What was behind a wrong one, or behind the end of the sequence, is not judged.
+        What was behind a wrong one, or behind the end of the sequence, is not judged. Returns the
+        name of their drafter.
         """
 
     def step_took(self, batch: Batch, took_ns: int) -> None:

@@ -137,19 +137,19 @@ class AskedDrafts:
         if self._own is not None:
             yield from self._own.propose(others, max_drafts)
 
-    def verified(self, sequence: Sequence, num_drafts: int, num_right: int, num_wrong: int) -> None:
-        """Count what became of drafts; a client's are counted with the output, at its end."""
+    def verified(self, sequence: Sequence, num_drafts: int, num_right: int, num_wrong: int) -> str:
+        """Note what became of drafts; a client's are counted with the output, at its end."""
         state = sequence.draft
         if state is not None and state.is_given:
-            return
+            return "client"
         if self._own is not None:
-            self._own.verified(sequence, num_drafts, num_right, num_wrong)
-            return
+            return self._own.verified(sequence, num_drafts, num_right, num_wrong)
         assert state is not None, "a draft that nobody asked for"
         state.num_drafted += num_drafts
         state.num_accepted += num_right
         if (asked := self._asked.get(sequence.id)) is not None:
             asked.judge(num_right, num_wrong)
+        return "lookup"
 
     def step_took(self, batch: Batch, took_ns: int) -> None:
         """Note how long a step took; see `Speculation`."""

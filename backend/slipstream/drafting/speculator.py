@@ -57,8 +57,6 @@ class Speculator:
         self._clock, self._ended_ns = clock, 0
         self._is_on = False  # all wait for their tokens
         self._num_refused = 0  # steps in which drafts would have cost more than they bring
-        self.counters = dict.fromkeys(("drafts", "drafted_tokens", "accepted_tokens"), 0)
-        self.accepted_by_position = [0] * max_drafts
 
     def propose(
         self, decodes: list[Sequence], max_drafts: int
@@ -85,7 +83,16 @@ class Speculator:
             return  # the next step has them all, with drafts
         for (sequence, drafts, _), count in zip(found, counts, strict=False):
             if count:
+                self._note_drafter(sequence)
                 yield sequence, drafts[:count]
+
+    def _note_drafter(self, sequence: Sequence) -> None:
+        """Note whose drafts a sequence has in the next step."""
+        if sequence.draft is None:
+            sequence.draft = DraftState()
+        proposal = self._records[sequence.id].proposal
+        assert proposal is not None, "drafts that were not proposed"
+        sequence.draft.drafter = proposal.drafter
 
     def _look(self, sequence: Sequence) -> tuple[list[int], list[float]]:
         """Judge the last guess, make the next; return drafts and how likely each survives."""
@@ -128,21 +135,16 @@ class Speculator:
             counts[number] += 1
         return counts
 
-    def verified(self, sequence: Sequence, num_drafts: int, num_right: int, num_wrong: int) -> None:
+    def verified(self, sequence: Sequence, num_drafts: int, num_right: int, num_wrong: int) -> str:
         """Count a sequence's drafts; see `Speculation`."""
         state = sequence.draft
-        if state is None:
-            state = sequence.draft = DraftState()
+        assert state is not None, "drafts that were not proposed"
         state.num_drafted += num_drafts
         state.num_accepted += num_right
-        self.counters["drafts"] += 1
-        self.counters["drafted_tokens"] += num_drafts
-        self.counters["accepted_tokens"] += num_right
-        for position in range(num_right):
-            self.accepted_by_position[position] += 1
         record = self._records.get(sequence.id)
-        if record is not None:
+        if record is not None:  # else it has ended
             self._learning.judge(record, num_right, num_wrong)
+        return state.drafter
 
     def step_took(self, batch: Batch, took_ns: int) -> None:
         """Note the time of a step of decodes alone; with drafts, since the step before it ended.

@@ -286,6 +286,7 @@ class Engine:
         for word, number in self._scheduler.cache.num_evicted.items():
             counters[f"evicted_blocks:{word}"] = number
         counters |= self._scheduler.cache.tier.counts
+        counters |= self._scheduler.draft_counts.counters
         return self._telemetry.figures(
             {
                 **self._load_of_clients(),

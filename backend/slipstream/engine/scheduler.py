@@ -27,6 +27,7 @@ from slipstream.core.rows import chunk_row, decode_row, rows_with_drafts
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.core.window import AttentionWindow
+from slipstream.drafting.counts import DraftCounts
 from slipstream.engine.admission import Admission
 from slipstream.engine.beam_group import Beam
 from slipstream.engine.device_drafts import DeviceDrafts
@@ -120,6 +121,11 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Number of times that sequences were preempted so far."""
         return self._running.num_preemptions
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """What became of all drafts."""
+        return self._verification.counts
 
     @property
     def num_waiting(self) -> int:

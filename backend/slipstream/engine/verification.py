@@ -9,6 +9,7 @@ from slipstream.core.batch import Row, Sampled
 from slipstream.core.drafts import Speculation, is_right
 from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.drafting.asked import AskedDrafts
+from slipstream.drafting.counts import DraftCounts
 from slipstream.engine.beam_group import Beam
 from slipstream.engine.telemetry import Telemetry
 from slipstream.kvcache.cache import KVCache
@@ -24,6 +25,7 @@ class Verification:
         self, speculation: Speculation | None, cache: KVCache, telemetry: Telemetry, max_rows: int
     ) -> None:
         self._speculation = asked = AskedDrafts(speculation)
+        self.counts = DraftCounts()
         self._cache = cache
         self._telemetry = telemetry
         self._max_rows = max_rows
@@ -113,6 +115,7 @@ class Verification:
         if num_right == len(rows) - 1 < num_drafts and not is_over:  # the next is not accepted
             num_wrong = 1
             sequence.rewind()
-        self._speculation.verified(sequence, num_drafts, num_right, num_wrong)
+        drafter = self._speculation.verified(sequence, num_drafts, num_right, num_wrong)
+        self.counts.add(drafter, num_drafts, num_right)
         if sequence.status is SequenceStatus.RUNNING:
             self._cache.give_back(sequence)
