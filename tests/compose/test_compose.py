@@ -1,10 +1,7 @@
 """From a checkpoint to a repository: the same bytes again, faults told, nobody's files touched."""
 
-import argparse
-import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,52 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.composing import run, settings, tree
 from fixtures.models.checkpoints import edit_config, make_model
 from fixtures.models.checkpoints import save as save_model
-from fixtures.stages.zoo import byte_level_bpe
-from fixtures.stages.zoo import save as save_tokenizer
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream_compose import cli, convert
-from slipstream_compose.compose import INSTANCES_HELP, ComposeError, compose
+from slipstream_compose.compose import ComposeError
 from slipstream_contract.tensors import MODELS
 from slipstream_contract.vocab import UnsupportedTokenizerError
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory) -> Path:
-    """A checkpoint without a tokenizer."""
-    model = make_model(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=320)
-    return save_model(model, tmp_path_factory.mktemp("bare") / "a-model")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(bare, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "a-model"
-    folder.mkdir()
-    for path in bare.iterdir():
-        os.link(path, folder / path.name)
-    save_tokenizer(byte_level_bpe(), folder)
-    return folder
-
-
-def run(checkpoint: Path, output: Path, *options: str) -> int:
-    parser = argparse.ArgumentParser()
-    cli.add_parser(parser.add_subparsers())
-    paths = ["--checkpoint", str(checkpoint), "--output", str(output)]
-    return cli.run(parser.parse_args(["compose", *paths, *options]))
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
-
-
-def settings(output: Path, model: str = "tensorrt_llm") -> dict:
-    return json.loads((output / model / "1" / "model.json").read_bytes())
 
 
 def test_a_repository_has_every_model_and_is_the_same_again(checkpoint, tmp_path, capsys):
@@ -140,93 +100,6 @@ def test_what_the_engine_would_refuse_is_refused(checkpoint, tmp_path, option, v
         run(checkpoint, tmp_path, option, value)
     assert str(caught.value) == words
     assert not tree(tmp_path)
-
-
-def test_the_given_number_of_processes(checkpoint, tmp_path):
-    run(checkpoint, tmp_path)
-    before = tree(tmp_path)
-    options = ["--instances", "postprocessing=4", "--instances", "vllm_model=3"]
-    run(checkpoint, tmp_path, *options)
-    after = tree(tmp_path)
-    assert {path for path in before if before[path] != after[path]} == {
-        "postprocessing/config.pbtxt",
-        "vllm_model/config.pbtxt",
-    }
-    assert b"{ count: 4 kind: KIND_CPU }" in after["postprocessing/config.pbtxt"]
-    assert b"{ count: 3 kind: KIND_MODEL }" in after["vllm_model/config.pbtxt"]
-    assert run(checkpoint, tmp_path, *options, "--check") == 0
-    assert run(checkpoint, tmp_path, "--check") == 1
-
-
-@pytest.mark.parametrize(
-    ("cores", "post", "text"),
-    [(1, 2, 1), (2, 2, 1), (3, 2, 2), (11, 2, 2), (12, 3, 2), (64, 3, 2)],
-)
-def test_as_many_processes_as_the_cores_are_good_for(
-    checkpoint, bare, tmp_path, monkeypatch, cores, post, text
-):
-    def num_processes(name):
-        return int(re.search(rb"count: (\d+) kind", tree(tmp_path)[f"{name}/config.pbtxt"])[1])
-
-    monkeypatch.setattr(cli, "num_cores", lambda: cores)
-    run(checkpoint, tmp_path)
-    assert num_processes("postprocessing") == post
-    assert num_processes("preprocessing") == 2
-    assert num_processes("tensorrt_llm_bls") == num_processes("vllm_model") == text
-    assert b"count" not in tree(tmp_path)["ensemble/config.pbtxt"]
-    run(checkpoint, tmp_path, "--instances", "postprocessing=1", "--instances", "vllm_model=4")
-    assert num_processes("postprocessing") == 1
-    assert num_processes("vllm_model") == 4
-    run(checkpoint, tmp_path, "--wiring", "fused")
-    assert num_processes("ensemble") == text
-    run(bare, tmp_path / "bare")
-    assert "postprocessing/config.pbtxt" not in tree(tmp_path / "bare")
-
-
-MANY = "preprocessing, postprocessing, tensorrt_llm_bls, vllm_model"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("tensorrt_llm=2", f"--instances names 'tensorrt_llm', which is not one of {MANY}"),
-        ("ensemble=3", f"--instances names 'ensemble', which is not one of {MANY}"),
-        ("=3", f"--instances names '', which is not one of {MANY}"),
-        ("postprocessing=0", "--instances postprocessing is 0, not from 1 to 8"),
-        ("postprocessing=9", "--instances postprocessing is 9, not from 1 to 8"),
-    ],
-)
-def test_processes_that_a_model_cannot_have(checkpoint, tmp_path, options, words):
-    with pytest.raises(ComposeError) as caught:
-        run(checkpoint, tmp_path, "--instances", options)
-    assert str(caught.value) == words
-    assert not tree(tmp_path)
-    if options == "ensemble=3":
-        run(checkpoint, tmp_path, "--instances", options, "--wiring", "fused")
-        assert b"count: 3" in tree(tmp_path)["ensemble/config.pbtxt"]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_help_names_the_models_that_may_have_several_processes(checkpoint, tmp_path, name):
-    is_named = name in INSTANCES_HELP.partition("(")[0].replace(",", "").split()
-    for wiring in ("composed", "fused"):
-        must_work = is_named and (name != "ensemble" or wiring == "fused")
-        with contextlib.nullcontext() if must_work else pytest.raises(ComposeError):
-            compose(checkpoint, tmp_path, {}, wiring, {name: 3})
-
-
-def test_processes_of_a_model_that_a_bare_checkpoint_does_not_have(bare, tmp_path):
-    with pytest.raises(ComposeError) as caught:
-        run(bare, tmp_path, "--instances", "vllm_model=3")
-    assert str(caught.value) == "--instances names vllm_model, but the checkpoint has no tokenizer"
-    assert not tree(tmp_path)
-
-
-@pytest.mark.parametrize("value", ["postprocessing", "postprocessing=", "x=-1", "x=1.5", "x=²"])
-def test_processes_that_are_no_number(checkpoint, tmp_path, capsys, value):
-    with pytest.raises(SystemExit):
-        run(checkpoint, tmp_path, "--instances", value)
-    assert f"'{value}' is not MODEL=N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "much"])

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from fixtures.engine.counting import VOCAB_SIZE
+from fixtures.engine.hashed import VOCAB_SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.edits import (

@@ -1,7 +1,9 @@
 """Windows and sinks: which blocks leave, how few stay, and that no token ever misses one."""
 
 import pytest
-from fixtures.engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected, seen_by
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import VOCAB_SIZE, Words, expected, seen_by
 from fixtures.engine.machine import Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 from fixtures.engine.checks import check, samplings
-from fixtures.engine.counting import VOCAB_SIZE, Client, CountingRunner, Words
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
 from fixtures.engine.drafting import RandomDrafts, check_given, outputs_of
+from fixtures.engine.hashed import VOCAB_SIZE, Words
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

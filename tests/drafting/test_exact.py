@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
-from fixtures.engine.counting import Client
+from fixtures.engine.client import Client
 from slipstream.config import EngineConfig
 from slipstream.drafting.lookup import PromptLookup
 from slipstream.drafting.speculator import Speculator

@@ -1,6 +1,6 @@
 """Prompt lookup against its definition: what followed the last occurrence of the last tokens."""
 
-from fixtures.engine.counting import MAX_LEN
+from fixtures.engine.hashed import MAX_LEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.sequence import Request, Sequence

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 from fixtures.engine.checks import check
-from fixtures.engine.counting import Client, CountingRunner, Words
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
 from fixtures.engine.drafting import continuation
+from fixtures.engine.hashed import Words
 from slipstream.core.drafts import Drafter, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow

@@ -3,7 +3,9 @@
 import logging
 
 import pytest
-from fixtures.engine.counting import Client, CountingRunner, Words
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import Words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.config import EngineConfig

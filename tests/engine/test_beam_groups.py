@@ -5,7 +5,9 @@ import re
 import pytest
 from fixtures.engine.beams import expected_beams, searches, text_of
 from fixtures.engine.checks import check, greedy, samplings
-from fixtures.engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner, Stream, Words
+from fixtures.engine.client import Client, Stream
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import MAX_LEN, VOCAB_SIZE, Words
 from fixtures.engine.machine import MAX_MODEL_LEN, Machine
 from fixtures.engine.machine import prompts as machine_prompts
 from hypothesis import given, settings

@@ -1,7 +1,9 @@
 """The best of several samples: chosen by the sum of their log probs, when all have ended."""
 
 import pytest
-from fixtures.engine.counting import Client, CountingRunner, Words
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import Words
 from msgspec.structs import replace
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits

@@ -2,7 +2,9 @@
 
 import pytest
 from fixtures.engine.checks import check, greedy
-from fixtures.engine.counting import Client, CountingRunner, Words
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import Words
 from slipstream.core.stop import Ending
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.engine import Engine

@@ -5,14 +5,9 @@ from math import inf, nan
 
 import pytest
 from fixtures.engine.checks import check, greedy, samplings, token_ids
-from fixtures.engine.counting import (
-    MAX_LEN,
-    VOCAB_SIZE,
-    Client,
-    CountingRunner,
-    Words,
-    expected,
-)
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import MAX_LEN, VOCAB_SIZE, Words, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.engine.engine import Engine

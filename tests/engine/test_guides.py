@@ -8,7 +8,8 @@ import json
 import time
 
 import pytest
-from fixtures.engine.counting import VOCAB_SIZE, CountingRunner, next_token
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import VOCAB_SIZE, next_token
 from fixtures.guide.real import GuidedEngine, follows, guide, ids_of, run
 from fixtures.guide.toy import END, ToyCompiler, legal_after
 from hypothesis import given, settings

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fixtures.engine.counting import Client
+from fixtures.engine.client import Client
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fixtures.engine.counting import VOCAB_SIZE, CountingRunner, Words, expected
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import VOCAB_SIZE, Words, expected
 from slipstream import __version__, wire
 from slipstream.engine import loop
 from slipstream.engine.engine import Engine

@@ -1,7 +1,9 @@
 """A step in flight while the next is scheduled: what is launched, when it is sent, what is void."""
 
 import pytest
-from fixtures.engine.counting import Client, CountingRunner, Words, expected, next_token
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import Words, expected, next_token
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow

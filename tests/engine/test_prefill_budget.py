@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
-from fixtures.engine.counting import Client, Counted, CountingRunner, Words
+from fixtures.engine.client import Client
+from fixtures.engine.counting import Counted, CountingRunner
+from fixtures.engine.hashed import Words
 from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,6 +1,8 @@
 """Too little of everything: a cache of a tenth of demand, and more requests than are admitted."""
 
-from fixtures.engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner, Words, expected
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import MAX_LEN, VOCAB_SIZE, Words, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.engine.engine import Engine

@@ -1,7 +1,8 @@
 """A request id runs once in a model, whichever of the model's processes receives it."""
 
 import pytest
-from fixtures.engine.counting import CountingRunner, Words
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import Words
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.engine.engine import Engine

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from fixtures.engine.counting import Client, CountingRunner, Words
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import Words
 from slipstream import figures, wire
 from slipstream.core.sequence import Request, Sequence
 from slipstream.engine.engine import Engine

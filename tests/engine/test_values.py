@@ -2,7 +2,9 @@
 
 import pytest
 from fixtures.engine.checks import check
-from fixtures.engine.counting import MAX_LEN, VOCAB_SIZE, Client, CountingRunner, Words
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import MAX_LEN, VOCAB_SIZE, Words
 from fixtures.engine.values import check_values
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits

@@ -4,8 +4,10 @@ import random
 
 import pytest
 from fixtures.engine.checks import check
-from fixtures.engine.counting import VOCAB_SIZE, Client, CountingRunner, Stream, Words
+from fixtures.engine.client import Client, Stream
+from fixtures.engine.counting import CountingRunner
 from fixtures.engine.drafting import RandomDrafts
+from fixtures.engine.hashed import VOCAB_SIZE, Words
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits

@@ -3,7 +3,9 @@
 import random
 
 import pytest
-from fixtures.engine.counting import VOCAB_SIZE, Client, CountingRunner, Words, expected
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import VOCAB_SIZE, Words, expected
 from slipstream.engine.admission import MAX_DEFERRALS
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits

@@ -8,7 +8,9 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from fixtures.engine.counting import Client, CountingRunner, Words, expected
+from fixtures.engine.client import Client
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.hashed import Words, expected
 from fixtures.engine.machine import MAX_MODEL_LEN, Machine
 from fixtures.engine.moving import LateMover
 from hypothesis import settings

@@ -6,7 +6,6 @@ turns them into text.
 
 import contextlib
 import logging
-import os
 import secrets
 import time
 from collections import deque
@@ -19,13 +18,14 @@ from slipstream_runtime.admission import Load
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.drafts import Speculation
 from slipstream.core.edits import EditContext
-from slipstream.core.sequence import Request, Sequence, SequenceStatus
+from slipstream.core.sequence import Request
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.answers import add_sequences, add_wanted, make_request, most_running
 from slipstream.engine.bisect import Bisection
 from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.device_drafts import DeviceDrafts
+from slipstream.engine.gauges import Gauges
 from slipstream.engine.guides import Guides, MaskTaker
 from slipstream.engine.reports import RequestLog
 from slipstream.engine.request_checks import RequestBounds
@@ -115,6 +115,8 @@ class Engine:
             speculation,
             device_drafts,
         )
+        fixed = {"max_num_seqs": limits.max_num_seqs, "block_size": runner.block_size}
+        self._gauges = Gauges(self._scheduler, self._telemetry, fixed)
         self._guides: Guides | None = None
         if guide_compiler is not None:
             queue, finish = self._scheduler.waiting, self._scheduler.finish
@@ -258,62 +260,12 @@ class Engine:
 
     def status(self, number: int = 0, bridges: Iterable[str] = ()) -> Status:
         """Return the answer to a `Ping`."""
-        scheduler = self._scheduler
-        age = time.monotonic() - self._last_step if self._requests else 0.0
-        return Status(
-            number=number,
-            model=self._model,
-            engine_pid=os.getpid(),
-            kv_blocks_free=scheduler.cache.num_unused,
-            kv_blocks_total=scheduler.cache.num_blocks,
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            last_step_age_s=age,
-            num_steps=self.num_steps,
-            num_preemptions=scheduler.num_preemptions,
-            bridges=list(bridges),
-            num_prompt_tokens=round(self._telemetry.counters["prompt_tokens"]),
-            num_output_tokens=round(self._telemetry.counters["output_tokens"]),
-            num_prefix_queries=round(self._telemetry.counters["prefix_queries"]),
-            num_prefix_hits=round(self._telemetry.counters["prefix_hits"]),
-        )
+        age_s = time.monotonic() - self._last_step if self._requests else 0.0
+        return self._gauges.status(number, self._model, self.num_steps, age_s, list(bridges))
 
     def figures(self, num_dropped: int = 0) -> Figures:
         """Return all metrics; `num_dropped` is the number of frames that were not messages."""
-        counters = self._telemetry.counters
-        counters["preemptions"] = self._scheduler.num_preemptions
-        counters["dropped_messages"] = num_dropped
-        for word, number in self._scheduler.cache.num_evicted.items():
-            counters[f"evicted_blocks:{word}"] = number
-        counters |= self._scheduler.cache.tier.counts
-        counters |= self._scheduler.draft_counts.counters
-        return self._telemetry.figures(
-            {
-                **self._load_of_clients(),
-                "max_num_seqs": self._limits.max_num_seqs,
-                "block_size": self._runner.block_size,
-                "cached_blocks": self._scheduler.cache.num_cached,
-                **self._scheduler.cache.tier.gauges(),
-            }
-        )
-
-    def _load_of_clients(self) -> dict[str, float]:
-        """Return gauges of running and waiting work without probes; a probe has one sequence."""
-        scheduler, waiting = self._scheduler, self._scheduler.waiting
-        probes: list[Sequence] = []
-        if self._telemetry.num_probes:
-            probes = [r.sequences[0] for r in self._requests.values() if r.message.is_probe]
-        running = [probe for probe in probes if probe.status is SequenceStatus.RUNNING]
-        idle = [probe for probe in probes if probe.status is SequenceStatus.WAITING]
-        new = [probe for probe in idle if not probe.first_scheduled_ns]
-        return {
-            "running": scheduler.num_running - len(running),
-            "waiting": scheduler.num_waiting - len(idle),
-            "active_requests": len(self._requests) - len(probes),
-            "waiting_requests": waiting.num_requests - len(new),
-            "waiting_tokens": waiting.num_tokens - sum(probe.num_prompt for probe in new),
-            "preempted_sequences": waiting.num_preempted - (len(idle) - len(new)),
-        }
+        return self._gauges.figures(self._requests.values(), num_dropped)
 
     def requests_of(self, bridge: bytes) -> list[int]:
         """Return the numbers of a bridge's requests that have not ended."""

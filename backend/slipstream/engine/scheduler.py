@@ -198,20 +198,7 @@ class Scheduler:
         max_tokens = self._max_tokens
         if only is not None:
             running, max_tokens = [s for s in running if s.id in only[0]], only[1]
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        for sequence in running:
-            num_tokens = sequence.num_tokens
-            if num_tokens - sequence.num_scheduled > 1:
-                prefills.append(sequence)
-            elif (
-                num_tokens < sequence.num_final  # else its last token is in flight
-                and num_tokens <= sequence.cache.capacity  # else it waits for a fence
-                and not (
-                    sequence.num_pending and (sequence.needs_every_token or sequence.is_speculating)
-                )
-            ):
-                decodes.append(sequence)
+        decodes, prefills = _split(running)
         if self._verification.is_active:
             decodes = together(decodes, running)
         num_long = sum(s.num_tokens > self._long_tokens for s in prefills)
@@ -401,3 +388,22 @@ def _hand_over(samplers: list[Sequence | None], sampled: Sampled) -> None:
     for sequence, arrived in made.items():
         assert sequence.wanted is not None
         sequence.wanted.arrive(arrived)
+
+
+def _split(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+    """Return those that decode in the next step, and those with more than a token to compute."""
+    decodes: list[Sequence] = []
+    prefills: list[Sequence] = []
+    for sequence in running:
+        num_tokens = sequence.num_tokens
+        if num_tokens - sequence.num_scheduled > 1:
+            prefills.append(sequence)
+        elif (
+            num_tokens < sequence.num_final  # else its last token is in flight
+            and num_tokens <= sequence.cache.capacity  # else it waits for a fence
+            and not (
+                sequence.num_pending and (sequence.needs_every_token or sequence.is_speculating)
+            )
+        ):
+            decodes.append(sequence)
+    return decodes, prefills
