@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from shapes import write_config
@@ -77,6 +78,14 @@ class _Compiler:
     def __init__(self, compiler: GuideCompiler) -> None:
         self._compiler = compiler
         self.num_mask_bytes, self.end_ids = compiler.num_mask_bytes, compiler.end_ids
+
+    def fill_all(self, matchers: Sequence[Matcher], address: int) -> list[str]:
+        """Make masks, slow ones one by one."""
+        if not any(isinstance(matcher, _SlowMatcher) for matcher in matchers):
+            return self._compiler.fill_all(matchers, address)
+        for number, matcher in enumerate(matchers):
+            matcher.fill(address + number * self.num_mask_bytes)
+        return [""] * len(matchers)
 
     def compile(self, guide: Guide) -> Template:
         """Return a compiled guide."""

@@ -13,7 +13,6 @@ A step is launched before the token of the step before is known, so a row's mask
 runs. If it comes too late the row is run again, and no other row waits.
 """
 
-import ctypes
 from collections.abc import Callable
 from itertools import compress
 from math import inf
@@ -38,9 +37,10 @@ class Guided:
     """A guided sequence. While `is_filling` another thread uses matcher and mask."""
 
     __slots__ = (
-        "_buffer",
         "_by_edits",
         "_end_ids",
+        "_mask",
+        "_more_ids",
         "_num_good",
         "_num_left",
         "_patience",
@@ -50,6 +50,7 @@ class Guided:
         "matcher",
         "needs_all",
         "needs_mask",
+        "pace",
     )
 
     def __init__(
@@ -57,9 +58,9 @@ class Guided:
     ) -> None:
         """Stand at the start; `end_ids` are those of the grammar, which the request may change."""
         self.matcher: Matcher = template.matcher.copy()
-        size = len(template.first_mask)
-        self._buffer = (ctypes.c_ubyte * size).from_buffer_copy(template.first_mask)
+        self.pace = template.pace
         self._end_ids = end_ids | set(sampling.end_ids)
+        self._more_ids = self._end_ids - end_ids  # of the request
         self.needs_all = needs_all_masks(sampling)
         # Values beside the samples may be those of unmasked logits: the mask must not touch them.
         self._by_edits = sampling.values is not None
@@ -67,7 +68,7 @@ class Guided:
         self._num_left = 0  # tokens with masks until the next attempt without
         self._num_good = 0  # samples without masks since a refusal
         self.needs_mask = self.needs_all
-        self._mark_ends()
+        self._mask = self._with_ends(template.first_mask)
         self.has_mask = True
         self.is_filling = False
         self.error = ""  # why it cannot go on
@@ -83,35 +84,31 @@ class Guided:
         if not self.needs_mask or self._by_edits:
             return None
         assert num_pending or self.has_mask, "a row without its mask"
-        return b"" if num_pending else bytes(self._buffer)
+        return b"" if num_pending else self._mask
 
     @property
     def wants_fill(self) -> bool:
         """Whether the next token needs a mask that nobody makes yet."""
         return self.needs_mask and not self.has_mask and not self.is_filling
 
-    def fill(self, give: Callable[[bytes], object] | None = None) -> None:
-        """Make the mask of the next token, and hand it on. Raises GuideError.
-
-        In a thread of its own; from `is_filling` on until that is unset, as the last but to give.
-        """
-        try:
-            self.matcher.fill(ctypes.addressof(self._buffer))
-            self._mark_ends()
-            mask = bytes(self._buffer)
-            self.has_mask = True
-        finally:
-            self.is_filling = False
+    def filled(self, mask: bytes, give: Callable[[bytes], object] | None = None) -> None:
+        """Take the mask of the next token, which the matcher has made, and hand it on."""
+        self._mask = self._with_ends(mask)
+        self.has_mask = True
+        self.is_filling = False  # the matcher is free
         if give is not None:
-            give(mask)
+            give(self._mask)
 
-    def _mark_ends(self) -> None:
-        """Make ends legal where the text may end, and nowhere else."""
-        mask, is_legal = self._buffer, self.matcher.is_accepting
-        for token_id in self._end_ids:
+    def _with_ends(self, mask: bytes) -> bytes:
+        """Return a mask by which the request's ends are legal where the text may end."""
+        if not self._more_ids:
+            return mask
+        marked, is_legal = bytearray(mask), self.matcher.is_accepting
+        for token_id in self._more_ids:
             place, bit = token_id >> 3, 1 << (token_id & 7)
-            if place < len(mask):
-                mask[place] = mask[place] | bit if is_legal else mask[place] & ~bit
+            if place < len(marked):
+                marked[place] = marked[place] | bit if is_legal else marked[place] & ~bit
+        return bytes(marked)
 
     def is_end(self, token_id: int) -> bool:
         """Return whether a token ends a text: it is legal where the matcher is accepting."""
@@ -148,7 +145,7 @@ class Guided:
         if not self.needs_mask or not self._by_edits:
             return edits
         assert self.has_mask, "a row without its mask"
-        bans = b"".join(compress(_bans(len(self._buffer) * 8), _zeros(bytes(self._buffer))))
+        bans = b"".join(compress(_bans(len(self._mask) * 8), _zeros(self._mask)))
         if not edits:
             return bans
         addends: dict[int, float] = dict(EDIT.iter_unpack(edits))

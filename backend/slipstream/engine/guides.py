@@ -6,7 +6,6 @@ step. If it comes too late the row is void and runs again; no other row waits fo
 that compile and make masks are those of `Workers`: everything here runs in the engine's.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Protocol
@@ -18,10 +17,9 @@ from slipstream.core.guided import Guided
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.guide.interface import GuideError, MakeCompiler, Template
-from slipstream.guide.workers import Workers
+from slipstream.guide.workers import Fill, Workers
 from slipstream.wire import FinishReason, Rejected
 
-_MAX_FILLERS = 8
 _WAIT_S = 0.005  # between two looks at messages while nothing else is to do
 
 Result = tuple[Sequence | None, int, float, int]  # and a token, its log prob, its outcome
@@ -50,8 +48,7 @@ class Guides:
         wake: Callable[[int], None],
         finish: Finish,
     ) -> None:
-        num_fillers = max(1, min(_MAX_FILLERS, (os.cpu_count() or 2) - 1))
-        self.workers = Workers(make, num_fillers)
+        self.workers = Workers(make)
         self._defer = defer
         self._wake = wake
         self._finish = finish
@@ -172,6 +169,10 @@ class Guides:
             self.advance(sequence)
         return ending
 
+    def flush(self) -> None:
+        """Start to make the masks asked for."""
+        self.workers.flush()
+
     def runnable(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Return those that can sample now: plain ones, and those that have their mask."""
         return [s for s in sequences if s.guide is None or s.guide.can_run(s.num_pending)]
@@ -182,11 +183,14 @@ class Guides:
         if guided is None or not guided.wants_fill or sequence.status is SequenceStatus.FINISHED:
             return
         guided.is_filling = True
-        fill = partial(guided.fill, self._takers.pop(sequence.id, None))
-        self.workers.fill(fill, partial(self._filled, sequence))
+        give = self._takers.pop(sequence.id, None)
+        take = guided.filled if give is None else partial(guided.filled, give=give)
+        fail = partial(self._fail, sequence, guided)
+        self.workers.fill(Fill(guided.matcher, guided.pace, take, fail))
 
-    def _filled(self, sequence: Sequence, error: str) -> None:
-        if error and sequence.status is not SequenceStatus.FINISHED:
+    def _fail(self, sequence: Sequence, guided: Guided, error: str) -> None:
+        guided.is_filling = False
+        if sequence.status is not SequenceStatus.FINISHED:
             message = f"the guide cannot be followed further: {error}"
             self._finish(sequence, Ending(FinishReason.ERROR, error=message))
 

@@ -279,6 +279,8 @@ class Scheduler:
                 self._changed[lead.id] = lead
                 if ending is not None:
                     self.finish(lead, ending)
+        if self.guides is not None and self.guides.num_active:
+            self.guides.flush()
         for owner in owners if self.cache.window.size else ():
             if owner.status is running:
                 self.cache.free_outside_window(owner)

@@ -4,8 +4,8 @@ A mask has one bit a token, token `t` at bit `t % 32` of the little-endian word 
 bit is 1 the token is legal.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream_contract.guide import Guide
@@ -45,6 +45,13 @@ class Matcher(Protocol):
         """Return another matcher at the same place."""
 
 
+@dataclass(slots=True)
+class Pace:
+    """How long the masks of a guide took lately; others do not wait for those of a slow one."""
+
+    num_fast: int = 0  # in a row
+
+
 @dataclass(frozen=True, slots=True)
 class Template:
     """A compiled guide. Its matcher stands at the start, and is copied for each sequence."""
@@ -52,6 +59,7 @@ class Template:
     matcher: Matcher
     first_mask: bytes  # of the first token
     num_bytes: int  # of memory, an estimate
+    pace: Pace = field(default_factory=Pace)
 
 
 class GuideCompiler(Protocol):
@@ -62,6 +70,13 @@ class GuideCompiler(Protocol):
 
     def compile(self, guide: Guide) -> Template:
         """Return a compiled guide. Raises GuideError."""
+
+    def fill_all(self, matchers: Sequence[Matcher], address: int) -> list[str]:
+        """Write the masks of several matchers to memory, one after another; return their errors.
+
+        They are made side by side, without the interpreter lock. An error is empty where there is
+        none.
+        """
 
 
 MakeCompiler = Callable[[], GuideCompiler]

@@ -5,13 +5,15 @@ that is too much costs its sender an error, which names the bound, and others no
 """
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
+from typing import cast
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from slipstream_contract.errors import clip
 from slipstream_contract.guide import Guide
 
-from slipstream.guide.interface import GuideError, Template
+from slipstream.guide.interface import GuideError, Matcher, Template
 from slipstream.guide.lowering import grammar_of
 
 _LIMITS = LLParserLimits(
@@ -27,6 +29,14 @@ _MARK = 0xFF  # the library's own byte for special tokens, which no text in UTF-
 _BYTES_A_CHARACTER = 64  # of a compiled grammar for each of its text, measured
 _BYTES_AT_LEAST = 64 << 10
 _MAX_ERROR = 300
+
+
+_MOST_THREADS = 16
+
+
+def num_filling_threads() -> int:
+    """Return how many threads make masks: all cores but one."""
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 2) - 1))
 
 
 class Follower:
@@ -48,11 +58,21 @@ class Follower:
         """Whether nothing but an end is legal."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
+    @property
+    def matcher(self) -> LLMatcher:
+        """The library's own."""
+        return self._matcher
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on: its mask is that of an end, which is not legal. Empty if it can."""
+        return _shortened(self._matcher.get_error()) if self._matcher.is_error() else ""
+
     def fill(self, address: int) -> None:
         """Write the mask of the next token to memory. Raises GuideError."""
         self._matcher.unsafe_compute_mask_ptr(address, self._num_mask_bytes)
-        if self._matcher.is_error():  # the mask is that of an end, which is not legal
-            raise GuideError(_shortened(self._matcher.get_error()))
+        if error := self.error:
+            raise GuideError(error)
 
     def take(self, token_id: int) -> bool:
         """Take a token if it is legal. Raises GuideError."""
@@ -108,6 +128,7 @@ class Compiler:
             raise GuideError(f"llguidance cannot read the tokenizer: {error}") from None
         self.num_mask_bytes = -(-vocab_size // 32) * 4
         self.end_ids = frozenset(end_ids)
+        self._executor = LLExecutor(num_filling_threads())
         self._check_bytes(vocab_size, raw)
 
     def _check_bytes(self, vocab_size: int, raw: Callable[[int], bytes]) -> None:
@@ -136,6 +157,14 @@ class Compiler:
             raise GuideError("no text of this model's tokens follows the guide")
         size = _BYTES_AT_LEAST + _BYTES_A_CHARACTER * len(grammar) + self.num_mask_bytes
         return Template(follower, mask.raw, size)
+
+    def fill_all(self, matchers: Sequence[Matcher], address: int) -> list[str]:
+        """Write the masks of several matchers to memory, one after another; return their errors."""
+        followers = cast("Sequence[Follower]", matchers)
+        places = [(follower.matcher, i) for i, follower in enumerate(followers)]
+        size = self.num_mask_bytes
+        self._executor.unsafe_compute_mask_ptr(places, address, size, len(places))
+        return [follower.error for follower in followers]
 
 
 def _shortened(error: str) -> str:

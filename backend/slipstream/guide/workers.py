@@ -1,9 +1,14 @@
-"""Compile guides and fill masks in threads of their own; the engine takes what is ready.
+"""Compile guides and fill masks beside the engine's thread; the engine takes what is ready.
+
+Most masks take microseconds: those of guides that have shown it are made together, at once, by the
+library's threads. Others are made one by one in threads of their own, so that none waits for a slow
+one.
 
 Compiled guides are kept, the last used ones within bounds of count and bytes; so are the errors of
 those that cannot be compiled, which then fail at once.
 """
 
+import ctypes
 import logging
 import threading
 import time
@@ -15,7 +20,14 @@ from typing import Any
 
 from slipstream_contract.guide import Guide
 
-from slipstream.guide.interface import GuideCompiler, GuideError, MakeCompiler, Template
+from slipstream.guide.interface import (
+    GuideCompiler,
+    GuideError,
+    MakeCompiler,
+    Matcher,
+    Pace,
+    Template,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +35,10 @@ MAX_COMPILE_S = 2.0
 MAX_TEMPLATES = 1024
 MAX_TEMPLATE_BYTES = 256 << 20
 _NUM_COMPILERS = 2
+_NUM_FILLERS = 8
 _ERROR_BYTES = 1024
+_FAST_S = 0.0005  # a mask alone, or what each adds to those made together
+_MIN_FAST = 8  # masks in a row after which a guide is fast
 
 
 class Templates:
@@ -68,12 +83,20 @@ class _Compile:
     is_over: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A mask to be made."""
+
+    matcher: Matcher
+    pace: Pace
+    take: Callable[[bytes], None]  # in whatever thread made it
+    fail: Callable[[str], None]  # in the engine's thread: why there is none
+
+
 class Workers:
     """Threads beside the engine's. All methods are called by the engine's thread alone."""
 
-    def __init__(
-        self, make: MakeCompiler, num_fillers: int, max_compile_s: float = MAX_COMPILE_S
-    ) -> None:
+    def __init__(self, make: MakeCompiler, max_compile_s: float = MAX_COMPILE_S) -> None:
         """Start to set up the tokenizer; requests may come before that is done."""
         self.num_jobs = 0  # that have not been reported
         self.templates = Templates()
@@ -83,12 +106,13 @@ class Workers:
         self._failure: GuideError | None = None
         self._compiles: dict[Guide, _Compile] = {}
         self._asked: SimpleQueue[_Compile] = SimpleQueue()
-        self._fills: SimpleQueue[tuple[Callable[[], None], Callable[[str], None]]] = SimpleQueue()
+        self._asked_fills: list[Fill] = []
+        self._fills: SimpleQueue[Fill] = SimpleQueue()
         self._done: deque[tuple[Any, ...]] = deque()
         self._news = threading.Event()
         self._start("guide-set-up", self._set_up)
-        self._num_fillers = num_fillers
         self._has_fillers = False
+        self._buffer = bytearray()  # of masks made together
 
     @staticmethod
     def _start(name: str, run: Callable[[], None]) -> None:
@@ -124,14 +148,45 @@ class Workers:
         job.waiting.append(report)
         self.num_jobs += 1
 
-    def fill(self, run: Callable[[], None], report: Callable[[str], None]) -> None:
-        """Run in a thread what makes a mask; `poll` reports its error, empty if there is none."""
-        if not self._has_fillers:
+    def fill(self, fill: Fill) -> None:
+        """Ask for a mask, which is made from the next `flush` on."""
+        self._asked_fills.append(fill)
+
+    def flush(self) -> None:
+        """Make masks asked for, or start to."""
+        asked, self._asked_fills = self._asked_fills, []
+        fast: list[Fill] = []
+        others: list[Fill] = []
+        for fill in asked:
+            (fast if fill.pace.num_fast >= _MIN_FAST else others).append(fill)
+        if others and not self._has_fillers:
             self._has_fillers = True
-            for number in range(self._num_fillers):
+            for number in range(_NUM_FILLERS):
                 self._start(f"guide-masks-{number}", self._fill_all)
-        self.num_jobs += 1
-        self._fills.put((run, report))
+        self.num_jobs += len(others)
+        for fill in others:
+            self._fills.put(fill)
+        if fast:
+            self._fill_together(fast)
+
+    def _fill_together(self, fills: list[Fill]) -> None:
+        """Make masks of fast guides; a guide whose masks were among slow ones is fast no more."""
+        compiler = self._compiler
+        assert compiler is not None, "a matcher without its compiler"
+        size = compiler.num_mask_bytes
+        if len(self._buffer) < len(fills) * size:
+            self._buffer = bytearray(len(fills) * size)
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._buffer))
+        start = time.perf_counter()
+        errors = compiler.fill_all([fill.matcher for fill in fills], address)
+        is_slow = time.perf_counter() - start > _FAST_S * (4 + len(fills) / 8)
+        for number, (fill, error) in enumerate(zip(fills, errors, strict=True)):
+            if is_slow:
+                fill.pace.num_fast = 0
+            if error:
+                fill.fail(error)
+            else:
+                fill.take(bytes(self._buffer[number * size : (number + 1) * size]))
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is something to poll, at most so long."""
@@ -165,9 +220,10 @@ class Workers:
         for report in job.waiting:
             report(made)
 
-    def _filled(self, report: Callable[[str], None], error: str) -> None:
+    def _filled(self, fill: Fill, error: str) -> None:
         self.num_jobs -= 1
-        report(error)
+        if error:
+            fill.fail(error)
 
     # --- threads -------------------------------------------------------------------------------
 
@@ -195,13 +251,23 @@ class Workers:
 
     def _fill_all(self) -> None:
         while True:
-            run, report = self._fills.get()
-            error = ""
+            fill = self._fills.get()
             try:
-                run()
-            except GuideError as caught:
-                error = str(caught)
+                error = self._fill_alone(fill)
             except Exception as caught:
                 _log.exception("a mask")
                 error = f"its mask cannot be made: {type(caught).__name__}"
-            self._finish(self._filled, report, error)
+            self._finish(self._filled, fill, error)
+
+    def _fill_alone(self, fill: Fill) -> str:
+        """Make a mask; return why there is none."""
+        assert self._compiler is not None, "a matcher without its compiler"
+        buffer = bytearray(self._compiler.num_mask_bytes)
+        start = time.perf_counter()
+        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
+        (error,) = self._compiler.fill_all([fill.matcher], address)
+        is_fast = time.perf_counter() - start < _FAST_S
+        fill.pace.num_fast = fill.pace.num_fast + 1 if is_fast else 0
+        if not error:
+            fill.take(bytes(buffer))
+        return error
