@@ -29,7 +29,7 @@ def client_of(
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
 @pytest.mark.parametrize("num_blocks", [20, 200])
 def test_tokens_are_those_without_drafts(right: float, num_blocks: int) -> None:
-    client, drafts, _ = client_of(5, right, num_blocks)
+    client, drafts, runner = client_of(5, right, num_blocks)
     rng = random.Random(7)
     asked = []
     for i in range(24):
@@ -51,6 +51,7 @@ def test_tokens_are_those_without_drafts(right: float, num_blocks: int) -> None:
         check(client, number, prompt, sampling)
     assert drafts.num_drafts > 0
     assert (drafts.num_right > 0) == (right > 0)
+    assert any(0 < b.num_drafts < b.num_decodes < len(b.rows) for b in runner.batches)
     num_outputs = sum(_num_outputs(stream) for stream in client.streams.values())
     assert client.engine._telemetry.counters["output_tokens"] == num_outputs
 

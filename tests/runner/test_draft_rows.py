@@ -57,6 +57,7 @@ def rows_of(
     ]
 
 
+@pytest.mark.parametrize("has_chunk", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "options",
@@ -64,12 +65,16 @@ def rows_of(
     ids=["plain", "deterministic", "int8"],
 )
 def test_rows_of_a_sequence_are_steps_of_one(
-    tmp_path: Path, device: str, options: dict[str, object]
+    tmp_path: Path, device: str, options: dict[str, object], has_chunk: bool
 ) -> None:
-    """Two sequences with drafts across a block's border, one without, of lengths that differ."""
+    """Two sequences with drafts across a block's border, one without, of lengths that differ.
+
+    A chunk of a fourth, the last one of its prompt, may be beside them.
+    """
     runner, rng = runner_of(tmp_path, device, **options), random.Random(3)
     starts = [61, 9, 140] if device == "cpu" else [61, 9, 2040]
     counts = [NUM_DRAFTS + 1, NUM_DRAFTS + 1, 1]
+    chunk = [rng.randrange(512) for _ in range(30)]
     texts = [[rng.randrange(512) for _ in range(s + NUM_DRAFTS + 1)] for s in starts]
     blocks = iter(rng.sample(range(runner.num_blocks), runner.num_blocks))
     size = runner.block_size
@@ -79,11 +84,17 @@ def test_rows_of_a_sequence_are_steps_of_one(
             part = text[begin : min(start, begin + 200)]
             row = Row(number, number, part, begin, (table,), False, GREEDY, 0, 0)
             runner.run(Batch((row,), 0))
+    table = [next(blocks) for _ in range(-(-len(chunk) // size))]
+    last = Row(3, 3, chunk[10:], 10, (table,), True, GREEDY, 0, 0)
+    if has_chunk:
+        runner.run(Batch((Row(3, 3, chunk[:10], 0, (table,), False, GREEDY, 0, 0),), 0))
     before = runner._cache.clone()
     alone: list[torch.Tensor] = []
     for number, (text, start, table) in enumerate(zip(texts, starts, tables, strict=True)):
         for row in rows_of(number, table, text[start : start + counts[number]], start, False):
             alone.append(runner.logits(Batch((row,), 1)).clone())
+    if has_chunk:
+        alone.append(runner.logits(Batch((last,), 0)).clone())
     want = torch.cat(alone)
     with torch.inference_mode():
         runner._cache.copy_(before)  # without what those steps wrote
@@ -92,7 +103,8 @@ def test_rows_of_a_sequence_are_steps_of_one(
         for number, (text, start, table) in enumerate(zip(texts, starts, tables, strict=True))
         for row in rows_of(number, table, text[start : start + counts[number]], start, False)
     ]
-    batch = Batch(tuple(rows), len(rows), num_drafts=2 * NUM_DRAFTS)
+    chunks = [last] if has_chunk else []
+    batch = Batch((*rows, *chunks), len(rows), num_drafts=2 * NUM_DRAFTS)
     got = runner.logits(batch).clone()
     if options.get("deterministic"):
         assert torch.equal(got, want)

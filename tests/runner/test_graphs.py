@@ -82,20 +82,30 @@ def test_a_bucket_is_the_smallest_that_holds(
     counts=st.lists(st.integers(1, 300), min_size=1, max_size=12),
     num_decodes=st.integers(0, 12),
     first_samples=st.booleans(),
+    max_drafted_rows=st.sampled_from([0, 256]),
+    has_drafts=st.booleans(),
 )
 def test_a_shape_with_chunks_holds_them(
-    counts: list[int], num_decodes: int, first_samples: bool
+    counts: list[int],
+    num_decodes: int,
+    first_samples: bool,
+    max_drafted_rows: int,
+    has_drafts: bool,
 ) -> None:
-    buckets = Buckets(256, 2048)
+    buckets = Buckets(256, 2048, None, max_drafted_rows)
+    has_drafts &= num_decodes > 1
     num_rows = num_decodes + len(counts)
     samples = num_rows - (not first_samples)
-    shape = StepShape(num_decodes + sum(counts), num_rows, num_decodes, samples, max(counts))
+    sizes = (num_decodes + sum(counts), num_rows, num_decodes, samples, max(counts))
+    shape = StepShape(*sizes, has_drafts)
     found = buckets.find(shape)
     if shape.num_samples == shape.num_tokens:
         return  # such a row would be a decode
     if found is None:
-        assert len(counts) > MAX_CHUNK_ROWS or sum(counts) > 512
+        is_large = len(counts) > MAX_CHUNK_ROWS or sum(counts) > 512
+        assert is_large or (has_drafts and not max_drafted_rows)
         return
+    assert found.has_drafts >= has_drafts
     assert found in buckets.shapes
     assert found.num_rows - found.num_decodes == MAX_CHUNK_ROWS >= len(counts)
     assert found.num_samples >= samples

@@ -13,7 +13,7 @@ A step may be scheduled while the one before it runs, whose tokens are then know
 (`Sequence.num_pending`): a row names its sample. A sequence that turns out to have ended has a row
 in flight that is ignored; a sequence that is preempted meanwhile still gets its token.
 
-Drafts go into steps of decodes alone: see `verification.py`.
+Drafts take what room decodes and chunks leave: see `verification.py`.
 """
 
 from collections import deque
@@ -218,23 +218,16 @@ class Scheduler:
         if not decodes and not draft.chunks:
             return None
         has_drafts = False
-        if self._verification.is_active and only is None and not draft.chunks:
-            num_running = len(self._running.sequences)
-            has_drafts = self._verification.add_drafts(decodes, draft.budget, num_running)
+        if self._verification.is_active and only is None and decodes:
+            num_running, num_chunks = len(self._running.sequences), len(draft.chunks)
+            has_drafts = self._verification.add_drafts(
+                decodes, draft.budget, num_chunks, num_running
+            )
         copies = self.cache.launch()
         self._prefill_budget.start_step(
             len(decodes), sum(num_tokens for _, num_tokens in draft.chunks)
         )
-        if has_drafts:
-            self._last_decodes = None
-            rows, owners = rows_with_drafts(decodes)
-            if self._device_drafts is not None:
-                rows = self._device_drafts.ask(rows)
-            self._launched.append(owners)
-            num_drafts, has_tops = len(rows) - len(decodes), self._running.num_with_tops > 0
-            has_masks = self._has_masks(rows)
-            return Batch(tuple(rows), len(rows), False, copies, has_tops, num_drafts, has_masks)
-        return self._build_batch(decodes, draft.chunks, copies)
+        return self._build_batch(decodes, draft.chunks, copies, has_drafts)
 
     def commit(self, batch: Batch, sampled: Sampled) -> list[Sequence]:
         """Apply the results of the oldest step: new tokens, endings, free blocks.
@@ -340,23 +333,33 @@ class Scheduler:
     # --- rows ----------------------------------------------------------------------------------
 
     def _build_batch(
-        self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], copies: Copies
+        self,
+        decodes: list[Sequence],
+        chunks: list[tuple[Sequence, int]],
+        copies: Copies,
+        has_drafts: bool,
     ) -> Batch:
         """Return the batch of these rows; from here on their tokens count as scheduled."""
-        is_same = not chunks and decodes == self._last_decodes
+        is_same = not (chunks or has_drafts) and decodes == self._last_decodes
         continues = is_same and all(sequence.num_pending for sequence in decodes)
-        self._last_decodes = None if chunks else decodes
-        rows = [decode_row(sequence, number) for number, sequence in enumerate(decodes)]
-        num_samples = len(decodes)
+        self._last_decodes = None if chunks or has_drafts else decodes
+        owners = decodes
+        if has_drafts:
+            rows, owners = rows_with_drafts(decodes)
+        else:
+            rows = [decode_row(sequence, number) for number, sequence in enumerate(decodes)]
+        num_decodes = num_samples = len(rows)
         for sequence, num_tokens in chunks:
             row = chunk_row(sequence, num_tokens, num_samples)
             num_samples += row.samples
             rows.append(row)
         if self._device_drafts is not None:
             rows = self._device_drafts.ask(rows)
-        self._launched.append([*decodes, *(sequence for sequence, _ in chunks)])
+        self._launched.append([*owners, *(sequence for sequence, _ in chunks)])
         has_tops, has_masks = self._running.num_with_tops > 0, self._has_masks(rows)
-        return Batch(tuple(rows), len(decodes), continues, copies, has_tops, has_masks=has_masks)
+        num_drafts = num_decodes - len(decodes)
+        rows_of_all = tuple(rows)
+        return Batch(rows_of_all, num_decodes, continues, copies, has_tops, num_drafts, has_masks)
 
     def _has_masks(self, rows: list[Row]) -> bool:
         """Return whether a row has a mask, or waits for one."""

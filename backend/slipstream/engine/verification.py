@@ -40,15 +40,18 @@ class Verification:
         """Find the drafts that requests ask for, before a step is scheduled."""
         self._speculation.update(num_running < self._max_rows)
 
-    def add_drafts(self, decodes: list[Sequence], budget: int, num_running: int) -> bool:
+    def add_drafts(
+        self, decodes: list[Sequence], budget: int, num_chunks: int, num_running: int
+    ) -> bool:
         """Give decodes their drafts, as many as fit; return whether there are any.
 
         Args:
-            decodes: those of a step that has no chunks.
+            decodes: of a step.
             budget: tokens that the step can still take.
+            num_chunks: of the step, each of which may sample.
             num_running: sequences that hold blocks.
         """
-        room = max(0, min(budget, self._max_rows - len(decodes)))
+        room = max(0, min(budget, self._max_rows - len(decodes) - num_chunks))
         has_drafts = False
         # The next tokens of beams depend on all beams: there is nothing to guess.
         takers = [sequence for sequence in decodes if not isinstance(sequence, Beam)]

@@ -78,8 +78,10 @@ class Buckets:
             self._rows = sorted({*self._rows, *more})
         tokens = token_buckets(max_num_batched_tokens)
         self._tokens = sorted({layout.up(count) for count in tokens})
-        # Of steps of both; where a decode is a chunk there are none.
-        most = min(max_num_seqs - 1, max_num_batched_tokens - 1) if layout.has_decodes else 0
+        # Of steps of both, with or without drafts; where a decode is a chunk there are none.
+        self._has_drafts = bool(drafts)
+        most = max(max_num_seqs, max_num_rows)
+        most = min(most - 1, max_num_batched_tokens - 1) if layout.has_decodes else 0
         self._decodes = _up_to(most, _MIXED_DECODES)
         self._beside = _up_to(max_num_batched_tokens - 1, _MIXED_TOKENS)
 
@@ -107,11 +109,9 @@ class Buckets:
 
     def find(self, shape: StepShape) -> StepShape | None:
         """The smallest that holds a step; None: it has no graph."""
-        if shape.has_drafts:
+        if shape.has_drafts and shape.num_decodes == shape.num_tokens:
             at = bisect.bisect_left(self._drafts, shape.num_tokens)
-            if shape.num_decodes < shape.num_tokens or at == len(self._drafts):
-                return None
-            return self._of_drafts(self._drafts[at])
+            return self._of_drafts(self._drafts[at]) if at < len(self._drafts) else None
         if shape.max_queries <= 1 and shape.num_samples == shape.num_tokens:
             if shape.num_tokens > self._rows[-1]:
                 return None
@@ -125,7 +125,8 @@ class Buckets:
             return self._of_tokens(self._tokens[bisect.bisect_left(self._tokens, tokens)])
         at = bisect.bisect_left(self._decodes, decodes)
         beside = bisect.bisect_left(self._beside, tokens)
-        if at == len(self._decodes) or beside == len(self._beside):
+        has_none = at == len(self._decodes) or beside == len(self._beside)
+        if has_none or shape.has_drafts > self._has_drafts:
             return None
         return self._of_both(self._decodes[at], self._beside[beside])
 
@@ -143,7 +144,8 @@ class Buckets:
 
     def _of_both(self, decodes: int, tokens: int) -> StepShape:
         rows = decodes + MAX_CHUNK_ROWS
-        return StepShape(decodes + tokens, rows, decodes, self._layout.up(rows), tokens)
+        sizes = (decodes + tokens, rows, decodes, self._layout.up(rows), tokens)
+        return StepShape(*sizes, self._has_drafts)
 
 
 @contextmanager
