@@ -87,6 +87,7 @@ def test_no_draft_breaks_what_a_request_asks_for() -> None:
     for options in (
         {"bad_words": ((3,),)},
         {"bias": ((3, 1.0),)},
+        {"no_repeat_ngram_size": 3},
         {"log_probs": True},
         {"repetition_penalty": 1.5},
     ):

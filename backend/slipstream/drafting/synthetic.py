@@ -66,5 +66,6 @@ class SyntheticDrafts:
 def _may_have_any_text(sequence: Sequence) -> bool:
     """Return whether a sequence asks for nothing that a token of no meaning would break."""
     sampling = sequence.sampling
-    is_bound = sampling.guide is not None or sampling.bad_words or sampling.bias
-    return not (is_bound or sampling.log_probs or sequence.wants_values)
+    has_bans = sampling.bad_words or sampling.bias or sequence.needs_every_token
+    has_values = sampling.log_probs or sequence.wants_values
+    return not (has_bans or has_values or sampling.guide is not None)
