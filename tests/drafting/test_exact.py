@@ -7,10 +7,12 @@ The quick tier sends a few requests. All 10,000, of random parameters, is one co
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from fixtures.engine.client import Client
+from msgspec.structs import replace
 from slipstream.config import EngineConfig
 from slipstream.drafting.lookup import PromptLookup
 from slipstream.drafting.speculator import Speculator
@@ -18,6 +20,8 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
+from slipstream.wire import FinishReason
+from slipstream_contract.drafts import Drafts
 from slipstream_contract.sampling import SamplingParams
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository/tensorrt_llm/1/checkpoint"
@@ -39,12 +43,12 @@ class _Eager(Speculator):
         return counts
 
 
-def runner_of(num_tokens: int) -> ModelRunner:
+def runner_of(num_tokens: int, speculation: str = "lookup") -> ModelRunner:
     config = EngineConfig(
         checkpoint=str(CHECKPOINT),
         device="cpu",
         deterministic=True,
-        speculation="lookup",
+        speculation=speculation,
         max_num_seqs=8,
         max_num_batched_tokens=128,
         max_model_len=192,
@@ -77,13 +81,22 @@ def asked(rng: random.Random) -> tuple[list[int], SamplingParams]:
 
 
 def outputs(
-    runner: ModelRunner, speculator: Speculator | None, seed: int, count: int
-) -> tuple[list[object], float]:
-    """Return tokens, log probs and endings of all requests, and how many drafts were right."""
+    runner: ModelRunner,
+    speculator: Speculator | None,
+    seed: int,
+    count: int,
+    drafts: Sequence[Drafts] = (),
+) -> tuple[list[tuple[tuple[int, int], list[int], list[float], FinishReason]], float]:
+    """Return tokens, log probs and endings of all requests, and how many drafts were right.
+
+    `drafts` are those that the requests bring or ask for, if any do.
+    """
     rng, limits = random.Random(seed), Limits(8, 128, max_num_rows=64)
     client = Client(Engine(limits, runner, None, speculation=speculator))
-    for _ in range(count):
-        client.submit(*asked(rng))
+    for number in range(count):
+        prompt, sampling = asked(rng)
+        own = drafts[number] if drafts else None
+        client.submit(prompt, replace(sampling, drafts=own))
         while client.engine._scheduler.num_waiting > 4:
             client.step()
     client.drain()
@@ -102,8 +115,25 @@ def compare(count: int, seed: int) -> float:
     return num_right
 
 
+def compare_asked(count: int, seed: int) -> None:
+    """Compare with requests that bring drafts, right for a while, or ask for some."""
+    runner, rng = runner_of(768, "none"), random.Random(seed)
+    plain, _ = outputs(runner, None, seed, count)
+    drafts = []
+    for number in range(count):
+        token_ids = next(ids for (request, _), ids, *_ in plain if request == number)
+        right = token_ids[: rng.randint(0, 50)]
+        others = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 0, 3]))]
+        most = rng.choice([None, None, 1, 8])
+        drafts.append(Drafts(token_ids=(*right, *others), most=most))
+    with_drafts, num_right = outputs(runner, None, seed, count, drafts)
+    assert with_drafts == plain
+    assert num_right > 0
+
+
 def test_a_few_requests() -> None:
     assert compare(6, 1) > 0
+    compare_asked(6, 1)
 
 
 @pytest.mark.rest
@@ -111,3 +141,4 @@ def test_many_requests() -> None:
     count = int(os.environ.get("SLIPSTREAM_EXACT", "200"))
     for seed in range(2, 2 + -(-count // 200)):
         assert compare(min(200, count), seed) > 0
+        compare_asked(min(200, count), seed)
