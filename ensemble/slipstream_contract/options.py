@@ -5,7 +5,7 @@ knows, keeps the model from loading, by name: it must not look as if it had an e
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from slipstream_contract.limits import MAX_BEAM_WIDTH
 
@@ -19,7 +19,8 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
     "gpt_model_type": ("inflight_fused_batching", "inflight_batching"),
     "batch_scheduler_policy": ("max_utilization", "guaranteed_no_evict"),  # same tokens either way
     "max_beam_width": tuple(map(str, range(1, MAX_BEAM_WIDTH + 1))),
-    "decoding_mode": ("auto", "top_k", "top_p", "top_k_top_p"),
+    # Beams and lookahead are a request's to ask for; the others are the engine's: see below.
+    "decoding_mode": ("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "lookahead"),
     "enable_chunked_context": ("true",),
     "enable_kv_cache_reuse": ("true",),
     "enable_trt_overlap": _EITHER,
@@ -37,6 +38,32 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
     "ENABLE_VLLM_HEALTH_CHECK": ("no", "false"),
 }
 
+_DRAFTERS = {"medusa": "medusa", "eagle": "eagle3"}
+"""Decoding mode -> the engine's `speculation` that is meant."""
+
+Engine = Mapping[str, object]
+
+
+def _speculation(engine: Engine) -> object:
+    return engine.get("speculation", "none")
+
+
+def _is_same(name: str) -> Callable[[str, Engine], bool]:
+    return lambda value, engine: _close(value) == _close(str(engine.get(name, "")))
+
+
+def _close(text: str) -> str:
+    return "".join(text.split())
+
+
+# Key -> whether a value says what the engine does, by its settings.
+_OF_ENGINE: dict[str, Callable[[str, Engine], bool]] = {
+    "decoding_mode": lambda value, engine: _DRAFTERS.get(value.lower()) == _speculation(engine),
+    "tensorrt_llm_draft_model_name": lambda _, engine: _speculation(engine) == "draft",
+    "medusa_choices": _is_same("medusa_choices"),
+    "eagle_choices": _is_same("eagle_choices"),
+}
+
 # Key -> where the same is said here.
 _INSTEAD = {
     "enable_kv_cache_reuse": "kv_cache_reuse in tensorrt_llm/1/model.json",
@@ -45,6 +72,14 @@ _INSTEAD = {
     "max_attention_window_size": "attention_window in tensorrt_llm/1/model.json",
     "sink_token_length": "sink_tokens in tensorrt_llm/1/model.json",
     "kv_cache_host_memory_bytes": "kv_cache_host_bytes in tensorrt_llm/1/model.json",
+    "tensorrt_llm_draft_model_name": "speculation to draft, and draft_checkpoint, in "
+    "tensorrt_llm/1/model.json",
+    "medusa_choices": "the same medusa_choices in tensorrt_llm/1/model.json",
+    "eagle_choices": "the same eagle_choices in tensorrt_llm/1/model.json",
+    **dict.fromkeys(
+        ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
+        "speculation and num_draft_tokens in tensorrt_llm/1/model.json, or this in requests",
+    ),
     "gpt_model_path": "checkpoint in tensorrt_llm/1/model.json",
     "hf_model_path": "checkpoint in tensorrt_llm/1/model.json",
 }
@@ -55,25 +90,28 @@ def is_unset(name: str, value: str) -> bool:
     return value in ("", "${" + name + "}")
 
 
-def refuse_unserved(model: str, parameters: Mapping[str, str]) -> None:
+def refuse_unserved(model: str, parameters: Mapping[str, str], engine: Engine) -> None:
     """Check that every parameter is honoured or without effect. Raises ValueError for the first.
 
-    Other keys in capitals are the server's own.
+    Other keys in capitals are the server's own. `engine`: settings of the engine, where known.
     """
     for name, value in parameters.items():
         if name in SERVED or is_unset(name, value):
             continue
-        known = NEUTRAL.get(name)
-        if known is None and name.isupper():
+        known, is_true = NEUTRAL.get(name, ()), _OF_ENGINE.get(name)
+        if value.lower() in known or (is_true is not None and is_true(value, engine)):
             continue
-        if known is None or value.lower() not in known:
-            raise ValueError(f"{model}: parameter {name} is {value[:64]!r}: {_advice(name, known)}")
+        if known or is_true is not None or not name.isupper():
+            advice = _advice(name, value, known)
+            raise ValueError(f"{model}: parameter {name} is {value[:64]!r}: {advice}")
 
 
-def _advice(name: str, known: tuple[str, ...] | None) -> str:
+def _advice(name: str, value: str, known: tuple[str, ...]) -> str:
+    if name == "decoding_mode" and value.lower() in _DRAFTERS:
+        return f"set speculation to {_DRAFTERS[value.lower()]} in tensorrt_llm/1/model.json"
     if name in _INSTEAD:
         return f"set {_INSTEAD[name]}"
-    if known is not None:
+    if known:
         return f"only {' or '.join(known)} is served"
-    near = difflib.get_close_matches(name, [*SERVED, *NEUTRAL], n=1)
+    near = difflib.get_close_matches(name, [*SERVED, *NEUTRAL, *_OF_ENGINE], n=1)
     return f"not served; do you mean {near[0]}?" if near else "not served, leave it out"

@@ -22,7 +22,7 @@ class StageParameters:
         self.model = arguments["model_name"]
         given = self.config.get("parameters", {})
         self._texts = {name: given[name].get("string_value", "").strip() for name in given}
-        refuse_unserved(self.model, self._texts)
+        refuse_unserved(self.model, self._texts, self.engine())
 
     def text(self, name: str, default: str = "") -> str:
         """Return a parameter as it is written."""
@@ -44,9 +44,18 @@ class StageParameters:
         return "dynamic_batching" in self.config
 
     def engine(self) -> dict[str, Any]:
-        """Return the `engine` part of the sibling `tensorrt_llm`; nothing where there is none."""
+        """Return the `engine` part of the sibling `tensorrt_llm`; nothing where there is none.
+
+        Raises ValueError that names the file if it is not JSON.
+        """
         path = self._engine_file()
-        return json.loads(path.read_bytes()).get("engine", {}) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        try:
+            settings = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        return (settings.get("engine") or {}) if isinstance(settings, dict) else {}
 
     def tokenizer_directory(self) -> Path:
         """Return `tokenizer_dir`, relative to the version directory; else the engine's checkpoint.

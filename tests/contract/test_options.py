@@ -20,8 +20,8 @@ def arguments(**parameters: str) -> dict[str, str]:
 
 def test_placeholders_and_nothing_are_defaults():
     placeholders = {name: f"${{{name}}}" for name in (*SERVED, *NEUTRAL, "lora_cache_max", "any")}
-    refuse_unserved("m", placeholders)
-    refuse_unserved("m", dict.fromkeys(placeholders, ""))
+    refuse_unserved("m", placeholders, {})
+    refuse_unserved("m", dict.fromkeys(placeholders, ""), {})
     parameters = StageParameters(arguments(skip_special_tokens="${skip_special_tokens}"))
     assert parameters.flag("skip_special_tokens", True)
 
@@ -29,8 +29,8 @@ def test_placeholders_and_nothing_are_defaults():
 def test_what_asks_for_nothing_loads():
     for name, values in NEUTRAL.items():
         for value in values:
-            refuse_unserved("m", {name: value})
-    refuse_unserved("m", {"EXECUTION_ENV_PATH": "/env", "max_beam_width": "1"})
+            refuse_unserved("m", {name: value}, {})
+    refuse_unserved("m", {"EXECUTION_ENV_PATH": "/env", "max_beam_width": "1"}, {})
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,45 @@ def test_what_asks_for_nothing_loads():
             "set kv_cache_host_bytes in tensorrt_llm/1/model.json",
         ),
         ("skip_special_token", "true", "do you mean skip_special_tokens"),
-        ("medusa_choices", "[[0]]", "not served, leave it out"),
+        ("medusa_choices", "[[0]]", "set the same medusa_choices in tensorrt_llm/1/model.json"),
+        ("decoding_mode", "redrafter", "only auto or top_k or .* or lookahead is served"),
+        ("decoding_mode", "Medusa", "set speculation to medusa in tensorrt_llm/1/model.json"),
+        ("decoding_mode", "eagle", "set speculation to eagle3 in tensorrt_llm/1/model.json"),
+        (
+            "tensorrt_llm_draft_model_name",
+            "small",
+            "set speculation to draft, and draft_checkpoint",
+        ),
+        ("lookahead_window_size", "4", "set speculation and num_draft_tokens in tensorrt_llm/1"),
+        ("lora_cache_max", "4", "not served, leave it out"),
     ],
 )
 def test_what_is_not_done_keeps_a_model_from_loading(name, value, advice):
     with pytest.raises(ValueError, match=f"m: parameter {name} is .*{advice}"):
         StageParameters(arguments(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "name", "value"),
+    [
+        ("medusa", "decoding_mode", "medusa"),
+        ("eagle3", "decoding_mode", "eagle"),
+        ("draft", "tensorrt_llm_draft_model_name", "tensorrt_llm_draft"),
+        ("medusa", "medusa_choices", "{0},{0,0}"),
+        ("eagle3", "eagle_choices", "{0}, {0, 0}"),
+    ],
+)
+def test_what_the_engine_does_loads(speculation, name, value, tmp_path):
+    """By the settings of the model beside it."""
+    engine = {"speculation": speculation, "checkpoint": "c"}
+    if name.endswith("choices"):
+        engine[name] = "{0}, {0, 0}"
+    folder = tmp_path / "tensorrt_llm" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.json").write_text(json.dumps({"wiring": "composed", "engine": engine}))
+    given = arguments(**{name: value}) | {"model_repository": str(tmp_path / "tensorrt_llm_bls")}
+    assert StageParameters(given).text(name) == value
+    engine["speculation"] = engine[name] = "none"
+    (folder / "model.json").write_text(json.dumps({"wiring": "composed", "engine": engine}))
+    with pytest.raises(ValueError, match=f"parameter {name} is .*: set "):
+        StageParameters(given)
