@@ -167,6 +167,7 @@ def test_stop_cancels_and_nothing_else_counts() -> None:
             "sampling_param_logits_post_processor_name is not supported yet",
         ),
         ({"parameters": {"temprature": 1}}, "unknown request parameter 'temprature'"),
+        ({"parameters": {"lookahead_config": "{}"}}, "lookahead_config is '{}': a request cannot"),
         ({"parameters": {"logprobs": 1}}, "logprobs has no output in this contract"),
         ({"parameters": {"top_k": 4}, "top_k": 3}, "sampling_param_top_k and top_k are given"),
         (

@@ -164,6 +164,8 @@ def test_what_is_returned_makes_the_engine_compute_it():
         ({"best_of": 2, "n": 3}, "best_of is 2, below n, which is 3"),
         ({"structured_outputs": '{"yaml": {}}'}, "structured_outputs.'yaml' is not known"),
         ({"lora_name": "a"}, "lora_name is not supported yet"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config is .*: a request cannot"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens is 3: .*--speculation"),
         ("[1]", r"sampling_parameters is \[1\], not a JSON object"),
         ("{", "sampling_parameters is not JSON"),
         ("[" * 100_000, "sampling_parameters is not JSON"),

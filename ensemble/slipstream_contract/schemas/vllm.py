@@ -53,6 +53,8 @@ _LATER: dict[str, tuple[object, ...]] = {
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),
 }
+# Names of vLLM's and of the LLM API's that an engine is started with.
+_OF_ENGINE = ("speculative_config", "num_speculative_tokens", "lookahead_config")
 _SERVED = frozenset(
     {asked.name for entry in FIELDS.values() if (asked := entry.asked("vllm")) is not None}
     | {"stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "bad_words", "logit_bias"}
@@ -229,6 +231,12 @@ def read_values(
             if _neutral_form(value) not in _LATER[name]:
                 served = [each for each in _LATER[name] if isinstance(each, int)]
                 raise refuse_unsupported(labels.get(name, name), value, served)
+        elif name in _OF_ENGINE:
+            if value is not None:
+                raise ContractError(
+                    f"{labels.get(name, name)} is {clip(value)}: a request cannot choose it, the "
+                    "engine is started with it (slipstream compose --speculation)"
+                )
         elif name not in _SERVED:
             raise refuse_parameter(name, _SERVED | _LATER.keys() | openai_names.NAMES)
     if given.get("max_tokens") is None and most is not None:  # no default below the bound given
