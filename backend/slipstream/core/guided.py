@@ -1,10 +1,11 @@
 """Hold the state of a guided sequence: its place in the grammar, and the mask of its next token.
 
 A greedy or plain-temperature sample that turns out legal is the sample that the mask would have
-left: the largest of all noisy logits is the largest of the legal ones. Such a sequence runs without
-masks, as others do, and each sample is validated when it is known. After a refusal it needs masks
-for some tokens, ever more of them if it is refused again at once. Where filters choose among
-likely tokens, or log probs are wanted, every token needs its mask.
+left: the largest of all noisy logits is the largest of the legal ones. Such a sequence has masks
+while they are made fast; where they are not it runs without, as others do, and each sample is
+validated when it is known. After a refusal it needs masks for some tokens, ever more of them if it
+is refused again at once. Where filters choose among likely tokens, or log probs are wanted, every
+token needs its mask.
 
     matcher    the outputs, all of them, and nothing else
     mask       of the output after them, or none yet
@@ -20,7 +21,7 @@ from math import inf
 from slipstream_contract.sampling import FIELDS, FILTERS, SamplingParams
 
 from slipstream.core.edits import EDIT
-from slipstream.guide.interface import Matcher, Template
+from slipstream.guide.interface import MIN_FAST, Matcher, Template
 
 _FEWEST, _MOST = 4, 64  # tokens with masks after a refusal
 
@@ -65,9 +66,10 @@ class Guided:
         # Values beside the samples may be those of unmasked logits: the mask must not touch them.
         self._by_edits = sampling.values is not None
         self._patience = _FEWEST
-        self._num_left = 0  # tokens with masks until the next attempt without
+        # Tokens with masks until the next attempt without.
+        self._num_left = 1 if self.pace.is_slow else MIN_FAST
         self._num_good = 0  # samples without masks since a refusal
-        self.needs_mask = self.needs_all
+        self.needs_mask = True  # the first is there
         self._mask = self._with_ends(template.first_mask)
         self.has_mask = True
         self.is_filling = False
@@ -131,11 +133,12 @@ class Guided:
             self._patience = _FEWEST if self._num_good > _MOST else min(_MOST, 2 * self._patience)
             self._num_left, self._num_good = self._patience, 0
             self.needs_mask = True
-        elif self.needs_mask:
+            return
+        if self.needs_mask:
             self._num_left -= 1
-            self.needs_mask = self._num_left > 0
         else:
             self._num_good += 1
+        self.needs_mask = self._num_left > 0 or self.pace.is_fast
 
     def with_bans(self, edits: bytes) -> bytes:
         """Return `EDIT` records of a row: those given, and a ban of each token that is illegal.

@@ -69,6 +69,7 @@ def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
                 is_new=False,
                 history=None,
                 prompt=None,
+                mask=None,
             )
         )
     sequence.num_scheduled += len(drafts)

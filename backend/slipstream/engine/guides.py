@@ -54,6 +54,7 @@ class Guides:
         self._finish = finish
         self.num_active = 0  # guided requests that have not ended
         self._rejected: list[tuple[bytes, Rejected]] = []
+        self._waiting: dict[int, Sequence] = {}  # for their masks to be made
         # By sequence, what takes the mask of its row in the step launched last.
         self._takers: dict[int, Callable[[bytes], None]] = {}
 
@@ -169,24 +170,28 @@ class Guides:
             self.advance(sequence)
         return ending
 
-    def flush(self) -> None:
-        """Start to make the masks asked for."""
-        self.workers.flush()
-
     def runnable(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Return those that can sample now: plain ones, and those that have their mask."""
         return [s for s in sequences if s.guide is None or s.guide.can_run(s.num_pending)]
 
     def advance(self, sequence: Sequence) -> None:
-        """Make the mask of the next token, where it needs one."""
-        guided = sequence.guide
-        if guided is None or not guided.wants_fill or sequence.status is SequenceStatus.FINISHED:
-            return
-        guided.is_filling = True
-        give = self._takers.pop(sequence.id, None)
-        take = guided.filled if give is None else partial(guided.filled, give=give)
-        fail = partial(self._fail, sequence, guided)
-        self.workers.fill(Fill(guided.matcher, guided.pace, take, fail))
+        """Ask for the mask of the next token, where it needs one; `flush` makes it."""
+        if sequence.guide is not None:
+            self._waiting[sequence.id] = sequence
+
+    def flush(self) -> None:
+        """Start to make the masks that are needed."""
+        waiting, self._waiting = self._waiting, {}
+        for sequence in waiting.values():
+            guided = sequence.guide
+            if guided is None or not guided.wants_fill:
+                continue
+            guided.is_filling = True
+            give = self._takers.pop(sequence.id, None)
+            take = guided.filled if give is None else partial(guided.filled, give=give)
+            fail = partial(self._fail, sequence, guided)
+            self.workers.fill(Fill(guided.matcher, guided.pace, take, fail))
+        self.workers.flush()
 
     def _fail(self, sequence: Sequence, guided: Guided, error: str) -> None:
         guided.is_filling = False

@@ -5,7 +5,7 @@ No sequence is preempted for drafts, and blocks that only rejected ones needed g
 
 from collections.abc import Callable, Iterable
 
-from slipstream.core.batch import Row, Sampled
+from slipstream.core.batch import Outcome, Row, Sampled
 from slipstream.core.drafts import Speculation, is_right
 from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.drafting.asked import AskedDrafts
@@ -57,8 +57,8 @@ class Verification:
         takers = [sequence for sequence in decodes if not isinstance(sequence, Beam)]
         for sequence, proposed in self._speculation.propose(takers, room):
             assert not sequence.num_pending, "drafts after an unknown token"
-            if sequence.guide is not None and sequence.guide.needs_mask:
-                continue  # its mask is of one row
+            if sequence.guide is not None and sequence.guide.needs_all:
+                continue  # its mask is of one row; others validate what they sample without
             most = sequence.num_final - sequence.num_tokens - 1  # the last token needs no draft
             count = max(0, min(len(proposed), most))
             while sequence.num_tokens + count > sequence.cache.capacity:
@@ -101,7 +101,7 @@ class Verification:
             token_ids = [row.token_ids[0] for row in rows[1 : count + 1]] + token_ids[count:]
             rows = rows[: count + 1]
         results = zip(token_ids, sampled.log_probs, sampled.outcomes, strict=True)
-        for row, result in zip(rows, results, strict=False):
+        for row, (token_id, log_prob, outcome) in zip(rows, results, strict=False):
             if sequence.status is SequenceStatus.FINISHED:
                 break
             if row is not rows[0]:
@@ -113,7 +113,7 @@ class Verification:
             self._telemetry.tokens_sampled([sequence], now)
             if sequence.status is SequenceStatus.RUNNING:
                 sequence.num_computed = row.start + 1
-            append([(sequence, *result)], now)
+            append([(sequence, token_id, log_prob, outcome_of(sequence, row, outcome))], now)
         is_over = sequence.status is SequenceStatus.FINISHED
         if num_right == len(rows) - 1 < num_drafts and not is_over:  # the next is not accepted
             num_wrong = 1
@@ -122,3 +122,9 @@ class Verification:
         self.counts.add(drafter, num_drafts, num_right)
         if sequence.status is SequenceStatus.RUNNING:
             self._cache.give_back(sequence)
+
+
+def outcome_of(sequence: Sequence, row: Row, outcome: int) -> int:
+    """Return the outcome of a row, which tells whether a guided sample had its mask."""
+    is_open = sequence.guide is not None and row.mask is None
+    return Outcome.UNMASKED if is_open and outcome == Outcome.SAMPLED else outcome

@@ -45,11 +45,25 @@ class Matcher(Protocol):
         """Return another matcher at the same place."""
 
 
+MIN_FAST = 8  # masks in a row after which a guide is fast
+
+
 @dataclass(slots=True)
 class Pace:
     """How long the masks of a guide took lately; others do not wait for those of a slow one."""
 
     num_fast: int = 0  # in a row
+    is_slow: bool = False  # the last one was
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether masks of the guide can be relied on to come while a step runs."""
+        return self.num_fast >= MIN_FAST
+
+    def note(self, is_fast: bool) -> None:
+        """Count a mask."""
+        self.num_fast = self.num_fast + 1 if is_fast else 0
+        self.is_slow = not is_fast
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,6 @@ _NUM_COMPILERS = 2
 _NUM_FILLERS = 8
 _ERROR_BYTES = 1024
 _FAST_S = 0.0005  # a mask alone, or what each adds to those made together
-_MIN_FAST = 8  # masks in a row after which a guide is fast
 
 
 class Templates:
@@ -158,7 +157,7 @@ class Workers:
         fast: list[Fill] = []
         others: list[Fill] = []
         for fill in asked:
-            (fast if fill.pace.num_fast >= _MIN_FAST else others).append(fill)
+            (fast if fill.pace.is_fast else others).append(fill)
         if others and not self._has_fillers:
             self._has_fillers = True
             for number in range(_NUM_FILLERS):
@@ -182,7 +181,7 @@ class Workers:
         is_slow = time.perf_counter() - start > _FAST_S * (4 + len(fills) / 8)
         for number, (fill, error) in enumerate(zip(fills, errors, strict=True)):
             if is_slow:
-                fill.pace.num_fast = 0
+                fill.pace.note(False)
             if error:
                 fill.fail(error)
             else:
@@ -266,8 +265,7 @@ class Workers:
         start = time.perf_counter()
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
         (error,) = self._compiler.fill_all([fill.matcher], address)
-        is_fast = time.perf_counter() - start < _FAST_S
-        fill.pace.num_fast = fill.pace.num_fast + 1 if is_fast else 0
+        fill.pace.note(time.perf_counter() - start < _FAST_S)
         if not error:
             fill.take(bytes(buffer))
         return error
