@@ -6,15 +6,19 @@ is `expected`; with the default model, what another run with all masks gives.
 
 import json
 import time
+from collections.abc import Iterator
 
 import pytest
 from fixtures.engine.counting import CountingRunner
+from fixtures.engine.drafting import RandomDrafts
 from fixtures.engine.hashed import VOCAB_SIZE, next_token
 from fixtures.guide.real import GuidedEngine, follows, guide, ids_of, run
 from fixtures.guide.toy import END, ToyCompiler, legal_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.sequence import mix_seed
+from slipstream.core.drafts import Speculation
+from slipstream.core.sequence import Sequence, mix_seed
+from slipstream.core.window import AttentionWindow
 from slipstream.engine.scheduler import Limits
 from slipstream.guide.interface import GuideError
 from slipstream_contract.errors import ContractError
@@ -31,10 +35,12 @@ PERSON = {
 }
 
 
-def toy(num_blocks: int = 64, **slow: dict[str, float]) -> GuidedEngine:
+def toy(
+    num_blocks: int = 64, speculation: Speculation | None = None, **slow: dict[str, float]
+) -> GuidedEngine:
     compiler = ToyCompiler(slow.get("masks", {}), slow.get("guides", {}))
     runner = CountingRunner(num_blocks, 4)
-    engine = GuidedEngine(runner, lambda: compiler, Limits(8, 64))
+    engine = GuidedEngine(runner, lambda: compiler, Limits(8, 64), speculation)
     engine.compiler = compiler
     return engine
 
@@ -86,6 +92,42 @@ def test_each_token_is_the_masked_sample(asked, num_blocks, has_late):
             assert engine.ends[number, index].finished.error is None
             if text:
                 assert got == expected(text, prompt, seed, most, index)
+
+
+class GuidedDrafts(RandomDrafts):
+    """Drafts of what a guided sequence will have, some of them wrong, legal or not."""
+
+    def propose(
+        self, decodes: list[Sequence], max_drafts: int
+    ) -> Iterator[tuple[Sequence, list[int]]]:
+        for sequence, drafts in super().propose(decodes, max_drafts):
+            if sequence.sampling.guide is not None and self._random.random() < 0.8:
+                text, seed, most = sequence.sampling.guide.text, sequence.sampling.seed, 20
+                right = expected(text, sequence.prompt.tolist(), seed, most, sequence.index)
+                drafts = right[len(sequence.outputs) :][: len(drafts)]
+                if drafts and self._random.random() < 0.3:
+                    drafts[-1] = self._random.randrange(VOCAB_SIZE)
+            yield sequence, drafts
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(["", "x", "y:9"]), min_size=1, max_size=6), st.integers(0, 99))
+def test_drafts_change_no_guided_token(texts, seed):
+    """Right ones, wrong ones and illegal ones, beside sequences that need all masks."""
+    drafts = GuidedDrafts(AttentionWindow(), seed)
+    drafts.most = 4
+    engine = toy(40, drafts)
+    numbers = []
+    for i, text in enumerate(texts):
+        wanted = guide("regex", text) if text else None
+        filters = {"top_k": 5} if i % 3 == 2 else {}
+        sampling = {"temperature": 1.0, "seed": i, "max_tokens": 20, **filters}
+        numbers.append(engine.submit([1, i], wanted, **sampling, end_ids=(END,)))
+    engine.drain(engine.engine.check_integrity)
+    for i, (number, text) in enumerate(zip(numbers, texts, strict=True)):
+        assert engine.ends[number, 0].finished.error is None
+        if text:
+            assert engine.outputs.get((number, 0), []) == expected(text, [1, i], i, 20)
 
 
 def test_matcher_and_tokens_stay_in_step():
