@@ -1,6 +1,9 @@
 """Drafts of a client's own, and drafts that it asks for, through schema, bridge and engine."""
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ from fixtures.features.house import House
 from fixtures.features.table import PROMPT, body_of
 from fixtures.tiers import quick_of
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "speculation.md"
 WARM = ("warm", "seed")
 WRONG = 7  # a token that no answer here has
 
@@ -88,3 +92,11 @@ def test_an_engine_without_a_drafter_makes_the_drafts_that_are_asked_for(
         told = house.ask("tensorrt_llm_bls", body | same | {"lookahead_ngram_size": ngram})
         assert (figures(told[-1])[0] > 0) == has_any
         assert b"".join(each["text_output"].ravel()[0] for each in told) == texts[0]
+
+
+def test_every_request_of_the_page_works(house: House) -> None:
+    found = re.findall(r"/v2/models/(\w+)/generate -d '(\{.*?\})'", PAGE.read_text(), re.S)
+    assert len(found) == 2
+    for model, written in found:
+        [response] = house.ask(model, json.loads(written))
+        assert response["total_draft_tokens"].item() >= 0
