@@ -1,4 +1,4 @@
-"""Check what linters cannot: words, docstring openings, and who may name or import what.
+"""Check what linters cannot: sizes, words, docstring openings, and who may name or import what.
 
     python tools/check_style.py            fail where a folder has more findings than its baseline
     python tools/check_style.py --write    write the baseline anew, unless a rule's total would rise
@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = Path(__file__).with_name("style_baseline.json")
 PRODUCT = ("backend", "client", "ensemble", "gateway", "preprocessing", "postprocessing")
+SIZED = (*PRODUCT, "training", "load", "benchmarks", "tests", "tools")
 WITHOUT_FAMILIES = tuple(
     f"backend/slipstream/{name}/"
     for name in ("bridge", "core", "engine", "fuse", "kvcache", "quant", "runner")
@@ -67,6 +68,13 @@ VERB = Rule(
 SIZE = Rule("size", re.compile(r"_*(is_)?(wide|few)(_\w+)?"), "skinny GEMM, small M")
 FAMILY = Rule("family", re.compile(""), "ask the model for a property: only models/ names families")
 IMPORT = Rule("test import", re.compile(""), "put what tests share into tests/fixtures")
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 60
+FILE = Rule("file", re.compile(""), f"split it: at most {MAX_FILE_LINES} lines")
+FUNCTION = Rule("function", re.compile(""), f"split it: at most {MAX_FUNCTION_LINES} lines")
+NOT_CODE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*""",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -158,17 +166,65 @@ def in_product(path: str, source: str) -> Iterator[Finding]:
             yield from (Finding(rule, path, line, m[0]) for m in rule.pattern.finditer(text))
 
 
+def python_functions(source: str) -> Iterator[tuple[int, str, int]]:
+    """Yield line, name and number of lines of every function, without its decorators."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def cuda_functions(source: str) -> Iterator[tuple[int, str, int]]:
+    """Yield line, name and number of lines of every function in CUDA source.
+
+    A function's body is a brace after a head with parentheses; those in a body are its own.
+    """
+    code = NOT_CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
+    depth, body = 0, 0  # of braces; that of the function's body, 0 outside functions
+    start, name, head = 0, "", 0  # of the function; offset at which the next head starts
+    for found in re.finditer(r"[{};]", code):
+        if found[0] == "{":
+            depth += 1
+            text = code[head : found.start()]
+            named = re.search(r"\b(?!__)([\w~]+|operator\W+?)\s*\(", text)
+            if not body and named is not None and not re.match(r"\s*(struct|union|enum)\b", text):
+                start = head + len(text) - len(text.lstrip())
+                body, name = depth, named[1]
+        elif found[0] == "}":
+            if depth == body:
+                line = code.count("\n", 0, start) + 1
+                yield line, name, code.count("\n", start, found.start()) + 1
+                body = 0
+            depth -= 1
+        head = found.end()
+
+
+def too_long(path: str, source: str) -> Iterator[Finding]:
+    """Yield a finding for a file that is too long, and one for each such function in it."""
+    if (size := len(source.splitlines())) > MAX_FILE_LINES:
+        yield Finding(FILE, path, 1, f"{size} lines")
+    functions = python_functions if path.endswith(".py") else cuda_functions
+    for line, name, size in functions(source):
+        if size > MAX_FUNCTION_LINES:
+            yield Finding(FUNCTION, path, line, f"{name}: {size} lines")
+
+
+def sources(root: Path, top: str) -> Iterator[tuple[str, str]]:
+    """Yield path and text of every source file under a folder."""
+    for file in sorted((root / top).rglob("*")):
+        path = file.relative_to(root).as_posix()
+        if file.suffix in (".py", ".cu", ".cuh") and "__pycache__" not in path:
+            yield path, file.read_text()
+
+
 def findings(root: Path) -> list[Finding]:
     """Return all findings in a checkout, by file and line."""
     result: list[Finding] = []
     family = families(root)
-    for top in PRODUCT:
-        for file in sorted((root / top).rglob("*")):
-            path = file.relative_to(root).as_posix()
-            if file.suffix not in (".py", ".cu", ".cuh") or "__pycache__" in path:
-                continue
-            source = file.read_text()
-            result += in_product(path, source)
+    for top in SIZED:
+        for path, source in sources(root, top):
+            result += too_long(path, source)
+            if top in PRODUCT:
+                result += in_product(path, source)
             if path.startswith(WITHOUT_FAMILIES):
                 lines = enumerate(source.splitlines(), 1)
                 result += [
@@ -176,11 +232,10 @@ def findings(root: Path) -> list[Finding]:
                     for n, text in lines
                     if (m := family.search(text))
                 ]
-    for file in sorted((root / "tests").rglob("test_*.py")):
-        path = file.relative_to(root).as_posix()
-        for line, name in imported(ast.parse(file.read_text())):
-            if any(part.startswith("test_") for part in name.split(".")):
-                result.append(Finding(IMPORT, path, line, name))
+            if top == "tests" and path.rpartition("/")[2].startswith("test_"):
+                for line, name in imported(ast.parse(source)):
+                    if any(part.startswith("test_") for part in name.split(".")):
+                        result.append(Finding(IMPORT, path, line, name))
     return sorted(result, key=lambda one: (one.path, one.line, one.rule.name))
 
 
@@ -218,7 +273,9 @@ def totals(baseline: Baseline) -> Counter[str]:
 
 def main() -> int:
     """Check, or write the baseline; the exit code."""
-    parser = argparse.ArgumentParser(description="Check words, openings, families, test imports.")
+    parser = argparse.ArgumentParser(
+        description="Check sizes, words, openings, families, test imports."
+    )
     parser.add_argument("--write", action="store_true", help="write the baseline anew")
     arguments = parser.parse_args()
     found = findings(ROOT)

@@ -48,6 +48,9 @@ def plant(root: Path, path: str, source: str) -> None:
         ("backend/slipstream/kernels/wide.py", "", "size", 1),
         (ENGINE, "if name == 'qwen3': ...\n", "family", 1),
         (KERNEL, "int x;\n/* whoever is last\n */\n", "who", 2),
+        (ENGINE, "x = 1\n" * 451, "file", 1),
+        ("tests/engine/test_a.py", "@mark\ndef f():\n" + "    x = 1\n" * 60, "function", 2),
+        (KERNEL, "#if 1  // {\nstruct A {\n  int f(int x) {\n" + "  {}\n" * 59 + "}\n};", "function", 3),
         ("tests/engine/test_a.py", "from engine.test_b import c\n", "test import", 1),
         ("tests/engine/test_a.py", "import test_b\n", "test import", 1),
     ],
@@ -67,6 +70,13 @@ def test_what_is_planted_is_found(style, tmp_path, path, source, rule, line) -> 
         (ENGINE, "def start(): ...\n\n\ndef widest(): ...\n"),
         ("backend/slipstream/models/families/qwen.py", "# Llama and Qwen3\n"),
         (KERNEL, "int who = products;\n"),
+        (ENGINE, "x = 1\n" * 450),
+        (ENGINE, "@mark\ndef f():\n" + "    x = 1\n" * 59),
+        (KERNEL, "void f() {\n" + "  //  }\n" * 58 + "}\nvoid g() {\n" + "  x();\n" * 58 + "}\n"),
+        (
+            KERNEL,
+            "struct A {\n" + "  int f();\n" * 90 + "};\nint a[] = {\n" + "  1,\n" * 90 + "};\n",
+        ),
         ("tests/engine/test_a.py", '"""Of a test."""\nfrom fixtures.crashes import b\n'),
     ],
 )

@@ -122,17 +122,7 @@ class Engine:
             queue, finish = self._scheduler.waiting, self._scheduler.finish
             self._guides = Guides(guide_compiler, queue.defer, queue.wake, finish)
             self._scheduler.guides = self._guides
-        self._bounds = RequestBounds(
-            runner.vocab_size,
-            runner.max_model_len,
-            runner.num_blocks,
-            runner.num_blocks // runner.window.num_tables * runner.block_size,
-            self._scheduler.cache.blocks_for,
-            has_tokenizer=vocab is not None,
-            max_running=self._scheduler.max_running,
-            max_logits_bytes=limits.max_logits_bytes,
-            has_guides=self._guides is not None,
-        )
+        self._bounds = self._make_bounds()
         self._edit_context = EditContext(runner.vocab_size)
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
@@ -144,6 +134,20 @@ class Engine:
         self._last_step = 0.0  # time.monotonic()
         self._num_received = 0  # requests, refused ones included
         self._num_received_tokens = 0  # of their prompts
+
+    def _make_bounds(self) -> RequestBounds:
+        runner = self._runner
+        return RequestBounds(
+            runner.vocab_size,
+            runner.max_model_len,
+            runner.num_blocks,
+            runner.num_blocks // runner.window.num_tables * runner.block_size,
+            self._scheduler.cache.blocks_for,
+            has_tokenizer=self._vocab is not None,
+            max_running=self._scheduler.max_running,
+            max_logits_bytes=self._limits.max_logits_bytes,
+            has_guides=self._guides is not None,
+        )
 
     @property
     def has_work(self) -> bool:
