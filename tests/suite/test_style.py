@@ -11,6 +11,7 @@ from slipstream_serve.server import repository_root
 
 ENGINE = "backend/slipstream/engine/loop.py"
 KERNEL = "backend/slipstream/kernels/gemm/x.cu"
+LONG_KERNEL = "#if 1  // {\nstruct A {\n  int f(int x) {\n" + "  {}\n" * 59 + "}\n};"
 FAMILY_FILE = 'ARCHITECTURES = {"Llama4ForCausalLM": 1, "Qwen3MoeForCausalLM": 2}\n'
 
 
@@ -50,7 +51,7 @@ def plant(root: Path, path: str, source: str) -> None:
         (KERNEL, "int x;\n/* whoever is last\n */\n", "who", 2),
         (ENGINE, "x = 1\n" * 451, "file", 1),
         ("tests/engine/test_a.py", "@mark\ndef f():\n" + "    x = 1\n" * 60, "function", 2),
-        (KERNEL, "#if 1  // {\nstruct A {\n  int f(int x) {\n" + "  {}\n" * 59 + "}\n};", "function", 3),
+        (KERNEL, LONG_KERNEL, "function", 3),
         ("tests/engine/test_a.py", "from engine.test_b import c\n", "test import", 1),
         ("tests/engine/test_a.py", "import test_b\n", "test import", 1),
     ],
