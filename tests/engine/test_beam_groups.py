@@ -196,6 +196,33 @@ def test_preempted_groups_go_on_with_the_same_beams(window: AttentionWindow) -> 
         check_beams(client, number, prompt, sampling)
 
 
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_group_preempted_before_its_forks_knows_its_own_prefixes(at: int) -> None:
+    """Its beams have other tokens than those that their blocks were computed from."""
+    client, _ = make(num_blocks=200, size=1)
+    number = client.submit([1, 2, 3], sampling := of_width(4))
+    lead = client.engine._requests[client.name, number].sequences[0]
+    scheduler, num_choices = client.engine._scheduler, 0
+    fork_all = scheduler._groups.fork_all
+
+    def preempt_and_fork() -> None:
+        nonlocal num_choices
+        num_choices += bool(lead.group.moves)
+        if lead.group.moves and num_choices == at:
+            scheduler._running.preempt(lead)
+            for beam in lead.group.live:
+                scheduler.cache.match(beam)
+                chain = scheduler.cache._index.chain("")
+                chain.extend(beam.ids(0, beam.num_known).tobytes())
+                assert beam.cache.chain.digests == chain.digests
+        fork_all()
+
+    scheduler._groups.fork_all = preempt_and_fork
+    client.drain()
+    assert num_choices > at
+    check_beams(client, number, [1, 2, 3], sampling)
+
+
 def test_too_many_beams_are_refused_by_name() -> None:
     client, _ = make(num_seqs=3)
     with pytest.raises(ContractError, match="beam_width is 4, above 3, the most"):

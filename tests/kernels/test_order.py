@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from slipstream.core.batch import Row
 from slipstream.core.edits import NO_CONTEXT, EditPlan, Edits
 from slipstream.kernels.sampling.sample import count_tokens
-from slipstream.runner.sampling_rows import pack_row, sampling_arrays
-from slipstream.runner.step_arrays import histories
+from slipstream.runner.sampling_rows import histories, pack_row, sampling_arrays
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 

@@ -366,6 +366,52 @@ def test_a_step_that_continues_is_built_from_the_one_before(
         assert np.array_equal(fast.memory, joined(fast))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(1, 6),
+    more_rows=st.integers(0, 3),
+    num_tables=st.integers(1, 3),
+    is_deterministic=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_a_step_of_the_same_slots_is_built_from_the_one_before(
+    num_rows: int, more_rows: int, num_tables: int, is_deterministic: bool, seed: int
+) -> None:
+    """Whatever the rows of these slots are: their tokens, places, tables or sequences."""
+    layout = Layout(4, has_decodes=False, has_chunks=False) if is_deterministic else Layout()
+    builder, anew = (StepBuilder(Slots(12, 40, num_tables), 4, layout) for _ in range(2))
+    rng, owned = random.Random(seed), {}
+    slots = rng.sample(range(12), num_rows)
+    for step in range(25):
+        rows = []
+        for i, slot in enumerate(slots):
+            start, tables, number = owned.get(slot, (0, (), 0))
+            is_new = not tables or rng.random() < 0.2
+            if is_new:
+                start, number = rng.randrange(60), rng.randrange(50)
+                tables = tuple([] for _ in range(num_tables))
+            for table in tables:
+                table += [rng.randrange(1000) for _ in range(start // 4 + 1 - len(table))]
+            source = i if rng.random() < 0.2 else -1
+            common = (i, slot, [rng.randrange(99)], start, tables, True, GREEDY, number, 5 + number)
+            rows.append(Row(*common, b"", source, is_new))
+            owned[slot] = (start + 1, tables, number)
+        size = layout.up(num_rows + more_rows)
+        exact = layout.shape_of(Batch(tuple(rows), num_rows))
+        shape = exact._replace(num_tokens=size, num_samples=size)
+        if not is_deterministic:
+            shape = StepShape(size, size, size, size, 0)
+        anew._last = None
+        steps = [b.build(Batch(tuple(rows), num_rows), shape, step, 50) for b in (builder, anew)]
+        for name, ours, want in zip(StepArrays._fields, *steps, strict=True):
+            if name == "tables":
+                for i, row in enumerate(rows):
+                    for t, table in enumerate(row.tables, i * num_tables):
+                        assert list(ours[t, : len(table)]) == table
+                continue
+            assert np.array_equal(ours, want), (step, name)
+
+
 def test_inputs_have_the_names_and_the_values_of_their_arrays() -> None:
     shape = StepShape(num_tokens=7, num_rows=4, num_decodes=2, num_samples=3, max_queries=3)
     arrays = StepArrays.of(shape, num_tables=2, num_edits=1, tables=(8, 5))

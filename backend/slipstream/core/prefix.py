@@ -64,6 +64,11 @@ class DigestChain:
         other.digests = self.digests.copy()
         return other
 
+    def starts(self, other: "DigestChain") -> bool:
+        """Return whether another chain begins with all that this one has."""
+        last = len(self.digests) - 1
+        return last < len(other.digests) and self.digests[last] == other.digests[last]
+
     def extend(self, packed: bytes) -> None:
         """Append the digests of the next whole blocks; `packed` holds token ids of 4 bytes each."""
         size, start, end, is_known = self._block_size * _ID_BYTES, 0, len(packed), True

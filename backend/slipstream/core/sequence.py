@@ -207,6 +207,8 @@ class Sequence:
         num_prompt = self.num_prompt
         if end <= num_prompt:
             return self.prompt[start:end]
+        if start + 1 == end:
+            return TokenIds("i", [self.outputs[start - num_prompt]])
         outputs = pack(self.outputs[max(0, start - num_prompt) : end - num_prompt])
         return outputs if start >= num_prompt else self.prompt[start:] + outputs
 

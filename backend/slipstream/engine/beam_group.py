@@ -9,6 +9,7 @@ that do not run now are spare; they own nothing.
     take_moves   how to get there: in place where a parent goes on, else by a fork
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -25,6 +26,14 @@ from slipstream.wire import Finished, FinishReason, Tokens
 
 # How a beam ends with a candidate, if it does, and its checker after it.
 _Check = tuple[Ending | None, StopChecker]
+
+
+def _check(stop: StopChecker, token_id: int, number: int) -> _Check:
+    """Return how a beam ends with a token, output `number`, if it does, and its checker then."""
+    if stop.is_end(token_id, number - 1):
+        return Ending(FinishReason.END), stop
+    stop = stop.copy()
+    return stop.take_token(token_id, number), stop
 
 
 class Move(NamedTuple):
@@ -84,24 +93,22 @@ class Beam(Sequence):
         self.top = None
         self.rewind()
 
-    def move(self, move: Move) -> None:
-        """Take the tokens that a move says; blocks are not touched."""
-        parent = move.parent
-        if move.is_fork:
-            self.outputs, self.log_probs = parent.outputs.copy(), parent.log_probs.copy()
-            self.first_token_ns, self.last_token_ns = parent.first_token_ns, parent.last_token_ns
-            if self.edits is not None:
-                self.edits.fork()
-        self.top = None
-        self.num_pending = 0
-        self.needs_history = counts_tokens(self.sampling)
+    def follow(self, parent: "Beam") -> None:
+        """Take over the tokens of another beam; blocks are not touched."""
+        self.outputs, self.log_probs = parent.outputs.copy(), parent.log_probs.copy()
+        self.first_token_ns, self.last_token_ns = parent.first_token_ns, parent.last_token_ns
+        if self.edits is not None:
+            self.edits.fork()
 
     def extend(self, move: Move) -> None:
-        """Append the token of a move."""
+        """Append the token of a move: the next step computes it."""
         self.outputs.append(move.token_id)
         self.log_probs.append(move.log_prob)
         self.cum_log_prob, self.stop = move.cum_log_prob, move.stop
-        self.num_tokens = self.num_known
+        self.num_tokens = self.num_prompt + len(self.outputs)
+        self.top = None
+        self.num_pending = 0
+        self.needs_history = self.group.has_counts
 
 
 class BeamGroup:
@@ -129,6 +136,8 @@ class BeamGroup:
         self.lead = self.all[0]
         self.live: list[Beam] = [self.lead]  # by rank, the best first
         self.is_running = False
+        self.has_counts = counts_tokens(sampling)  # sampling depends on how often tokens occur
+        self._num_delivered = 0  # live beams whose step is done
         self._ended: list[Ended] = []  # the best first
         self._moves: list[Move] = []
         self._final: list[Answer] | None = None
@@ -156,26 +165,33 @@ class BeamGroup:
     def deliver(self, beam: Beam, top: Top) -> bool:
         """Take what a beam's step found; return whether all beams have delivered."""
         beam.top = top
-        return all(each.top is not None for each in self.live)
+        self._num_delivered += 1
+        return self._num_delivered == len(self.live)
 
     def advance(self, now_ns: int) -> Ending | None:
         """Choose the next beams; return how the search ends, if it is over."""
-        live, number = self.live, self.lead_length + 1
+        live, number = self.live, self.live[0].num_outputs + 1
         self.lead.last_token_ns = now_ns
+        self._num_delivered = 0
         tops = [(top.token_ids, top.log_probs) for each in live if (top := each.top) is not None]
         ordered = candidates(self._beams, [each.cum_log_prob for each in live], tops)
-        checks: dict[Candidate, _Check] = {}
+        checks: dict[Candidate, _Check] = {}  # of those that may end
 
         def is_end(candidate: Candidate) -> bool:
-            checks[candidate] = self._check(candidate, number)
+            stop = live[candidate.beam].stop
+            is_plain = stop.is_trivial and candidate.token_id not in stop.watched
+            if is_plain and number < self._most:
+                return False
+            checks[candidate] = _check(stop, candidate.token_id, number)
             return checks[candidate][0] is not None
 
         scores = [each.score for each in self._ended]
         step = choose(self._beams, ordered, is_end, scores, number, self._most)
-        for candidate in step.ended:
-            self._end(candidate, number, *checks[candidate])
-        self._ended.sort(key=lambda each: -each.score)
-        del self._ended[self._beams.width :]
+        if step.ended:
+            for candidate in step.ended:
+                self._end(candidate, number, *checks[candidate])
+            self._ended.sort(key=lambda each: -each.score)
+            del self._ended[self._beams.width :]
         self._has_news = True
         if step.is_over:
             self._final = [each.answer for each in self._ended]
@@ -186,21 +202,6 @@ class BeamGroup:
             return Ending(best.reason, best.stop_reason)
         self._moves = self._assign(step.running, checks)
         return None
-
-    @property
-    def lead_length(self) -> int:
-        """Number of output tokens of every live beam."""
-        return self.live[0].num_outputs
-
-    def _check(self, candidate: Candidate, number: int) -> _Check:
-        """Return how a beam ends with a candidate, if it does, and its checker after it."""
-        stop, token_id = self.live[candidate.beam].stop, candidate.token_id
-        if stop.is_trivial and token_id not in stop.watched and number < self._most:
-            return None, stop
-        if stop.is_end(token_id, number - 1):
-            return Ending(FinishReason.END), stop
-        stop = stop.copy()
-        return stop.take_token(token_id, number), stop
 
     def _end(
         self, candidate: Candidate, number: int, ending: Ending | None, stop: StopChecker
@@ -235,21 +236,23 @@ class BeamGroup:
             None if ending is None else ending.stop_reason,
         )
 
-    def _assign(
-        self, running: list[Candidate], checks: dict[Candidate, tuple[Ending | None, StopChecker]]
-    ) -> list[Move]:
+    def _assign(self, running: list[Candidate], checks: dict[Candidate, _Check]) -> list[Move]:
         """Return the moves to the next beams, by rank: a parent's first child stays in place."""
-        parents = [self.live[candidate.beam] for candidate in running]
-        going_on = set(parents)
-        is_settled = len(going_on) == len(running) == len(self.live)
-        others = () if is_settled else (*self.live, *self.spare)
-        free = iter([beam for beam in others if beam not in going_on])
-        moves, placed = [], set()
-        for candidate, parent in zip(running, parents, strict=True):
-            beam = next(free) if parent in placed else parent
-            placed.add(parent)
-            _, token_id, log_prob, cum_log_prob = candidate
-            stop = checks[candidate][1]
+        live = self.live
+        going_on = {candidate.beam for candidate in running}
+        free: Iterator[Beam] = iter(())
+        if not len(going_on) == len(running) == len(live):
+            stays = [beam for rank, beam in enumerate(live) if rank not in going_on]
+            free = iter([*stays, *self.spare])
+        moves = []
+        for candidate in running:
+            rank, token_id, log_prob, cum_log_prob = candidate
+            beam = parent = live[rank]
+            if rank in going_on:
+                going_on.remove(rank)
+            else:
+                beam = next(free)
+            stop = checks[candidate][1] if candidate in checks else parent.stop
             moves.append(Move(parent, beam, token_id, log_prob, cum_log_prob, stop))
         return moves
 
@@ -262,15 +265,19 @@ class BeamGroup:
         """Give all beams their next tokens, and return those that have become spare."""
         moves, self._moves = self._moves, []
         for move in moves:
-            move.beam.move(move)
+            if move.is_fork:
+                move.beam.follow(move.parent)
         for move in moves:  # only now: parents are as they were until here
             move.beam.extend(move)
         before, self.live = self.live, [move.beam for move in moves]
+        if len(moves) >= len(before):
+            return []
         live = set(self.live)
         return [beam for beam in before if beam not in live]
 
     def discard_results(self) -> None:
         """Forget what beams have delivered, as their blocks are gone."""
+        self._num_delivered = 0
         for beam in self.live:
             beam.reset()
 

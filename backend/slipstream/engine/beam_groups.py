@@ -106,16 +106,15 @@ class BeamGroups:
     def _fork(self, group: BeamGroup) -> None:
         cache, everything = self._everything.cache, self._everything
         forks = [move for move in group.moves if move.is_fork]
-        needed = sum(cache.num_for_fork(move.parent, move.beam) for move in forks)
+        needed = sum([cache.num_for_fork(move.parent, move.beam) for move in forks])
         if needed and not everything.make_room(needed, group.live[0]):
             return
         del self._ready[group.lead.id]
-        now = monotonic_ns()
         for move in forks:
             cache.fork(move.parent, move.beam)
             if move.beam.status is not _RUNNING:
                 if not move.beam.first_scheduled_ns:
-                    move.beam.start(now)
+                    move.beam.start(monotonic_ns())
                 everything.start(move.beam)
         for beam in group.make_moves():
             everything.release(beam)
@@ -125,7 +124,7 @@ class BeamGroups:
         self, samplers: Many[Sequence | None], sampled: Sampled
     ) -> list[tuple[Beam, Ending | None]]:
         """Take a step's results; return the leads of groups that advanced, and how each ends."""
-        changed = []
+        changed, now_ns = [], monotonic_ns()
         for number, sequence in enumerate(samplers):
             if not isinstance(sequence, Beam) or sequence.status is not _RUNNING:
                 continue
@@ -133,7 +132,7 @@ class BeamGroups:
                 continue  # it was late
             group = sequence.group
             if group.deliver(sequence, sampled.tops[number]):
-                ending = group.advance(monotonic_ns())
+                ending = group.advance(now_ns)
                 if ending is None:
                     self._ready[group.lead.id] = group
                 changed.append((group.lead, ending))
@@ -145,6 +144,9 @@ class BeamGroups:
         """Take all slots and blocks of a group; it waits first in line, with its tokens."""
         self._stop(group, is_sound=True)
         if group.moves:
+            for move in group.moves:
+                if move.is_fork:
+                    self._everything.cache.follow_tokens(move.parent, move.beam)
             group.make_moves()
         else:
             group.discard_results()

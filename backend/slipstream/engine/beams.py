@@ -13,6 +13,7 @@ of transformers; ties go to the better beam and then to the smaller token id.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
 from math import inf
 from typing import NamedTuple
 
@@ -58,27 +59,33 @@ def candidates(
     cum_log_probs: Sequence[float],
     tops: Sequence[tuple[Sequence[int], Sequence[float]]],
 ) -> Iterator[Candidate]:
-    """Return all possible next tokens of all beams, the best first.
+    """Yield all possible next tokens of all beams, the best first, each when it is requested.
 
     Args:
         beams: how to search.
         cum_log_probs: of each beam, by rank.
-        tops: token ids and log probs of each beam's likeliest tokens.
+        tops: token ids and log probs of each beam's likeliest tokens, the likeliest first, of
+            equal ones the smaller id.
     """
-    rate = beams.diversity_rate
-    found = []
-    for beam, (cum, (ids, values)) in enumerate(zip(cum_log_probs, tops, strict=True)):
-        extra = rate * beam
-        found += [
-            (-(cum + value) - extra, beam, token_id, value)
-            for token_id, value in zip(ids, values, strict=True)
-        ]
-    found.sort()
-    return (
-        Candidate(beam, token_id, value, cum_log_probs[beam] + value)
-        for _, beam, token_id, value in found
-        if value > -inf
-    )
+    extras = [beams.diversity_rate * beam for beam in range(len(tops))]
+    # Of each beam, the best that was not yielded: what it is ordered by, the beam, its place.
+    heads = [
+        (-(cum + values[0]) - extra, beam, 0)
+        for beam, (cum, extra, (_, values)) in enumerate(
+            zip(cum_log_probs, extras, tops, strict=True)
+        )
+        if values and values[0] > -inf
+    ]
+    heapify(heads)
+    while heads:
+        _, beam, place = heads[0]
+        (ids, values), cum = tops[beam], cum_log_probs[beam]
+        yield Candidate(beam, ids[place], values[place], cum + values[place])
+        place += 1
+        if place < len(values) and values[place] > -inf:
+            heapreplace(heads, (-(cum + values[place]) - extras[beam], beam, place))
+        else:
+            heappop(heads)
 
 
 def choose(
@@ -95,7 +102,7 @@ def choose(
         beams: how to search.
         ordered: `candidates`.
         is_end: whether a candidate ends its beam.
-        ended_scores: of the ended beams so far, at most `width`.
+        ended_scores: of the ended beams so far, at most `width`, the best first.
         length: output tokens of a beam, with the candidate's.
         most: `length` at which every candidate ends.
     """
@@ -109,8 +116,10 @@ def choose(
                 ended.append(each)
         elif len(running) < beams.width:
             running.append(each)
-    scores = [*ended_scores, *(score(beams, each.cum_log_prob, length) for each in ended)]
-    scores = sorted(scores, reverse=True)[: beams.width]
+    scores = ended_scores
+    if ended:
+        new = [score(beams, each.cum_log_prob, length) for each in ended]
+        scores = sorted([*ended_scores, *new], reverse=True)[: beams.width]
     return Step(running, ended, _is_over(beams, running, scores, length, most))
 
 

@@ -137,6 +137,11 @@ class Scheduler:
         """Whether there is any sequence."""
         return bool(self._running.sequences or self.waiting)
 
+    @property
+    def has_beams(self) -> bool:
+        """Whether beams run."""
+        return bool(self._groups)
+
     def add(self, request: Request) -> None:
         """Queue all sequences of a new request."""
         if request.sampling.drafts is not None:

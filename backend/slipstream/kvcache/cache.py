@@ -85,6 +85,7 @@ class KVCache:
         self._reuse = Reuse(*pool, is_reused)
         self._forks = Forks(self._blocks, self._index, self.window, block_size)
         self.num_for_fork = self._forks.num_needed
+        self.follow_tokens = self._forks.follow_tokens
         self.match = self._reuse.match
         self.computed = self._reuse.computed
         self._copies: list[BlockCopy] = []  # for the next step

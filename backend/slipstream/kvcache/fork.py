@@ -8,14 +8,13 @@ that others find, or copy from, is never written: the child takes another in its
 """
 
 from collections.abc import Sequence as Many
+from operator import is_
 
 from slipstream.core.batch import BlockCopy
 from slipstream.core.prefix import PrefixIndex
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.kvcache.blocks import BlockManager
-
-_KEPT = ("capacity", "num_outside", "gap", "is_proven", "register_at", "num_registered")
 
 
 class Forks:
@@ -36,33 +35,57 @@ class Forks:
         if not is_partial:
             return 0
         tables = self._tables(child)
-        return sum(len(own) <= place or not self._is_own(own[place]) for own in tables)
+        return sum([len(own) <= place or not self._is_own(own[place]) for own in tables])
 
     def fork(self, parent: Sequence, child: Sequence) -> list[BlockCopy]:
         """Give `child` the computed tokens of `parent`, and return the copies that it needs.
 
         The parent's tokens and chain are as when they were computed. The child's blocks up to
-        there are freed; what it was is gone.
+        there are freed, but for those that both have; what it was is gone. Tables in which nothing
+        changes are the lists that they were.
         """
         place, is_partial = self._place(parent)
-        blocks, theirs = self._blocks, parent.cache
+        blocks, state = self._blocks, child.cache
         tables, copies = [], []
-        for number, (old, own) in enumerate(zip(theirs.tables, self._tables(child), strict=True)):
-            is_full = number < self._num_full
-            first = 0 if is_full else theirs.num_outside
-            blocks.share(old[first:place])
-            blocks.free(reversed(own[0 if is_full else child.cache.num_outside : place]))
+        for number, (old, own) in enumerate(
+            zip(parent.cache.tables, self._tables(child), strict=True)
+        ):
+            has_changed = self._share(parent, child, number, place)
             tail = own[place:]
             if is_partial:
                 target, tail = self._target(tail)
                 blocks.share([old[place]])  # until the copy is complete
                 copies.append(BlockCopy(old[place], target))
-                child.cache.num_allocated_blocks += not own[place:]
+                state.num_allocated_blocks += len(own) <= place
+                has_changed = has_changed or own[place : place + 1] != [target]
                 tail = [target, *tail]
-            tables.append(old[:place] + tail)
-            child.cache.num_shared_blocks += len(old[first:place])
+            tables.append(old[:place] + tail if has_changed else own)
         self._follow(parent, child, tuple(tables), copies)
         return copies
+
+    @staticmethod
+    def follow_tokens(parent: Sequence, child: Sequence) -> None:
+        """Make the chain of the child's tokens that of its parent's, which it takes over."""
+        mine, theirs = child.cache.chain, parent.cache.chain
+        if theirs is None or mine is None or not mine.starts(theirs):
+            child.cache.chain = None if theirs is None else theirs.copy()
+
+    def _share(self, parent: Sequence, child: Sequence, number: int, place: int) -> bool:
+        """Give a child's table the first `place` blocks of its parent's; return if any differ."""
+        state, old = child.cache, parent.cache.tables[number]
+        own = self._tables(child)[number]
+        is_full = number < self._num_full
+        first = 0 if is_full else parent.cache.num_outside
+        own_first = 0 if is_full else state.num_outside
+        if first == own_first:
+            if len(own) >= place and old[first:place] == own[first:place]:
+                return False
+            first = own_first = _first_difference(old, own, first, min(place, len(own)))
+        new = old[first:place]
+        self._blocks.share(new)
+        self._blocks.free(reversed(own[own_first:place]))
+        state.num_shared_blocks += len(new)
+        return True
 
     def _follow(
         self,
@@ -72,15 +95,18 @@ class Forks:
         copies: list[BlockCopy],
     ) -> None:
         """Make all that is known of the child's blocks that of the parent's."""
-        state, chain = child.cache, parent.cache.chain
-        for name in _KEPT:
-            setattr(state, name, getattr(parent.cache, name))
+        state, theirs = child.cache, parent.cache
+        is_same = len(state.tables) == len(tables) and all(map(is_, state.tables, tables))
+        state.num_outside, state.gap = theirs.num_outside, theirs.gap
+        state.is_proven, state.register_at = theirs.is_proven, theirs.register_at
+        state.num_registered = theirs.num_registered
         state.tables, state.copies = tables, copies
         state.capacity = min(map(len, tables)) * self._size + state.gap
-        state.chain = None if chain is None else chain.copy()
+        self.follow_tokens(parent, child)
         state.lead_digest = b""
         child.num_computed = child.num_scheduled = parent.num_computed
-        child.is_new = True  # the runner needs the whole tables
+        if not is_same:
+            child.is_new = True  # the runner needs the whole tables
 
     def _place(self, parent: Sequence) -> tuple[int, bool]:
         """Return the place of the parent's next token in its tables, and if that block has some."""
@@ -107,3 +133,19 @@ class Forks:
             self._index.remove(block)
             self._blocks.uncache(block)
         return block, rest
+
+
+def _first_difference(one: list[int], other: list[int], start: int, end: int) -> int:
+    """Return the first place from `start` on where two lists differ; `end` if they do not.
+
+    By halves, each compared at once: a table may have thousands of blocks.
+    """
+    if one[start:end] == other[start:end]:
+        return end
+    while end - start > 1:
+        middle = (start + end) // 2
+        if one[start:middle] == other[start:middle]:
+            start = middle
+        else:
+            end = middle
+    return start

@@ -22,6 +22,7 @@ from slipstream.runner.staging import Staging
 
 # Parameters of the device that the kernel knows: with others a row is the reference's to compute.
 _KNOWN = {"temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+_PROCESSED = int(TopMode.PROCESSED)
 _OTHERS = [(name, FIELDS[name].default) for name in CHOSEN.values() if name not in _KNOWN]
 
 
@@ -36,7 +37,7 @@ class Ask(NamedTuple):
 
 def _ask(sample: int, row: Row) -> Ask:
     sampling, is_filtered = row.sampling, False
-    if row.top_mode & TopMode.PROCESSED and sampling.temperature:
+    if row.top_mode & _PROCESSED and sampling.temperature:
         is_filtered = any(getattr(sampling, name) != default for name, default in _OTHERS)
     return Ask(sample, row.num_top, row.top_mode, is_filtered)
 
@@ -121,5 +122,7 @@ class Tops:
         found = {}
         for ask, top_ids, top_values, rank, value in zip(asks, *parts, strict=True):
             end = min(ask.num_top, self._vocab_size)
-            found[ask.sample] = Top(top_ids[:end], top_values[:end], rank, value)
+            if end < len(top_ids):
+                top_ids, top_values = top_ids[:end], top_values[:end]
+            found[ask.sample] = Top(top_ids, top_values, rank, value)
         return found

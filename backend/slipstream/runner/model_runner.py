@@ -27,7 +27,7 @@ from slipstream.runner.draft_loading import load_drafter
 from slipstream.runner.drafting import Drafting
 from slipstream.runner.graphs import Buckets, Graphs
 from slipstream.runner.launched import LaunchedStep
-from slipstream.runner.log_probs import Tops, asks_of
+from slipstream.runner.log_probs import Ask, Tops, asks_of
 from slipstream.runner.masks import MaskPlaces, StepMasks
 from slipstream.runner.memory import left_on_gpu, num_blocks
 from slipstream.runner.plan import Plan, available_on_host
@@ -38,7 +38,7 @@ from slipstream.runner.sampler import (
     make_counts,
     sample_tokens,
 )
-from slipstream.runner.sampling_rows import HistoryArrays
+from slipstream.runner.sampling_rows import HistoryArrays, histories
 from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import (
     Layout,
@@ -46,7 +46,6 @@ from slipstream.runner.step_arrays import (
     StepArrays,
     StepBuilder,
     StepShape,
-    histories,
 )
 from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.transfers import transfers_of
@@ -212,10 +211,10 @@ class ModelRunner:
         masks = self._masks.start(batch, first)
         if self._tables.device.type == "cpu":
             return LaunchedStep(lambda: self._compute(batch, first, before, size, masks), masks)
-        beside = self._run(batch, first, before, masks)
+        made = self._run(batch, first, before, masks)
         done = self._done[first > 0]
         done.record()
-        return LaunchedStep(lambda: self._read(batch, first, size, beside), masks, done)
+        return LaunchedStep(lambda: self._read(first, size, *made), masks, done)
 
     def memory(self) -> tuple[int, int]:
         """Bytes that torch holds on the device, and of pinned memory on the host."""
@@ -235,15 +234,13 @@ class ModelRunner:
     def _compute(
         self, batch: Batch, first: int, before: int, size: int, masks: StepMasks | None
     ) -> Sampled:
-        return self._read(batch, first, size, self._run(batch, first, before, masks))
+        return self._read(first, size, *self._run(batch, first, before, masks))
 
-    def _read(self, batch: Batch, first: int, size: int, beside: Beside | None) -> Sampled:
+    def _read(self, first: int, size: int, asks: list[Ask], beside: Beside | None) -> Sampled:
         """Return the results of a completed step, which begin at `first`."""
         samples = self._results.read(first, size)
         drafts = {} if self._drafting is None else self._drafting.read(int(first > 0))
-        if not batch.may_have_tops:
-            return Sampled(*samples, drafts=drafts)
-        tops = self._tops.read(asks, first) if (asks := asks_of(batch)) else {}
+        tops = self._tops.read(asks, first) if asks else {}
         values = ({}, {}) if beside is None else beside.read()
         return Sampled(*samples, tops, *values, drafts)
 
@@ -261,7 +258,9 @@ class ModelRunner:
 
     # --- a step --------------------------------------------------------------------------------
 
-    def _run(self, batch: Batch, first: int, before: int, masks: StepMasks | None) -> Beside | None:
+    def _run(
+        self, batch: Batch, first: int, before: int, masks: StepMasks | None
+    ) -> tuple[list[Ask], Beside | None]:
         """Put a step into the stream; results from `first` on, those of the last from `before`.
 
         With a graph nothing is done for which torch would have to be in inference mode: on a host
@@ -294,9 +293,10 @@ class ModelRunner:
                 logits = self._step_with_prompts(shape, inputs, batch, beside)
             else:
                 logits = self._step(shape, inputs)
+        asks = asks_of(batch)
         if batch.may_have_tops:
             given = StepInputs.of(base, arrays).sampling, self._counts, self._results.token_ids
-            if asks := asks_of(batch):
+            if asks:
                 self._tops.launch(logits, asks, places, *given, first)
             if beside is not None:
                 beside.copy_logits(batch, logits, places.tolist(), *given)
@@ -305,7 +305,7 @@ class ModelRunner:
             rows = self._rows_of(shape, inputs, 0)
             state = inputs, rows, self._counts, self._results.token_ids
             self._drafting.run(int(first > 0), batch, arrays, *state)
-        return beside
+        return asks, beside
 
     @torch.inference_mode()
     def _count(self, history: HistoryArrays) -> None:

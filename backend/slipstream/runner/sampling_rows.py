@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from slipstream_contract.sampling import SamplingParams
 
+from slipstream.core.batch import Row
 from slipstream.kernels.sampling.sample import CHOSEN, EDIT_WORDS, ROW, ROW_WORDS
 
 Words = NDArray[np.int32]
@@ -122,3 +123,16 @@ def history_arrays(histories: Sequence[tuple[int, Sequence[int], int]]) -> Histo
         np.append(0, np.cumsum(lengths)).astype(np.int32),
         np.array([num_prompt for _, _, num_prompt in histories], np.int32),
     )
+
+
+def histories(rows: tuple[Row, ...]) -> HistoryArrays | None:
+    """Return the arrays of the rows whose tokens are to be counted anew.
+
+    In TensorRT-LLM's order the prompt counts as output does.
+    """
+    found = [
+        (r.slot, r.history, 0 if r.sampling.order == "trtllm" else r.num_prompt)
+        for r in rows
+        if r.history is not None
+    ]
+    return history_arrays(found) if found else None

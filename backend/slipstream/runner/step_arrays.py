@@ -20,9 +20,7 @@ from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW_WORDS
 from slipstream.runner.sampling_rows import (
     NUMBER,
     RESULT,
-    HistoryArrays,
     fill_rows,
-    history_arrays,
     pack_row,
 )
 
@@ -178,18 +176,22 @@ class Slots:
         slots = np.array([row.slot for row in rows], np.int64)
         for row in rows:
             if row.is_new:
-                self._write_row(row)
+                self.write_row(row)
         if not all(row.is_new for row in rows):
             sizes = [len(table) for row in rows for table in row.tables]
             self.grow(rows, self.of(slots), np.array(sizes, np.int64))
         return slots
 
-    def _write_row(self, row: Row) -> None:
-        """Write all of a row: its slot is new to its sequence, or all that it has there is."""
+    def write_row(self, row: Row) -> bytes:
+        """Write all of a row: its slot is new to its sequence, or all that it has there is.
+
+        Returns its `packed`.
+        """
         for place, blocks in enumerate(row.tables, row.slot * self.num_tables):
             self.tables[place, : len(blocks)] = blocks
             self._num_blocks[place] = len(blocks)
-        self._packed[row.slot] = pack_row(row.sampling, row.seed, row.slot)
+        packed = self._packed[row.slot] = pack_row(row.sampling, row.seed, row.slot)
+        return packed
 
     def of(self, slots: Int64s) -> Int64s:
         """Which of `tables` are theirs."""
@@ -213,19 +215,6 @@ class Slots:
         return [packed[row.slot] for row in rows]
 
 
-def histories(rows: tuple[Row, ...]) -> HistoryArrays | None:
-    """Return the arrays of the rows whose tokens are to be counted anew.
-
-    In TensorRT-LLM's order the prompt counts as output does.
-    """
-    found = [
-        (r.slot, r.history, 0 if r.sampling.order == "trtllm" else r.num_prompt)
-        for r in rows
-        if r.history is not None
-    ]
-    return history_arrays(found) if found else None
-
-
 def _gap(batch: Batch, shape: StepShape) -> tuple[int, int]:
     """Return the padding between decodes and chunks: the row, and how many rows of a token each.
 
@@ -241,6 +230,7 @@ class _Built(NamedTuple):
     """A step of decodes alone, and where its rows have what."""
 
     shape: StepShape
+    slots: list[int]  # of the rows
     tables: Int64s  # of `Slots`
     every: Int64s  # numbers from 0, one for each of these
     owners: Int64s | slice  # the row of each
@@ -248,13 +238,14 @@ class _Built(NamedTuple):
     arrays: StepArrays
 
     @classmethod
-    def of(cls, shape: StepShape, tables: Int64s, num_tables: int, arrays: StepArrays) -> "_Built":
-        """Remember a step whose rows have these tables."""
-        every = np.arange(len(tables))
+    def of(cls, shape: StepShape, slots: Int64s, all_slots: Slots, arrays: StepArrays) -> "_Built":
+        """Remember a step of the sequences that have these slots."""
+        tables, num_tables = all_slots.of(slots), all_slots.num_tables
+        every, own = np.arange(len(tables)), slots.tolist()
         if num_tables == 1:
-            return cls(shape, tables, every, slice(None), slice(len(tables)), arrays)
+            return cls(shape, own, tables, every, slice(None), slice(len(tables)), arrays)
         owners, number = np.divmod(every, num_tables)
-        return cls(shape, tables, every, owners, number * shape.num_tokens + owners, arrays)
+        return cls(shape, own, tables, every, owners, number * shape.num_tokens + owners, arrays)
 
 
 class StepBuilder:
@@ -290,39 +281,64 @@ class StepBuilder:
         """
         last, self._last = self._last, None
         if last is not None and self._is_next(last, batch, shape):
-            self._last = self._next(last, batch.rows, first_result, first_source)
+            self._last = self._next(last, batch, first_result, first_source)
             return self._last.arrays
         row_slots, arrays = self._build(batch, shape, first_result, first_source)
         if batch.num_decodes == len(batch.rows) and not any(row.edits for row in batch.rows):
-            tables = self._slots.of(row_slots)
-            self._last = _Built.of(shape, tables, self._slots.num_tables, arrays)
+            self._last = _Built.of(shape, row_slots, self._slots, arrays)
         return arrays
 
     def _is_next(self, last: _Built, batch: Batch, shape: StepShape) -> bool:
-        """Whether a step is the last one but for numbers that grow."""
-        is_next = batch.continues and not self._has_gaps
-        return is_next and last.shape == shape and not any(row.edits for row in batch.rows)
+        """Whether a step has the rows of the last one, of whatever sequences, and no edits."""
+        if self._has_gaps or last.shape != shape:
+            return False
+        if not batch.continues:
+            is_decodes = batch.num_decodes == len(batch.rows)
+            if not is_decodes or last.slots != [row.slot for row in batch.rows]:
+                return False
+        return not any(row.edits for row in batch.rows)
 
-    def _next(
-        self, last: _Built, rows: tuple[Row, ...], first_result: int, first_source: int
-    ) -> _Built:
-        """Every sequence one token further, which is the sample that it was in the last step."""
-        count, size, arrays = len(rows), self._block_size, last.arrays
-        arrays.positions[:count] += 1
-        arrays.lengths[:count] += 1
+    def _next(self, last: _Built, batch: Batch, first_result: int, first_source: int) -> _Built:
+        """Every row as it was in the last step, but for what has changed."""
+        rows, count, size, arrays = batch.rows, len(batch.rows), self._block_size, last.arrays
+        changed: list[int] = []  # tables
+        if batch.continues:  # one token further, which is the sample that it was in the last step
+            arrays.positions[:count] += 1
+            arrays.sources[:count] = np.arange(first_source, first_source + count)
+            arrays.rows[:count, NUMBER] += 1
+        else:
+            changed = self._put_known(arrays, rows, first_source)
+        arrays.lengths[:count] = arrays.positions[:count] + 1
         last_blocks, within = np.divmod(arrays.positions[last.owners][: len(last.tables)], size)
-        grown: Int64s | slice = self._slots.grow(rows, last.tables, last_blocks + 1)
+        found = self._slots.grow(rows, last.tables, last_blocks + 1)
+        grown: Int64s | slice = (
+            np.array([*found.tolist(), *changed], np.int64) if changed else found
+        )
         width = int(last_blocks.max()) + 1
         if width != arrays.tables.shape[1]:
             arrays, grown = self._widened(last, width), slice(None)
         arrays.tables[grown] = self._slots.tables[last.tables[grown], :width]
         blocks = arrays.tables[last.every, last_blocks].astype(np.int64)
         arrays.slots[last.places] = blocks * size + within
-        arrays.sources[:count] = np.arange(first_source, first_source + count)
-        arrays.rows[:count, NUMBER] += 1
         arrays.rows[:count, MASK_TAG] = 0
         arrays.rows[:count, RESULT] = np.arange(first_result, first_result + count)
         return last._replace(arrays=arrays)
+
+    def _put_known(self, arrays: StepArrays, rows: tuple[Row, ...], first_source: int) -> list[int]:
+        """Write the tokens of decodes; return numbers of the tables that are written anew."""
+        count, num_tables, changed = len(rows), self._slots.num_tables, list[int]()
+        for number, row in enumerate(rows):
+            if row.is_new:
+                packed = self._slots.write_row(row)
+                arrays.rows[number] = np.frombuffer(packed, np.int32)
+                changed += range(number * num_tables, (number + 1) * num_tables)
+        sources = np.array([row.source for row in rows], np.int32)
+        sources[sources >= 0] += first_source
+        arrays.token_ids[:count] = [row.token_ids[0] for row in rows]
+        arrays.sources[:count] = sources
+        arrays.positions[:count] = [row.start for row in rows]
+        arrays.rows[:count, NUMBER] = [row.num_outputs for row in rows]
+        return changed
 
     def _widened(self, last: _Built, width: int) -> StepArrays:
         """Return its arrays, with room for longer tables."""
