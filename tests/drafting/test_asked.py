@@ -6,8 +6,10 @@ import pytest
 from fixtures.engine.checks import check, samplings
 from fixtures.engine.client import Client
 from fixtures.engine.counting import CountingRunner
-from fixtures.engine.drafting import RandomDrafts, check_given, outputs_of
+from fixtures.engine.drafting import RandomDrafts, check_given, num_right_of, outputs_of
 from fixtures.engine.hashed import VOCAB_SIZE, Words
+from fixtures.guide.real import GuidedEngine
+from fixtures.guide.toy import END, ToyCompiler
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -18,6 +20,7 @@ from slipstream.wire import Finished, FinishReason
 from slipstream_contract.beams import Beams
 from slipstream_contract.drafts import Drafts
 from slipstream_contract.errors import ContractError
+from slipstream_contract.guide import Guide, GuideKind
 from slipstream_contract.limits import MAX_CLIENT_DRAFTS, MAX_DRAFT_TOKENS
 from slipstream_contract.sampling import SamplingParams, check_sampling
 
@@ -216,3 +219,26 @@ def test_drafts_of_a_beam_search_are_refused() -> None:
     sampling = replace(asking(PLAIN, [1]), beams=Beams(width=2))
     with pytest.raises(ContractError, match=r"draft_input_ids.*beam_width"):
         check_sampling(sampling)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}])
+def test_drafts_go_with_guides(filters: dict[str, int]) -> None:
+    """Right ones and illegal ones, with samples that are validated and with masks."""
+    wanted = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "end_ids": (END,), **filters}
+
+    def run(drafts: Drafts | None) -> tuple[list[int], Finished, int]:
+        runner = CountingRunner(64, 4)
+        engine = GuidedEngine(runner, lambda: ToyCompiler({}, {}), Limits(8, 64))
+        number = engine.submit([1, 2], Guide(GuideKind.REGEX, "y"), **wanted, drafts=drafts)
+        engine.drain()
+        end = engine.ends[number, 0].finished
+        assert end is not None
+        return engine.outputs[number, 0], end, max(len(batch.rows) for batch in runner.batches)
+
+    plain, _, _ = run(None)
+    for drafts in (plain, [*plain, 1, 2], [*plain[:2], 0, *plain[3:]], [60] * 9):
+        told, end, most = run(Drafts(token_ids=tuple(drafts)))
+        assert told == plain
+        num_right = num_right_of(drafts, plain)
+        assert (end.perf.num_drafted, end.perf.num_accepted) == (len(drafts), num_right)
+        assert (most > 1) == (num_right > 0 and not filters)

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from slipstream_contract.limits import MAX_CLIENT_DRAFTS, MAX_DRAFT_TOKENS
+from slipstream_contract.sampling import SamplingParams
 
 from slipstream.core.batch import Batch
 from slipstream.core.draft_state import DraftState
 from slipstream.core.drafts import Speculation, most_drafts
 from slipstream.core.edits import counts_tokens
+from slipstream.core.guided import needs_all_masks
 from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.drafting.lookup import PromptLookup
 
@@ -69,8 +71,7 @@ class AskedDrafts:
             sequence.draft = DraftState(given=drafts.token_ids)
             looks_up = self._own is None and bool(drafts.most)
             given = () if drafts.most == 0 else drafts.token_ids
-            # Penalties count each token before the next is sampled: there is nothing to verify.
-            is_verified = self.accepted is None and not counts_tokens(sequence.sampling)
+            is_verified = self.accepted is None and _can_have_drafts(sequence.sampling)
             if is_verified and (given or looks_up):
                 self._asked[sequence.id] = _Asked(sequence, given, looks_up)
 
@@ -83,9 +84,8 @@ class AskedDrafts:
         for asked in list(self._asked.values()):
             sequence = asked.sequence
             if sequence.status is SequenceStatus.RUNNING and sequence.num_pending <= 1:
-                is_free = sequence.guide is None or not sequence.guide.needs_mask
                 self._find(asked)
-                sequence.is_speculating = has_room and is_free and bool(asked.drafts)
+                sequence.is_speculating = has_room and bool(asked.drafts)
 
     def _find(self, asked: _Asked) -> None:
         """Compare new outputs with what was guessed, and set the drafts of what follows."""
@@ -162,3 +162,12 @@ class AskedDrafts:
             self._lookup.release(sequence)
         if self._own is not None:
             self._own.release(sequence)
+
+
+def _can_have_drafts(sampling: SamplingParams) -> bool:
+    """Return whether rows of drafts can be sampled.
+
+    Penalties count each token before the next is sampled; a mask is of one row.
+    """
+    has_masks = sampling.guide is not None and needs_all_masks(sampling)
+    return not (counts_tokens(sampling) or has_masks)
