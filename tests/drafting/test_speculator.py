@@ -8,6 +8,7 @@ from fixtures.engine.client import Client
 from fixtures.engine.counting import CountingRunner
 from fixtures.engine.drafting import continuation
 from fixtures.engine.hashed import Words
+from msgspec.structs import replace
 from slipstream.core.drafts import Drafter, Proposal
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
@@ -20,6 +21,7 @@ from slipstream.drafting.suffix import SuffixDrafts
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.figures import DRAFT_POSITIONS
+from slipstream_contract.drafts import Drafts
 from slipstream_contract.sampling import SamplingParams
 
 
@@ -72,6 +74,19 @@ def run(speculator: Speculator, num_requests: int = 3) -> tuple[list[int], Draft
         assert perf.num_accepted <= perf.num_drafted
     counts = client.engine._scheduler.draft_counts
     return [len(batch.rows) for batch in runner.batches], counts
+
+
+@pytest.mark.parametrize("most", [0, 2, 9])
+def test_a_step_has_no_more_drafts_than_a_request_asks_for(most: int) -> None:
+    client, runner = engine_of(Speculator(Knowing(True), 4, _Fixed(1000.0, 1.0)))
+    plain = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
+    asked = {client.submit([1, 2], replace(plain, drafts=Drafts(most=most))): most}
+    asked[client.submit([3, 2], plain)] = 4
+    client.drain()
+    for number, limit in asked.items():
+        ids = [[row.sequence_id for row in batch.rows] for batch in runner.batches]
+        assert max(each.count(number) for each in ids) == 1 + min(4, limit)
+        check(client, number, [1, 2] if number == 0 else [3, 2], plain)
 
 
 def test_right_drafts_are_verified_where_rows_cost_nothing() -> None:
