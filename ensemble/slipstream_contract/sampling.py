@@ -321,11 +321,6 @@ def check_sampling(sampling: SamplingParams) -> None:
     _check_filled("bad_words", sampling.bad_words)
     if sampling.guide is not None:
         check_guide("guide", sampling.guide)
-        if sampling.beams is not None:
-            raise ContractError(
-                "guided output and a beam search (beam_width, use_beam_search): beams take over "
-                "each other's tokens, and a guide follows one text"
-            )
     limits.check_count("bias", len(sampling.bias), limits.MAX_BIASED_TOKENS, "tokens")
     if sampling.values is not None:
         check_log_probs(sampling.values)

@@ -6,7 +6,7 @@ import pytest
 from fixtures.contract.asking import inputs_of
 from slipstream_contract.beams import AT_WIDTH, NEVER, REACHABLE, Beams
 from slipstream_contract.errors import ContractError
-from slipstream_contract.sampling import SamplingParams, check_sampling
+from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.schemas.llmapi import llmapi_request
 from slipstream_contract.schemas.trtllm import llm_request, text_request
 from slipstream_contract.schemas.vllm import vllm_request
@@ -149,11 +149,3 @@ def test_a_search_has_log_probs_of_its_tokens_alone(values: dict, message: str) 
         vllm_request(inputs, {})
     with pytest.raises(ContractError, match="return_context_logits and a beam search"):
         tokens(beam_width=2, return_context_logits=True)
-
-
-def test_a_guide_beside_a_search_is_refused() -> None:
-    guided = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+"}
-    search = {"use_beam_search": True, "n": 2, "structured_outputs": {"regex": "a+"}}
-    for ask in (lambda: text(beam_width=2, **guided), lambda: vllm(**search)):
-        with pytest.raises(ContractError, match="guided output and a beam search"):
-            check_sampling(ask())

@@ -180,14 +180,15 @@ def test_refusals_of_vllm(asked, error):
         vllm(**asked)
 
 
-def test_a_beam_search_beside_a_guide_is_refused():
+def test_a_beam_search_may_have_a_guide():
     inputs = {"text_input": text("hi"), "max_tokens": np.array([4], np.int32)}
     inputs |= {"beam_width": np.array([2], np.int32), "guided_decoding_guide_type": text("json")}
     parameters = {"use_beam_search": True, "n": 2, "guided_regex": "a"}
     asked = {"text_input": text("hi"), "sampling_parameters": text(json.dumps(parameters))}
     for request in (text_request(inputs, {}), vllm_request(asked, {})):
-        with pytest.raises(ContractError, match=r"guided output and a beam search \(beam_width"):
-            check_sampling(request.sampling)
+        check_sampling(request.sampling)
+        assert request.sampling.beams is not None
+        assert request.sampling.guide is not None
 
 
 def test_the_engine_checks_the_same_bounds():

@@ -21,14 +21,14 @@ from math import inf
 from slipstream_contract.sampling import FIELDS, FILTERS, SamplingParams
 
 from slipstream.core.edits import EDIT
-from slipstream.guide.interface import MIN_FAST, Matcher, Template
+from slipstream.guide.interface import MIN_FAST, GuideError, Matcher, Template
 
 _FEWEST, _MOST = 4, 64  # tokens with masks after a refusal
 
 
 def needs_all_masks(sampling: SamplingParams) -> bool:
     """Return whether a legal sample without a mask may be another than that with it."""
-    if sampling.log_probs or sampling.values is not None:
+    if sampling.log_probs or sampling.values is not None or sampling.beams is not None:
         return True
     is_filtered = any(getattr(sampling, name) != FIELDS[name].default for name in FILTERS)
     return sampling.temperature > 0 and is_filtered
@@ -74,6 +74,28 @@ class Guided:
         self.has_mask = True
         self.is_filling = False
         self.error = ""  # why it cannot go on
+
+    def copy(self) -> "Guided":
+        """Return the state of another sequence with the same tokens; no thread has the matcher."""
+        assert not self.is_filling, "another thread has the matcher"
+        other = Guided.__new__(Guided)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.matcher = self.matcher.copy()
+        return other
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end a text: those of the grammar and of the request."""
+        return self._end_ids
+
+    def finishes(self, token_id: int) -> bool:
+        """Return whether nothing but an end is legal after a token, if it can be taken at all."""
+        matcher = self.matcher.copy()
+        try:
+            return matcher.take(token_id) and matcher.is_finished
+        except GuideError:
+            return False
 
     def can_run(self, num_pending: int) -> bool:
         """Return whether a row can sample the next token: with its mask, or one that comes."""

@@ -28,14 +28,6 @@ from slipstream.wire import Finished, FinishReason, Tokens
 _Check = tuple[Ending | None, StopChecker]
 
 
-def _check(stop: StopChecker, token_id: int, number: int) -> _Check:
-    """Return how a beam ends with a token, output `number`, if it does, and its checker then."""
-    if stop.is_end(token_id, number - 1):
-        return Ending(FinishReason.END), stop
-    stop = stop.copy()
-    return stop.take_token(token_id, number), stop
-
-
 class Move(NamedTuple):
     """How a beam gets its next token: it takes over the tokens of `parent`, perhaps its own."""
 
@@ -84,6 +76,27 @@ class Beam(Sequence):
         self.num_pending += 1
         return None
 
+    def check(self, token_id: int) -> "_Check":
+        """Return how the beam ends with a next token, if it does, and its checker after it.
+
+        A guided text ends by an end, which is legal where the text may end. Where the request
+        forbids one yet, or no token is left for it, a text after which nothing but an end is legal
+        ends without.
+        """
+        number, guide = len(self.outputs) + 1, self.guide
+        if self.stop.is_end(token_id, number - 1):
+            return Ending(FinishReason.END), self.stop
+        if guide is not None and guide.is_end(token_id):
+            return Ending(FinishReason.END), self.stop
+        stop = self.stop.copy()
+        ending = stop.take_token(token_id, number)
+        if guide is not None and (ending is None or ending.reason is FinishReason.LENGTH):
+            is_last = ending is not None or number < self.sampling.min_tokens
+            if is_last and guide.finishes(token_id):
+                stop.num_sendable = number
+                return Ending(FinishReason.STOP), stop
+        return ending, stop
+
     def take_output(self) -> Tokens | None:
         """Return the group's beams, if this is the lead and there is something new."""
         return self.group.take_output() if self is self.group.lead else None
@@ -128,15 +141,15 @@ class BeamGroup:
         self._beams = beams
         rest = (request, prompt, seed, max_model_len, vocab)
         self.all = [Beam(self, first_id + i, i, *rest) for i in range(beams.width)]
-        sampling = request.sampling
-        num_ends = len({*sampling.end_ids, *sampling.stop_token_ids})
         for beam in self.all:
-            beam.num_top = num_candidates(beams, num_ends)
             beam.top_mode = int(TopMode.PROCESSED)
         self.lead = self.all[0]
+        self.count_ends()
         self.live: list[Beam] = [self.lead]  # by rank, the best first
         self.is_running = False
-        self.has_counts = counts_tokens(sampling)  # sampling depends on how often tokens occur
+        self.has_counts = counts_tokens(
+            request.sampling
+        )  # sampling depends on how often tokens occur
         self._num_delivered = 0  # live beams whose step is done
         self._ended: list[Ended] = []  # the best first
         self._moves: list[Move] = []
@@ -162,6 +175,13 @@ class BeamGroup:
 
     # --- a step --------------------------------------------------------------------------------
 
+    def count_ends(self) -> None:
+        """Ask for so many tokens of each beam that some go on, whatever ends of those that end."""
+        sampling, guide = self.request.sampling, self.lead.guide
+        ends = {*sampling.end_ids, *sampling.stop_token_ids, *(guide.end_ids if guide else ())}
+        for beam in self.all:
+            beam.num_top = num_candidates(self._beams, len(ends))
+
     def deliver(self, beam: Beam, top: Top) -> bool:
         """Take what a beam's step found; return whether all beams have delivered."""
         beam.top = top
@@ -178,11 +198,11 @@ class BeamGroup:
         checks: dict[Candidate, _Check] = {}  # of those that may end
 
         def is_end(candidate: Candidate) -> bool:
-            stop = live[candidate.beam].stop
-            is_plain = stop.is_trivial and candidate.token_id not in stop.watched
-            if is_plain and number < self._most:
+            beam = live[candidate.beam]
+            is_plain = beam.stop.is_trivial and candidate.token_id not in beam.stop.watched
+            if is_plain and number < self._most and beam.guide is None:
                 return False
-            checks[candidate] = _check(stop, candidate.token_id, number)
+            checks[candidate] = beam.check(candidate.token_id)
             return checks[candidate][0] is not None
 
         scores = [each.score for each in self._ended]
@@ -325,7 +345,7 @@ class BeamGroup:
             self._ended, self._final = [], []
             for beam in self.all:
                 beam.prompt, beam.outputs, beam.log_probs = TokenIds("i"), [], []
-                beam.edits = None
+                beam.edits = beam.guide = None
         return Tokens(self.request.number, 0, [], [], 0, finished, 0, answers)
 
     def _finished(self, ending: Ending, num_tokens: int) -> Finished:

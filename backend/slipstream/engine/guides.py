@@ -16,6 +16,7 @@ from slipstream.core.batch import Batch, Outcome
 from slipstream.core.guided import Guided
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
+from slipstream.engine.beam_group import Beam, BeamGroup
 from slipstream.guide.interface import GuideError, MakeCompiler, Template
 from slipstream.guide.workers import Fill, Workers
 from slipstream.wire import FinishReason, Rejected
@@ -92,6 +93,8 @@ class Guides:
         elif first.status is not SequenceStatus.FINISHED:
             for sequence in request.sequences:
                 sequence.guide = Guided(made, request.sampling, self.workers.end_ids)
+            if isinstance(first, Beam):
+                first.group.count_ends()
         self._wake(_leader_of(first))
 
     def _reject(self, request: Request, message: str) -> None:
@@ -114,10 +117,13 @@ class Guides:
     # --- samples -------------------------------------------------------------------------------
 
     def judged(self, results: Iterable[Result]) -> Iterator[Result]:
-        """Yield samples with their outcomes by `judge`, each before the next one is looked at."""
+        """Yield samples with their outcomes by `judge`, each before the next one is looked at.
+
+        A beam does not take what was sampled: its guide follows what is chosen, by `follow`.
+        """
         for sequence, token_id, log_prob, outcome in results:
             judged = outcome
-            if sequence is not None and sequence.guide is not None:
+            if sequence is not None and _is_sampled(sequence):
                 judged = self.judge(sequence, token_id, outcome)
                 if judged == Outcome.LATE:
                     self.advance(sequence)
@@ -156,7 +162,7 @@ class Guides:
         of tokens is.
         """
         guided = sequence.guide
-        if guided is None:
+        if guided is None or not _is_sampled(sequence):
             return sequence.append(token_id, log_prob, now_ns)
         if guided.is_end(token_id) and token_id not in sequence.stop.watched:
             return Ending(FinishReason.END)
@@ -170,9 +176,30 @@ class Guides:
             self.advance(sequence)
         return ending
 
+    def follow(self, group: BeamGroup) -> None:
+        """Let the guides of beams take the tokens that were chosen for them."""
+        for move in group.moves:
+            if move.is_fork and move.parent.guide is not None:
+                move.beam.guide = move.parent.guide.copy()
+        for move in group.moves:  # only now: parents are as they were until here
+            guided = move.beam.guide
+            if guided is None:
+                return
+            try:
+                error = "" if guided.take(move.token_id) else f"token {move.token_id} is refused"
+            except GuideError as caught:
+                error = str(caught)
+            if error:
+                self._fail(move.beam, guided, error)
+                return
+            self.advance(move.beam)
+
     def runnable(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Return those that can sample now: plain ones, and those that have their mask."""
-        return [s for s in sequences if s.guide is None or s.guide.can_run(s.num_pending)]
+        """Return those that can sample now: plain ones, and those that have their mask.
+
+        The beams of a group run together, once all have theirs.
+        """
+        return [s for s in sequences if s.guide is None or _has_mask(s)]
 
     def advance(self, sequence: Sequence) -> None:
         """Ask for the mask of the next token, where it needs one; `flush` makes it."""
@@ -198,6 +225,17 @@ class Guides:
         if sequence.status is not SequenceStatus.FINISHED:
             message = f"the guide cannot be followed further: {error}"
             self._finish(sequence, Ending(FinishReason.ERROR, error=message))
+
+
+def _is_sampled(sequence: Sequence) -> bool:
+    """Return whether a sequence is guided, and takes its samples."""
+    return sequence.guide is not None and not isinstance(sequence, Beam)
+
+
+def _has_mask(sequence: Sequence) -> bool:
+    """Return whether a guided sequence can sample now, and all beams of its group if it is one."""
+    together = sequence.group.live if isinstance(sequence, Beam) else (sequence,)
+    return all(s.guide is None or s.guide.can_run(s.num_pending) for s in together)
 
 
 def _leader_of(first: Sequence) -> int:

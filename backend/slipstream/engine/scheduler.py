@@ -277,6 +277,8 @@ class Scheduler:
                 self._changed[lead.id] = lead
                 if ending is not None:
                     self.finish(lead, ending)
+                elif lead.guide is not None and self.guides is not None:
+                    self.guides.follow(lead.group)
         if self.guides is not None and self.guides.num_active:
             self.guides.flush()
         for owner in owners if self.cache.window.size else ():
