@@ -243,8 +243,8 @@ class Engine:
                 self._commit(self._flights.popleft())
             self._last_step = time.monotonic()
             self._telemetry.blocks_freed(self.num_steps)
-            if not self._flights and self._scheduler.has_beams:
-                self._launch_ahead()  # now, as the device has waited for the choice of beams
+            if not self._flights and self._scheduler.needs_results:
+                self._launch_ahead()  # now, as the device has waited for what was committed
         outputs = self._outputs()
         if not (had_flights or outputs) and guides is not None and guides.is_busy:
             guides.wait()

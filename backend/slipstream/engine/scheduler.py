@@ -138,9 +138,9 @@ class Scheduler:
         return bool(self._running.sequences or self.waiting)
 
     @property
-    def has_beams(self) -> bool:
-        """Whether beams run."""
-        return bool(self._groups)
+    def needs_results(self) -> bool:
+        """Whether sequences run that have no step before the last one's results: beams, drafts."""
+        return bool(self._groups) or self._verification.is_active
 
     def add(self, request: Request) -> None:
         """Queue all sequences of a new request."""
@@ -269,9 +269,8 @@ class Scheduler:
         )
         results = zip(samplers, sampled.token_ids, sampled.log_probs, sampled.outcomes, strict=True)
         self._append_all(results, now)
-        for sequence, numbers in drafted:
-            rows, own = batch.rows[numbers], sampled.part(numbers)
-            self._verification.commit(sequence, rows, own, now, self._append_all)
+        if drafted:
+            self._verification.commit(drafted, batch, sampled, now, self._append_all)
         if self._groups:
             for lead, ending in self._groups.take(samplers, sampled):
                 self._changed[lead.id] = lead

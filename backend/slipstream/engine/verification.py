@@ -3,9 +3,10 @@
 No sequence is preempted for drafts, and blocks that only rejected ones needed go back at once.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
 
-from slipstream.core.batch import Outcome, Row, Sampled
+from slipstream.core.batch import Batch, Outcome, Row, Sampled
 from slipstream.core.drafts import Speculation, is_right
 from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.drafting.asked import AskedDrafts
@@ -79,49 +80,74 @@ class Verification:
 
     def commit(
         self,
-        sequence: Sequence,
-        rows: tuple[Row, ...],
+        drafted: Many[tuple[Sequence, slice]],
+        batch: Batch,
         sampled: Sampled,
         now: int,
         append: Append,
     ) -> None:
-        """Apply the rows of a sequence for as long as the drafts in them are right.
+        """Apply the rows of sequences for as long as the drafts in them are right.
 
         Args:
-            sequence: their sequence.
-            rows: of the last known token, then of each draft.
-            sampled: the samples of these rows.
+            drafted: sequences, and the rows of each: of its last known token, then of drafts.
+            batch: the step.
+            sampled: its samples.
             now: `time.monotonic_ns()`.
-            append: gives sequences their samples.
+            append: gives sequences their samples, each before it takes the next one.
         """
-        num_right = num_wrong = 0
-        num_drafts, token_ids = len(rows) - 1, sampled.token_ids
-        if self._speculation.accepted is not None:
-            count = self._speculation.accepted(sequence, num_drafts)
-            token_ids = [row.token_ids[0] for row in rows[1 : count + 1]] + token_ids[count:]
-            rows = rows[: count + 1]
-        results = zip(token_ids, sampled.log_probs, sampled.outcomes, strict=True)
-        for row, (token_id, log_prob, outcome) in zip(rows, results, strict=False):
-            if sequence.status is SequenceStatus.FINISHED:
+        running = [s for s, _ in drafted if s.status is not SequenceStatus.FINISHED]
+        self._telemetry.tokens_sampled(running, now)
+        more: list[Sequence] = []  # of each token beyond the first of its sequence
+        append(self._all_results(drafted, batch, sampled, more), now)
+        self._telemetry.tokens_sampled(more, now)
+
+    def _all_results(
+        self,
+        drafted: Many[tuple[Sequence, slice]],
+        batch: Batch,
+        sampled: Sampled,
+        more: list[Sequence],
+    ) -> Iterator[Result]:
+        """Yield the results of rows whose tokens the sequences have; then note how it went."""
+        for sequence, numbers in drafted:
+            rows, own = batch.rows[numbers], sampled.part(numbers)
+            num_drafts, num_before = len(rows) - 1, len(more)
+            token_ids = own.token_ids
+            if self._speculation.accepted is not None:
+                count = self._speculation.accepted(sequence, num_drafts)
+                token_ids = [row.token_ids[0] for row in rows[1 : count + 1]] + token_ids[count:]
+                rows = rows[: count + 1]
+            results = zip(token_ids, own.log_probs, own.outcomes, strict=True)
+            yield from self._results(sequence, rows, results, more)
+            num_right = len(more) - num_before
+            is_over = sequence.status is SequenceStatus.FINISHED
+            num_wrong = int(num_right < num_drafts and not is_over)
+            if num_wrong:
+                sequence.rewind()
+            drafter = self._speculation.verified(sequence, num_drafts, num_right, num_wrong)
+            self.counts.add(drafter, num_drafts, num_right)
+            if sequence.status is SequenceStatus.RUNNING:
+                self._cache.give_back(sequence)
+
+    @staticmethod
+    def _results(
+        sequence: Sequence,
+        rows: tuple[Row, ...],
+        results: Iterable[tuple[int, float, int]],
+        more: list[Sequence],
+    ) -> Iterator[Result]:
+        """Yield the results of a sequence's rows up to the first draft that is wrong."""
+        for number, (row, result) in enumerate(zip(rows, results, strict=False)):
+            if sequence.status is SequenceStatus.FINISHED or (
+                number and not is_right(sequence, row)
+            ):
                 break
-            if row is not rows[0]:
-                if not is_right(sequence, row):
-                    sequence.rewind()
-                    num_wrong = 1
-                    break
-                num_right += 1
-            self._telemetry.tokens_sampled([sequence], now)
+            if number:
+                more.append(sequence)
             if sequence.status is SequenceStatus.RUNNING:
                 sequence.num_computed = row.start + 1
-            append([(sequence, token_id, log_prob, outcome_of(sequence, row, outcome))], now)
-        is_over = sequence.status is SequenceStatus.FINISHED
-        if num_right == len(rows) - 1 < num_drafts and not is_over:  # the next is not accepted
-            num_wrong = 1
-            sequence.rewind()
-        drafter = self._speculation.verified(sequence, num_drafts, num_right, num_wrong)
-        self.counts.add(drafter, num_drafts, num_right)
-        if sequence.status is SequenceStatus.RUNNING:
-            self._cache.give_back(sequence)
+            token_id, log_prob, outcome = result
+            yield sequence, token_id, log_prob, outcome_of(sequence, row, outcome)
 
 
 def outcome_of(sequence: Sequence, row: Row, outcome: int) -> int:
