@@ -92,9 +92,24 @@ _GUIDES = {
         st.just([b""]), st.sampled_from([[b"[a-z]"], [b"{"]]), ("guided_decoding_guide_type",)
     ),
 }
+_EDITS = {
+    "allowed_token_ids": Field(
+        st.sampled_from([[*range(300)], [*range(300), -1]]),
+        st.sampled_from([[-2], [VOCABULARY], [-1], [5] * 4097]),
+    ),
+    "dry_sequence_breakers": Field(
+        st.sampled_from([[b""], [b"a", "é".encode()]]),
+        st.sampled_from([[b"x"] * 65, [b"x" * 65], [b"\xff"]]),
+    ),
+    "logits_processors": Field(
+        st.sampled_from([[b""], [b"{}"]]),
+        st.sampled_from([[b"x"], [b"5"], [b'{"zz": {}}'], [b'{"zz": 5}'], [b"\xff"]]),
+    ),
+}
 _TEXT_FIELDS = (
     _SAMPLING
     | _GUIDES
+    | _EDITS
     | {
         "text_input": _PROMPT,
         "stop_words": _WORDS,
@@ -134,6 +149,7 @@ _LLM_NAMES = {
 _LLM_FIELDS = (
     {_LLM_NAMES.get(name, name): field for name, field in _SAMPLING.items()}
     | _GUIDES
+    | _EDITS
     | {
         "beam_search_diversity_rate": _scalars([0], [0.5, -1, NAN]),
         "input_ids": Field(
@@ -216,6 +232,10 @@ REQUIRED = {
 
 # Request parameters of the models that generate: values to be served, values to be refused.
 PARAMETERS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+    "dry_multiplier": ([0, 0.5, "2"], [-1, 1001, "much", _LONG]),
+    "dry_base": ([1, 1.75], [0.5, 1001]),
+    "dry_allowed_length": ([1, 2, INT32_MAX], [0, -1, 1.5]),
+    "dry_penalty_last_n": ([-1, 0, 64, 8192], [-2, 8193, "x"]),
     "request_priority": ([0, 5, 9, "3"], [-1, 10, "first", 1.5, True, _LONG]),
     "timeout_ms": ([60_000, 86_400_000, "60000"], [0, -1, 86_400_001, "soon", 0.5, _LONG]),
     "min_p": ([0, 1, 0.5, "0.25"], [-1, 2, "much", _LONG]),
@@ -244,6 +264,16 @@ VLLM: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "presence_penalty": ([-2, 0, 2], [-2.1, 2.1, NAN]),
     "frequency_penalty": ([-2, 0, 2], [-2.1, 2.1, INF]),
     "repetition_penalty": ([1, 0.5, 2], [0, -1, 1001, NAN]),
+    "dry_multiplier": ([0, 0.5, 2], [-1, 1001, NAN, "much"]),
+    "dry_base": ([1, 1.75], [0.5, INF]),
+    "dry_allowed_length": ([1, 2], [0, -1, 1.5]),
+    "dry_penalty_last_n": ([-1, 0, 64, 8192], [-2, 8193, "x"]),
+    "dry_sequence_breakers": ([[], ["a", "é"], '["b"]'], ["", [""], [5], 5, {}, ["x" * 65]]),
+    "allowed_token_ids": (
+        [None, list(range(300)), str(list(range(300)))],
+        [[], 5, "x", [-1], [VOCABULARY], ["x"], [True], [5] * 4097, [_LONG_WHOLE]],
+    ),
+    "logits_processors": ([None, [], {}], [5, "x", {"zz": {}}, {"zz": 5}, [5], {_LONG: {}}]),
     "no_repeat_ngram_size": ([0, 1, 3, 64], [-1, 65, 2**30, "x", NAN]),
     "seed": ([None, 0, -1, 2**63 - 1, -(2**63)], [2**63, 2**70, "x", 1.5, _LONG, _LONG_WHOLE]),
     "stop": (

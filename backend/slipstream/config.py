@@ -167,6 +167,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             f"{', '.join(MODES)}; a request may choose another"
         ),
     ] = "raw_logprobs"
+    thinking_end: Annotated[
+        str,
+        _field(
+            "text that ends the model's thinking, for thinking_token_budget",
+            "</think>, where that is a token",
+        ),
+    ] = ""
+    logits_processors: Annotated[
+        str,
+        _field(
+            "classes that edit the logits of requests which name them, module:Class[,...], from "
+            "the engine's Python path",
+            "none",
+        ),
+    ] = ""
     max_logits_bytes: Annotated[
         int,
         _field(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import EngineConfig
+from slipstream.core.processors import load_processors
 from slipstream.errors import ConfigError
 from slipstream.models.hf import CheckpointInfo, describe
 
@@ -28,6 +29,7 @@ def preflight(config: EngineConfig) -> Preflight:
     from slipstream.models.check import check_tensors
     from slipstream.runner.plan import settle, settle_here
 
+    load_processors(config.logits_processors)
     plan = settle_here(config)
     check_tensors(Path(config.checkpoint))
     info = describe(config.checkpoint)

@@ -145,7 +145,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help=f"10^9 bytes of {help_of('kv_cache_host_bytes')}",
     )
-    for name, kind, metavar in (("gpu_hour_price", float, "PRICE"), ("request_log", str, "FILE")):
+    for name, kind, metavar in (
+        ("gpu_hour_price", float, "PRICE"),
+        ("request_log", str, "FILE"),
+        ("thinking_end", str, "TEXT"),
+        ("logits_processors", str, "LIST"),
+    ):
         parser.add_argument(_flag(name), type=kind, metavar=metavar, help=help_of(name))
 
 
@@ -167,7 +172,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
     more = ("speculation", "logprobs_mode", *_DRAFTS)
-    others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *more, *_COUNTS)
+    edits = ("thinking_end", "logits_processors")
+    others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *edits, *more, *_COUNTS)
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name
     instances = dict(args.instances)

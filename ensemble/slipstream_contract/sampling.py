@@ -197,6 +197,58 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             rows=(Row("`no_repeat_ngram_size`, or 2^30", 0, limits.MAX_NGRAM, BOTH),),
         ),
     ] = 0
+    allowed_token_ids: Annotated[
+        tuple[int, ...],
+        Field(
+            "ban all tokens but these",
+            rows=(Row("`allowed_token_ids`: ids", 1, limits.MAX_ALLOWED_IDS, BOTH),),
+        ),
+    ] = ()
+    # A token that goes on with a repeat of m >= allowed_length tokens loses m * b^(m - allowed).
+    dry_multiplier: Annotated[
+        float,
+        Field(
+            "taken from the logit of a token that goes on with a repeat; 0: no effect",
+            Bounds(0, limits.MAX_PENALTY),
+        ),
+    ] = 0.0
+    dry_base: Annotated[
+        float,
+        Field("factor of it for each token more that is repeated", Bounds(1, limits.MAX_PENALTY)),
+    ] = 1.75
+    dry_allowed_length: Annotated[int, Field("tokens that may be repeated", _COUNT)] = 2
+    dry_penalty_last_n: Annotated[
+        int,
+        Field(
+            f"last tokens in which repeats count; -1: the last {limits.MAX_DRY_TOKENS}",
+            Bounds(-1, limits.MAX_DRY_TOKENS),
+        ),
+    ] = 64
+    dry_sequence_breakers: Annotated[
+        tuple[bytes, ...],
+        Field(
+            "no repeat goes on over these words",
+            rows=(
+                Row("`dry_sequence_breakers`: words", 0, limits.MAX_BREAKERS, BOTH),
+                Row("... bytes of a breaker", 1, limits.MAX_BREAKER_BYTES, BOTH),
+            ),
+        ),
+    ] = (b"\n", b":", b'"', b"*")
+    thinking_token_budget: Annotated[
+        int | None,
+        Field("tokens after which thinking is made to end", Bounds(0, limits.INT32_MAX)),
+    ] = None
+    # Name and arguments in JSON of each.
+    logits_processors: Annotated[
+        tuple[tuple[str, str], ...],
+        Field(
+            "logits processors of the server's, by name",
+            rows=(
+                Row("`logits_processors`: names", 0, limits.MAX_PROCESSORS, BOTH),
+                Row("... bytes of the arguments of one", 0, limits.MAX_PROCESSOR_BYTES, BOTH),
+            ),
+        ),
+    ] = ()
     bias: Annotated[
         tuple[tuple[int, float], ...],  # token id, what is added to its logit
         Field(
@@ -319,6 +371,7 @@ def check_sampling(sampling: SamplingParams) -> None:
     limits.check_words("bad_words", sampling.bad_words, limits.MAX_BAN_FORMS)
     _check_filled("stop_words", sampling.stop_words)
     _check_filled("bad_words", sampling.bad_words)
+    check_edits(sampling)
     if sampling.guide is not None:
         check_guide("guide", sampling.guide)
     limits.check_count("bias", len(sampling.bias), limits.MAX_BIASED_TOKENS, "tokens")
@@ -327,6 +380,23 @@ def check_sampling(sampling: SamplingParams) -> None:
     for token_id, weight in sampling.bias:
         if not math.isfinite(weight):
             raise ContractError(f"bias of token {clip(token_id)} is {weight}, not a finite number")
+
+
+def check_edits(sampling: SamplingParams) -> None:
+    """Check the sizes of the lists that edit logits. Raises ContractError."""
+    limits.check_count(
+        "allowed_token_ids", len(sampling.allowed_token_ids), limits.MAX_ALLOWED_IDS, "token ids"
+    )
+    name, most = "dry_sequence_breakers", limits.MAX_BREAKER_BYTES
+    limits.check_count(name, len(sampling.dry_sequence_breakers), limits.MAX_BREAKERS, "words")
+    _check_filled(name, sampling.dry_sequence_breakers)
+    for index, word in enumerate(sampling.dry_sequence_breakers):
+        limits.check_count(f"{name}[{index}]", len(word), most, "bytes")
+    name = "logits_processors"
+    limits.check_count(name, len(sampling.logits_processors), limits.MAX_PROCESSORS, "names")
+    for processor, arguments in sampling.logits_processors:
+        size = len(arguments.encode(errors="replace"))
+        limits.check_count(f"{name}.{processor[:64]}", size, limits.MAX_PROCESSOR_BYTES, "bytes")
 
 
 def _check_filled(field: str, words: Iterable[bytes | tuple[int, ...]]) -> None:

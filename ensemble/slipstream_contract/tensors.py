@@ -49,6 +49,9 @@ _TEXT_INPUTS = """
     presence_penalty FP32[1]?
     frequency_penalty FP32[1]?
     no_repeat_ngram_size INT32[1]?
+    allowed_token_ids INT32[-1]?~
+    dry_sequence_breakers STRING[-1]?~
+    logits_processors STRING[1]?~
     seed UINT64[1]?
     random_seed UINT64[1]?
     return_log_probs BOOL[1]?
@@ -196,6 +199,9 @@ _LLM_INPUTS = """
     presence_penalty FP32[1]?r
     frequency_penalty FP32[1]?r
     no_repeat_ngram_size INT32[1]?r
+    allowed_token_ids INT32[-1]?~
+    dry_sequence_breakers STRING[-1]?~
+    logits_processors STRING[1]?~
     seed UINT64[1]?r
     random_seed UINT64[1]?r
     return_log_probs BOOL[1]?r

@@ -118,6 +118,43 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
     "`top_p` of `vllm_model`": [lambda v: vllm(top_p=v), lambda v: engine(top_p=v)],
     "`min_p`": [lambda v: vllm(min_p=v), lambda v: engine(min_p=v)],
     "`repetition_penalty`": [*both("repetition_penalty"), lambda v: vllm(repetition_penalty=v)],
+    "`dry_multiplier`": [lambda v: vllm(dry_multiplier=v), lambda v: engine(dry_multiplier=v)],
+    "`dry_base`": [lambda v: vllm(dry_base=v), lambda v: engine(dry_base=v)],
+    "`dry_allowed_length`": [
+        lambda v: vllm(dry_allowed_length=v),
+        lambda v: engine(dry_allowed_length=v),
+    ],
+    "`dry_penalty_last_n`": [
+        lambda v: vllm(dry_penalty_last_n=v),
+        lambda v: engine(dry_penalty_last_n=v),
+    ],
+    "`dry_sequence_breakers`: words": [
+        lambda v: text(dry_sequence_breakers=words(v)),
+        lambda v: vllm(dry_sequence_breakers=words(v)),
+        lambda v: engine(dry_sequence_breakers=(b"w",) * v),
+    ],
+    "... bytes of a breaker": [
+        lambda v: text(dry_sequence_breakers=words(1, v)),
+        lambda v: vllm(dry_sequence_breakers=words(1, v)),
+        lambda v: engine(dry_sequence_breakers=(b"w" * v,)),
+    ],
+    "`allowed_token_ids`: ids": [
+        lambda v: tokens(allowed_token_ids=[1] * v),
+        lambda v: vllm(allowed_token_ids=[1] * v),
+        lambda v: engine(allowed_token_ids=(1,) * v),
+    ],
+    "`thinking_token_budget`": [
+        lambda v: vllm(thinking_token_budget=v),
+        lambda v: engine(thinking_token_budget=v),
+    ],
+    "`logits_processors`: names": [
+        lambda v: vllm(logits_processors={f"p{i}": {} for i in range(v)}),
+        lambda v: engine(logits_processors=(("p", "{}"),) * v),
+    ],
+    "... bytes of the arguments of one": [
+        lambda v: vllm(logits_processors={"p": {"": "w" * (v - 8)}} if v else {}),
+        lambda v: engine(logits_processors=(("p", "w" * v),)),
+    ],
     "`no_repeat_ngram_size`, or 2^30": both("no_repeat_ngram_size"),
     "`no_repeat_ngram_size` of `vllm_model`": [lambda v: vllm(no_repeat_ngram_size=v)],
     **{f"`{name}`": both(name) for name in ("presence_penalty", "frequency_penalty")},

@@ -103,6 +103,7 @@ OWN_TABLES = {
     "slipstream_client/__init__.py": {"_MODULES[name]"},
     "slipstream/kernels/runtime/registry.py": {"package", "module"},
     "slipstream/quant/__init__.py": {"f'{__name__}.{name}'"},  # one of its own names
+    "slipstream/core/processors.py": {"module"},  # an operator's option, loaded at start
     "slipstream/models/registry.py": {"f'{families.__name__}.{module.name}'"},
 }
 

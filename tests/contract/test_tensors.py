@@ -31,8 +31,13 @@ ENSEMBLE_IN = {
     ("STRING", (1,), "or"): "guided_decoding_guide_type guided_decoding_guide",
 }
 SPECIAL = {("BOOL", (1,), "o"): "add_special_tokens"}
-ENSEMBLE_OWN = SPECIAL | {("INT32", (1,), "o"): "no_repeat_ngram_size"}
-LLM_OWN = {("INT32", (1,), "os"): "no_repeat_ngram_size"}
+OWN_LISTS = {
+    ("INT32", (-1,), "or"): "allowed_token_ids",
+    ("STRING", (-1,), "or"): "dry_sequence_breakers",
+    ("STRING", (1,), "or"): "logits_processors",
+}
+ENSEMBLE_OWN = SPECIAL | OWN_LISTS | {("INT32", (1,), "o"): "no_repeat_ngram_size"}
+LLM_OWN = OWN_LISTS | {("INT32", (1,), "os"): "no_repeat_ngram_size"}
 ENSEMBLE_OLD = {
     ("UINT64", (1,), "o"): "random_seed",
     ("INT32", (1,), "o"): "min_length",

@@ -88,6 +88,7 @@ def _samples(names: list[str]) -> bool:
 _EDITS = """
     repetition_penalty presence_penalty frequency_penalty bias bad_words min_tokens stop_words
     stop_token_ids ignore_eos keep_stop special_tokens no_repeat_ngram_size
+    allowed_ids dry breakers
 """
 GREEDY = [("greedy", *names) for names in cover(_EDITS.split(), lambda *_: True, 5)]
 

@@ -143,6 +143,9 @@ def submit(prompt: list[int], sampling: SamplingParams) -> None:
     check_sampling(sampling)
     check_ids("end_id", sampling.end_ids)
     check_ids("stop_token_ids", sampling.stop_token_ids)
+    check_ids("allowed_token_ids", sampling.allowed_token_ids)
+    for name, _ in sampling.logits_processors:
+        raise ContractError(f"logits_processors has {name[:64]}")
     check_ids("logit_bias", [token_id for token_id, _ in sampling.bias])
     check_ids("bad_words", [token_id for word in sampling.bad_words for token_id in word])
     if len(prompt) + 1 > KV_CACHE:

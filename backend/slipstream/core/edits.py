@@ -1,57 +1,43 @@
-"""Edit logits by rules that the host can evaluate: bias, bad words, minimum length, repeats.
+"""Edit logits by rules that the host can evaluate: bias, bans, minimum length, repeats.
 
 A step is scheduled while the step before is still sampling, so an edit must not depend on the last
 token. Bias and bad words of one token never change; a minimum length depends on the number of the
 next output only. All else is a `Rule`, which looks at the tokens before; a sequence that has one
-`needs_every_token` before its next step. Penalties are not edits: the device counts tokens itself
-(`kernels/sampling/sample.py`).
+`needs_every_token` before its next step. Penalties are not edits, but for DRY: the device counts
+tokens itself (`kernels/sampling/sample.py`).
 
     EditPlan   of a request: what its sequences share
     Edits      of a sequence: its rules, which follow its outputs
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from struct import Struct
-from typing import Protocol
 
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 
+from slipstream.core.dry import Dry
 from slipstream.core.ngrams import NoRepeat, PromptNgrams
-
-EDIT = Struct("<if")  # token id, addend of its logit
+from slipstream.core.processors import Loaded, Processed, ProcessorError, States
+from slipstream.core.records import EDIT as EDIT
+from slipstream.core.records import Frame, all_banned, pack
+from slipstream.core.rules import Phrases, Rule
+from slipstream.core.stop import RawBytes
+from slipstream.core.thinking import Thinking, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True)
 class EditContext:
-    """What edits have to know of the model."""
+    """What edits have to know of the model, and the logits processors that are loaded."""
 
     vocab_size: int = 0
+    vocab: RawBytes | None = None
+    thinking: Thinking | None = None
+    processors: Loaded = field(default_factory=dict)
 
 
 NO_CONTEXT = EditContext()
-
-
-class Rule(Protocol):
-    """Edits of the next token that depend on the tokens before it, and on nothing else.
-
-    A rule may keep what it has read of the outputs; drafts leave no trace in it.
-    """
-
-    @property
-    def field(self) -> str:
-        """The field that asks for it, as errors name it."""
-
-    def addends(self, outputs: Sequence[int], drafts: Sequence[int]) -> Mapping[int, float]:
-        """Return what is added to logits of the token after prompt, outputs and drafts.
-
-        The outputs are those of the last call, and more, unless `fork` was called.
-        """
-
-    def fork(self) -> None:
-        """Note that the next outputs may be others."""
 
 
 def needs_edits(sampling: SamplingParams) -> bool:
@@ -61,7 +47,16 @@ def needs_edits(sampling: SamplingParams) -> bool:
         or sampling.bad_words
         or (sampling.min_tokens and _ends(sampling))
         or sampling.no_repeat_ngram_size
+        or sampling.allowed_token_ids
+        or has_dry(sampling)
+        or sampling.thinking_token_budget is not None
+        or sampling.logits_processors
     )
+
+
+def has_dry(sampling: SamplingParams) -> bool:
+    """Return whether repeats lose anything."""
+    return bool(sampling.dry_multiplier and sampling.dry_penalty_last_n)
 
 
 def counts_tokens(sampling: SamplingParams) -> bool:
@@ -77,24 +72,29 @@ def _ends(sampling: SamplingParams) -> tuple[int, ...]:
     return (*sampling.end_ids, *sampling.stop_token_ids)
 
 
-def _pack(addends: dict[int, float]) -> bytes:
-    return b"".join(EDIT.pack(*edit) for edit in sorted(addends.items()))
-
-
 class EditPlan:
     """The edits of a request, as far as its sequences share them. A ban is an addend of -inf."""
 
-    def __init__(self, sampling: SamplingParams, prompt: TokenIds, context: EditContext) -> None:
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        prompt: TokenIds,
+        context: EditContext,
+        states: States = (),
+    ) -> None:
         self.sampling = sampling
         self.prompt = prompt
         self.context = context
+        self._states = states
         self.addends: dict[int, float] = {}  # at every output
         for token_id, weight in sampling.bias:
             self.addends[token_id] = self.addends.get(token_id, 0.0) + weight
         self.addends |= {word[0]: -inf for word in sampling.bad_words if len(word) == 1}
         self.early = self.addends | dict.fromkeys(_ends(sampling), -inf)
-        self.packed = _pack(self.addends)
-        self.packed_early = _pack(self.early) if sampling.min_tokens else b""
+        allowed = sampling.allowed_token_ids
+        self.pack = Frame(allowed, context.vocab_size).pack if allowed else pack
+        self.packed = self.pack(self.addends)
+        self.packed_early = self.pack(self.early) if sampling.min_tokens else b""
         self._phrases = tuple(word for word in sampling.bad_words if len(word) > 1)
         size = sampling.no_repeat_ngram_size
         self.ngrams = PromptNgrams(size, prompt) if size else None
@@ -106,7 +106,28 @@ class EditPlan:
             rules.append(Phrases(self._phrases, self.prompt))
         if self.ngrams is not None:
             rules.append(NoRepeat(self.ngrams))
+        if has_dry(self.sampling):
+            rules.append(Dry(self.sampling, self.prompt, self.context.vocab))
+        parts = (self.prompt, self.context.vocab_size)
+        rules += [Processed(name, state, *parts) for name, state in self._states]
         return rules
+
+    def budget(self) -> ThinkingBudget | None:
+        """Return the budget of one sequence's thinking; None: it has no bound."""
+        tokens = self.sampling.thinking_token_budget
+        if tokens is None:
+            return None
+        assert self.context.thinking is not None, "refused by the bounds"
+        return ThinkingBudget(self.context.thinking, tokens)
+
+    def fields(self, num_outputs: int) -> list[str]:
+        """Return the fields that ban a token at an output, whatever is before it."""
+        banned = {
+            "bad_words": any(len(word) == 1 for word in self.sampling.bad_words),
+            "min_tokens": num_outputs < self.sampling.min_tokens and bool(_ends(self.sampling)),
+            "allowed_token_ids": bool(self.sampling.allowed_token_ids),
+        }
+        return [name for name, has_bans in banned.items() if has_bans]
 
 
 class Edits:
@@ -115,34 +136,53 @@ class Edits:
     def __init__(self, plan: EditPlan) -> None:
         self._plan = plan
         self._rules = plan.rules()
+        self._budget = plan.budget()
         self._min_tokens = plan.sampling.min_tokens
-
-    @property
-    def needs_every_token(self) -> bool:
-        """Whether the next edits depend on the last token, and not only on the number of tokens."""
-        return bool(self._rules)
+        self.needs_every_token = bool(self._rules) or self._budget is not None
 
     def pack_early(self, num_outputs: int) -> bytes:
         """Return the `EDIT` records of output number `num_outputs`, whatever is before it."""
-        assert not self._rules, "edits before the last token is known"
+        assert not self.needs_every_token, "edits before the last token is known"
         return self._plan.packed_early if num_outputs < self._min_tokens else self._plan.packed
 
     def pack(self, outputs: Sequence[int], drafts: Sequence[int] = ()) -> bytes:
         """Return the `EDIT` records of the next output, by rising token id, each id at most once.
+
+        Where a rule fails every token is banned: `faults` says why.
 
         Args:
             outputs: all outputs that are known.
             drafts: tokens that may follow them, and come before the one to sample.
         """
         plan, is_early = self._plan, len(outputs) + len(drafts) < self._min_tokens
-        found = [rule.addends(outputs, drafts) for rule in self._rules]
+        if self._budget is not None:
+            forced = self._budget.forced(outputs, drafts)
+            if forced is not None:
+                return Frame([forced], plan.context.vocab_size).packed
+        try:
+            found = [rule.addends(outputs, drafts) for rule in self._rules]
+        except ProcessorError:
+            return all_banned(plan.context.vocab_size)
         if not any(found):
             return plan.packed_early if is_early else plan.packed
         addends = (plan.early if is_early else plan.addends).copy()
         for each in found:
-            for token_id, addend in each.items():
-                addends[token_id] = addends.get(token_id, 0.0) + addend
-        return _pack(addends)
+            _add(addends, each)
+        return plan.pack(addends)
+
+    def faults(self, outputs: Sequence[int]) -> tuple[str, list[str]]:
+        """Return which rule fails after these outputs, and how, and which fields ban tokens."""
+        if self._budget is not None and self._budget.forced(outputs, ()) is not None:
+            return "", [self._budget.field]
+        fields = self._plan.fields(len(outputs))
+        for rule in self._rules:
+            try:
+                bans = -inf in rule.addends(outputs, ()).values()
+            except ProcessorError as error:
+                return str(error), []
+            if bans and rule.field not in fields:
+                fields.append(rule.field)
+        return "", fields
 
     def read_prompt(self, end: int) -> None:
         """Read the prompt's first `end` tokens ahead, as the steps compute them."""
@@ -153,31 +193,10 @@ class Edits:
         """Note that the outputs are another sequence's from here on."""
         for rule in self._rules:
             rule.fork()
+        if self._budget is not None:
+            self._budget.fork()
 
 
-class Phrases:
-    """Bad words of several tokens: bans the last one wherever the others are there."""
-
-    field = "bad_words"
-
-    def __init__(self, words: tuple[tuple[int, ...], ...], prompt: TokenIds) -> None:
-        most = max(map(len, words)) - 1
-        self._before = prompt[-most:].tolist()
-        self._most = most
-        self._heads: dict[int, list[tuple[int, ...]]] = {}  # by their last token but one
-        for word in words:
-            self._heads.setdefault(word[-2], []).append(word)
-
-    def addends(self, outputs: Sequence[int], drafts: Sequence[int]) -> Mapping[int, float]:
-        """Return the bans of the token after outputs and drafts."""
-        seen = [*outputs[max(0, len(outputs) - self._most) :], *drafts]
-        if len(seen) < self._most:
-            seen = self._before + seen
-        return {
-            word[-1]: -inf
-            for word in self._heads.get(seen[-1], ())
-            if tuple(seen[1 - len(word) :]) == word[:-1]
-        }
-
-    def fork(self) -> None:
-        """Do nothing: nothing is kept."""
+def _add(addends: dict[int, float], more: Mapping[int, float]) -> None:
+    for token_id, addend in more.items():
+        addends[token_id] = addends.get(token_id, 0.0) + addend

@@ -20,7 +20,7 @@ from math import inf
 
 from slipstream_contract.sampling import FIELDS, FILTERS, SamplingParams
 
-from slipstream.core.edits import EDIT
+from slipstream.core.records import EDIT, banned_in, bans, pack
 from slipstream.guide.interface import MIN_FAST, GuideError, Matcher, Template
 
 _FEWEST, _MOST = 4, 64  # tokens with masks after a refusal
@@ -162,6 +162,13 @@ class Guided:
             self._num_good += 1
         self.needs_mask = self._num_left > 0 or self.pace.is_fast
 
+    def illegal(self) -> set[int]:
+        """Return the tokens that the mask bans; none where there is no mask yet."""
+        if not self.has_mask:
+            return set()
+        zeros = _zeros(self._mask)
+        return {token_id for token_id, is_illegal in enumerate(zeros) if is_illegal}
+
     def with_bans(self, edits: bytes) -> bytes:
         """Return `EDIT` records of a row: those given, and a ban of each token that is illegal.
 
@@ -170,26 +177,17 @@ class Guided:
         if not self.needs_mask or not self._by_edits:
             return edits
         assert self.has_mask, "a row without its mask"
-        bans = b"".join(compress(_bans(len(self._mask) * 8), _zeros(self._mask)))
+        records = bans(len(self._mask) * 8)
+        illegal = b"".join(compress(records, _zeros(self._mask)))
         if not edits:
-            return bans
+            return illegal
         addends: dict[int, float] = dict(EDIT.iter_unpack(edits))
-        addends |= dict.fromkeys((token_id for token_id, _ in EDIT.iter_unpack(bans)), -inf)
-        return b"".join(EDIT.pack(*pair) for pair in sorted(addends.items()))
+        return pack(addends | dict.fromkeys(banned_in(illegal), -inf))
 
 
 _BIT_TEXT = [bytes(1 - (byte >> bit & 1) for bit in range(8)) for byte in range(256)]
-_ban_records: dict[int, list[bytes]] = {}
 
 
 def _zeros(mask: bytes) -> bytes:
     """Return a byte a token: 1 where its bit is 0."""
     return b"".join([_BIT_TEXT[byte] for byte in mask])
-
-
-def _bans(count: int) -> list[bytes]:
-    """Return the ban of each of so many tokens, made once."""
-    records = _ban_records.get(count)
-    if records is None:
-        records = _ban_records[count] = [EDIT.pack(i, -inf) for i in range(count)]
-    return records

@@ -11,6 +11,8 @@ from math import inf
 
 from slipstream_contract.ids import TokenIds
 
+from slipstream.core.rules import num_common
+
 _ID_BYTES = 4
 
 
@@ -99,9 +101,7 @@ class NoRepeat:
     def _unread(self, outputs: Sequence[int]) -> None:
         """Take back what was read and is not in `outputs`."""
         text, first, num_before = self._text, self._first, self._num_before
-        pairs = zip(text[first:], outputs, strict=False)
-        num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        num_same = min(len(text) - first, len(outputs)) if num_same is None else num_same
+        num_same = num_common(text[first:], outputs)
         while len(text) > first + num_same:
             text.pop()
             if len(text) >= num_before:

@@ -20,6 +20,7 @@ from slipstream.core.edits import (
 )
 from slipstream.core.guided import Guided
 from slipstream.core.prefix import DigestChain
+from slipstream.core.processors import States
 from slipstream.core.stop import Ending, RawBytes, StopChecker
 from slipstream.core.values import Wanted
 from slipstream.wire import CancelCause, Finished, FinishReason, Perf, Submit, Tokens
@@ -66,6 +67,7 @@ class Request:
     choice: "Chooser | None" = None  # of the best sequences, if not all are sent
     edit_context: EditContext = NO_CONTEXT
     edit_plan: EditPlan | None = None  # once a sequence needs it
+    processors: States = ()  # those that it asks for
 
     @property
     def number(self) -> int:
@@ -223,7 +225,8 @@ class Sequence:
         if needs_edits(self.sampling):
             request = self.request
             if request.edit_plan is None:
-                request.edit_plan = EditPlan(self.sampling, self.prompt, request.edit_context)
+                parts = (self.prompt, request.edit_context, request.processors)
+                request.edit_plan = EditPlan(self.sampling, *parts)
             self.edits = Edits(request.edit_plan)
             self.needs_every_token = self.edits.needs_every_token
 

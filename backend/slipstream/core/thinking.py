@@ -68,3 +68,30 @@ def find_thinking(checkpoint: Path, vocab: TokenBytes, text: str = "") -> Thinki
 def _single(vocab: TokenBytes, data: bytes) -> int | None:
     """Return the token whose bytes these are; of several the last, which is an added one."""
     return next((i for i in reversed(range(vocab.size)) if vocab.raw(i) == data), None)
+
+
+class ThinkingBudget:
+    """The end of thinking that one sequence is made to come to, after so many outputs."""
+
+    field = "thinking_token_budget"
+
+    def __init__(self, thinking: Thinking, budget: int) -> None:
+        self._thinking = thinking
+        self._budget = budget
+        self._num_read = 0  # outputs that are known not to hold the marker
+        self._is_over = False
+
+    def forced(self, outputs: Sequence[int], drafts: Sequence[int]) -> int | None:
+        """Return the one token that may follow outputs and drafts; None: any."""
+        thinking = self._thinking
+        if not self._is_over:
+            self._is_over = thinking.end_of(outputs, self._num_read) is not None
+            self._num_read = len(outputs)
+        if self._is_over or len(outputs) + len(drafts) < self._budget:
+            return None
+        last = [*outputs[max(0, len(outputs) - len(thinking.marker) + 1) :], *drafts]
+        return thinking.next_of(last) if thinking.end_of(last) is None else None
+
+    def fork(self) -> None:
+        """Note that the next outputs may be others."""
+        self._num_read, self._is_over = 0, False

@@ -18,6 +18,7 @@ from slipstream_runtime.admission import Load
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.drafts import Speculation
 from slipstream.core.edits import EditContext
+from slipstream.core.processors import start_processors
 from slipstream.core.sequence import Request
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
@@ -93,6 +94,7 @@ class Engine:
         speculation: Speculation | None = None,
         device_drafts: DeviceDrafts | None = None,
         guide_compiler: MakeCompiler | None = None,
+        edit_context: EditContext | None = None,
     ) -> None:
         self.fatal: Exception | None = None
         self.num_steps = 0
@@ -122,8 +124,8 @@ class Engine:
             queue, finish = self._scheduler.waiting, self._scheduler.finish
             self._guides = Guides(guide_compiler, queue.defer, queue.wake, finish)
             self._scheduler.guides = self._guides
+        self._edit_context = edit_context or EditContext(runner.vocab_size, vocab)
         self._bounds = self._make_bounds()
-        self._edit_context = EditContext(runner.vocab_size)
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._request_ids = RequestIds()
@@ -147,6 +149,7 @@ class Engine:
             max_running=self._scheduler.max_running,
             max_logits_bytes=self._limits.max_logits_bytes,
             has_guides=self._guides is not None,
+            has_thinking=self._edit_context.thinking is not None,
         )
 
     @property
@@ -166,11 +169,13 @@ class Engine:
         self._num_received_tokens += len(message.token_ids)
         self._request_ids.refuse_duplicate(bridge, message.model, message.request_id)
         self._bounds.validate(message)
+        asked = message.sampling.logits_processors
+        processors = start_processors(self._edit_context.processors, asked) if asked else ()
         self.load().raise_if_full(len(message.token_ids))
         sampling = message.sampling
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = make_request(bridge, message)
-        request.edit_context = self._edit_context
+        request.edit_context, request.processors = self._edit_context, processors
         parts = (message.token_ids, seed, self._runner.max_model_len, self._vocab)
         self._next_sequence_id += add_sequences(request, self._next_sequence_id, *parts)
         add_wanted(request, self._limits.logprobs_mode)

@@ -14,6 +14,7 @@ from slipstream_contract.errors import Code
 
 from slipstream.core.batch import Batch, Outcome
 from slipstream.core.guided import Guided
+from slipstream.core.records import banned_in
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.engine.beam_group import Beam, BeamGroup
@@ -245,14 +246,19 @@ def _leader_of(first: Sequence) -> int:
 
 def error_of(sequence: Sequence) -> str:
     """Return why a row of a sequence has no token to sample."""
-    guided = sequence.guide
-    if guided is None:
-        return "numerical error"
-    if guided.error:
+    guided, edits = sequence.guide, sequence.edits
+    if guided is not None and guided.error:
         return f"the guide cannot be followed further: {guided.error}"
-    if not guided.needs_mask or sequence.edits is None:
+    fault, fields = ("", []) if edits is None else edits.faults(sequence.outputs)
+    if fault or edits is None:
+        return fault or "numerical error"
+    vocab_size = sequence.request.edit_context.vocab_size
+    illegal = banned_in(edits.pack(sequence.outputs))
+    if guided is not None and guided.needs_mask:
+        fields.append("the guide")
+        illegal |= guided.illegal()
+    if not fields or len(illegal.intersection(range(vocab_size))) < vocab_size:
         return "numerical error"
-    return (
-        "no token is left: the guide allows none of those that bad_words, logit_bias and "
-        "min_tokens leave"
-    )
+    names = " and ".join(filter(None, (", ".join(fields[:-1]), fields[-1])))
+    bans = "bans" if len(fields) == 1 else "together ban"
+    return f"no token is left: {names} {bans} all {vocab_size} of them"

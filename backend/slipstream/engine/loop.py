@@ -30,7 +30,10 @@ from slipstream_runtime.waking import wake_at_once
 
 from slipstream import __version__, wire
 from slipstream.config import EngineConfig
+from slipstream.core.edits import EditContext
 from slipstream.core.laps import Laps, process_age
+from slipstream.core.processors import load_processors
+from slipstream.core.thinking import find_thinking
 from slipstream.engine import drafter_choice
 from slipstream.engine.engine import Engine
 from slipstream.engine.reports import RequestLog, StatusLine
@@ -239,6 +242,15 @@ def read_config(path: Path) -> EngineConfig:
     return msgspec.structs.replace(config, checkpoint=checkpoint, draft_checkpoint=draft)
 
 
+def edit_context_of(
+    config: EngineConfig, checkpoint: Path, vocab_size: int, vocab: TokenBytes | None
+) -> EditContext:
+    """Return what edits of logits need to know. Raises ConfigError."""
+    processors = load_processors(config.logits_processors)
+    thinking = None if vocab is None else find_thinking(checkpoint, vocab, config.thinking_end)
+    return EditContext(vocab_size, vocab, thinking, processors)
+
+
 def load(config: EngineConfig, address: str) -> EngineLoop:
     """Load the checkpoint and listen. Raises whatever is wrong with either."""
     laps = Laps(process_age())
@@ -253,6 +265,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
     if vocab is not None:
         vocab_size = plan.model.dims.vocab_size
         guide_compiler = start_set_up(plan.checkpoint, vocab_size, vocab.raw)
+    edit_context = edit_context_of(config, plan.checkpoint, plan.model.dims.vocab_size, vocab)
     laps.lap("vocabulary")
     runner = ModelRunner(plan)
     laps.lap("runner")
@@ -283,6 +296,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         speculation=speculation,
         device_drafts=device_drafts,
         guide_compiler=guide_compiler,
+        edit_context=edit_context,
     )
     welcome = wire.Welcome(
         wire.PROTOCOL,

@@ -15,6 +15,7 @@ from slipstream_contract.retention import check_retention, check_salt
 from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.urgency import LOWEST_PRIORITY
 
+from slipstream.core.edits import has_dry
 from slipstream.wire import Submit
 
 
@@ -34,6 +35,7 @@ class RequestBounds:
     has_guides: bool
     max_running: int  # sequences
     max_logits_bytes: int = 1 << 26  # of one request
+    has_thinking: bool = False  # the model marks where its thinking ends
 
     def validate(self, message: Submit) -> None:
         """Raise `ContractError` with field, value and limit if the request cannot be served."""
@@ -79,6 +81,16 @@ class RequestBounds:
             self._check_ids("bad_words", word)
         if sampling.drafts is not None:
             self._check_ids("draft_input_ids", sampling.drafts.token_ids)
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
+        if sampling.thinking_token_budget is not None and not self.has_thinking:
+            raise ContractError(
+                f"thinking_token_budget is {sampling.thinking_token_budget}, and the model has no "
+                "token that ends its thinking (thinking_end)"
+            )
+        if has_dry(sampling) and sampling.dry_sequence_breakers and not self.has_tokenizer:
+            raise ContractError(
+                "dry_sequence_breakers need a tokenizer, and the checkpoint has none: send none"
+            )
         if sampling.guide is not None and not self.has_guides:
             raise ContractError(
                 "guided output (guided_decoding_guide, structured_outputs) needs a tokenizer.json, "

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from slipstream_contract import limits, openai_names
 from slipstream_contract.beams import BEAM_NAMES, refuse_sampling, trtllm_beams, with_log_probs
 from slipstream_contract.drafts import DRAFT_NAMES, trtllm_drafts
-from slipstream_contract.edits import edit_fields
+from slipstream_contract.edits import trtllm_edits
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
 from slipstream_contract.guide import TEXT_FIELD, TYPE_FIELD, trtllm_guide
@@ -184,7 +184,7 @@ def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -
     """
     values = normalised(read_fields(SamplingParams, "trtllm", read, names), most_tokens)
     values |= {"order": "trtllm", "penalty_temperature": values["temperature"] or 1.0}
-    values |= edit_fields(read)
+    values |= trtllm_edits(read)
     guide = trtllm_guide(*(read.text(x) if read.has(x) else None for x in (TYPE_FIELD, TEXT_FIELD)))
     n = values["n"] if read.has("num_return_sequences") else None
     if (beams := trtllm_beams(read, names, n)) is not None:

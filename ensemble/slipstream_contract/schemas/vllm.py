@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from slipstream_contract import limits, openai_names
 from slipstream_contract.beams import refuse_sampling, vllm_beams, with_log_probs
+from slipstream_contract.edits import VLLM_NAMES as EDIT_NAMES
+from slipstream_contract.edits import vllm_edits
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
 from slipstream_contract.guide import VLLM_NAMES, Guide, vllm_guide
@@ -41,16 +43,13 @@ _UNFILTERED = {name: FIELDS[name].default for name in FILTERS}
 # Parameters of vLLM that we do not serve -> values that ask for nothing.
 _LATER: dict[str, tuple[object, ...]] = {
     "flat_logprobs": (None, False),
-    "logits_processors": (None, []),
     "truncate_prompt_tokens": (None, -1),
     "spaces_between_special_tokens": (None, True),
     "detokenize": (None, True),
     "output_kind": (None,),
-    "allowed_token_ids": (None,),
     "extra_args": (None, {}),
     "lora_name": (None, ""),
     "skip_reading_prefix_cache": (None, False),
-    "thinking_token_budget": (None,),
     "repetition_detection": (None,),
 }
 # Names of vLLM's and of the LLM API's that an engine is started with.
@@ -61,6 +60,7 @@ _SERVED = frozenset(
     | {"logprobs", "prompt_logprobs", "logprobs_mode", "add_special_tokens"}
     | {"use_beam_search", "length_penalty", "early_stopping"}
     | VLLM_NAMES
+    | EDIT_NAMES
 )
 
 
@@ -176,6 +176,10 @@ class Values:
     def guide(self) -> Guide | None:
         """Return what the output must be; None: anything. Raises ContractError."""
         return vllm_guide(self._values)
+
+    def edits(self) -> dict[str, Any]:
+        """Return fields of `SamplingParams` that edit logits. Raises ContractError."""
+        return vllm_edits(self._values)
 
     def ids(self, name: str) -> tuple[int, ...]:
         """Read a list of token ids."""
@@ -321,6 +325,7 @@ def _sampling(values: Values) -> SamplingParams:
         stop_words=tuple(w.encode() for w in values.words("stop", limits.MAX_STOP_BYTES)),
         bias=values.bias("logit_bias"),
         guide=values.guide(),
+        **values.edits(),
     )
 
 
