@@ -33,9 +33,9 @@ class Runner(CountingRunner):
         self.transfers = LateMover(num_slots, self._cache, [None] * self.block_size)
         self.misread: AssertionError | None = None
 
-    def compute(self, batch: Batch) -> Sampled:
+    def compute(self, batch: Batch, given: dict[int, bytes], late: set[int]) -> Sampled:
         try:
-            return super().compute(batch)
+            return super().compute(batch, given, late)
         except AssertionError as error:
             self.misread = error
             raise
