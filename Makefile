@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits pairs attention compose-check figures draft clean loc
+.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-streams monitoring-tools perf locust overload isolation agreement soak fuzz limits pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -70,6 +70,9 @@ bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... 
 
 bench-gpu: install ## the GPU table: ours, and vLLM where it can be imported; ends with one JSON line
 	@$(BIN)/python benchmarks/step.py --tune $(ARGS)
+
+guided-bench: install ## ARGS="FOLDER" of JSON schemas, as JSONSchemaBench's: accepted, refused, invalid, mask times
+	@$(BIN)/python benchmarks/guided.py $(ARGS)
 
 kv-accuracy: install ## what a KV cache in fewer bits costs: the table of docs/quantization.md
 	@$(BIN)/python benchmarks/kv_accuracy.py $(ARGS)

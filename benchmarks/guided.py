@@ -1,26 +1,30 @@
 """Try JSON schemas on the default model: `python benchmarks/guided.py FOLDER` (a CPU will do).
 
-FOLDER has schemas, one a `.json` file, as JSONSchemaBench's do: the file is a schema, or an object
-with its `schema` (perhaps as a text). Each is compiled; each that is accepted guides one output,
+FOLDER has schemas and instances as JSONSchemaBench's (`guided_masks.read`); without it the sample
+of the tests is tried. Each schema is compiled. Of each that is accepted, its instances are
+followed, mask by mask: those that are not of the schema must be refused. Then it guides one output,
 sampled at a temperature of 1, which must be a value of the schema by the package `jsonschema`.
-Prints JSON: how many were accepted, refused (by the library's words), unfinished within
-`--max-tokens`, and invalid (their names; there must be none).
+
+Prints JSON: how many are accepted, and refused, by keyword; the time of the first mask, compiling
+included, and of the others; instances that are judged wrongly; how outputs ended, and those that
+are invalid, by name. Fails if anything invalid was allowed.
 """
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from guided_masks import Case, Times, judge, keyword_of, read, spread
 from jsonschema import exceptions, validators
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.guide.checkpoint import start_set_up
+from slipstream.guide.interface import GuideCompiler
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
 from slipstream.wire import Submit
@@ -29,17 +33,12 @@ from slipstream_contract.guide import Guide, GuideKind
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.vocab import TokenBytes
+from tokenizers import Tokenizer
 
 CHECKPOINT = Path(__file__).parents[1] / "model_repository/tensorrt_llm/1/checkpoint"
+SAMPLE = Path(__file__).parents[1] / "tests/fixtures/guide/sample.jsonl"
+VOCAB_SIZE = 4096
 _AT_A_TIME = 16
-
-
-def read(path: Path) -> Any:
-    """Return the schema of a file."""
-    value = json.loads(path.read_text())
-    if isinstance(value, dict) and "schema" in value and "type" not in value:
-        value = value["schema"]
-    return json.loads(value) if isinstance(value, str) else value
 
 
 def make_engine() -> tuple[Engine, TokenBytes, tuple[int, ...]]:
@@ -101,52 +100,67 @@ def is_valid(text: str, schema: Any) -> bool:
     return True
 
 
-def why(message: str) -> str:
-    """Return a refusal without what is in one schema alone."""
-    text = message.removeprefix("the guide is refused: ")
-    return re.sub(r"'[^']*'|\d+", "_", text)[:90]
+def follow(cases: list[Case], compiler: GuideCompiler) -> tuple[list[Case], dict[str, Any]]:
+    """Return the accepted cases, and a report of all."""
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    times, refused, accepted = Times(), Counter(), []
+    wrong: dict[bool, list[str]] = {True: [], False: []}  # by whether an instance is valid
+    for case in cases:
+        verdicts = judge(compiler, tokenizer, case, times)
+        if isinstance(verdicts, str):
+            refused[keyword_of(verdicts)] += 1
+            continue
+        accepted.append(case)
+        for verdict, (_, is_valid_one) in zip(verdicts, case.tests, strict=True):
+            if verdict != is_valid_one:
+                wrong[is_valid_one].append(case.name)
+    return accepted, {
+        "schemas": len(cases),
+        "accepted": len(accepted),
+        "accepted_share": round(len(accepted) / max(1, len(cases)), 4),
+        "refused_by": dict(refused.most_common()),
+        "first_mask_ms": spread(times.first, 1e-3),
+        "masks": len(times.others),
+        "mask_us": spread(times.others, 1e-6),
+        "instances": sum(len(case.tests) for case in accepted),
+        "valid_refused": wrong[True],
+        "invalid_accepted": wrong[False],
+    }
+
+
+def generate(cases: list[Case], max_tokens: int, seed: int) -> dict[str, Any]:
+    """Return a report of one output of each case."""
+    trial, counts, invalid = Trial(max_tokens, seed), Counter(), []
+    for start in range(0, len(cases), _AT_A_TIME):
+        some = cases[start : start + _AT_A_TIME]
+        results = trial.run([case.schema for case in some])
+        for case, (ending, text) in zip(some, results, strict=True):
+            counts[ending] += 1
+            if ending in ("stop", "end") and not is_valid(text, case.schema):
+                invalid.append(case.name)
+    return {"outputs": len(cases), "endings": dict(counts), "invalid": invalid}
 
 
 def main() -> int:
-    """Try a folder of schemas; return 1 if an output is invalid."""
+    """Try a folder of schemas; return 1 if anything invalid was allowed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=SAMPLE)
     parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--outputs", type=int, default=1000, help="schemas that guide an output")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", type=Path, help="a file for the report")
     options = parser.parse_args()
-    paths = sorted(options.folder.rglob("*.json"))
-    trial, counts, refused, invalid = (
-        Trial(options.max_tokens, options.seed),
-        Counter(),
-        Counter(),
-        [],
-    )
     started = time.monotonic()
-    for start in range(0, len(paths), _AT_A_TIME):
-        some = paths[start : start + _AT_A_TIME]
-        schemas = [read(path) for path in some]
-        for path, schema, (ending, text) in zip(some, schemas, trial.run(schemas), strict=True):
-            counts[ending] += 1
-            if ending == "refused":
-                refused[why(text)] += 1
-            elif ending in ("stop", "end") and not is_valid(text, schema):
-                invalid.append(path.name)
-    num_accepted = len(paths) - counts["refused"]
-    print(
-        json.dumps(
-            {
-                "schemas": len(paths),
-                "accepted": num_accepted,
-                "accepted_share": round(num_accepted / max(1, len(paths)), 4),
-                "endings": dict(counts),
-                "refused_by": dict(refused.most_common()),
-                "invalid": invalid,
-                "seconds": round(time.monotonic() - started, 1),
-            },
-            indent=1,
-        )
-    )
-    return 1 if invalid else 0
+    vocab = TokenBytes.load(CHECKPOINT)
+    compiler = start_set_up(CHECKPOINT, VOCAB_SIZE, vocab.raw)()
+    accepted, report = follow(list(read(options.folder)), compiler)
+    report |= generate(accepted[: options.outputs], options.max_tokens, options.seed)
+    report["seconds"] = round(time.monotonic() - started, 1)
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.write is not None:
+        options.write.write_text(text + "\n")
+    return 1 if report["invalid"] or report["invalid_accepted"] else 0
 
 
 if __name__ == "__main__":

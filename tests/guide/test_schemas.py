@@ -4,47 +4,30 @@ The model is the grammar's own masks under random choices: every output that the
 also those that no model would write.
 """
 
-import ctypes
 import json
-import random
+import re
 
 import pytest
-from fixtures.guide.real import END, VOCAB_SIZE, GuidedEngine, compiler, guide, vocabulary
-from fixtures.guide.schemas import REFUSED, SCHEMAS, random_schemas, text_of
+from fixtures.guide.real import GuidedEngine, compiler, guide
+from fixtures.guide.schemas import (
+    BOUNDS,
+    REFUSED,
+    SCHEMAS,
+    VALUES,
+    conditional,
+    is_valid,
+    negatable,
+    random_schemas,
+    random_text,
+    text_of,
+)
 from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import ValidationError, validators
 from slipstream.guide.disjoint import Budget, are_disjoint
 from slipstream.guide.interface import GuideError
+from slipstream.guide.negation import any_of, negate, without
 from slipstream.guide.schema import prepare
-
-
-def is_valid(value: object, schema: object) -> bool:
-    try:
-        validators.validator_for(schema, validators.Draft202012Validator)(schema).validate(value)
-    except ValidationError:
-        return False
-    return True
-
-
-def random_text(schema: object, seed: int, most: int = 60) -> str | None:
-    """Return a text of random legal tokens, ends more often; None: it gets too long."""
-    rng, end = random.Random(seed), False
-    matcher = compiler().compile(guide("json_schema", text_of(schema), is_compact=seed % 2 == 0))
-    place, words, data = matcher.matcher.copy(), (ctypes.c_uint32 * (VOCAB_SIZE // 32))(), b""
-    for _ in range(most):
-        place.fill(ctypes.addressof(words))
-        legal = [i for i in range(VOCAB_SIZE) if words[i >> 5] >> (i & 31) & 1]
-        end = place.is_accepting and (legal in ([END], []) or rng.random() < 0.5)
-        if end:
-            return data.decode()
-        wanted = [i for i in legal if i != END]
-        closing = [i for i in wanted if vocabulary().raw(i)[:1] in b'"}],']
-        token_id = rng.choice(closing if closing and rng.random() < 0.5 else wanted)
-        assert place.take(token_id)
-        data += vocabulary().raw(token_id)
-    return None
 
 
 @pytest.mark.parametrize("number", quick_of(range(len(SCHEMAS)), range(0, len(SCHEMAS), 8)))
@@ -75,7 +58,7 @@ def test_refused_keywords_are_named(keyword):
         compiler().compile(guide("json_schema", text_of(REFUSED[keyword])))
 
 
-VALUES = st.recursive(
+RANDOM = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-60, 60), st.text("ak", max_size=4)),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3), st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
@@ -85,15 +68,57 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=60, deadline=None)
-@given(random_schemas, st.lists(VALUES, max_size=12))
+@given(random_schemas, st.lists(RANDOM, max_size=12))
 def test_what_is_rewritten_has_the_same_values(schema, values):
     made = prepare(schema)
     for value in values:
         assert is_valid(value, schema) == is_valid(value, made)
 
 
+@pytest.mark.parametrize("key", BOUNDS)
+def test_a_negated_bound_has_all_other_values(key):
+    for bound in range(4):
+        others = any_of(negate({key: bound}) or [])
+        for value in VALUES:
+            assert is_valid(value, others) != is_valid(value, {key: bound})
+
+
 @settings(max_examples=100, deadline=None)
-@given(random_schemas, random_schemas, st.lists(VALUES, max_size=12))
+@given(negatable)
+def test_a_negation_has_all_other_values(schema):
+    others = negate(schema)
+    if others is not None:
+        for value in VALUES:
+            assert is_valid(value, any_of(others)) != is_valid(value, schema)
+
+
+@settings(max_examples=40, deadline=None)
+@given(conditional)
+def test_conditions_that_are_rewritten_have_the_same_values(schema):
+    made = prepare(schema)
+    for value in VALUES:
+        assert is_valid(value, schema) == is_valid(value, made)
+
+
+@settings(max_examples=15, deadline=None)
+@given(conditional, st.integers(0, 99))
+def test_random_outputs_of_conditions_are_valid(schema, seed):
+    try:
+        text = random_text(schema, seed, 30)
+    except GuideError:
+        return  # nothing satisfies it, or it is refused
+    if text is not None:
+        assert is_valid(json.loads(text), schema), text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.text("a]^ \\-", max_size=3)), st.text("a]^ \\-b", max_size=4))
+def test_an_expression_of_all_texts_but_some(words, text):
+    assert (re.fullmatch(without(words), text) is None) == (text in words)
+
+
+@settings(max_examples=100, deadline=None)
+@given(random_schemas, random_schemas, st.lists(RANDOM, max_size=12))
 def test_disjoint_schemas_share_no_value(one, other, values):
     if are_disjoint(one, other, {}, Budget()):
         assert not any(is_valid(value, one) and is_valid(value, other) for value in values)

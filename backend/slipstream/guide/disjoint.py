@@ -89,7 +89,7 @@ def _types(parts: list[_Schema]) -> set[str]:
             given = part["type"] if isinstance(part["type"], list) else [part["type"]]
             left &= {"number" if each == "integer" else str(each) for each in given}
         if (values := _values([part])) is not None:
-            left &= {_type_of(value) for value in values}
+            left &= {type_of(value) for value in values}
         for key in ("anyOf", "oneOf"):
             if isinstance(part.get(key), list):
                 inner = [[each] if isinstance(each, dict) else [] for each in part[key]]
@@ -103,7 +103,8 @@ def _own_types(parts: list[_Schema]) -> set[str]:
     return _types(plain)
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """Return the type of a value; every number is a `number`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -121,24 +122,24 @@ def _values(parts: list[_Schema]) -> list[Any] | None:
     lists += [part["enum"] for part in parts if isinstance(part.get("enum"), list)]
     if not lists:
         return None
-    keys = [{_key(value) for value in values} for values in lists]
-    return [value for value in lists[0] if all(_key(value) in each for each in keys)]
+    keys = [{key_of(value) for value in values} for values in lists]
+    return [value for value in lists[0] if all(key_of(value) in each for each in keys)]
 
 
-def _key(value: Any) -> str:
+def key_of(value: Any) -> str:
     """Return the same text for equal values of JSON: 1 and 1.0 are."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
-        return f"[{','.join(map(_key, value))}]"
+        return f"[{','.join(map(key_of, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{json.dumps(k)}:{_key(v)}' for k, v in sorted(value.items()))}}}"
+        return f"{{{','.join(f'{json.dumps(k)}:{key_of(v)}' for k, v in sorted(value.items()))}}}"
     return json.dumps(value)
 
 
 def _have_no_common_value(one: list[_Schema], other: list[_Schema]) -> bool:
     a, b = _values(one), _values(other)
-    return a is not None and b is not None and not {*map(_key, a)} & {*map(_key, b)}
+    return a is not None and b is not None and not {*map(key_of, a)} & {*map(key_of, b)}
 
 
 def _differ_in_property(
