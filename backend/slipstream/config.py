@@ -15,7 +15,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 LOAD_FORMATS = ("safetensors", "random")
 DEVICE_DRAFTERS = ("draft", "medusa", "eagle3")  # that need weights
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-SPECULATIONS = ("none", "lookup", "suffix", "auto", "synthetic", *DEVICE_DRAFTERS)
+SPECULATIONS = ("none", "lookup", "suffix", "auto", "forced", "synthetic", *DEVICE_DRAFTERS)
 MIN_STUCK_AFTER_S = 3  # an idle engine turns, and is looked at, once a second
 
 
@@ -76,7 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _field(
             "none, or what proposes tokens that one step verifies; tokens stay those without. "
             "lookup: what repeats itself; suffix: the same, and what other outputs said; auto: the "
-            "longer match of both; draft (a smaller model), medusa, eagle3: from "
+            "longer match of both; forced: what a guide leaves no choice of, which all others "
+            "propose, too; draft (a smaller model), medusa, eagle3: from "
             "draft_checkpoint; synthetic: for load tests, which makes texts meaningless"
         ),
     ] = "none"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.engine.client import Client
+from fixtures.engine.eager import Eager
 from msgspec.structs import replace
 from slipstream.config import EngineConfig
 from slipstream.drafting.lookup import PromptLookup
@@ -26,21 +27,6 @@ from slipstream_contract.sampling import SamplingParams
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository/tensorrt_llm/1/checkpoint"
 VOCAB_SIZE = 4096
-
-
-class _Eager(Speculator):
-    """Verifies whatever is proposed, whether it pays or not."""
-
-    def _look(self, sequence):  # type: ignore[no-untyped-def]
-        drafts, _ = super()._look(sequence)
-        sequence.is_speculating = bool(drafts)
-        return drafts, [1.0] * len(drafts)
-
-    def _choose(self, num_rows, found, max_drafts):  # type: ignore[no-untyped-def]
-        counts = []
-        for survival in found:
-            counts.append(min(len(survival), max_drafts - sum(counts)))
-        return counts
 
 
 def runner_of(num_tokens: int, speculation: str = "lookup") -> ModelRunner:
@@ -110,7 +96,7 @@ def outputs(
 def compare(count: int, seed: int) -> float:
     """Return how many drafts were right."""
     runner = runner_of(768)  # too few for 8 sequences of 192
-    with_drafts, num_right = outputs(runner, _Eager(PromptLookup(), 6), seed, count)
+    with_drafts, num_right = outputs(runner, Eager(PromptLookup(), 6), seed, count)
     assert with_drafts == outputs(runner, None, seed, count)[0]
     return num_right
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 from fixtures.engine.counting import CountingRunner
 from fixtures.engine.drafting import RandomDrafts
-from fixtures.engine.hashed import VOCAB_SIZE, next_token
+from fixtures.engine.hashed import VOCAB_SIZE
 from fixtures.guide.real import GuidedEngine, follows, guide, ids_of, run
-from fixtures.guide.toy import END, ToyCompiler, legal_after
+from fixtures.guide.toy import END, ToyCompiler, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.drafts import Speculation
-from slipstream.core.sequence import Sequence, mix_seed
+from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.scheduler import Limits
 from slipstream.guide.interface import GuideError
@@ -43,20 +43,6 @@ def toy(
     engine = GuidedEngine(runner, lambda: compiler, Limits(8, 64), speculation)
     engine.compiler = compiler
     return engine
-
-
-def expected(text: str, prompt: list[int], seed: int, most: int, index: int = 0) -> list[int]:
-    """Return the outputs by definition: each the masked sample after those before it."""
-    taken: list[int] = []
-    while len(taken) < most and (legal := legal_after(text, taken)):
-        if len(taken) % 3 == 2:
-            legal = [*legal, END]
-        banned = set(range(VOCAB_SIZE)) - {*legal}
-        token_id = next_token([*prompt, *taken], mix_seed(seed, index), len(taken), banned)
-        if token_id == END:
-            break
-        taken.append(token_id)
-    return taken
 
 
 @settings(max_examples=30, deadline=None)

@@ -14,7 +14,9 @@ A step is launched before the token of the step before is known, so a row's mask
 runs. If it comes too late the row is run again, and no other row waits.
 """
 
+import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import compress
 from math import inf
 
@@ -46,12 +48,14 @@ class Guided:
         "_num_left",
         "_patience",
         "error",
+        "forced",
         "has_mask",
         "is_filling",
         "matcher",
         "needs_all",
         "needs_mask",
         "pace",
+        "row_masks",
     )
 
     def __init__(
@@ -73,6 +77,8 @@ class Guided:
         self._mask = self._with_ends(template.first_mask)
         self.has_mask = True
         self.is_filling = False
+        self.forced: list[int] = []  # tokens that have to come next, as far as that was looked for
+        self.row_masks: list[bytes] = []  # of the next rows, where drafts follow
         self.error = ""  # why it cannot go on
 
     def copy(self) -> "Guided":
@@ -123,6 +129,46 @@ class Guided:
         if give is not None:
             give(self._mask)
 
+    def look_ahead(self, most: int) -> None:
+        """Find at most `most` tokens that have to come next."""
+        if not self.forced:
+            self.forced = self.matcher.forced(most)
+
+    def fill(self) -> bytes:
+        """Return the mask of the next token, which is forced: so it takes microseconds.
+
+        Raises GuideError.
+        """
+        buffer = (ctypes.c_ubyte * len(self._mask))()
+        self.matcher.fill(ctypes.addressof(buffer))
+        return bytes(buffer)
+
+    def carry(self, drafts: list[int]) -> bool:
+        """Prepare the rows of drafts; return whether they can be verified.
+
+        Rows of forced tokens get their masks, each of the grammar after the drafts before it. Other
+        rows have none: what they sample is validated, but where every token needs its mask.
+        """
+        self.row_masks = []
+        is_forced = self.forced[: len(drafts)] == drafts and not self._by_edits
+        if not is_forced or (self.needs_all and len(drafts) == len(self.forced)):
+            return not self.needs_all
+        num_taken = 0
+        try:
+            for token_id in self.forced[: len(drafts) + 1]:
+                self.row_masks.append(self._with_ends(self.fill()))
+                if num_taken < len(drafts):
+                    is_legal = self.matcher.take(token_id)
+                    assert is_legal, "a forced token is refused"
+                    num_taken += 1
+            self.matcher.roll_back(num_taken)
+        except GuideError:  # the next mask or sample says so
+            self.row_masks = []
+            with suppress(GuideError):
+                self.matcher.roll_back(num_taken)
+            return False
+        return True
+
     def _with_ends(self, mask: bytes) -> bytes:
         """Return a mask by which the request's ends are legal where the text may end."""
         if not self._more_ids:
@@ -144,6 +190,7 @@ class Guided:
             is_legal = self.matcher.is_accepting
         elif is_legal := self.matcher.take(token_id):
             self.has_mask = False
+            self.forced = self.forced[1:] if self.forced[:1] == [token_id] else []
         self._adapt(is_legal)
         return is_legal
 

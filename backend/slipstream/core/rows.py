@@ -56,8 +56,9 @@ def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
     They make samples from number `first_sample` on. The drafts are taken from the sequence.
     """
     drafts, sequence.drafts = sequence.drafts, []
-    rows = [chunk_row(sequence, 1, first_sample)]
-    first, edits = rows[0], sequence.edits
+    first, edits = chunk_row(sequence, 1, first_sample), sequence.edits
+    masks = [] if sequence.guide is None else sequence.guide.row_masks
+    rows = [replace(first, mask=masks[0]) if masks else first]
     for number, token_id in enumerate(drafts, start=1):
         rows.append(
             replace(
@@ -69,7 +70,7 @@ def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
                 is_new=False,
                 history=None,
                 prompt=None,
-                mask=None,
+                mask=masks[number] if number < len(masks) else None,
             )
         )
     sequence.num_scheduled += len(drafts)

@@ -4,6 +4,7 @@ import logging
 
 from slipstream.config import EngineConfig
 from slipstream.core.drafts import Drafter, Speculation
+from slipstream.drafting.forced import WithForced
 from slipstream.drafting.longest import LongestMatch
 from slipstream.drafting.lookup import PromptLookup
 from slipstream.drafting.speculator import Speculator
@@ -26,7 +27,7 @@ def choose(
     name, most = config.speculation, config.num_draft_tokens
     if num_device_drafts:
         drafts = DeviceDrafts(name, num_device_drafts)
-        return Speculator(drafts, num_device_drafts), drafts
+        return Speculator(WithForced(drafts), num_device_drafts), drafts
     if name == "none":
         return None, None
     if name == "synthetic":
@@ -37,9 +38,10 @@ def choose(
         synthetic = SyntheticDrafts(rates_of(config.synthetic_acceptance))
         return Speculator(synthetic, most, accepted=synthetic), None
     lookup, suffix = PromptLookup(), SuffixDrafts(config.suffix_tokens)
-    made: dict[str, Drafter] = {
+    made: dict[str, Drafter | None] = {
+        "forced": None,
         "lookup": lookup,
         "suffix": suffix,
         "auto": LongestMatch(lookup, suffix),
     }
-    return Speculator(made[name], most), None
+    return Speculator(WithForced(made[name]), most), None

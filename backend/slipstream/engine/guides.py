@@ -55,6 +55,7 @@ class Guides:
         self._wake = wake
         self._finish = finish
         self.num_active = 0  # guided requests that have not ended
+        self.most_forced = 0  # tokens to look for that have to come next, where there are drafts
         self._rejected: list[tuple[bytes, Rejected]] = []
         self._waiting: dict[int, Sequence] = {}  # for their masks to be made
         # By sequence, what takes the mask of its row in the step launched last.
@@ -174,6 +175,8 @@ class Guides:
             sequence.stop.num_sendable = sequence.num_outputs
             return Ending(FinishReason.STOP)
         if ending is None:
+            if self.most_forced:
+                guided.look_ahead(self.most_forced)
             self.advance(sequence)
         return ending
 
@@ -214,12 +217,24 @@ class Guides:
             guided = sequence.guide
             if guided is None or not guided.wants_fill:
                 continue
-            guided.is_filling = True
             give = self._takers.pop(sequence.id, None)
+            if guided.forced:
+                self._fill_forced(sequence, guided, give)
+                continue
+            guided.is_filling = True
             take = guided.filled if give is None else partial(guided.filled, give=give)
             fail = partial(self._fail, sequence, guided)
             self.workers.fill(Fill(guided.matcher, guided.pace, take, fail))
         self.workers.flush()
+
+    def _fill_forced(
+        self, sequence: Sequence, guided: Guided, give: Callable[[bytes], None] | None
+    ) -> None:
+        """Make the mask of a forced token here, as that takes less than to ask a thread."""
+        try:
+            guided.filled(guided.fill(), give)
+        except GuideError as error:
+            self._fail(sequence, guided, str(error))
 
     def _fail(self, sequence: Sequence, guided: Guided, error: str) -> None:
         guided.is_filling = False

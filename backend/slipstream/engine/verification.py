@@ -58,8 +58,8 @@ class Verification:
         takers = [sequence for sequence in decodes if not isinstance(sequence, Beam)]
         for sequence, proposed in self._speculation.propose(takers, room):
             assert not sequence.num_pending, "drafts after an unknown token"
-            if sequence.guide is not None and sequence.guide.needs_all:
-                continue  # its mask is of one row; others validate what they sample without
+            if sequence.guide is not None and not sequence.guide.carry(proposed):
+                continue  # a row would lack its mask
             most = sequence.num_final - sequence.num_tokens - 1  # the last token needs no draft
             count = max(0, min(len(proposed), most))
             while sequence.num_tokens + count > sequence.cache.capacity:

@@ -1,0 +1,87 @@
+"""Forced drafts: guided answers are those without, by definition, in fewer steps."""
+
+import pytest
+from fixtures.engine.counting import CountingRunner
+from fixtures.engine.eager import Eager
+from fixtures.guide.real import GuidedEngine, guide
+from fixtures.guide.toy import END, ToyCompiler, expected
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.drafting.forced import WithForced
+from slipstream.engine.scheduler import Limits
+
+
+def toy(num_blocks: int = 64, **options: object) -> GuidedEngine:
+    compiler = ToyCompiler({}, {})
+    runner = CountingRunner(num_blocks, 4)
+    limits = Limits(8, 64, max_num_rows=40)
+    return GuidedEngine(runner, lambda: compiler, limits, Eager(WithForced(None), 5), **options)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["", "f", "fx", "fz:5", "fw:9", "x"]),
+            st.lists(st.integers(0, 9), min_size=1, max_size=9),
+            st.integers(1, 20),
+            st.integers(1, 2),
+            st.sampled_from([{}, {"top_k": 5}, {"log_probs": True}]),
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    st.integers(14, 60),
+    st.booleans(),
+)
+def test_each_token_is_the_masked_sample(asked, num_blocks, has_late):
+    """Beside plain requests, with preemption, late rows, several answers and filters."""
+    engine = toy(num_blocks)
+    engine.engine._runner.late_every = 3 if has_late else 0
+    numbers = []
+    for seed, (text, prompt, most, n, options) in enumerate(asked):
+        wanted = guide("regex", text) if text else None
+        sampling = {"temperature": 1.0, "seed": seed, "n": n, "max_tokens": most, **options}
+        numbers.append(engine.submit(prompt, wanted, **{**sampling, "end_ids": (END,)}))
+    engine.drain(engine.engine.check_integrity)
+    for seed, (number, (text, prompt, most, n, _)) in enumerate(zip(numbers, asked, strict=True)):
+        for index in range(n):
+            got = engine.outputs.get((number, index), [])
+            assert engine.ends[number, index].finished.error is None
+            if text:
+                assert got == expected(text, prompt, seed, most, index)
+
+
+def test_forced_tokens_come_several_a_step():
+    for options in ({}, {"top_k": 5}):
+        engine = toy()
+        sampling = {"temperature": 1.0, "seed": 1, "max_tokens": 24, "end_ids": (END,)}
+        number = engine.submit([1], guide("regex", "f:24"), **sampling, **options)
+        engine.drain()
+        assert engine.outputs[number, 0] == expected("f:24", [1], 1, 24)
+        counters = engine.engine._scheduler.draft_counts.counters
+        assert counters["accepted_tokens:forced"] == counters["drafted_tokens:forced"] > 5
+        assert engine.engine.num_steps <= 24 - counters["accepted_tokens:forced"] + 3
+
+
+LIMITS = Limits(16, 512, max_num_rows=16)
+SCHEMA = (
+    '{"type": "object", "properties": {"a_long_name_of_a_property": {"type": "integer", '
+    '"maximum": 99}, "another_long_name": {"enum": ["first value", "second value"]}}, "required": '
+    '["a_long_name_of_a_property", "another_long_name"], "additionalProperties": false}'
+)
+
+
+def test_real_masks_of_forced_rows_are_the_right_ones():
+    for sampling in ({}, {"temperature": 0.8, "seed": 3}, {"log_probs": True}):
+        plain = GuidedEngine(limits=LIMITS)
+        drafted = GuidedEngine(limits=LIMITS, speculation=Eager(WithForced(None), 8))
+        for engine in (plain, drafted):
+            wanted = guide("json_schema", SCHEMA)
+            engine.submit("A person:", wanted, max_tokens=60, **sampling)
+            engine.drain()
+        assert plain.outputs == drafted.outputs
+        assert plain.log_probs[1, 0] == pytest.approx(drafted.log_probs[1, 0], abs=1e-5)
+        counters = drafted.engine._scheduler.draft_counts.counters
+        assert counters["accepted_tokens:forced"] == counters["drafted_tokens:forced"] > 5
+        assert drafted.engine.num_steps < plain.engine.num_steps - 5
