@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fixtures.features.house import House
+from fixtures.features.pairing import cases
 from fixtures.features.table import PROMPT, body_of
 from fixtures.tiers import quick_of
 
@@ -60,6 +61,21 @@ def test_the_answer_is_that_without_drafts(house: House, case) -> None:
     if "n" not in names:  # the last response is of any sequence
         assert accepted == min(num_right, len(answer))
     assert house.engine._scheduler._verification.is_active is False
+
+
+SETS = [
+    tuple(name for name in names if name not in ("drafts", "n", "echo"))
+    for names in cases("tensorrt_llm")
+]
+
+
+@pytest.mark.parametrize("names", quick_of(SETS, SETS[::5]), ids="-".join)
+def test_right_drafts_change_nothing_beside_any_feature(house: House, names) -> None:
+    own, _ = ask(house, names)
+    answer, last = ask(house, names, draft_input_ids=own)
+    assert answer == own
+    if not {"num_drafts", "lookahead"} & {*names}:
+        assert figures(last)[:2] == (len(own), len(own))
 
 
 def test_logits_of_drafts_and_a_threshold_change_nothing(house: House) -> None:
