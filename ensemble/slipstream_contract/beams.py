@@ -138,40 +138,38 @@ def _needs_search(label: str, value: object, what: str) -> ContractError:
 def with_log_probs(sampling: Any, wanted: LogProbs | None) -> Any:
     """Return the parameters of a search with the log probs that are wanted: of its tokens alone.
 
-    Raises ContractError.
+    Where more is wanted it stays in `values`, which `pairs` refuses.
     """
     if wanted is None:
         return sampling
-    refused = {
-        "prompt_logprobs": wanted.prompt is not None,
-        "return_context_logits": wanted.context_logits,
-        "return_generation_logits": wanted.generation_logits,
-    }
-    for name, is_asked in refused.items():
-        if is_asked:
-            raise ContractError(f"{name} and a beam search: it has log probs of its tokens alone")
-    if wanted.top:
-        raise ContractError(
-            f"logprobs is {wanted.top} and use_beam_search is true: a search returns those of its "
-            "tokens alone, so at most 0 is served"
-        )
-    if wanted.mode not in ("", "processed_logprobs"):
-        raise ContractError(
-            f"logprobs_mode is {wanted.mode} and use_beam_search is true: a search compares "
-            "processed_logprobs"
-        )
+    if unserved_values(wanted):
+        return replace(sampling, values=wanted)
     return replace(sampling, log_probs=True)
 
 
-def refuse_sampling(values: Mapping[str, Any], unfiltered: Mapping[str, object]) -> None:
-    """Raise ContractError if a request for beams also asks for tokens to be sampled.
+def unserved_values(wanted: LogProbs) -> str:
+    """Return what a request says of values that a search does not have; empty: nothing."""
+    if wanted.prompt is not None:
+        return f"prompt_logprobs is {wanted.prompt}"
+    for name in ("context_logits", "generation_logits"):
+        if getattr(wanted, name):
+            return f"return_{name} is true"
+    if wanted.top:
+        return f"logprobs is {wanted.top}"
+    is_served = wanted.mode in ("", "processed_logprobs")  # what a search compares
+    return "" if is_served else f"logprobs_mode is {wanted.mode}"
 
-    `unfiltered` maps every filter to its value without effect. A `top_k` of 1 is what clients of
-    greedy decoding send, and has none either.
+
+def without_neutral(
+    values: Mapping[str, Any], unfiltered: Mapping[str, object], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the filters of a search: those without effect at their defaults, others as they are.
+
+    `unfiltered` maps every filter to its value without effect. A `top_k` of 1 and a `top_p` of 0
+    are what clients of greedy decoding send, and have none either. `pairs` refuses the others.
     """
-    for name, neutral in unfiltered.items():
-        is_greedy = (name, values[name]) == ("top_k", 1) or (name, values[name]) == ("top_p", 0)
-        if values[name] != neutral and not is_greedy:
-            raise ContractError(
-                f"{name} is {values[name]}: beams are not sampled, so nothing can be left out"
-            )
+    greedy = {"top_k": 1, "top_p": 0}
+    return {
+        name: defaults[name] if values[name] in (neutral, greedy.get(name)) else values[name]
+        for name, neutral in unfiltered.items()
+    }

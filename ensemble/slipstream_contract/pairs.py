@@ -8,6 +8,7 @@ others must be served.
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
+from slipstream_contract.beams import unserved_values
 from slipstream_contract.errors import ContractError
 from slipstream_contract.request import GenerateRequest
 
@@ -18,6 +19,9 @@ _MODELS: Mapping[Contract, str] = {
     "llmapi": "`llmapi_model`",
 }
 _ALL: tuple[Contract, ...] = ("trtllm", "vllm", "llmapi")
+
+
+_DRAFTS = "num_draft_tokens, lookahead_ngram_size"
 
 
 class Asked(NamedTuple):
@@ -45,6 +49,40 @@ def _is_search(request: GenerateRequest) -> bool:
     return getattr(request.sampling, "beams", None) is not None
 
 
+def _search(request: GenerateRequest) -> str:
+    beams = request.sampling.beams
+    if beams is None:
+        return ""
+    is_old = request.sampling.order == "trtllm"
+    return f"beam_width is {beams.width}" if is_old else "use_beam_search is true"
+
+
+def _filters(request: GenerateRequest) -> str:
+    """Name what leaves tokens out of sampling; vLLM's temperature is there to sample alone."""
+    sampling = request.sampling
+    if sampling.top_k > 1:
+        return f"top_k is {sampling.top_k}"
+    if sampling.top_p < 1:
+        return f"top_p is {sampling.top_p:g}"
+    if sampling.min_p:
+        return f"min_p is {sampling.min_p:g}"
+    is_heated = sampling.order == "vllm" and sampling.temperature not in (0.0, 1.0)
+    return f"temperature is {sampling.temperature:g}" if is_heated else ""
+
+
+def _values(request: GenerateRequest) -> str:
+    values = request.sampling.values
+    return "" if values is None else unserved_values(values)
+
+
+def _drafts(request: GenerateRequest) -> str:
+    drafts = request.sampling.drafts
+    if drafts is None:
+        return ""
+    count = len(drafts.token_ids)
+    return f"draft_input_ids has {count} ids" if count else f"drafts are asked for ({_DRAFTS})"
+
+
 FEATURES: Mapping[str, Asked] = {
     "n": Asked("several answers (`n`)", _answers),
     "best_of": Asked(
@@ -61,6 +99,20 @@ FEATURES: Mapping[str, Asked] = {
         "streaming (`stream`)",
         lambda request: "stream is true" if request.options.is_streaming else "",
     ),
+    "beams": Asked("a beam search (`beam_width`, `use_beam_search`)", _search),
+    "filters": Asked(
+        "sampling (`top_k` above 1, `top_p` below 1, `min_p`; in vLLM's words a `temperature` "
+        "other than 0 and 1)",
+        _filters,
+    ),
+    "drafts": Asked(
+        "drafts (`draft_input_ids`, `num_draft_tokens`, `lookahead_ngram_size`)", _drafts
+    ),
+    "values": Asked(
+        "log probs of other tokens, and logits (`logprobs` above 0, `prompt_logprobs`, "
+        "`logprobs_mode`, `return_context_logits`, `return_generation_logits`)",
+        _values,
+    ),
     "echo": Asked(
         "the prompt before the output (`exclude_input_in_output` false)",
         lambda request: "exclude_input_in_output is false" if request.options.echo else "",
@@ -72,6 +124,14 @@ PAIRS = (
     Pair("best_of", "greedy", "greedy decoding has one answer", ("vllm", "llmapi")),
     Pair("best_of", "stream", "the best are known when all have ended", ("vllm", "llmapi")),
     Pair("stream", "echo", "a stream has new text only", ("vllm",)),
+    Pair("beams", "filters", "beams are not sampled, so nothing can be left out"),
+    Pair("beams", "values", "a search has processed log probs of its own tokens alone"),
+    Pair(
+        "beams",
+        "drafts",
+        "the next tokens of a beam depend on all beams, so that there is nothing to verify",
+        ("trtllm",),
+    ),
 )
 
 

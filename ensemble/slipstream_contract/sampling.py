@@ -363,6 +363,8 @@ def check_sampling(sampling: SamplingParams) -> None:
     _check_fields(sampling)
     if sampling.beams is not None:
         _check_fields(sampling.beams)
+        if sampling.values is not None:
+            raise ContractError("beams and values: a search has log probs of its tokens alone")
     if sampling.drafts is not None:
         _check_fields(sampling.drafts)
         check_drafts(sampling.drafts, sampling.beams is not None)

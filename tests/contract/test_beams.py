@@ -6,7 +6,8 @@ import pytest
 from fixtures.contract.asking import inputs_of
 from slipstream_contract.beams import AT_WIDTH, NEVER, REACHABLE, Beams
 from slipstream_contract.errors import ContractError
-from slipstream_contract.sampling import SamplingParams
+from slipstream_contract.log_probs import LogProbs
+from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.schemas.llmapi import llmapi_request
 from slipstream_contract.schemas.trtllm import llm_request, text_request
 from slipstream_contract.schemas.vllm import vllm_request
@@ -136,9 +137,9 @@ def test_the_llm_api_has_both() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"logprobs": 5}, "logprobs is 5 and use_beam_search is true"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs and a beam search"),
-        ({"logprobs_mode": "raw_logits"}, "logprobs_mode is raw_logits and use_beam_search"),
+        ({"logprobs": 5}, "use_beam_search is true and logprobs is 5: "),
+        ({"prompt_logprobs": 0}, "use_beam_search is true and prompt_logprobs is 0: "),
+        ({"logprobs_mode": "raw_logits"}, "true and logprobs_mode is raw_logits: "),
     ],
 )
 def test_a_search_has_log_probs_of_its_tokens_alone(values: dict, message: str) -> None:
@@ -147,5 +148,11 @@ def test_a_search_has_log_probs_of_its_tokens_alone(values: dict, message: str) 
     inputs = inputs_of(MODELS["vllm_model"], **asked, sampling_parameters=json.dumps(given))
     with pytest.raises(ContractError, match=message):
         vllm_request(inputs, {})
-    with pytest.raises(ContractError, match="return_context_logits and a beam search"):
+    with pytest.raises(ContractError, match="beam_width is 2 and return_context_logits is true: "):
         tokens(beam_width=2, return_context_logits=True)
+
+
+def test_the_engine_refuses_values_beside_a_search() -> None:
+    sampling = SamplingParams(max_tokens=3, beams=Beams(width=2), values=LogProbs(top=3))
+    with pytest.raises(ContractError, match="beams and values: "):
+        check_sampling(sampling)

@@ -110,5 +110,5 @@ def test_bad_drafts_are_refused_by_name(client: Client) -> None:
     body = {"text_input": PROMPT, "max_tokens": LENGTH}
     with pytest.raises(RequestError, match="INVALID_ARGUMENT: num_draft_tokens is 65"):
         client.generate("tensorrt_llm_bls", **body, num_draft_tokens=65)
-    with pytest.raises(RequestError, match=r"INVALID_ARGUMENT: drafts .* and a beam search"):
+    with pytest.raises(RequestError, match=r"INVALID_ARGUMENT: beam_width is .* and draft.*: "):
         client.generate("tensorrt_llm_bls", **body, num_draft_tokens=4, beam_width=2)

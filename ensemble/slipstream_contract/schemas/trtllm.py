@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from slipstream_contract import limits, openai_names
-from slipstream_contract.beams import BEAM_NAMES, refuse_sampling, trtllm_beams, with_log_probs
+from slipstream_contract.beams import BEAM_NAMES, trtllm_beams, with_log_probs, without_neutral
 from slipstream_contract.drafts import DRAFT_NAMES, trtllm_drafts
 from slipstream_contract.edits import trtllm_edits
 from slipstream_contract.errors import ContractError, clip
@@ -62,6 +62,7 @@ _OWN |= {"ignore_eos", "request_type"} | DRAFT_NAMES
 _UNFILTERED = {
     name: asked.default for name in FILTERS if (asked := FIELDS[name].asked("trtllm")) is not None
 }
+_DEFAULTS = {name: FIELDS[name].default for name in FILTERS}
 _READ_ELSEWHERE = openai_names.NAMES | {"timeout_ms", "request_priority", "cache_salt", "probe"}
 
 
@@ -188,9 +189,8 @@ def _sampling(read: Inputs, names: Mapping[str, str], most_tokens: int | None) -
     guide = trtllm_guide(*(read.text(x) if read.has(x) else None for x in (TYPE_FIELD, TEXT_FIELD)))
     n = values["n"] if read.has("num_return_sequences") else None
     if (beams := trtllm_beams(read, names, n)) is not None:
-        refuse_sampling(values, _UNFILTERED)
-        unfiltered = {name: FIELDS[name].default for name in FILTERS}
-        chosen = values | unfiltered | {"n": n or beams.width, "beams": beams, "guide": guide}
+        filters = without_neutral(values, _UNFILTERED, _DEFAULTS)
+        chosen = values | filters | {"n": n or beams.width, "beams": beams, "guide": guide}
         sampling: SamplingParams = with_log_probs(SamplingParams(**chosen), _logits(read))
         return sampling
     samples = any(values[name] != _UNFILTERED[name] for name in FILTERS)

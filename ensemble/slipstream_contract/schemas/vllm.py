@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream_contract import limits, openai_names
-from slipstream_contract.beams import refuse_sampling, vllm_beams, with_log_probs
+from slipstream_contract.beams import vllm_beams, with_log_probs, without_neutral
 from slipstream_contract.edits import VLLM_NAMES as EDIT_NAMES
 from slipstream_contract.edits import vllm_edits
 from slipstream_contract.errors import ContractError, clip
@@ -316,7 +316,7 @@ def _number(text: str) -> float | str:
 def _sampling(values: Values) -> SamplingParams:
     chosen = normalised(read_fields(SamplingParams, "vllm", values), values.most_tokens)
     chosen |= _best_of(values, chosen)
-    if chosen["temperature"] == 0.0:
+    if chosen["temperature"] == 0.0 and chosen.get("beams") is None:
         chosen = greedy(chosen)
     chosen["top_k"] = max(0, chosen["top_k"])
     return SamplingParams(
@@ -333,11 +333,12 @@ def _best_of(values: Values, chosen: dict[str, Any]) -> dict[str, Any]:
     """Return what a beam search, or a choice of the best samples, makes of the parameters."""
     n, best_of = chosen["n"], chosen["best_of"] or chosen["n"]
     if (beams := vllm_beams(values, n, best_of)) is not None:
-        refuse_sampling({**chosen, "top_k": max(0, chosen["top_k"])}, _UNFILTERED)
-        if values.has("temperature") and chosen["temperature"] not in (0.0, 1.0):
-            label = values.label("temperature")
-            raise ContractError(f"{label} is {chosen['temperature']:g}: beams are not sampled")
-        return {"beams": beams, "best_of": None, "temperature": 0.0}
+        filters = without_neutral(
+            {**chosen, "top_k": max(0, chosen["top_k"])}, _UNFILTERED, _UNFILTERED
+        )
+        heat = chosen["temperature"]
+        own = {"beams": beams, "best_of": None, "temperature": 0.0 if heat == 1.0 else heat}
+        return {**filters, **own}
     if best_of < n:
         raise ContractError(f"best_of is {best_of}, below n, which is {n}")
     return {"best_of": best_of if best_of > n else None}
