@@ -104,7 +104,7 @@ def processors(value: object) -> tuple[tuple[str, str], ...]:
 
 
 def _arguments(name: str, value: object) -> str:
-    field = f"{_PROCESSORS}.{clip(name)}"
+    field = f"{_PROCESSORS}.{name[:64]}"
     if not isinstance(value, dict):
         raise ContractError(f"{field} is {clip(value)}, not an object of arguments")
     try:

@@ -39,6 +39,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.telemetry import Telemetry
+from slipstream.errors import ConfigError
 from slipstream.guide.checkpoint import start_set_up
 
 _log = logging.getLogger(__name__)
@@ -248,6 +249,10 @@ def edit_context_of(
     """Return what edits of logits need to know. Raises ConfigError."""
     processors = load_processors(config.logits_processors)
     thinking = None if vocab is None else find_thinking(checkpoint, vocab, config.thinking_end)
+    if config.thinking_end and thinking is None:
+        raise ConfigError(
+            f"thinking_end is {config.thinking_end[:64]!r}, which no token of the checkpoint spells"
+        )
     return EditContext(vocab_size, vocab, thinking, processors)
 
 
