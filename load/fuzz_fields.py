@@ -235,7 +235,7 @@ PARAMETERS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "dry_multiplier": ([0, 0.5, "2"], [-1, 1001, "much", _LONG]),
     "dry_base": ([1, 1.75], [0.5, 1001]),
     "dry_allowed_length": ([1, 2, INT32_MAX], [0, -1, 1.5]),
-    "dry_penalty_last_n": ([-1, 0, 64, 8192], [-2, 8193, "x"]),
+    "dry_penalty_last_n": ([-1, 0, 64, 1024], [-2, 1025, "x"]),
     "request_priority": ([0, 5, 9, "3"], [-1, 10, "first", 1.5, True, _LONG]),
     "timeout_ms": ([60_000, 86_400_000, "60000"], [0, -1, 86_400_001, "soon", 0.5, _LONG]),
     "min_p": ([0, 1, 0.5, "0.25"], [-1, 2, "much", _LONG]),
@@ -267,7 +267,7 @@ VLLM: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "dry_multiplier": ([0, 0.5, 2], [-1, 1001, NAN, "much"]),
     "dry_base": ([1, 1.75], [0.5, INF]),
     "dry_allowed_length": ([1, 2], [0, -1, 1.5]),
-    "dry_penalty_last_n": ([-1, 0, 64, 8192], [-2, 8193, "x"]),
+    "dry_penalty_last_n": ([-1, 0, 64, 1024], [-2, 1025, "x"]),
     "dry_sequence_breakers": ([[], ["a", "é"], '["b"]'], ["", [""], [5], 5, {}, ["x" * 65]]),
     "allowed_token_ids": (
         [None, list(range(300)), str(list(range(300)))],

@@ -84,7 +84,10 @@ def same(found: dict[int, float], wanted: dict[int, float]) -> bool:
 def test_penalties_are_those_of_a_scan(
     prompt: list[int], outputs: list[int], drafts: list[int], sampling: SamplingParams
 ) -> None:
-    rule = Dry(sampling, pack(prompt), Words())
+    first = Dry(sampling, pack(prompt), Words())
+    rule, other = first.sibling(), first.sibling()
+    wanted = scan(prompt + drafts, len(prompt), sampling)
+    assert same(dict(other.addends(drafts, [])), wanted), "a sibling's outputs are its own"
     for number in range(len(outputs) + 1):
         known = outputs[:number]
         for more in (drafts, []) if number % 3 else (drafts,):
@@ -111,4 +114,4 @@ def test_a_step_looks_at_the_places_of_its_token_alone() -> None:
     for number in range(0, len(outputs), 5000):
         rule.addends(outputs[:number], [])
         assert max(map(len, rule._places.values()), default=0) <= 3 * 9
-        assert len(rule._lengths) <= 9
+        assert len(rule._lengths) <= 3

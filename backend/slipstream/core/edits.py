@@ -98,6 +98,7 @@ class EditPlan:
         self._phrases = tuple(word for word in sampling.bad_words if len(word) > 1)
         size = sampling.no_repeat_ngram_size
         self.ngrams = PromptNgrams(size, prompt) if size else None
+        self._dry = Dry(sampling, prompt, context.vocab) if has_dry(sampling) else None
 
     def rules(self) -> list[Rule]:
         """Return the rules of one sequence."""
@@ -106,8 +107,8 @@ class EditPlan:
             rules.append(Phrases(self._phrases, self.prompt))
         if self.ngrams is not None:
             rules.append(NoRepeat(self.ngrams))
-        if has_dry(self.sampling):
-            rules.append(Dry(self.sampling, self.prompt, self.context.vocab))
+        if self._dry is not None:
+            rules.append(self._dry.sibling())
         parts = (self.prompt, self.context.vocab_size)
         rules += [Processed(name, state, *parts) for name, state in self._states]
         return rules
