@@ -3,12 +3,14 @@
 import pytest
 from fixtures.engine.counting import CountingRunner
 from fixtures.engine.eager import Eager
-from fixtures.guide.real import GuidedEngine, guide
+from fixtures.guide.real import VOCAB_SIZE, GuidedEngine, compiler, guide, vocabulary
 from fixtures.guide.toy import END, ToyCompiler, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.core.guided import Guided
 from slipstream.drafting.forced import WithForced
 from slipstream.engine.scheduler import Limits
+from slipstream_contract.sampling import SamplingParams
 
 
 def toy(num_blocks: int = 64, **options: object) -> GuidedEngine:
@@ -85,3 +87,22 @@ def test_real_masks_of_forced_rows_are_the_right_ones():
         counters = drafted.engine._scheduler.draft_counts.counters
         assert counters["accepted_tokens:forced"] == counters["drafted_tokens:forced"] > 5
         assert drafted.engine.num_steps < plain.engine.num_steps - 5
+
+
+def test_another_spelling_of_a_forced_text_is_not_legal():
+    """No mask allows it, so it must be refused where it was sampled without one."""
+    text = b"it is not known to anybody"
+    template = compiler().compile(guide("regex", text.decode()))
+    guided = Guided(template, SamplingParams(max_tokens=9, temperature=0.0), compiler().end_ids)
+    num_others, place = 0, 0
+    while guided.forced:
+        right = guided.forced[0]
+        for token_id in range(VOCAB_SIZE):
+            raw = vocabulary().raw(token_id)
+            if token_id != right and raw and text.startswith(raw, place):
+                num_others += guided.matcher.copy().take(token_id)
+                assert not guided.take(token_id)
+        assert guided.take(right)
+        place += len(vocabulary().raw(right))
+        guided.look_ahead()
+    assert num_others > 5

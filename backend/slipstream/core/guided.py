@@ -20,6 +20,7 @@ from contextlib import suppress
 from itertools import compress
 from math import inf
 
+from slipstream_contract.limits import MAX_DRAFT_TOKENS
 from slipstream_contract.sampling import FIELDS, FILTERS, SamplingParams
 
 from slipstream.core.records import EDIT, banned_in, bans, pack
@@ -80,6 +81,7 @@ class Guided:
         self.forced: list[int] = []  # tokens that have to come next, as far as that was looked for
         self.row_masks: list[bytes] = []  # of the next rows, where drafts follow
         self.error = ""  # why it cannot go on
+        self.look_ahead()
 
     def copy(self) -> "Guided":
         """Return the state of another sequence with the same tokens; no thread has the matcher."""
@@ -129,10 +131,23 @@ class Guided:
         if give is not None:
             give(self._mask)
 
-    def look_ahead(self, most: int) -> None:
-        """Find at most `most` tokens that have to come next."""
-        if not self.forced:
-            self.forced = self.matcher.forced(most)
+    def look_ahead(self) -> None:
+        """Find the tokens that have to come next.
+
+        A mask allows the first of these alone, but the matcher takes others too that spell the same
+        text: a sample without a mask is not legal if it is one of them. What is forced after a
+        token may be spelled otherwise than it was before it, so each is looked for in its place.
+        """
+        if self.forced:
+            return
+        found: list[int] = []
+        with suppress(GuideError):  # the next mask or sample says so
+            while len(found) < MAX_DRAFT_TOKENS and (following := self.matcher.forced(1)):
+                is_legal = self.matcher.take(following[0])
+                assert is_legal, "a forced token is refused"
+                found += following
+            self.matcher.roll_back(len(found))
+            self.forced = found
 
     def fill(self) -> bytes:
         """Return the mask of the next token, which is forced: so it takes microseconds.
@@ -188,6 +203,8 @@ class Guided:
         """Take a sample if it is legal; return whether it is. Raises GuideError."""
         if self.is_end(token_id):
             is_legal = self.matcher.is_accepting
+        elif self.forced and token_id != self.forced[0]:
+            is_legal = False
         elif is_legal := self.matcher.take(token_id):
             self.has_mask = False
             self.forced = self.forced[1:] if self.forced[:1] == [token_id] else []

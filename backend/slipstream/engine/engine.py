@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream_contract.limits import MAX_DRAFT_TOKENS
 from slipstream_runtime.admission import Load
 
 from slipstream.core.batch import Batch, Sampled
@@ -126,7 +125,7 @@ class Engine:
             self._guides = Guides(guide_compiler, queue.defer, queue.wake, finish)
             self._scheduler.guides = self._guides
             if speculation is not None and speculation.accepted is None:
-                self._guides.most_forced = MAX_DRAFT_TOKENS
+                self._guides.looks_ahead = True
         self._edit_context = edit_context or EditContext(runner.vocab_size, vocab)
         self._bounds = self._make_bounds()
         self._deadlines = Deadlines()

@@ -55,7 +55,7 @@ class Guides:
         self._wake = wake
         self._finish = finish
         self.num_active = 0  # guided requests that have not ended
-        self.most_forced = 0  # tokens to look for that have to come next, where there are drafts
+        self.looks_ahead = False  # for forced tokens of all: where there are drafts
         self._rejected: list[tuple[bytes, Rejected]] = []
         self._waiting: dict[int, Sequence] = {}  # for their masks to be made
         # By sequence, what takes the mask of its row in the step launched last.
@@ -175,8 +175,8 @@ class Guides:
             sequence.stop.num_sendable = sequence.num_outputs
             return Ending(FinishReason.STOP)
         if ending is None:
-            if self.most_forced:
-                guided.look_ahead(self.most_forced)
+            if self.looks_ahead or not guided.needs_all:
+                guided.look_ahead()
             self.advance(sequence)
         return ending
 
