@@ -126,7 +126,8 @@ def table(struct: type[msgspec.Struct]) -> Mapping[str, Entry]:
     hints = get_type_hints(struct, include_extras=True)
     defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
     found = {}
-    for name, hint in hints.items():
+    for name in dict.fromkeys((*struct.__annotations__, *hints)):  # what it inherits comes last
+        hint = hints[name]
         notes = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, Field)]
         if notes:
             plain = get_args(hint)[0]

@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-import msgspec
-
 from slipstream_contract import limits
 from slipstream_contract.beams import Beams
 from slipstream_contract.drafts import Drafts, check_drafts
@@ -17,6 +15,7 @@ from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import BOTH, ENGINE, MODEL, SERVER, Asked, Bounds, Field, Row
 from slipstream_contract.fields import check_fields as _check_fields
 from slipstream_contract.fields import table as _table
+from slipstream_contract.filters import Filters
 from slipstream_contract.guide import (
     MAX_CHOICES,
     MAX_GUIDE_BYTES,
@@ -35,7 +34,9 @@ _VLLM_SEED = Bounds(-limits.INT64_MAX - 1, limits.INT64_MAX)
 VLLM_MAX_TOKENS = 16
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(
+    Filters, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Sampling parameters, normalised and validated. Defaults mean "no effect".
 
     Greedy decoding is `temperature == 0`. The engine checks token ids against its vocabulary.
@@ -347,6 +348,7 @@ def normalised(values: dict[str, Any], most_tokens: int | None = None) -> dict[s
         raise ContractError(message)
     if values["temperature"] < limits.GREEDY_BELOW:
         values["temperature"] = 0.0
+    values["top_n_sigma"] = max(0.0, values["top_n_sigma"])
     return values
 
 

@@ -14,6 +14,7 @@ from slipstream_contract import limits
 from slipstream_contract.beams import Beams
 from slipstream_contract.drafts import Drafts
 from slipstream_contract.errors import ContractError
+from slipstream_contract.filters import Filters
 from slipstream_contract.guide import Guide, GuideKind
 from slipstream_contract.limits import INT32_MAX
 from slipstream_contract.limits_page import ROWS, page
@@ -68,6 +69,16 @@ def engine(**values: Any) -> Any:
     return check_sampling(SamplingParams(**{"max_tokens": INT32_MAX} | values))
 
 
+def of_filter(name: str) -> list[Callable[[Any], Any]]:
+    """Asked in JSON, as a request parameter, and of the engine."""
+    old = inputs_of(MODELS["tensorrt_llm_bls"], text_input="a", max_tokens=9)
+    return [
+        lambda v: vllm(**{name: v}),
+        lambda v: text_request(old, {name: v}),
+        lambda v: engine(**{name: v}),
+    ]
+
+
 def both(field: str, own: str = "") -> list[Callable[[Any], Any]]:
     """Asked with the tensors of a text, and of the engine."""
     return [lambda v: text(**{field: v}), lambda v: engine(**{own or field: v})]
@@ -117,6 +128,7 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
     "`top_p`": [lambda v: text(top_p=v), lambda v: tokens(runtime_top_p=v)],
     "`top_p` of `vllm_model`": [lambda v: vllm(top_p=v), lambda v: engine(top_p=v)],
     "`min_p`": [lambda v: vllm(min_p=v), lambda v: engine(min_p=v)],
+    **{f"`{name}`": of_filter(name) for name in Filters.__struct_fields__},
     "`repetition_penalty`": [*both("repetition_penalty"), lambda v: vllm(repetition_penalty=v)],
     "`dry_multiplier`": [lambda v: vllm(dry_multiplier=v), lambda v: engine(dry_multiplier=v)],
     "`dry_base`": [lambda v: vllm(dry_base=v), lambda v: engine(dry_base=v)],

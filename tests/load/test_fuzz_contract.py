@@ -148,6 +148,8 @@ def submit(prompt: list[int], sampling: SamplingParams) -> None:
         raise ContractError(f"logits_processors has {name[:64]}")
     check_ids("logit_bias", [token_id for token_id, _ in sampling.bias])
     check_ids("bad_words", [token_id for word in sampling.bad_words for token_id in word])
+    if sampling.drafts is not None:
+        check_ids("draft_input_ids", sampling.drafts.token_ids)
     if len(prompt) + 1 > KV_CACHE:
         raise ContractError(f"the prompt is {len(prompt)} tokens long")
 

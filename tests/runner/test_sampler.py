@@ -21,6 +21,10 @@ def test_rows_hold_every_parameter() -> None:
         repetition_penalty=1.5,
         presence_penalty=-0.5,
         frequency_penalty=2.0,
+        typical_p=0.875,
+        xtc_probability=0.5,
+        xtc_threshold=0.125,
+        top_n_sigma=1.5,
     )
     edits = EDIT.pack(3, 1.0) + EDIT.pack(9, -2.0)
     packed = [pack_row(GREEDY, 7, 1), pack_row(sampling, 2**64 - 3, 4)]

@@ -31,6 +31,7 @@ _NEUTRAL = {
     "frequency": 0.0,
     "first_edit": 0,
     "end_edit": 0,
+    "likeliest": 0,
     "mask_tag": 0,
 }
 

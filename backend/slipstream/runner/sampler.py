@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.sampling.constrain import Masks, constrain
+from slipstream.kernels.sampling.narrow import narrow
 from slipstream.kernels.sampling.sample import count_tokens, sample
 
 
@@ -74,5 +75,6 @@ def sample_tokens(
     if masks is not None:
         mirror = results.mirrors[2] if results.mirrors else None
         constrain(logits, inputs.rows, results.outcomes, masks, mirror)
+    narrow(logits, inputs.rows, inputs.edits, counts)
     out = (results.token_ids, results.log_probs, results.outcomes)
     sample(logits, inputs.rows, inputs.edits, counts, *out, results.mirrors)

@@ -6,7 +6,7 @@ Every refusal is a ContractError that names field, value and limit.
 
 Sampling follows what clients of these tensors rely on: without top_k and top_p (or both 0) decoding
 is greedy; top_k above 0 with top_p 0 counts top_p as 1; top_k 0 with top_p above 0 is plain nucleus
-sampling; temperature is 1 unless given, and 0 is greedy. `min_p`, a request parameter of ours, asks
+sampling; temperature is 1 unless given, and 0 is greedy. Other filters, request parameters, ask
 for sampling too.
 
 Request parameters: any scalar input (see `inputs`), `min_p`, `ignore_eos`, `request_type`, those

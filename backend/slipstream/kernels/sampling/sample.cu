@@ -1,29 +1,15 @@
 // A team of CTAs turns one row of logits into a token.
+#include "sampling/sample_random.cuh"
 #include "sampling/sample_threshold.cuh"
 
 constexpr u8 NOT_FINITE = 0, SAMPLED = 1;  // `Outcome` of core/batch.py
 constexpr float MAX_GUMBEL = 16.7f;  // more than any of 23 bits, by more than rounding
 
-// Philox4x32-10 of counter (quad, output number, 0, 0): the random words of token ids 4 quad .. 4 quad + 3.
-DEVICE void philox(u32 (&words)[4], u32 quad, u32 number, u64 seed) {
-  words[0] = quad, words[1] = number, words[2] = 0, words[3] = 0;
-  u32 key0 = u32(seed), key1 = u32(seed >> 32);
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const u64 first = u64(0xD2511F53u) * words[0], second = u64(0xCD9E8D57u) * words[2];
-    words[0] = u32(second >> 32) ^ words[1] ^ key0;
-    words[1] = u32(second);
-    words[2] = u32(first >> 32) ^ words[3] ^ key1;
-    words[3] = u32(first);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-}
-DEVICE float uniform(u32 bits) { return (float(bits >> 9) + 0.5f) * 0x1p-23f; }
 DEVICE float gumbel(u32 bits) { return -logf(-logf(uniform(bits))); }
 
-// The lowest scaled logit that top-k, and then top-p of what it keeps, leave.
+// The lowest scaled logit that top-k, and then top-p of what it keeps, leave; or that `narrow` found.
 DEVICE float filter(const Row& row, Shared& shared, Team& team) {
+  if (row.how.likeliest) return row.how.low;
   const int top_k = row.how.top_k;
   float low = -INFINITE;
   if (top_k > 0 && top_k <= Mail::SIZE)
@@ -37,12 +23,21 @@ DEVICE float filter(const Row& row, Shared& shared, Team& team) {
   return low;
 }
 
-// The team's best token by score + Gumbel noise, of those that `low` and min-p keep; the likeliest is one of them.
+// Whether a token is left out that is not below the lowest.
+DEVICE bool is_cut(const Row& row, float scaled) {
+  if (row.how.likeliest) return scaled > row.how.high;
+  return row.how.min_p > 0.0f && row.likelihood(scaled) < row.how.min_p;
+}
+
+// The team's best token by score + Gumbel noise, of those that are kept; the likeliest of all is one of them, or else
+// that which `narrow` found.
 DEVICE u32 draw(const Row& row, Team& team, float low, u32 likeliest) {
+  float bound = row.maximum;
+  if (const int kept = row.how.likeliest) likeliest = kept - 1, bound = row.scaled(row.logit(likeliest));
   u32 words[4];
   philox(words, likeliest / 4, row.how.number, row.how.seed);
   const u32 word = likeliest % 4 < 2 ? (likeliest % 2 ? words[1] : words[0]) : (likeliest % 2 ? words[3] : words[2]);
-  float bound = row.maximum + gumbel(word);
+  bound += gumbel(word);
   u64 best = ranked(bound, likeliest);
   // A bound on chances, larger than all rounding of scores; where scores are too coarse for it, there is none.
   const float slack = fabsf(row.maximum) < 0x1p14f ? 0.02f : INFINITE;
@@ -56,7 +51,7 @@ DEVICE u32 draw(const Row& row, Team& team, float low, u32 likeliest) {
       const float one_to_two = __uint_as_float(0x3f800000u | words[i] >> 9);
       const float chance = exp2_fast(scaled * LOG2_E + (slack - bound * LOG2_E));
       if (!(2.0f - one_to_two - 0x1p-24f <= chance) || !(scaled >= low)) continue;
-      if (row.how.min_p > 0.0f && row.likelihood(scaled) < row.how.min_p) continue;
+      if (is_cut(row, scaled)) continue;
       best = max(best, ranked(scaled + gumbel(words[i]), id + i));
       bound = from_key(u32(best >> 32));
     }
@@ -138,7 +133,7 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, TEAM > 1 ? 2 : 1
   row.load_ahead(packs, row.begin + GROUP * threadIdx.x);
   if (row.how.result < 0) return;
   team_arrive();
-  row.temperature = row.how.temperature;
+  row.temperature = row.how.likeliest ? row.how.heat : row.how.temperature;
   row.inverse = __frcp_rn(row.temperature);
   const bool has_penalties = row.how.repetition != 1.0f || row.how.presence != 0.0f || row.how.frequency != 0.0f;
   row.counts = has_penalties ? counts + row.how.slot * num_tokens : nullptr;

@@ -31,6 +31,12 @@ _OWN = (  # of the row, behind what the request chose
     ("first_edit", "<i4"),
     ("end_edit", "<i4"),
     ("mask_tag", "<i4"),  # of `constrain`; 0: the row has no mask
+    # What `narrow` made of the filters, on the device: the id of the likeliest token that is kept,
+    # plus 1; 0: nothing. The temperature, and the lowest and highest logit over it that are kept.
+    ("likeliest", "<i4"),
+    ("heat", "<f4"),
+    ("low", "<f4"),
+    ("high", "<f4"),
 )
 _NUMPY, _CUDA = {int: "<i4", float: "<f4"}, {int: "int", float: "float"}
 CHOSEN = {entry.field.device: name for name, entry in FIELDS.items() if entry.field.device}
@@ -73,23 +79,31 @@ def philox(seeds: Tensor, counters: Tensor, num_tokens: int) -> Tensor:
     Key: the seed's low and high words. Counter: (token id // 4, output number, 0, 0), of whose four
     words this is number token id % 4.
     """
-    rows = len(seeds)
-    quads = -(-num_tokens // 4)
+    quads = torch.arange(-(-num_tokens // 4), device=seeds.device)
+    return philox_words(seeds, counters, quads)[:, :num_tokens]
+
+
+def philox_words(seeds: Tensor, counters: Tensor, quads: Tensor) -> Tensor:
+    """The four random words of each of `quads [q]`, for each row: `[rows, 4 q]` int64."""
     key0, key1 = (seeds & _MASK32)[:, None], ((seeds >> 32) & _MASK32)[:, None]
-    c0 = torch.arange(quads, device=seeds.device).expand(rows, quads)
-    c1 = (counters[:, None] & _MASK32).expand(rows, quads)
+    c0 = quads.expand(len(seeds), len(quads))
+    c1 = (counters[:, None] & _MASK32).expand_as(c0)
     c2 = c3 = torch.zeros_like(c0)
     for _ in range(10):
         hi0, lo0 = _mul32(c0, 0xD2511F53)
         hi1, lo1 = _mul32(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = hi1 ^ c1 ^ key0, lo1, hi0 ^ c3 ^ key1, lo0
         key0, key1 = (key0 + 0x9E3779B9) & _MASK32, (key1 + 0xBB67AE85) & _MASK32
-    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :num_tokens]
+    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Numbers above 0 and below 1 of random words, exact in fp32."""
+    return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def _gumbel(bits: Tensor) -> Tensor:
-    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # exact in fp32, never 0 or 1
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(uniform(bits)))
 
 
 def _falling(x: Tensor) -> Tensor:
@@ -129,7 +143,11 @@ class _Rows:
             view = {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}[kind.str[1:]]
             return rows.view(view)[:, offset // kind.itemsize]
 
-        self.temperature, self.top_k = column("temperature"), column("top_k")
+        self.likeliest = column("likeliest")
+        self.low, self.high = column("low"), column("high")
+        self.top_k = column("top_k")
+        self.is_narrow = self.likeliest > 0
+        self.temperature = torch.where(self.is_narrow, column("heat"), column("temperature"))
         self.top_p, self.min_p = column("top_p"), column("min_p")
         self.repetition, self.presence = column("repetition"), column("presence")
         self.frequency, self.slot = column("frequency"), column("slot").long()
@@ -139,6 +157,25 @@ class _Rows:
         self.has_penalties = (
             (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
         ) & (self.result >= 0)
+
+
+def _kept(scaled: Tensor, rows: _Rows, which: Tensor) -> Tensor:
+    """Return which tokens rows `which` keep, `[w, v]`, by their own filters or by `narrow`."""
+    is_narrow = rows.is_narrow[which]
+    top_k = torch.where(is_narrow, 0, rows.top_k[which])
+    top_p = torch.where(is_narrow, 1.0, rows.top_p[which])
+    min_p = torch.where(is_narrow, 0.0, rows.min_p[which])
+    keep = _keep(scaled, top_k, top_p, min_p)
+    if bool(is_narrow.any()):
+        low = torch.where(is_narrow, rows.low[which], float("-inf"))[:, None]
+        high = torch.where(is_narrow, rows.high[which], float("inf"))[:, None]
+        keep &= (scaled >= low) & (scaled <= high)
+    return keep
+
+
+def edited_logits(logits: Tensor, rows: Tensor, edits: Tensor, counts: Tensor) -> Tensor:
+    """Return fp32 logits `[n, v]` after edits and penalties; arguments are those of `sample`."""
+    return _edited(logits, _Rows(rows), edits, counts)
 
 
 def _edited(logits: Tensor, rows: _Rows, edits: Tensor, counts: Tensor) -> Tensor:
@@ -181,7 +218,7 @@ def processed_logits(
     which = (~greedy).nonzero()[:, 0]
     if len(which) > 0:
         scaled = edited[which] / temperature[which]
-        keep = _keep(scaled, row.top_k[which], row.top_p[which], row.min_p[which])
+        keep = _kept(scaled, row, which)
         edited[which] = torch.where(keep, edited[which], float("-inf"))
     return edited, temperature
 
@@ -228,7 +265,7 @@ def sample(
     if not bool(greedy.all()):
         which = (~greedy).nonzero()[:, 0]
         perturbed = scaled[which]
-        keep = _keep(perturbed, row.top_k[which], row.top_p[which], row.min_p[which])
+        keep = _kept(perturbed, row, which)
         perturbed += _gumbel(philox(row.seed[which], row.number[which], logits.shape[-1]))
         scaled[which] = torch.where(keep, perturbed, float("-inf"))
     chosen = torch.where(finite, scaled.argmax(-1), 0)
@@ -286,8 +323,8 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @functools.cache
-def _team_size(device: int) -> int:
-    """CTAs for a row, as in team.cuh."""
+def team_size(device: int) -> int:
+    """Return the number of CTAs for a row, as in team.cuh."""
     return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
@@ -319,7 +356,7 @@ def _sample(
     jit.launch(
         _variant(logits.dtype),
         "sample",
-        (num_rows * _team_size(logits.get_device()),),
+        (num_rows * team_size(logits.get_device()),),
         THREADS,
         *(logits, logits.stride(0), num_tokens, int(is_aligned), rows, edits, counts, *results),
         *([mirror.data_ptr() for mirror in mirrors] or (0, 0, 0)),

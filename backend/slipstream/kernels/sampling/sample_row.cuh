@@ -15,6 +15,8 @@ struct alignas(16) Parameters {  // ROW in sample.py
   int result;
   int first_edit, end_edit;
   int mask_tag;
+  int likeliest;  // of `narrow`: a token id + 1, or 0
+  float heat, low, high;
 };
 struct alignas(8) Edit {
   int token_id;

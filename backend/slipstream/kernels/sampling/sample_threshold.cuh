@@ -218,9 +218,11 @@ DEVICE float choose(Shared& shared, const Weight& weight, u32 number) {
   return from_key(shared.found);
 }
 
-// The lowest scaled logit, `low` at least, such that the tokens above it weigh less than the limit. `is_short` if not
-// many tokens are expected from `low` on. Candidates that hold all of these are left in `listed`, to be used again.
-DEVICE float threshold(const Row& row, Shared& shared, Team& team, const Weight& weight, float low, bool is_short) {
+// The lowest scaled logit, `low` at least, such that the tokens above it, up to `high`, weigh less than the limit.
+// `is_short` if not many tokens are expected from `low` on. Candidates that hold all of these are left in `listed`, to
+// be used again.
+DEVICE float threshold(const Row& row, Shared& shared, Team& team, const Weight& weight, float low, bool is_short,
+                       float high = INFINITE) {
   __syncthreads();
   const u32 listed = shared.listed;
   if (threadIdx.x < listed) {
@@ -230,7 +232,7 @@ DEVICE float threshold(const Row& row, Shared& shared, Team& team, const Weight&
   if (threadIdx.x == 0) shared.before = shared.limit = 0;
   __syncthreads();
   if (listed) return choose(shared, weight, listed);
-  Range range = {low, row.maximum, -1, weight.reach(row)};
+  Range range = {low, fminf(high, row.maximum), -1, weight.reach(row)};
   for (;; is_short = true) {
     if (is_short) {
       const u32 number = gather(row, shared, team, weight, range);
