@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from slipstream_contract.beams import unserved_values
 from slipstream_contract.errors import ContractError
 from slipstream_contract.request import GenerateRequest
+from slipstream_contract.sampling import FIELDS, FILTERS
 
 Contract = Literal["trtllm", "vllm", "llmapi"]
 _MODELS: Mapping[Contract, str] = {
@@ -60,12 +61,10 @@ def _search(request: GenerateRequest) -> str:
 def _filters(request: GenerateRequest) -> str:
     """Name what leaves tokens out of sampling; vLLM's temperature is there to sample alone."""
     sampling = request.sampling
-    if sampling.top_k > 1:
-        return f"top_k is {sampling.top_k}"
-    if sampling.top_p < 1:
-        return f"top_p is {sampling.top_p:g}"
-    if sampling.min_p:
-        return f"min_p is {sampling.min_p:g}"
+    for name in FILTERS:
+        value, neutral = getattr(sampling, name), FIELDS[name].default
+        if value != neutral and (name, value) != ("top_k", 1):
+            return f"{name} is {value:g}"
     is_heated = sampling.order == "vllm" and sampling.temperature not in (0.0, 1.0)
     return f"temperature is {sampling.temperature:g}" if is_heated else ""
 
@@ -101,8 +100,8 @@ FEATURES: Mapping[str, Asked] = {
     ),
     "beams": Asked("a beam search (`beam_width`, `use_beam_search`)", _search),
     "filters": Asked(
-        "sampling (`top_k` above 1, `top_p` below 1, `min_p`; in vLLM's words a `temperature` "
-        "other than 0 and 1)",
+        "sampling (`top_k` above 1, `top_p` below 1, any other "
+        "[filter](sampling.md#filters); in vLLM's words a `temperature` other than 0 and 1)",
         _filters,
     ),
     "drafts": Asked(

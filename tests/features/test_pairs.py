@@ -15,7 +15,7 @@ from fixtures.features import answers, plain
 from fixtures.features.covering import cover
 from fixtures.features.house import House, tensors_of
 from fixtures.features.pairing import cases, may_meet, refused
-from fixtures.features.table import BY_NAME, FEATURES, MODELS, body_of, has
+from fixtures.features.table import BY_NAME, FEATURES, MODELS, SAMPLED, body_of, has
 from fixtures.tiers import quick_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,7 +82,7 @@ def test_the_answer_is_that_of_the_features(house: House, case) -> None:
 
 def _samples(names: list[str]) -> bool:
     """Return whether the LLM API samples with these features."""
-    return bool({"warm", "top_k", "top_p", "min_p", "n", "best_of"} & {*names})
+    return bool((SAMPLED | {"n", "best_of"}) & {*names})
 
 
 _EDITS = """
