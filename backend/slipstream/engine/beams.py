@@ -67,23 +67,21 @@ def candidates(
         tops: token ids and log probs of each beam's likeliest tokens, the likeliest first, of
             equal ones the smaller id.
     """
-    extras = [beams.diversity_rate * beam for beam in range(len(tops))]
+    rate = beams.diversity_rate
     # Of each beam, the best that was not yielded: what it is ordered by, the beam, its place.
-    heads = [
-        (-(cum + values[0]) - extra, beam, 0)
-        for beam, (cum, extra, (_, values)) in enumerate(
-            zip(cum_log_probs, extras, tops, strict=True)
-        )
-        if values and values[0] > -inf
-    ]
+    heads = []
+    for beam, (cum, (_, values)) in enumerate(zip(cum_log_probs, tops, strict=True)):
+        if values and values[0] > -inf:
+            heads.append((-(cum + values[0]) - rate * beam, beam, 0))
     heapify(heads)
     while heads:
         _, beam, place = heads[0]
         (ids, values), cum = tops[beam], cum_log_probs[beam]
-        yield Candidate(beam, ids[place], values[place], cum + values[place])
+        value = values[place]
+        yield Candidate(beam, ids[place], value, cum + value)
         place += 1
-        if place < len(values) and values[place] > -inf:
-            heapreplace(heads, (-(cum + values[place]) - extras[beam], beam, place))
+        if place < len(values) and (value := values[place]) > -inf:
+            heapreplace(heads, (-(cum + value) - rate * beam, beam, place))
         else:
             heappop(heads)
 
