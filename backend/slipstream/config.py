@@ -171,10 +171,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     thinking_end: Annotated[
         str,
         _field(
-            "text that ends the model's thinking, for thinking_token_budget",
+            "text that ends the model's thinking, for thinking_token_budget and guides",
             "</think>, where that is a token",
         ),
     ] = ""
+    guide_in_thinking: Annotated[
+        bool,
+        _field(
+            "guides hold from the first token on, in thinking too; a request may choose otherwise"
+        ),
+    ] = False
     logits_processors: Annotated[
         str,
         _field(

@@ -145,6 +145,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help=f"10^9 bytes of {help_of('kv_cache_host_bytes')}",
     )
+    name = "guide_in_thinking"
+    parser.add_argument(_flag(name), action="store_const", const=True, help=help_of(name))
     for name, kind, metavar in (
         ("gpu_hour_price", float, "PRICE"),
         ("request_log", str, "FILE"),
@@ -172,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {convert_tokenizer(args.checkpoint)}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
     more = ("speculation", "logprobs_mode", *_DRAFTS)
-    edits = ("thinking_end", "logits_processors")
+    edits = ("thinking_end", "guide_in_thinking", "logits_processors")
     others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *edits, *more, *_COUNTS)
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name

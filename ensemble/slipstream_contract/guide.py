@@ -32,17 +32,22 @@ class GuideKind(StrEnum):
 
 
 class GuideOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Details of JSON.
+    """Details of a guide: of JSON, but for the last.
 
     Attributes:
         whitespace_pattern: an expression for blanks between the parts of JSON; empty: at most 16.
         is_compact: there are no blanks at all.
         is_closed: objects have no properties but those of their schema, where it does not say.
+
+    And of all guides:
+        in_thinking: whether it holds from the first token on, thinking included; None: as the
+            engine has it.
     """
 
     whitespace_pattern: str = ""
     is_compact: bool = False
     is_closed: bool = False
+    in_thinking: bool | None = None
 
 
 class Guide(msgspec.Struct, frozen=True):
@@ -166,6 +171,7 @@ _VLLM_KINDS = {
     "json_object": GuideKind.JSON_OBJECT,
     "structural_tag": GuideKind.STRUCTURAL_TAG,
 }
+_IN_THINKING = "enable_in_reasoning"
 _VLLM_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 # Of vLLM's internals or of other libraries: served where they ask for nothing.
 _IGNORED = {"disable_fallback": (None, False, True), "backend": (None, ""), "_backend": (None, "")}
@@ -216,8 +222,8 @@ def _guide_of(field: str, values: Mapping[str, object], names: Mapping[str, str]
     for key, value in given.items():
         if key in _IGNORED and value not in _IGNORED[key]:
             raise ContractError(f"{label(key)} is {clip(value)}, but there is one library only")
-        if key not in {*_VLLM_KINDS, *_VLLM_FLAGS, *_IGNORED, "whitespace_pattern"}:
-            known = ", ".join([*_VLLM_KINDS, *_VLLM_FLAGS, "whitespace_pattern"])
+        if key not in {*_VLLM_KINDS, *_VLLM_FLAGS, *_IGNORED, _IN_THINKING, "whitespace_pattern"}:
+            known = ", ".join([*_VLLM_KINDS, *_VLLM_FLAGS, _IN_THINKING, "whitespace_pattern"])
             raise ContractError(f"{label(clip(key))} is not known, but {known}")
     kinds = [key for key in _VLLM_KINDS if key in given]
     if len(kinds) != 1:
@@ -230,10 +236,12 @@ def _guide_of(field: str, values: Mapping[str, object], names: Mapping[str, str]
     if not isinstance(pattern, str):
         raise ContractError(f"{label('whitespace_pattern')} is {clip(pattern)}, not a text")
     (key,) = kinds
+    wanted = values.get(_IN_THINKING)
     options = GuideOptions(
         whitespace_pattern=pattern,
         is_compact=flags["disable_any_whitespace"],
         is_closed=flags["disable_additional_properties"],
+        in_thinking=None if wanted is None else _flag(label(_IN_THINKING), wanted),
     )
     guide = Guide(_VLLM_KINDS[key], _text(label(key), _VLLM_KINDS[key], given[key]), options)
     check_guide(label(key), guide)

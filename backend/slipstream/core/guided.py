@@ -17,6 +17,7 @@ runs. If it comes too late the row is run again, and no other row waits.
 import ctypes
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from itertools import compress
 from math import inf
 
@@ -86,9 +87,7 @@ class Guided:
     def copy(self) -> "Guided":
         """Return the state of another sequence with the same tokens; no thread has the matcher."""
         assert not self.is_filling, "another thread has the matcher"
-        other = Guided.__new__(Guided)
-        for name in self.__slots__:
-            setattr(other, name, getattr(self, name))
+        other = copy(self)
         other.matcher = self.matcher.copy()
         return other
 
@@ -96,6 +95,16 @@ class Guided:
     def end_ids(self) -> frozenset[int]:
         """The ids that end a text: those of the grammar and of the request."""
         return self._end_ids
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing but an end is legal."""
+        return self.matcher.is_finished
+
+    @property
+    def known_mask(self) -> bytes | None:
+        """The mask of the next token, if it is needed and there."""
+        return self._mask if self.needs_mask and self.has_mask else None
 
     def finishes(self, token_id: int) -> bool:
         """Return whether nothing but an end is legal after a token, if it can be taken at all."""

@@ -26,6 +26,16 @@ class Thinking:
 
     text: str
     marker: tuple[int, ...]
+    opener: int | None = None  # the token that opens thinking: <think> for </think>
+
+    def is_open(self, prompt: Sequence[int]) -> bool | None:
+        """Return whether a prompt ends in thinking; None: it has neither opener nor marker."""
+        ids = prompt[::-1]
+        closed = _index(ids, self.marker[::-1])
+        opened = None if self.opener is None else _index(ids, (self.opener,))
+        if opened is None:
+            return None if closed is None else False
+        return closed is None or opened < closed
 
     def end_of(self, outputs: Sequence[int], start: int = 0) -> int | None:
         """Return how many outputs there are up to the end of the first marker; None: no marker.
@@ -60,9 +70,23 @@ def find_thinking(checkpoint: Path, vocab: TokenBytes, text: str = "") -> Thinki
     """
     token_id = _single(vocab, (text or DEFAULT_END).encode())
     if token_id is not None:
-        return Thinking(text or DEFAULT_END, (token_id,))
+        marker = text or DEFAULT_END
+        opener = _single(vocab, marker.replace("/", "", 1).encode()) if "/" in marker else None
+        return Thinking(marker, (token_id,), opener)
     ids = load_tokenizer(checkpoint).encode(text, add_special_tokens=False).ids if text else []
     return Thinking(text, tuple(ids)) if ids else None
+
+
+def _index(ids: Sequence[int], part: tuple[int, ...]) -> int | None:
+    """Return where a part begins for the first time; None: nowhere."""
+    place = -1
+    while True:
+        try:
+            place = ids.index(part[0], place + 1)
+        except ValueError:
+            return None
+        if tuple(ids[place : place + len(part)]) == part:
+            return place
 
 
 def _single(vocab: TokenBytes, data: bytes) -> int | None:

@@ -119,14 +119,15 @@ class Engine:
         )
         fixed = {"max_num_seqs": limits.max_num_seqs, "block_size": runner.block_size}
         self._gauges = Gauges(self._scheduler, self._telemetry, fixed)
+        self._edit_context = edit_context or EditContext(runner.vocab_size, vocab)
         self._guides: Guides | None = None
         if guide_compiler is not None:
             queue, finish = self._scheduler.waiting, self._scheduler.finish
-            self._guides = Guides(guide_compiler, queue.defer, queue.wake, finish)
+            thinking = self._edit_context.thinking, limits.guide_in_thinking
+            self._guides = Guides(guide_compiler, queue.defer, queue.wake, finish, *thinking)
             self._scheduler.guides = self._guides
             if speculation is not None and speculation.accepted is None:
                 self._guides.looks_ahead = True
-        self._edit_context = edit_context or EditContext(runner.vocab_size, vocab)
         self._bounds = self._make_bounds()
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}

@@ -14,9 +14,11 @@ from slipstream_contract.errors import Code
 
 from slipstream.core.batch import Batch, Outcome
 from slipstream.core.guided import Guided
+from slipstream.core.guided_later import GuidedLater
 from slipstream.core.records import banned_in
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
+from slipstream.core.thinking import Thinking
 from slipstream.engine.beam_group import Beam, BeamGroup
 from slipstream.guide.interface import GuideError, MakeCompiler, Template
 from slipstream.guide.workers import Fill, Workers
@@ -49,8 +51,13 @@ class Guides:
         defer: Callable[[Sequence, int], None],
         wake: Callable[[int], None],
         finish: Finish,
+        thinking: Thinking | None = None,
+        in_thinking: bool = False,
     ) -> None:
+        """`in_thinking`: guides of requests that do not say hold from the first token on."""
         self.workers = Workers(make)
+        self._thinking = thinking
+        self._in_thinking = in_thinking
         self._defer = defer
         self._wake = wake
         self._finish = finish
@@ -93,11 +100,26 @@ class Guides:
         if isinstance(made, GuideError):
             self._reject(request, f"the guide is refused: {made}")
         elif first.status is not SequenceStatus.FINISHED:
+            parts = (made, request.sampling, self.workers.end_ids)
+            thinking = self._thinking_of(request)
             for sequence in request.sequences:
-                sequence.guide = Guided(made, request.sampling, self.workers.end_ids)
+                sequence.guide = (
+                    Guided(*parts) if thinking is None else GuidedLater(*parts, thinking)
+                )
             if isinstance(first, Beam):
                 first.group.count_ends()
         self._wake(_leader_of(first))
+
+    def _thinking_of(self, request: Request) -> Thinking | None:
+        """Return the thinking after which a request's guide holds; None: it holds at once."""
+        guide, thinking = request.sampling.guide, self._thinking
+        assert guide is not None
+        wanted = guide.options.in_thinking
+        if thinking is None or (self._in_thinking if wanted is None else wanted):
+            return None
+        is_open = thinking.is_open(request.message.token_ids)
+        # A prompt that says nothing of thinking: only the request knows that the model thinks.
+        return thinking if (wanted is False if is_open is None else is_open) else None
 
     def _reject(self, request: Request, message: str) -> None:
         if request.sequences[0].status is SequenceStatus.FINISHED:
@@ -171,7 +193,7 @@ class Guides:
         ending = sequence.append(token_id, log_prob, now_ns)
         if ending is not None and ending.reason is not FinishReason.LENGTH:
             return ending
-        if guided.matcher.is_finished:
+        if guided.is_finished:
             sequence.stop.num_sendable = sequence.num_outputs
             return Ending(FinishReason.STOP)
         if ending is None:
@@ -215,9 +237,13 @@ class Guides:
         waiting, self._waiting = self._waiting, {}
         for sequence in waiting.values():
             guided = sequence.guide
-            if guided is None or not guided.wants_fill:
+            if guided is None:
                 continue
             give = self._takers.pop(sequence.id, None)
+            if not guided.wants_fill:
+                if give is not None and guided.known_mask is not None:
+                    give(guided.known_mask)
+                continue
             if guided.forced:
                 self._fill_forced(sequence, guided, give)
                 continue

@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -41,6 +42,9 @@ from slipstream.engine.scheduler import Limits
 from slipstream.engine.telemetry import Telemetry
 from slipstream.errors import ConfigError
 from slipstream.guide.checkpoint import start_set_up
+
+if TYPE_CHECKING:
+    from slipstream.runner.plan import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -256,6 +260,22 @@ def edit_context_of(
     return EditContext(vocab_size, vocab, thinking, processors)
 
 
+def limits_of(config: EngineConfig, plan: "Plan") -> Limits:
+    """Return the bounds of the scheduler, and what requests mean that do not say."""
+    return Limits(
+        plan.max_num_seqs,
+        plan.max_num_batched_tokens,
+        config.max_waiting,
+        config.max_waiting_tokens,
+        config.long_prompt_tokens,
+        config.kv_cache_reuse,
+        config.logprobs_mode,
+        config.max_logits_bytes,
+        plan.max_drafted_rows,
+        guide_in_thinking=config.guide_in_thinking,
+    )
+
+
 def load(config: EngineConfig, address: str) -> EngineLoop:
     """Load the checkpoint and listen. Raises whatever is wrong with either."""
     laps = Laps(process_age())
@@ -274,17 +294,7 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
     laps.lap("vocabulary")
     runner = ModelRunner(plan)
     laps.lap("runner")
-    limits = Limits(
-        plan.max_num_seqs,
-        plan.max_num_batched_tokens,
-        config.max_waiting,
-        config.max_waiting_tokens,
-        config.long_prompt_tokens,
-        config.kv_cache_reuse,
-        config.logprobs_mode,
-        config.max_logits_bytes,
-        plan.max_drafted_rows,
-    )
+    limits = limits_of(config, plan)
     num_device_drafts = 0 if plan.drafts is None else plan.drafts.num_drafts
     speculation, device_drafts = drafter_choice.choose(config, num_device_drafts)
     telemetry = Telemetry(config.gpu_hour_price, runner.memory)

@@ -58,6 +58,7 @@ class Limits:
     logprobs_mode: str = "raw_logprobs"  # of requests that do not say
     max_logits_bytes: int = 1 << 26  # of one request
     max_num_rows: int = 0  # of a step that has drafts, its decodes included; 0: max_num_seqs
+    guide_in_thinking: bool = False  # of requests that do not say
 
 
 class Scheduler:
