@@ -237,6 +237,8 @@ class Guided:
 
     def illegal(self) -> set[int]:
         """Return the tokens that the mask bans; none where there is no mask yet."""
+        if self.row_masks and self.forced:
+            return {*range(8 * len(self._mask))} - {self.forced[0]}
         if not self.has_mask:
             return set()
         zeros = _zeros(self._mask)

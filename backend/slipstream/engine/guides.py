@@ -295,7 +295,7 @@ def error_of(sequence: Sequence) -> str:
         return fault or "numerical error"
     vocab_size = sequence.request.edit_context.vocab_size
     illegal = banned_in(edits.pack(sequence.outputs))
-    if guided is not None and guided.needs_mask:
+    if guided is not None and (guided.needs_mask or guided.row_masks):
         fields.append("the guide")
         illegal |= guided.illegal()
     if not fields or len(illegal.intersection(range(vocab_size))) < vocab_size:
