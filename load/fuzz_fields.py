@@ -306,7 +306,15 @@ VLLM: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "use_beam_search": ([False], ["x", 5]),
     "structured_outputs": (
         [None, {}],
-        [5, "x", {"zz": 1}, {"regex": 5}, {"regex": "a", "choice": ["b"]}, {"choice": []}],
+        [
+            5,
+            "x",
+            {"zz": 1},
+            {"regex": 5},
+            {"regex": "a", "choice": ["b"]},
+            {"choice": []},
+            {"regex": "a", "enable_in_reasoning": "no"},
+        ],
     ),
     "guided_decoding": ([None], ["x", [1], {"json": 5}, {_LONG: 1}]),
     "prompt_logprobs": ([None, 0, 1, 20], [-2, 10**6, "x"]),

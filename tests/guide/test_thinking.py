@@ -3,11 +3,14 @@
 import json
 
 import pytest
+from fixtures.engine.eager import Eager
 from fixtures.guide.real import END, GuidedEngine, guide, ids_of, vocabulary
 from fixtures.guide.schemas import is_valid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.thinking import Thinking
+from slipstream.drafting.forced import WithForced
+from slipstream.drafting.lookup import PromptLookup
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.errors import ContractError
 from slipstream_contract.guide import vllm_guide
@@ -35,10 +38,13 @@ def parts(engine, number, marker):
     marker=st.sampled_from(MARKERS),
     budget=st.integers(0, 9),
     seeds=st.lists(st.integers(0, 99), min_size=1, max_size=4),
+    drafts=st.sampled_from([0, 6]),
     how=st.sampled_from([{}, {"top_k": 9}, {"top_p": 0.7}, {"num_log_probs": 2}]),
 )
-def test_json_comes_behind_thoughts_that_may_be_anything(marker, budget, seeds, how):
-    engine = GuidedEngine(thinking=Thinking("~", marker, OPENER[0]))
+def test_json_comes_behind_thoughts_that_may_be_anything(marker, budget, seeds, drafts, how):
+    speculation = Eager(WithForced(PromptLookup()), drafts) if drafts else None
+    thinking, limits = Thinking("~", marker, OPENER[0]), Limits(16, 512, max_num_rows=128)
+    engine = GuidedEngine(limits=limits, speculation=speculation, thinking=thinking)
     more = {k: v for k, v in how.items() if k != "num_log_probs"}
     more |= {"log_probs": True} if "num_log_probs" in how else {}
     bias = {"bias": ((END, 20.0),)}  # ends are likely, and not legal in thoughts
