@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import pytest
 from fixtures.engine.eager import Eager
 from fixtures.guide.real import CHECKPOINT, END, VOCAB_SIZE, compiler, guide, vocabulary
+from fixtures.tiers import quick_of
 from msgspec.structs import replace
 from slipstream.config import EngineConfig
 from slipstream.core.drafts import Drafter
@@ -211,7 +212,7 @@ def compare_asked(count: int, seed: int) -> None:
     assert counts.total("accepted_tokens") > 0
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", quick_of(list(DRAFTERS), ["all"]))
 def test_a_few_requests(name: str) -> None:
     num_drafts, _ = compare(10, 1, [name])[name]
     assert num_drafts > 0
