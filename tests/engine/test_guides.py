@@ -145,6 +145,66 @@ def test_a_step_that_fails_leaves_the_matcher_where_it_was():
     assert engine.outputs[number, 0] == expected("x:9", [1], 1, 20)
 
 
+def test_a_mask_that_fails_while_a_failed_step_is_searched_stops_nobody():
+    """The half that is tried waits for a mask, which ends in an error instead."""
+    engine = toy()
+    number = engine.submit([1], guide("regex", "breaks"), temperature=1.0, top_k=3, seed=1)
+    plain = engine.submit([1], None, temperature=1.0, seed=1, max_tokens=9)
+    while not engine.outputs.get((number, 0)):
+        engine.step()
+        time.sleep(0.01)  # the mask is not late
+    engine.compiler.slow_masks["breaks"] = 0.05
+    engine.engine._runner.late_error = ValueError("planted")
+    schedule, num_calls = engine.engine._scheduler.schedule, 0
+
+    def bounded(*arguments: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        assert num_calls < 1000, "no progress"
+        return schedule(*arguments)
+
+    engine.engine._scheduler.schedule = bounded
+    engine.drain()
+    error = engine.ends[number, 0].finished.error
+    assert error == "the guide cannot be followed further: too many states"
+    assert len(engine.outputs[plain, 0]) == 9
+
+
+def test_a_row_without_a_mask_is_validated_though_the_guide_turned_fast():
+    """The masks of another sequence are fast again, while a row runs that has none."""
+    num_turned = 0
+    for seed in range(20):
+        engine = toy()
+        sampling = {"temperature": 1.0, "seed": seed, "max_tokens": 20, "end_ids": (END,)}
+        number = engine.submit([1], guide("regex", "x"), **sampling)
+        while engine.engine.has_work:
+            engine.step()
+            for request in engine.engine._requests.values():
+                guided = request.sequences[0].guide
+                is_bare = guided is not None and not guided.needs_mask
+                num_turned += is_bare
+                for _ in range(8 if guided is not None else 0):
+                    guided.pace.note(is_bare)
+        assert engine.ends[number, 0].finished.error is None
+        assert engine.outputs[number, 0] == expected("x", [1], seed, 20)
+    assert num_turned
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_an_end_of_the_grammar_waits_for_the_least_number_of_tokens(top_k):
+    """The request names no end; the grammar has one after every third token."""
+    for seed in range(20):
+        engine = toy()
+        sampling = {"temperature": 1.0, "seed": seed, "top_k": top_k, "end_ids": ()}
+        asked = guide("regex", "x"), guide("regex", "x:5")
+        number = engine.submit([1], asked[0], **sampling, min_tokens=12, max_tokens=20)
+        short = engine.submit([1], asked[1], **sampling, min_tokens=12, max_tokens=20)
+        engine.drain()
+        assert len(engine.outputs[number, 0]) >= 12
+        assert len(engine.outputs[short, 0]) == 5
+        assert engine.reason(short) == "stop"
+
+
 def test_a_slow_mask_delays_its_own_stream_only():
     """The slow one gets a token every 50 ms; the other does not wait for any of them."""
     engine = toy(masks={"slow": 0.05})

@@ -10,10 +10,13 @@ import pytest
 import torch
 from fixtures.models.checkpoints import DEVICES
 from slipstream.config import EngineConfig
-from slipstream.core.batch import Batch, Outcome, Row
+from slipstream.core.batch import Batch, Outcome, Row, Sampled
 from slipstream.core.edits import EDIT
+from slipstream.runner.launched import LaunchedStep
+from slipstream.runner.masks import MaskPlaces
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
+from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 VOCAB = 512
@@ -225,3 +228,21 @@ def test_steps_that_continue_want_their_own_masks(tmp_path: Path, device: str) -
             for row, mask in zip(rows, step_masks, strict=True)
         ]
         assert runner.run(batch_of(banned, count)).token_ids == after
+
+
+def test_a_step_that_failed_takes_no_mask():
+    """Another step may have its places by then, with a mask of its own."""
+    places = MaskPlaces(2, VOCAB, torch.device("cpu"))
+    row = Row(0, 0, pack([1]), 0, ([0],), True, SamplingParams(1), 0, 0, mask=b"")
+    batch = Batch((row,), 1, False, has_masks=True)
+
+    def fail() -> Sampled:
+        raise ValueError("planted")
+
+    failed = LaunchedStep(fail, places.start(batch, 0))
+    with pytest.raises(ValueError, match="planted"):
+        failed.wait()
+    own, late = bytes(range(64)), bytes(64)
+    places.start(dataclasses.replace(batch, rows=(msgspec.structs.replace(row, mask=own),)), 0)
+    failed.give_mask(0, late)
+    assert bytes(places.masks.bits[0].numpy()[:64]) == own

@@ -45,7 +45,7 @@ def needs_edits(sampling: SamplingParams) -> bool:
     return bool(
         sampling.bias
         or sampling.bad_words
-        or (sampling.min_tokens and _ends(sampling))
+        or (sampling.min_tokens and (_ends(sampling) or sampling.guide is not None))
         or sampling.no_repeat_ngram_size
         or sampling.allowed_token_ids
         or has_dry(sampling)
@@ -81,8 +81,11 @@ class EditPlan:
         prompt: TokenIds,
         context: EditContext,
         states: States = (),
+        guide_ends: frozenset[int] = frozenset(),
     ) -> None:
+        """Prepare the edits; `guide_ends` end a text of the request's guide."""
         self.sampling = sampling
+        self._ends = guide_ends.union(_ends(sampling))
         self.prompt = prompt
         self.context = context
         self._states = states
@@ -90,7 +93,7 @@ class EditPlan:
         for token_id, weight in sampling.bias:
             self.addends[token_id] = self.addends.get(token_id, 0.0) + weight
         self.addends |= {word[0]: -inf for word in sampling.bad_words if len(word) == 1}
-        self.early = self.addends | dict.fromkeys(_ends(sampling), -inf)
+        self.early = self.addends | dict.fromkeys(self._ends, -inf)
         allowed = sampling.allowed_token_ids
         self.pack = Frame(allowed, context.vocab_size).pack if allowed else pack
         self.packed = self.pack(self.addends)
@@ -125,7 +128,7 @@ class EditPlan:
         """Return the fields that ban a token at an output, whatever is before it."""
         banned = {
             "bad_words": any(len(word) == 1 for word in self.sampling.bad_words),
-            "min_tokens": num_outputs < self.sampling.min_tokens and bool(_ends(self.sampling)),
+            "min_tokens": num_outputs < self.sampling.min_tokens and bool(self._ends),
             "allowed_token_ids": bool(self.sampling.allowed_token_ids),
         }
         return [name for name, has_bans in banned.items() if has_bans]

@@ -225,7 +225,8 @@ class Sequence:
         if needs_edits(self.sampling):
             request = self.request
             if request.edit_plan is None:
-                parts = (self.prompt, request.edit_context, request.processors)
+                ends = frozenset[int]() if self.guide is None else self.guide.end_ids
+                parts = (self.prompt, request.edit_context, request.processors, ends)
                 request.edit_plan = EditPlan(self.sampling, *parts)
             self.edits = Edits(request.edit_plan)
             self.needs_every_token = self.edits.needs_every_token

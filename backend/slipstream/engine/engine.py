@@ -330,6 +330,8 @@ class Engine:
             if self.fatal is not None or (batch is None and only is None):
                 return
             if batch is None:
+                if self._guides is not None and self._guides.is_busy:
+                    return  # the group may wait for a mask, whose error comes by `poll`
                 continue  # preempted for others: the group's turn is over
             try:
                 launched = self._runner.launch(batch)

@@ -36,7 +36,7 @@ from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.running_set import MAX_PREEMPTIONS, RunningSet
 from slipstream.engine.step_draft import StepDraft
 from slipstream.engine.telemetry import Telemetry
-from slipstream.engine.verification import Result, Verification
+from slipstream.engine.verification import Result, Verification, outcome_of
 from slipstream.engine.waiting import WaitingQueue
 from slipstream.kvcache.cache import Copies, KVCache
 from slipstream.kvcache.host import Mover
@@ -268,7 +268,11 @@ class Scheduler:
         self._telemetry.tokens_sampled(
             [s for s in samplers if s is not None and s.status is not finished], now
         )
-        results = zip(samplers, sampled.token_ids, sampled.log_probs, sampled.outcomes, strict=True)
+        outcomes: Iterable[int] = sampled.outcomes
+        if self.guides is not None and self.guides.num_active:
+            sampling = (row for row in batch.rows if row.samples)
+            outcomes = map(outcome_of, samplers, sampling, outcomes)
+        results = zip(samplers, sampled.token_ids, sampled.log_probs, outcomes, strict=True)
         self._append_all(results, now)
         if drafted:
             self._verification.commit(drafted, batch, sampled, now, self._append_all)

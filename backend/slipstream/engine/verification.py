@@ -150,7 +150,8 @@ class Verification:
             yield sequence, token_id, log_prob, outcome_of(sequence, row, outcome)
 
 
-def outcome_of(sequence: Sequence, row: Row, outcome: int) -> int:
+def outcome_of(sequence: Sequence | None, row: Row, outcome: int) -> int:
     """Return the outcome of a row, which tells whether a guided sample had its mask."""
-    is_open = sequence.guide is not None and row.mask is None
+    guide = None if sequence is None else sequence.guide
+    is_open = guide is not None and row.mask is None and not guide.needs_all
     return Outcome.UNMASKED if is_open and outcome == Outcome.SAMPLED else outcome

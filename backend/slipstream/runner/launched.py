@@ -38,10 +38,13 @@ class LaunchedStep:
 
     def wait(self) -> Sampled:
         """Block until the step is complete, and return what it sampled."""
-        if self._done is not None:
-            self._done.synchronize()
-        sampled = self._read()
+        try:
+            if self._done is not None:
+                self._done.synchronize()
+            sampled = self._read()
+        finally:  # of a step that failed, too, another may have the places next
+            if self._masks is not None:
+                self._masks.close()
         if self._masks is None:
             return sampled
-        self._masks.close()
         return replace(sampled, outcomes=self._masks.outcomes(sampled.outcomes))
