@@ -152,6 +152,8 @@ _LLM_FIELDS = (
     | _EDITS
     | {
         "beam_search_diversity_rate": _scalars([0], [0.5, -1, NAN]),
+        "runtime_top_p_min": _number(0, 1, 0.001),
+        "runtime_top_p_decay": _scalars([0.5, 0.9, 1], [0, -1, 1.5, NAN, INF]),
         "input_ids": Field(
             _IDS,
             st.sampled_from([[-1], [5, VOCABULARY], [INT32_MAX], [5] * 2047]),

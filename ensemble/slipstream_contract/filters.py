@@ -72,6 +72,19 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
             device="xtc_threshold",
         ),
     ] = 0.1
+    # Of output number i, from 0, `top_p` is `top_p * top_p_decay ** i`.
+    top_p_decay: Annotated[
+        float,
+        Field(
+            "what `top_p` is multiplied with after each token",
+            Bounds(0, 1, is_open=True),
+            device="top_p_decay",
+            is_filter=True,
+        ),
+    ] = 1.0
+    top_p_min: Annotated[
+        float, Field("what `top_p` does not decay below", _SHARE, device="top_p_min")
+    ] = 1e-6
     # It leaves no token out, but greedy decoding has none either.
     dynatemp_range: Annotated[
         float,

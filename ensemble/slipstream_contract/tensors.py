@@ -187,8 +187,8 @@ _LLM_INPUTS = """
     temperature FP32[1]?r
     runtime_top_k INT32[1]?r
     runtime_top_p FP32[1]?r
-    runtime_top_p_min FP32[1]?r =0 1e-6
-    runtime_top_p_decay FP32[1]?r =1
+    runtime_top_p_min FP32[1]?r
+    runtime_top_p_decay FP32[1]?r
     runtime_top_p_reset_ids INT32[1]?r =-1
     len_penalty FP32[1]?r
     early_stopping BOOL[1]?r

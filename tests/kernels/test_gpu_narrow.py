@@ -34,10 +34,12 @@ ASKS: list[dict[str, float]] = [
     {"temperature": 1e-39, "epsilon_cutoff": 0.5},
     {"top_p": 0.0, "epsilon_cutoff": 0.001},
     {"top_k": 1, "typical_p": 0.9},
+    {"top_p_decay": 0.99},
+    {"top_p": 0.9, "top_p_decay": 0.9, "top_p_min": 0.3, "temperature": 0.8},
 ]
 NAMES = sorted({name for ask in ASKS for name in ask})
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "typical_p": 1.0, "xtc_threshold": 0.1}
-PLAIN |= {"dynatemp_exponent": 1.0}
+PLAIN |= {"dynatemp_exponent": 1.0, "top_p_decay": 1.0}
 
 
 def rows_of(asks: list[dict[str, float]], trial: int = 0) -> Tensor:

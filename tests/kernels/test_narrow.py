@@ -14,7 +14,8 @@ from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW, philox_words, pr
 from torch import Tensor
 
 Record = np.void
-NEUTRAL = {"typical_p": 1.0, "xtc_threshold": 0.1, "dynatemp_exponent": 1.0}
+NEUTRAL = {"top_p_decay": 1.0, "typical_p": 1.0, "xtc_threshold": 0.1, "dynatemp_exponent": 1.0}
+NUMBER = 3  # of an output
 ASKS = {
     "typical_p": (0.2, 0.6, 0.95),
     "top_n_sigma": (0.5, 1.0, 2.0),
@@ -22,11 +23,13 @@ ASKS = {
     "eta_cutoff": (0.002, 0.03, 0.9),
     "xtc_probability": (0.5, 1.0),
     "dynatemp_range": (0.3, 5.0),
+    "top_p_decay": (0.5, 0.9),
 }
 OTHERS = {
     "temperature": (0.5, 1.0, 1.7),
     "top_k": (0, 1, 5, 30),
     "top_p": (1.0, 0.8, 0.0),
+    "top_p_min": (0.0, 0.6),
     "min_p": (0.0, 0.05, 1.0),
     "xtc_threshold": (0.0, 0.05, 0.1, 0.6),
     "dynatemp_exponent": (0.0, 1.0, 2.5),
@@ -73,8 +76,11 @@ def expected(logits: np.ndarray, how: dict[str, float], draws_xtc: bool) -> tupl
         chain.append(warpers.TopKLogitsWarper(how["top_k"]))
     if how["typical_p"] < 1:
         chain.append(warpers.TypicalLogitsWarper(how["typical_p"]))
-    if how["top_p"] < 1:
-        chain.append(warpers.TopPLogitsWarper(how["top_p"]))
+    top_p = how["top_p"]
+    for _ in range(NUMBER if how["top_p_decay"] < 1 else 0):
+        top_p = max(top_p * how["top_p_decay"], how["top_p_min"])
+    if top_p < 1:
+        chain.append(warpers.TopPLogitsWarper(top_p))
     if how["min_p"] > 0:
         chain.append(warpers.MinPLogitsWarper(how["min_p"]))
     if how["epsilon_cutoff"] > 0:
@@ -100,6 +106,7 @@ def filters(draw: st.DrawFn) -> dict[str, float]:
     asked = draw(st.sets(st.sampled_from(sorted(ASKS)), min_size=1, max_size=3))
     others = draw(st.sets(st.sampled_from(sorted(OTHERS)), max_size=3))
     plain = dict.fromkeys(ASKS, 0.0) | {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    plain["top_p_min"] = 1e-6
     chosen = {name: draw(st.sampled_from((ASKS | OTHERS)[name])) for name in sorted(asked | others)}
     return plain | NEUTRAL | chosen
 
@@ -108,8 +115,8 @@ def filters(draw: st.DrawFn) -> dict[str, float]:
 @given(filters(), st.integers(2, 60), st.sampled_from((0.3, 2.0, 6.0)), st.integers(0, 2**31))
 def test_chain(how: dict[str, float], size: int, width: float, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, width, size)).float()
-    rows = make_rows(1, **how, seed=seed, number=3)
-    key = (torch.tensor([seed]), torch.tensor([3]), torch.tensor([XTC_QUAD]))
+    rows = make_rows(1, **how, seed=seed, number=NUMBER)
+    key = (torch.tensor([seed]), torch.tensor([NUMBER]), torch.tensor([XTC_QUAD]))
     word = int(philox_words(*key)[0, 0])
     draws_xtc = ((word >> 9) + 0.5) * 2.0**-23 < how["xtc_probability"]
     found = kept_by(logits, rows)
@@ -124,7 +131,8 @@ def test_samples_are_of_what_is_kept(how: dict[str, float], size: int, seed: int
     """And so are processed logits; whatever is likely enough is drawn."""
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, size)).float()
     count = 200
-    rows = make_rows(count, **how | {"xtc_probability": 0.0}, seed=seed, number=np.arange(count))
+    how |= {"xtc_probability": 0.0, "top_p_decay": 1.0}  # which differ from output to output
+    rows = make_rows(count, **how, seed=seed, number=np.arange(count))
     edits = torch.zeros((0, EDIT_WORDS), dtype=torch.int32)
     counts = torch.zeros((0, size), dtype=torch.int16)
     many = logits.expand(count, -1).clone()

@@ -25,6 +25,7 @@ def test_rows_hold_every_parameter() -> None:
         xtc_probability=0.5,
         xtc_threshold=0.125,
         top_n_sigma=1.5,
+        top_p_min=0.25,
     )
     edits = EDIT.pack(3, 1.0) + EDIT.pack(9, -2.0)
     packed = [pack_row(GREEDY, 7, 1), pack_row(sampling, 2**64 - 3, 4)]

@@ -8,7 +8,14 @@ constexpr float MAX_XTC = 0.5f;        // no two tokens are likelier
 DEVICE bool is_asked(const Parameters& how) {
   if (how.result < 0) return false;
   return how.typical_p < 1.0f || how.top_n_sigma > 0.0f || how.epsilon_cutoff > 0.0f || how.eta_cutoff > 0.0f ||
-         how.xtc_probability > 0.0f || how.dynatemp_range > 0.0f;
+         how.xtc_probability > 0.0f || how.dynatemp_range > 0.0f || how.top_p_decay < 1.0f;
+}
+
+// Top-p of this output: it decays with each, down to a least one.
+DEVICE float decayed(const Parameters& how) {
+  if (!(how.top_p_decay < 1.0f)) return how.top_p;
+  const double top_p = double(how.top_p) * pow(double(how.top_p_decay), double(how.number));
+  return float(fmax(top_p, double(how.top_p_min)));
 }
 
 // The sum of all threads of the team, added in one order. A barrier of the team.
@@ -213,7 +220,8 @@ struct Moments {
 };
 
 // One row, as a member of its team.
-DEVICE void narrow_row(Row row, Parameters& how, Shared& shared, Team& team) {
+DEVICE void narrow_row(Row row, Parameters& record, Shared& shared, Team& team) {
+  const Parameters& how = row.how;
   row.begin = team.rank() * ((row.size + TEAM * GROUP - 1) / (TEAM * GROUP) * GROUP);
   row.end = min(row.size, row.begin + (row.size + TEAM * GROUP - 1) / (TEAM * GROUP) * GROUP);
   row.has_edits = how.first_edit < how.end_edit;
@@ -252,10 +260,10 @@ DEVICE void narrow_row(Row row, Parameters& how, Shared& shared, Team& team) {
     likeliest = kept.likeliest();
   }
   if (team.rank() == 0 && threadIdx.x == 0) {
-    how.likeliest = 1 + likeliest;
-    how.heat = row.temperature;
-    how.low = kept.low;
-    how.high = kept.high;
+    record.likeliest = 1 + likeliest;
+    record.heat = row.temperature;
+    record.low = kept.low;
+    record.high = kept.high;
   }
 }
 
@@ -265,6 +273,7 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 1)
            const Edit* edits, const u16* counts) {
   __shared__ Shared shared;
   __shared__ u32 asked[WARPS];  // a bit for each of THREADS rows
+  __shared__ Parameters how;    // of a row
   wait_for_previous();
   start_next();
   Team team = {shared.mail};
@@ -282,13 +291,15 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, 1)
       if (asked[i / 32] == 0) i |= 31;
       if (!(asked[i / 32] >> i % 32 & 1) || turn-- > 0) continue;
       turn = num_teams - 1;
-      Parameters& how = rows[first + i];
+      __syncthreads();
+      if (threadIdx.x == 0) how = rows[first + i], how.top_p = decayed(how);
+      __syncthreads();
       const bool has_penalties = how.repetition != 1.0f || how.presence != 0.0f || how.frequency != 0.0f;
       Row row = {how, logits + (first + i) * stride, int(num_tokens)};
       row.is_aligned = is_aligned;
       row.counts = has_penalties ? counts + how.slot * num_tokens : nullptr;
       row.edits = edits;
-      narrow_row(row, how, shared, team);
+      narrow_row(row, rows[first + i], shared, team);
     }
   }
 }

@@ -101,6 +101,14 @@ def _draws_xtc(how: Any) -> bool:
     return float(uniform(word)) < float(how["xtc_probability"])
 
 
+def _decayed(how: Any) -> float:
+    """Return top-p of an output: it decays with each, down to a least one."""
+    if how["top_p_decay"] == 1:
+        return float(how["top_p"])
+    top_p = float(how["top_p"]) * float(how["top_p_decay"]) ** int(how["number"])
+    return float(np.float32(max(top_p, float(how["top_p_min"]))))
+
+
 def _keep(scaled: Tensor, logits: Tensor, how: Any) -> Tensor:
     """Return the tokens that a row keeps, as their `scaled [k]` fp32; logits are not scaled."""
     kept = scaled
@@ -112,8 +120,8 @@ def _keep(scaled: Tensor, logits: Tensor, how: Any) -> Tensor:
         kept = kept[kept >= kept.topk(int(how["top_k"])).values[-1]]
     if how["typical_p"] < 1:
         kept = _typical(kept, float(how["typical_p"]))
-    if how["top_p"] < 1:
-        kept = _top_p(kept, float(how["top_p"]))
+    if (top_p := _decayed(how)) < 1:
+        kept = _top_p(kept, top_p)
     if how["min_p"] > 0:
         exact = kept.double()
         kept = kept[exact >= exact.max() + math.log(float(how["min_p"]))]
