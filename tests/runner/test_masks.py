@@ -233,7 +233,7 @@ def test_steps_that_continue_want_their_own_masks(tmp_path: Path, device: str) -
 def test_a_step_that_failed_takes_no_mask():
     """Another step may have its places by then, with a mask of its own."""
     places = MaskPlaces(2, VOCAB, torch.device("cpu"))
-    row = Row(0, 0, pack([1]), 0, ([0],), True, SamplingParams(1), 0, 0, mask=b"")
+    row = Row(0, 0, pack([1]), 0, ([0],), True, SamplingParams(max_tokens=1), 0, 0, mask=b"")
     batch = Batch((row,), 1, False, has_masks=True)
 
     def fail() -> Sampled:
