@@ -4,7 +4,7 @@ from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.core.records import EDIT, Frame, all_banned, banned_in, pack
+from slipstream.core.records import EDIT, Frame, all_banned, banned_in, mask_of, pack
 
 SIZE = 12
 ids = st.integers(0, SIZE - 1)
@@ -22,3 +22,9 @@ def test_a_frame_bans_all_but_what_it_allows(allowed: set[int], addends: dict[in
 
 def test_all_are_banned() -> None:
     assert banned_in(all_banned(SIZE)) == set(range(SIZE))
+
+
+@given(st.sets(st.integers(0, SIZE - 1)))
+def test_a_mask_has_a_bit_for_each_allowed_token(allowed: set[int]) -> None:
+    mask = mask_of(allowed, SIZE)
+    assert {i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1} == allowed

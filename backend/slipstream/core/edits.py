@@ -21,7 +21,7 @@ from slipstream.core.dry import Dry
 from slipstream.core.ngrams import NoRepeat, PromptNgrams
 from slipstream.core.processors import Loaded, Processed, ProcessorError, States
 from slipstream.core.records import EDIT as EDIT
-from slipstream.core.records import Frame, all_banned, pack
+from slipstream.core.records import Frame, all_banned, banned_in, mask_of, pack
 from slipstream.core.rules import Phrases, Rule
 from slipstream.core.stop import RawBytes
 from slipstream.core.thinking import Thinking, ThinkingBudget
@@ -72,6 +72,11 @@ def _ends(sampling: SamplingParams) -> tuple[int, ...]:
     return (*sampling.end_ids, *sampling.stop_token_ids)
 
 
+def can_mask(sampling: SamplingParams) -> bool:
+    """Return whether a mask of bits may ban tokens: no guide has one, no value is of raw logits."""
+    return sampling.guide is None and sampling.values is None and sampling.beams is None
+
+
 class EditPlan:
     """The edits of a request, as far as its sequences share them. A ban is an addend of -inf."""
 
@@ -95,7 +100,10 @@ class EditPlan:
         self.addends |= {word[0]: -inf for word in sampling.bad_words if len(word) == 1}
         self.early = self.addends | dict.fromkeys(self._ends, -inf)
         allowed = sampling.allowed_token_ids
-        self.pack = Frame(allowed, context.vocab_size).pack if allowed else pack
+        is_frame = bool(allowed) and not can_mask(sampling)
+        # Of a row, in place of a ban of each token that is not allowed: see `Row.mask`.
+        self.mask = mask_of(allowed, context.vocab_size) if allowed and not is_frame else None
+        self.pack = Frame(allowed, context.vocab_size).pack if is_frame else pack
         self.packed = self.pack(self.addends)
         self.packed_early = self.pack(self.early) if sampling.min_tokens else b""
         self._phrases = tuple(word for word in sampling.bad_words if len(word) > 1)
@@ -144,6 +152,11 @@ class Edits:
         self._min_tokens = plan.sampling.min_tokens
         self.needs_every_token = bool(self._rules) or self._budget is not None
 
+    @property
+    def mask(self) -> bytes | None:
+        """A bit a token, 1 for those that are ever allowed; None: the records say all."""
+        return self._plan.mask
+
     def pack_early(self, num_outputs: int) -> bytes:
         """Return the `EDIT` records of output number `num_outputs`, whatever is before it."""
         assert not self.needs_every_token, "edits before the last token is known"
@@ -173,6 +186,14 @@ class Edits:
         for each in found:
             _add(addends, each)
         return plan.pack(addends)
+
+    def banned(self, outputs: Sequence[int]) -> set[int]:
+        """Return the tokens that cannot follow these outputs."""
+        found = banned_in(self.pack(outputs))
+        if self._plan.mask is not None:
+            allowed = self._plan.sampling.allowed_token_ids
+            found |= set(range(self._plan.context.vocab_size)).difference(allowed)
+        return found
 
     def faults(self, outputs: Sequence[int]) -> tuple[str, list[str]]:
         """Return which rule fails after these outputs, and how, and which fields ban tokens."""

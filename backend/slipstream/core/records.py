@@ -28,6 +28,14 @@ def all_banned(count: int) -> bytes:
     return b"".join(bans(count))
 
 
+def mask_of(allowed: Iterable[int], vocab_size: int) -> bytes:
+    """Return a mask of bits in which the tokens are legal."""
+    mask = bytearray(-(-vocab_size // 8))
+    for token_id in allowed:
+        mask[token_id >> 3] |= 1 << (token_id & 7)
+    return bytes(mask)
+
+
 class Frame:
     """Bans of all tokens but a few, with room for edits of these."""
 

@@ -38,7 +38,7 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         num_top=sequence.num_top,
         top_mode=sequence.top_mode,
         logits_mode=-1 if sequence.wanted is None else sequence.wanted.logits_mode,
-        mask=None if guide is None else guide.row_mask(sequence.num_pending),
+        mask=_mask(sequence),
         needs_mask=guide is None or guide.needs_all,
     )
     sequence.num_scheduled = start + 1
@@ -50,6 +50,13 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
     return row
 
 
+def _mask(sequence: Sequence) -> bytes | None:
+    """Return the mask of a sequence's next sample, if it has one: see `Row.mask`."""
+    if sequence.guide is not None:
+        return sequence.guide.row_mask(sequence.num_pending)
+    return None if sequence.edits is None else sequence.edits.mask
+
+
 def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
     """Return the rows of the last token, which is known, and of each draft after it.
 
@@ -59,6 +66,7 @@ def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
     first, edits = chunk_row(sequence, 1, first_sample), sequence.edits
     masks = [] if sequence.guide is None else sequence.guide.row_masks
     rows = [replace(first, mask=masks[0]) if masks else first]
+    other = None if edits is None or sequence.guide is not None else edits.mask
     for number, token_id in enumerate(drafts, start=1):
         rows.append(
             replace(
@@ -70,7 +78,7 @@ def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
                 is_new=False,
                 history=None,
                 prompt=None,
-                mask=masks[number] if number < len(masks) else None,
+                mask=masks[number] if number < len(masks) else other,
             )
         )
     sequence.num_scheduled += len(drafts)
@@ -121,7 +129,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         sequence.top_mode,
         wanted.logits_mode if wanted is not None and samples else -1,
         None if wanted is None else sequence.prompt_ask(start, end),
-        mask=None if guide is None else guide.row_mask(0),
+        mask=_mask(sequence) if samples else None,
         needs_mask=guide is None or guide.needs_all,
     )
     sequence.num_scheduled = end

@@ -237,6 +237,11 @@ class Sequence:
         self.num_top, self.top_mode = wanted.num_top, wanted.top_mode
 
     @property
+    def has_masks(self) -> bool:
+        """Whether rows of the sequence may have masks."""
+        return self.sampling.guide is not None or bool(self.sampling.allowed_token_ids)
+
+    @property
     def wants_values(self) -> bool:
         """Whether rows of the sequence may want values beside their samples."""
         return self.num_top >= 0 or self.wanted is not None

@@ -15,7 +15,6 @@ from slipstream_contract.errors import Code
 from slipstream.core.batch import Batch, Outcome
 from slipstream.core.guided import Guided
 from slipstream.core.guided_later import GuidedLater
-from slipstream.core.records import banned_in
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.core.thinking import Thinking
@@ -294,7 +293,7 @@ def error_of(sequence: Sequence) -> str:
     if fault or edits is None:
         return fault or "numerical error"
     vocab_size = sequence.request.edit_context.vocab_size
-    illegal = banned_in(edits.pack(sequence.outputs))
+    illegal = edits.banned(sequence.outputs)
     if guided is not None and (guided.needs_mask or guided.row_masks):
         fields.append("the guide")
         illegal |= guided.illegal()

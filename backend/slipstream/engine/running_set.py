@@ -45,6 +45,7 @@ class RunningSet:
         self.waiting = waiting
         self.sequences: dict[int, Sequence] = {}  # by id
         self.num_with_tops = 0  # sequences that want values beside samples
+        self.num_with_masks = 0  # sequences whose rows may have masks
         self.num_preemptions = 0
         self.groups = BeamGroups(self)
         self._telemetry = telemetry
@@ -62,6 +63,7 @@ class RunningSet:
         sequence.slot = self._free_slots.pop()
         self.sequences[sequence.id] = sequence
         self.num_with_tops += sequence.wants_values
+        self.num_with_masks += sequence.has_masks
         if not sequence.first_scheduled_ns:
             self._telemetry.sequence_admitted(sequence)
             sequence.start(monotonic_ns())
@@ -70,6 +72,7 @@ class RunningSet:
         """Take slot and blocks from a sequence; not `is_sound`: they are not found again."""
         del self.sequences[sequence.id]
         self.num_with_tops -= sequence.wants_values
+        self.num_with_masks -= sequence.has_masks
         self._free_slots.append(sequence.slot)
         self.cache.release(sequence, is_sound)
 
@@ -127,5 +130,6 @@ class RunningSet:
         slots = [*self._free_slots, *(s.slot for s in running)]
         assert sorted(slots) == list(range(self.max_running)), "a slot is lost or taken twice"
         assert self.num_with_tops == sum(s.wants_values for s in running)
+        assert self.num_with_masks == sum(s.has_masks for s in running)
         for sequence in running:
             assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens

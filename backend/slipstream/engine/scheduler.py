@@ -374,8 +374,7 @@ class Scheduler:
 
     def _has_masks(self, rows: list[Row]) -> bool:
         """Return whether a row has a mask, or waits for one."""
-        is_guided = self.guides is not None and self.guides.num_active > 0
-        return is_guided and any(row.mask is not None for row in rows)
+        return self._running.num_with_masks > 0 and any(row.mask is not None for row in rows)
 
     def check_integrity(self) -> None:
         """Assert that every block and slot is accounted for and every sequence is in one place."""
