@@ -111,7 +111,7 @@ def filters(draw: st.DrawFn) -> dict[str, float]:
     return plain | NEUTRAL | chosen
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(filters(), st.integers(2, 60), st.sampled_from((0.3, 2.0, 6.0)), st.integers(0, 2**31))
 def test_chain(how: dict[str, float], size: int, width: float, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, width, size)).float()
@@ -125,12 +125,12 @@ def test_chain(how: dict[str, float], size: int, width: float, seed: int) -> Non
     assert found == want
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(filters(), st.integers(2, 30), st.integers(0, 2**31))
 def test_samples_are_of_what_is_kept(how: dict[str, float], size: int, seed: int) -> None:
     """And so are processed logits; whatever is likely enough is drawn."""
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, size)).float()
-    count = 200
+    count = 100
     how |= {"xtc_probability": 0.0, "top_p_decay": 1.0}  # which differ from output to output
     rows = make_rows(count, **how, seed=seed, number=np.arange(count))
     edits = torch.zeros((0, EDIT_WORDS), dtype=torch.int32)
@@ -149,15 +149,11 @@ def test_draws_follow_the_range() -> None:
     """Chi-square of 20,000 draws of a row that has lost its likeliest token."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5])
     count = 20_000
-    rows = make_rows(count, xtc_probability=1.0, xtc_threshold=0.2, number=np.arange(count))
-    many = logits.expand(count, -1)
-    narrow(
-        many,
-        rows,
-        torch.zeros((0, EDIT_WORDS), dtype=torch.int32),
-        torch.zeros((0, 6), dtype=torch.int16),
-    )
-    drawn = draw_rows(many, rows)
+    one = run(logits, make_rows(1, xtc_probability=1.0, xtc_threshold=0.2))
+    records = np.repeat(one, count)
+    records["number"] = records["result"] = np.arange(count)
+    rows = torch.from_numpy(records.view(np.int32).reshape(count, -1))
+    drawn = draw_rows(logits.expand(count, -1), rows)
     observed = torch.bincount(drawn.token_ids, minlength=6).double()
     assert observed[0] == 0
     want = torch.tensor([-math.inf, 1.5, 1.0, 0.5, 0.0, -0.5]).double().softmax(-1) * count
@@ -169,13 +165,13 @@ def test_draws_follow_the_range() -> None:
 
 
 def test_xtc_happens_as_often_as_asked() -> None:
-    count = 4000
+    count = 500
     rows = make_rows(count, xtc_probability=0.3, xtc_threshold=0.1, number=np.arange(count), seed=5)
     logits = torch.tensor([3.0, 2.0, -9.0]).expand(count, -1)
     nothing = torch.zeros((0, EDIT_WORDS), dtype=torch.int32)
     narrow(logits, rows, nothing, torch.zeros((0, 3), dtype=torch.int16))
     share = float((rows.numpy().view(ROW)["high"] < 3).mean())
-    assert 0.25 < share < 0.35
+    assert 0.2 < share < 0.4
 
 
 def test_plain_and_greedy_rows_are_left_alone() -> None:
