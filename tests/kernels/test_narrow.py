@@ -201,3 +201,15 @@ def test_rows_that_are_not_finite_are_left_to_the_sampler(value: float) -> None:
     rows = make_rows(1, typical_p=0.5)
     assert run(torch.tensor([1.0, value, 0.0]), rows)["likeliest"] == 0
     assert draw_rows(torch.tensor([[1.0, value, 0.0]]), rows).outcomes.tolist() == [0]
+
+
+@pytest.mark.parametrize("width", [0.5, 2.0])
+@pytest.mark.parametrize("name", ["typical_p", "top_n_sigma", "epsilon_cutoff", "eta_cutoff"])
+def test_each_alone(name: str, width: float) -> None:
+    """Of 60 tokens, at every value: where many are likely, and where few are."""
+    logits = torch.from_numpy(np.random.default_rng(5).normal(0, width, 60)).float()
+    plain = dict.fromkeys((*ASKS, *OTHERS), 0.0) | NEUTRAL | {"temperature": 1.0, "top_p": 1.0}
+    for value in ASKS[name]:
+        how = plain | {name: value}
+        want = expected(logits.double().numpy(), how, draws_xtc=False)[1]
+        assert kept_by(logits, make_rows(1, **how)) == want, value
