@@ -22,6 +22,7 @@ from slipstream.core.window import AttentionWindow
 from slipstream.engine.scheduler import Limits
 from slipstream.guide.interface import GuideError
 from slipstream_contract.errors import ContractError
+from slipstream_contract.log_probs import LogProbs
 
 PERSON = {
     "type": "object",
@@ -203,6 +204,15 @@ def test_an_end_of_the_grammar_waits_for_the_least_number_of_tokens(top_k):
         assert len(engine.outputs[number, 0]) >= 12
         assert len(engine.outputs[short, 0]) == 5
         assert engine.reason(short) == "stop"
+
+
+def test_bans_beside_values_name_tokens_of_the_vocabulary_alone():
+    """A mask has more bits than there are tokens; the runner checks what rows ban."""
+    engine = toy()
+    values = LogProbs(generation_logits=True)
+    number = engine.submit([1], guide("regex", "x:9"), max_tokens=9, values=values)
+    engine.drain()
+    assert engine.outputs[number, 0] == expected("x:9", [1], 0, 9)
 
 
 def test_a_slow_mask_delays_its_own_stream_only():

@@ -244,7 +244,7 @@ class Guided:
         zeros = _zeros(self._mask)
         return {token_id for token_id, is_illegal in enumerate(zeros) if is_illegal}
 
-    def with_bans(self, edits: bytes) -> bytes:
+    def with_bans(self, edits: bytes, vocab_size: int) -> bytes:
         """Return `EDIT` records of a row: those given, and a ban of each token that is illegal.
 
         For rows whose logits a mask must not touch; they run when their mask is there.
@@ -252,7 +252,7 @@ class Guided:
         if not self.needs_mask or not self._by_edits:
             return edits
         assert self.has_mask, "a row without its mask"
-        records = bans(len(self._mask) * 8)
+        records = bans(vocab_size)  # a mask may be longer
         illegal = b"".join(compress(records, _zeros(self._mask)))
         if not edits:
             return illegal

@@ -217,7 +217,9 @@ class Sequence:
     def pack_edits(self) -> bytes:
         """Return the edits of the next output, for which all tokens before it must be known."""
         packed = b"" if self.edits is None else self.edits.pack(self.outputs)
-        return packed if self.guide is None else self.guide.with_bans(packed)
+        if self.guide is None:
+            return packed
+        return self.guide.with_bans(packed, self.request.edit_context.vocab_size)
 
     def start(self, now_ns: int) -> None:
         """Note the first time that the sequence is scheduled, and prepare its edits."""
