@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from slipstream_contract import limits
+from slipstream_contract.errors import ContractError
 from slipstream_contract.fields import Bounds, Field
 
 _SHARE = Bounds(0, 1)
@@ -85,6 +86,28 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     top_p_min: Annotated[
         float, Field("what `top_p` does not decay below", _SHARE, device="top_p_min")
     ] = 1e-6
+    top_p_reset_ids: Annotated[
+        int,
+        Field(
+            "token behind which `top_p` is whole again; -1: none",
+            Bounds(-1, limits.INT32_MAX),
+        ),
+    ] = -1
+    mirostat: Annotated[
+        int,
+        Field(
+            "2: keep the surprise of tokens near a target, by mirostat 2; 0: do not",
+            Bounds(0, 2),
+            is_filter=True,
+        ),
+    ] = 0
+    mirostat_tau: Annotated[
+        float,
+        Field("the target of the surprise, in bits", Bounds(0, limits.MAX_SURPRISE)),
+    ] = 5.0
+    mirostat_eta: Annotated[
+        float, Field("how fast the bound on the surprise follows it", _SHARE)
+    ] = 0.1
     # It leaves no token out, but greedy decoding has none either.
     dynatemp_range: Annotated[
         float,
@@ -103,3 +126,9 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
             device="dynatemp_exponent",
         ),
     ] = 1.0
+
+
+def check_mirostat(mirostat: int) -> None:
+    """Raise ContractError for the version of mirostat that is not served."""
+    if mirostat == 1:
+        raise ContractError("mirostat is 1, but 2 is served, its successor, or 0")

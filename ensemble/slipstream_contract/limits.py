@@ -21,6 +21,7 @@ MAX_TEMPERATURE = 1e6  # all tokens are as likely then
 MAX_PENALTY = 1000.0  # presence and frequency, either sign; the repetition penalty and its inverse
 MAX_SIGMAS = 1000.0  # top_n_sigma
 MAX_EXPONENT = 100.0  # dynatemp_exponent
+MAX_SURPRISE = 64.0  # bits
 MAX_BIAS = 1000.0  # added to one logit, either sign
 MAX_BIASED_TOKENS = 4096
 MAX_WORDS = 1024  # stop words, and bad words, and bias words; stop token ids

@@ -69,6 +69,20 @@ def _filters(request: GenerateRequest) -> str:
     return f"temperature is {sampling.temperature:g}" if is_heated else ""
 
 
+def _mirostat(request: GenerateRequest) -> str:
+    mirostat = request.sampling.mirostat
+    return f"mirostat is {mirostat}" if mirostat else ""
+
+
+def _other_filters(request: GenerateRequest) -> str:
+    sampling = request.sampling
+    for name in FILTERS:
+        value = getattr(sampling, name)
+        if name != "mirostat" and value != FIELDS[name].default:
+            return f"{name} is {value:g}"
+    return ""
+
+
 def _values(request: GenerateRequest) -> str:
     values = request.sampling.values
     return "" if values is None else unserved_values(values)
@@ -104,6 +118,8 @@ FEATURES: Mapping[str, Asked] = {
         "[filter](sampling.md#filters); in vLLM's words a `temperature` other than 0 and 1)",
         _filters,
     ),
+    "mirostat": Asked("`mirostat`", _mirostat),
+    "cuts": Asked("any other [filter](sampling.md#filters)", _other_filters),
     "drafts": Asked(
         "drafts (`draft_input_ids`, `num_draft_tokens`, `lookahead_ngram_size`)", _drafts
     ),
@@ -124,6 +140,8 @@ PAIRS = (
     Pair("best_of", "stream", "the best are known when all have ended", ("vllm", "llmapi")),
     Pair("stream", "echo", "a stream has new text only", ("vllm",)),
     Pair("beams", "filters", "beams are not sampled, so nothing can be left out"),
+    Pair("mirostat", "cuts", "mirostat leaves tokens out by itself"),
+    Pair("mirostat", "values", "mirostat has processed log probs of its own tokens alone"),
     Pair("beams", "values", "a search has processed log probs of its own tokens alone"),
     Pair(
         "beams",

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from slipstream_contract import limits
-from slipstream_contract.beams import Beams
+from slipstream_contract.beams import Beams, unserved_values
 from slipstream_contract.drafts import Drafts, check_drafts
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import BOTH, ENGINE, MODEL, SERVER, Asked, Bounds, Field, Row
 from slipstream_contract.fields import check_fields as _check_fields
 from slipstream_contract.fields import table as _table
-from slipstream_contract.filters import Filters
+from slipstream_contract.filters import Filters, check_mirostat
 from slipstream_contract.guide import (
     MAX_CHOICES,
     MAX_GUIDE_BYTES,
@@ -349,6 +349,7 @@ def normalised(values: dict[str, Any], most_tokens: int | None = None) -> dict[s
     if values["temperature"] < limits.GREEDY_BELOW:
         values["temperature"] = 0.0
     values["top_n_sigma"] = max(0.0, values["top_n_sigma"])
+    check_mirostat(values["mirostat"])
     return values
 
 
@@ -370,6 +371,10 @@ def check_sampling(sampling: SamplingParams) -> None:
     if sampling.drafts is not None:
         _check_fields(sampling.drafts)
         check_drafts(sampling.drafts, sampling.beams is not None)
+    check_mirostat(sampling.mirostat)
+    values = sampling.values if sampling.mirostat else None
+    if values is not None and (unserved_values(values) or values.mode != "processed_logprobs"):
+        raise ContractError("mirostat and values: it has processed log probs of its tokens alone")
     limits.check_count("stop_token_ids", len(sampling.stop_token_ids), limits.MAX_WORDS, "ids")
     limits.check_word_bytes("stop_words", sampling.stop_words, limits.MAX_STOP_BYTES)
     limits.check_words("bad_words", sampling.bad_words, limits.MAX_BAN_FORMS)

@@ -189,7 +189,7 @@ _LLM_INPUTS = """
     runtime_top_p FP32[1]?r
     runtime_top_p_min FP32[1]?r
     runtime_top_p_decay FP32[1]?r
-    runtime_top_p_reset_ids INT32[1]?r =-1
+    runtime_top_p_reset_ids INT32[1]?r
     len_penalty FP32[1]?r
     early_stopping BOOL[1]?r
     repetition_penalty FP32[1]?r

@@ -55,7 +55,9 @@ def test_beams_are_refused_by_name() -> None:
     both = SamplingParams(
         max_tokens=3, temperature=0.0, beams=Beams(width=2), values=LogProbs(top=1)
     )
-    with pytest.raises(ContractError, match="beams and values beside their tokens"):
+    with pytest.raises(
+        ContractError, match="beams and values: a search has log probs of its tokens alone"
+    ):
         make_client().submit(PROMPT, both)
 
 

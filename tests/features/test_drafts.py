@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fixtures.features.house import House
-from fixtures.features.pairing import cases
+from fixtures.features.pairing import cases, refused
 from fixtures.features.table import PROMPT, body_of
 from fixtures.tiers import quick_of
 
@@ -66,6 +66,7 @@ def test_the_answer_is_that_without_drafts(house: House, case) -> None:
 SETS = [
     tuple(name for name in names if name not in ("drafts", "n", "echo"))
     for names in cases("tensorrt_llm")
+    if not any(refused("tensorrt_llm", "drafts", name) for name in names)
 ]
 
 

@@ -212,7 +212,8 @@ def test_configurations_that_are_refused(target, tmp_path) -> None:
     refused(path, "draft_checkpoint needs a speculation", draft_checkpoint=str(path))
     four = "{0}, {0, 0}, {0, 0, 0}, {0, 0, 0, 0}"
     refused(path, "asks for 4 drafts, but medusa_num_heads = 3", **medusa, medusa_choices=four)
-    refused(path, "speculation = 'tree' is not one of none, lookup, draft", speculation="tree")
+    known = "none, lookup, suffix, auto, forced, synthetic, draft, "
+    refused(path, f"speculation = 'tree' is not one of {known}", speculation="tree")
     refused(path, "eagle_choices needs speculation = eagle3", **medusa, eagle_choices="{0}")
     refused(path, "medusa_choices = .* is a tree", **medusa, medusa_choices="{0},{1}")
     refused(path, "num_draft_tokens = 99 is above 64", **medusa, num_draft_tokens=99)

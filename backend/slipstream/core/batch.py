@@ -61,6 +61,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     num_drafts: int = 0  # that a drafter on the device makes at most behind the sample
     # One bit a token, 1: it may be sampled. Empty: the mask is given while the step runs.
     mask: bytes | None = None
+    moved: tuple[tuple[str, float], ...] = ()  # fields of the device's record for this row alone
     needs_mask: bool = True  # False: if the mask is late, it is sampled without
 
 
@@ -98,6 +99,11 @@ class Batch:
     may_have_tops: bool = True  # False: no row wants values beside its sample; none is looked at
     num_drafts: int = 0
     has_masks: bool = False  # False: no row has one; none is looked at
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a row has edits or parameters that hold for this step alone."""
+        return any(row.edits or row.moved for row in self.rows)
 
     @property
     def num_tokens(self) -> int:

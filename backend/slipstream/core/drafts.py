@@ -16,7 +16,11 @@ sequence gets the tokens that it gets without drafts; a draft decides only how s
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from slipstream_contract.sampling import SamplingParams
+
 from slipstream.core.batch import Batch, Row
+from slipstream.core.edits import counts_tokens
+from slipstream.core.moving import moves
 
 if TYPE_CHECKING:
     from slipstream.core.sequence import Sequence
@@ -81,6 +85,14 @@ class Speculation(Protocol):
 
     def release(self, sequence: "Sequence") -> None:
         """Discard what is held of a sequence, which has ended."""
+
+
+def can_have_drafts(sampling: SamplingParams) -> bool:
+    """Return whether drafts can be verified: not where a token changes how the next is sampled.
+
+    Penalties count each token, parameters may move with it, and beams depend on each other.
+    """
+    return not (counts_tokens(sampling) or moves(sampling) or sampling.beams is not None)
 
 
 def most_drafts(sequence: "Sequence", most: int) -> int:

@@ -130,6 +130,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         wanted.logits_mode if wanted is not None and samples else -1,
         None if wanted is None else sequence.prompt_ask(start, end),
         mask=_mask(sequence) if samples else None,
+        moved=sequence.moving.next(sequence.outputs) if sequence.moving and samples else (),
         needs_mask=guide is None or guide.needs_all,
     )
     sequence.num_scheduled = end

@@ -19,6 +19,7 @@ from slipstream.core.edits import (
     needs_edits,
 )
 from slipstream.core.guided import Guided
+from slipstream.core.moving import moves, moving_of
 from slipstream.core.prefix import DigestChain
 from slipstream.core.processors import States
 from slipstream.core.stop import Ending, RawBytes, StopChecker
@@ -110,6 +111,7 @@ class Sequence:
         "last_token_ns",
         "length",
         "log_probs",
+        "moving",
         "needs_every_token",
         "needs_history",
         "num_computed",
@@ -169,18 +171,20 @@ class Sequence:
         self.is_spared = False  # never preempted again
         self.num_deferrals = 0  # times that it waited for another's prefix
         self.is_due = False  # it missed its turn as the oldest while deferred
-        self.num_top = -1  # likeliest tokens wanted at each output; -1: no `Top`
-        self.top_mode = 0  # flags of `TopMode`
+        # Likeliest tokens wanted at each output; -1: no `Top`. Mirostat wants that of its sample.
+        self.num_top = 0 if sampling.mirostat else -1
+        self.top_mode = int(TopMode.PROCESSED) if sampling.mirostat else 0
         self.wanted: Wanted | None = None  # values beside the tokens
         self.slot = -1
         self.is_new = True  # nothing scheduled since it was admitted
         self.needs_history = False  # its tokens must be counted anew for penalties
-        self.needs_every_token = False  # the next edits depend on a pending token
+        self.needs_every_token = moves(sampling)  # before the next step
         self.is_speculating = False  # not scheduled while a token is pending: drafts follow it
         self.drafts: list[int] = []  # for its next rows
         self.draft: DraftState | None = None  # None: it never had drafts
         self.status = SequenceStatus.WAITING
         self.edits: Edits | None = None
+        self.moving = moving_of(sampling)
         self.guide: Guided | None = None  # once its guide is compiled
         self.stop = StopChecker(sampling, vocab, max_outputs)
         self.log_probs: list[float] = []  # of the output, if requested
@@ -231,7 +235,7 @@ class Sequence:
                 parts = (self.prompt, request.edit_context, request.processors, ends)
                 request.edit_plan = EditPlan(self.sampling, *parts)
             self.edits = Edits(request.edit_plan)
-            self.needs_every_token = self.edits.needs_every_token
+            self.needs_every_token |= self.edits.needs_every_token
 
     def want(self, wanted: Wanted) -> None:
         """Ask for values beside the tokens, before anything is scheduled."""

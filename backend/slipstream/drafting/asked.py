@@ -17,8 +17,7 @@ from slipstream_contract.sampling import SamplingParams
 
 from slipstream.core.batch import Batch
 from slipstream.core.draft_state import DraftState
-from slipstream.core.drafts import Speculation, most_drafts
-from slipstream.core.edits import counts_tokens
+from slipstream.core.drafts import Speculation, can_have_drafts, most_drafts
 from slipstream.core.guided import needs_all_masks
 from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.drafting.lookup import PromptLookup
@@ -165,9 +164,6 @@ class AskedDrafts:
 
 
 def _can_have_drafts(sampling: SamplingParams) -> bool:
-    """Return whether rows of drafts can be sampled.
-
-    Penalties count each token before the next is sampled; a mask is of one row.
-    """
+    """Return whether rows of drafts can be sampled; a mask is of one row."""
     has_masks = sampling.guide is not None and needs_all_masks(sampling)
-    return not (counts_tokens(sampling) or has_masks)
+    return can_have_drafts(sampling) and not has_masks

@@ -16,8 +16,7 @@ from time import monotonic_ns
 
 from slipstream.core.batch import Batch
 from slipstream.core.draft_state import DraftState
-from slipstream.core.drafts import Accepted, Drafter, most_drafts
-from slipstream.core.edits import counts_tokens
+from slipstream.core.drafts import Accepted, Drafter, can_have_drafts, most_drafts
 from slipstream.core.sequence import Sequence
 from slipstream.drafting.costs import StepTimes
 from slipstream.drafting.judged import Learning, Record
@@ -165,7 +164,4 @@ class Speculator:
 
 
 def _can_have_drafts(sequence: Sequence) -> bool:
-    """Return whether drafts can be verified: penalties count each token before the next sample."""
-    sampling = sequence.sampling
-    is_probe = sequence.request.message.is_probe
-    return not (counts_tokens(sampling) or sampling.beams is not None or is_probe)
+    return can_have_drafts(sequence.sampling) and not sequence.request.message.is_probe

@@ -6,16 +6,10 @@ from collections.abc import Sequence as Many
 from msgspec.structs import replace
 
 from slipstream.core.batch import Batch, Row
-from slipstream.core.drafts import Proposal
-from slipstream.core.edits import counts_tokens
+from slipstream.core.drafts import Proposal, can_have_drafts
 from slipstream.core.sequence import Sequence, SequenceStatus
 
 _MAX_ROWS = 64  # of a step that asks: beyond, rows of drafts cost as much as they bring
-
-
-def can_have_drafts(row: Row) -> bool:
-    """Return whether a row's drafts can be verified: penalties count each token before the next."""
-    return row.samples and not counts_tokens(row.sampling) and row.sampling.beams is None
 
 
 class DeviceDrafts:
@@ -36,7 +30,10 @@ class DeviceDrafts:
         if sum(row.samples for row in rows) > _MAX_ROWS:
             return rows
         count = self._max_drafts
-        return [replace(row, num_drafts=count) if can_have_drafts(row) else row for row in rows]
+        return [
+            replace(row, num_drafts=count) if row.samples and can_have_drafts(row.sampling) else row
+            for row in rows
+        ]
 
     def take(
         self, batch: Batch, samplers: Many[Sequence | None], drafts: Mapping[int, list[int]]

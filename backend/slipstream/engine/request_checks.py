@@ -107,8 +107,6 @@ class RequestBounds:
                 f"beam_width is {width}, above {limit}, the most sequences that run at a time "
                 "(the least of max_num_seqs and max_num_batched_tokens)"
             )
-        if sampling.values is not None:
-            raise ContractError("beams and values beside their tokens: a search has none")
         if sampling.n > width:
             raise ContractError(f"n is {sampling.n}, above the {width} beams of the search")
         most = min(num_prompt + sampling.max_tokens, self.max_model_len)

@@ -397,9 +397,13 @@ def _hand_over(samplers: list[Sequence | None], sampled: Sampled) -> None:
     """Give sequences what a step made beside their samples."""
     made: dict[Sequence, list[tuple[Top | None, bytes | None]]] = {}
     for number, sequence in enumerate(samplers):
-        if sequence is not None and sequence.wanted is not None:
-            values = sampled.tops.get(number), sampled.logits.get(number)
-            made.setdefault(sequence, []).append(values)
+        if sequence is None:
+            continue
+        top = sampled.tops.get(number)
+        if sequence.wanted is not None:
+            made.setdefault(sequence, []).append((top, sampled.logits.get(number)))
+        if sequence.moving is not None and top is not None:
+            sequence.moving.sampled(top.log_prob)
     for sequence, arrived in made.items():
         assert sequence.wanted is not None
         sequence.wanted.arrive(arrived)

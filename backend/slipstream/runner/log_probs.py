@@ -38,7 +38,8 @@ class Ask(NamedTuple):
 def _ask(sample: int, row: Row) -> Ask:
     sampling, is_filtered = row.sampling, False
     if row.top_mode & _PROCESSED and sampling.temperature:
-        is_filtered = any(getattr(sampling, name) != default for name, default in _OTHERS)
+        is_filtered = bool(row.moved)
+        is_filtered |= any(getattr(sampling, name) != default for name, default in _OTHERS)
     return Ask(sample, row.num_top, row.top_mode, is_filtered)
 
 

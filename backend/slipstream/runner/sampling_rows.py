@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from slipstream_contract.sampling import SamplingParams
 
 from slipstream.core.batch import Row
+from slipstream.core.moving import Moved
 from slipstream.kernels.sampling.sample import CHOSEN, EDIT_WORDS, ROW, ROW_WORDS
 
 Words = NDArray[np.int32]
@@ -111,6 +112,14 @@ def fill_rows(
         ends = lengths.cumsum()
         rows[places, _FIRST_EDIT], rows[places, _END_EDIT] = ends - lengths, ends
         all_edits[: ends[-1]] = np.frombuffer(b"".join(edits), np.int32).reshape(-1, EDIT_WORDS)
+
+
+def move_rows(rows: Words, places: Sequence[int], moved: Sequence[Moved]) -> None:
+    """Write fields that hold for one row of this step alone."""
+    values = rows.view(np.float32)
+    for place, fields in zip(places, moved, strict=True):
+        for name, value in fields:
+            values[place, _WORD[name]] = value
 
 
 def history_arrays(histories: Sequence[tuple[int, Sequence[int], int]]) -> HistoryArrays:

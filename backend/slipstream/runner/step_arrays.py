@@ -21,6 +21,7 @@ from slipstream.runner.sampling_rows import (
     NUMBER,
     RESULT,
     fill_rows,
+    move_rows,
     pack_row,
 )
 
@@ -284,7 +285,7 @@ class StepBuilder:
             self._last = self._next(last, batch, first_result, first_source)
             return self._last.arrays
         row_slots, arrays = self._build(batch, shape, first_result, first_source)
-        if batch.num_decodes == len(batch.rows) and not any(row.edits for row in batch.rows):
+        if batch.num_decodes == len(batch.rows) and not batch.has_own:
             self._last = _Built.of(shape, row_slots, self._slots, arrays)
         return arrays
 
@@ -296,7 +297,7 @@ class StepBuilder:
             is_decodes = batch.num_decodes == len(batch.rows)
             if not is_decodes or last.slots != [row.slot for row in batch.rows]:
                 return False
-        return not any(row.edits for row in batch.rows)
+        return not batch.has_own
 
     def _next(self, last: _Built, batch: Batch, first_result: int, first_source: int) -> _Built:
         """Every row as it was in the last step, but for what has changed."""
@@ -380,6 +381,8 @@ class StepBuilder:
             samples = np.r_[:count, count + gap : len(tokens) + gap]
         arrays.sample_rows[samples] = tokens
         fill_rows(arrays.rows, arrays.edits, samples, packed, numbers, edits, first_result)
+        if any(row.moved for row in sampling):
+            move_rows(arrays.rows, arrays.samples.tolist(), [row.moved for row in sampling])
         if self.layout.has_chunks:
             arrays.lengths[:count] = lengths[:count]
             arrays.lengths[count + gap : len(rows) + gap] = lengths[count:]

@@ -48,7 +48,7 @@ from slipstream_contract.words import unpack_word_list
 Arrays = Mapping[str, NDArray[Any]]
 
 _LLM_NAMES = TO_LLM | {"max_tokens": "request_output_len"}
-_LLM_NAMES |= {name: f"runtime_{name}" for name in ("top_p_min", "top_p_decay")}
+_LLM_NAMES |= {name: f"runtime_{name}" for name in ("top_p_min", "top_p_decay", "top_p_reset_ids")}
 _TEXT_ALIASES = ALIASES | openai_names.SAME
 _LLM_ALIASES = _TEXT_ALIASES | _LLM_NAMES
 _LLM_LABELS = {name: f"{name} ({text})" for text, name in _LLM_NAMES.items()} | {

@@ -33,7 +33,11 @@ from slipstream.kernels.sampling.sample import (
 XTC_QUAD = 0xFFFFFFFF  # of random words that no token has
 _MOST_CTAS = 128  # as many as run at once
 _MOST_XTC = 0.5  # no two tokens are likelier
-_CAUSES = [name for name in Filters.__struct_fields__ if FIELDS[name].field.is_filter]
+_CAUSES = [
+    name
+    for name in Filters.__struct_fields__
+    if FIELDS[name].field.is_filter and FIELDS[name].field.device
+]
 
 
 def _heat(logits: Tensor, how: Any) -> float:
