@@ -75,7 +75,8 @@ def distributions(rows: int, size: int, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def kept(logits: Tensor, record: np.void) -> Tensor:
-    scaled = logits.float() / float(record["heat"])
+    # By a tensor: torch multiplies with the reciprocal of a number, which rounds otherwise.
+    scaled = logits.float() / torch.tensor(float(record["heat"]), device=logits.device)
     return (scaled >= float(record["low"])) & (scaled <= float(record["high"]))
 
 

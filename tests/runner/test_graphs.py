@@ -412,6 +412,13 @@ def test_a_step_of_the_same_slots_is_built_from_the_one_before(
             assert np.array_equal(ours, want), (step, name)
 
 
+def test_steps_of_padding_alone_are_built_one_after_another() -> None:
+    builder = StepBuilder(Slots(4, 8), 16)
+    shape = StepShape(4, 4, 4, 4, 0)
+    first = builder.build(Batch((), 0), shape, 0, 0).memory.copy()
+    assert np.array_equal(builder.build(Batch((), 0), shape, 0, 0).memory, first)
+
+
 def test_inputs_have_the_names_and_the_values_of_their_arrays() -> None:
     shape = StepShape(num_tokens=7, num_rows=4, num_decodes=2, num_samples=3, max_queries=3)
     arrays = StepArrays.of(shape, num_tables=2, num_edits=1, tables=(8, 5))

@@ -291,7 +291,7 @@ class StepBuilder:
 
     def _is_next(self, last: _Built, batch: Batch, shape: StepShape) -> bool:
         """Whether a step has the rows of the last one, of whatever sequences, and no edits."""
-        if self._has_gaps or last.shape != shape:
+        if self._has_gaps or last.shape != shape or not batch.rows:
             return False
         if not batch.continues:
             is_decodes = batch.num_decodes == len(batch.rows)
