@@ -153,6 +153,7 @@ _LLM_FIELDS = (
     | {
         "beam_search_diversity_rate": _scalars([0], [0.5, -1, NAN]),
         "runtime_top_p_min": _number(0, 1, 0.001),
+        "runtime_top_p_reset_ids": _scalars([-1, 0, VOCABULARY - 1], [-2, VOCABULARY, INT32_MAX]),
         "runtime_top_p_decay": _scalars([0.5, 0.9, 1], [0, -1, 1.5, NAN, INF]),
         "input_ids": Field(
             _IDS,
@@ -247,6 +248,8 @@ PARAMETERS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "eta_cutoff": ([0, 1, 0.01, "0.25"], [-1, 2, "much", _LONG]),
     "xtc_probability": ([0, 1, 0.5, "0.25"], [-1, 2, "much", _LONG]),
     "dynatemp_range": ([0, 1, 0.5, "0.25"], [-1, 1e7, "much", _LONG]),
+    "top_p_reset_ids": ([-1, 5], [-2, 1.5, INT32_MAX, "much", _LONG]),
+    "mirostat": ([0], [1, 3, -1, "much", _LONG]),  # 2 goes with no other filter
     "cache_salt": (["", "tenant", "é" * 9], [5, True, "s" * 3000]),
     "ignore_eos": ([True, False, "true", "0"], ["maybe", 2, _LONG]),
     "temprature": ([], [1, "1", True]),

@@ -76,6 +76,7 @@ class RequestBounds:
             raise ContractError(f"best_of is {sampling.best_of}, below n, which is {sampling.n}")
         self._check_ids("end_id", sampling.end_ids)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("top_p_reset_ids", (max(0, sampling.top_p_reset_ids),))
         self._check_ids("embedding_bias or logit_bias", [token_id for token_id, _ in sampling.bias])
         for word in sampling.bad_words:
             self._check_ids("bad_words", word)
