@@ -61,7 +61,7 @@ class Guides:
         self._wake = wake
         self._finish = finish
         self.num_active = 0  # guided requests that have not ended
-        self.looks_ahead = False  # for forced tokens of all: where there are drafts
+        self.looks_ahead = False  # for forced tokens, which may be drafts
         self._rejected: list[tuple[bytes, Rejected]] = []
         self._waiting: dict[int, Sequence] = {}  # for their masks to be made
         # By sequence, what takes the mask of its row in the step launched last.
@@ -165,6 +165,8 @@ class Guides:
         if guided.is_filling:
             return Outcome.LATE  # another thread has the matcher: sampled again, with the mask
         had_mask = guided.needs_mask and outcome == Outcome.SAMPLED
+        if outcome == Outcome.UNMASKED:
+            guided.look_ahead()  # a mask has one spelling of what is forced
         try:
             is_legal = guided.take(token_id)
         except GuideError as error:
@@ -196,7 +198,7 @@ class Guides:
             sequence.stop.num_sendable = sequence.num_outputs
             return Ending(FinishReason.STOP)
         if ending is None:
-            if self.looks_ahead or not guided.needs_all:
+            if self.looks_ahead:
                 guided.look_ahead()
             self.advance(sequence)
         return ending
