@@ -88,6 +88,12 @@ def _values(request: GenerateRequest) -> str:
     return "" if values is None else unserved_values(values)
 
 
+def _raw_values(request: GenerateRequest) -> str:
+    values = request.sampling.values
+    is_raw = values is not None and values.mode != "processed_logprobs"
+    return "log probs are asked for, and logprobs_mode is not processed_logprobs" if is_raw else ""
+
+
 def _drafts(request: GenerateRequest) -> str:
     drafts = request.sampling.drafts
     if drafts is None:
@@ -128,6 +134,11 @@ FEATURES: Mapping[str, Asked] = {
         "`logprobs_mode`, `return_context_logits`, `return_generation_logits`)",
         _values,
     ),
+    "raw_values": Asked(
+        "log probs (`return_logprobs`, `return_cumulative_logprob`, `logprobs`) that are not "
+        "those of `logprobs_mode` `processed_logprobs`",
+        _raw_values,
+    ),
     "echo": Asked(
         "the prompt before the output (`exclude_input_in_output` false)",
         lambda request: "exclude_input_in_output is false" if request.options.echo else "",
@@ -142,6 +153,12 @@ PAIRS = (
     Pair("beams", "filters", "beams are not sampled, so nothing can be left out"),
     Pair("mirostat", "cuts", "mirostat leaves tokens out by itself"),
     Pair("mirostat", "values", "mirostat has processed log probs of its own tokens alone"),
+    Pair(
+        "mirostat",
+        "raw_values",
+        "mirostat has processed log probs of its own tokens alone",
+        ("vllm", "llmapi"),
+    ),
     Pair("beams", "values", "a search has processed log probs of its own tokens alone"),
     Pair(
         "beams",

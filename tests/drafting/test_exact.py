@@ -223,8 +223,9 @@ def test_a_few_requests_that_ask() -> None:
 
 
 @pytest.mark.rest
+@pytest.mark.timeout(0 if "SLIPSTREAM_EXACT" in os.environ else 300)
 def test_many_requests() -> None:
-    count = int(os.environ.get("SLIPSTREAM_EXACT", "200"))
+    count = int(os.environ.get("SLIPSTREAM_EXACT", "16"))  # a second or so for each drafter
     for seed in range(2, 2 + -(-count // 200)):
         num_drafts = compare(min(200, count), seed, list(DRAFTERS))
         assert all(num_right for _, num_right in num_drafts.values()), num_drafts
