@@ -7,9 +7,11 @@ import pytest
 from fixtures.engine.checks import check, greedy, samplings, token_ids
 from fixtures.engine.client import Client
 from fixtures.engine.counting import CountingRunner
+from fixtures.engine.drafting import RandomDrafts
 from fixtures.engine.hashed import MAX_LEN, VOCAB_SIZE, Words, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.running_set import MAX_PREEMPTIONS
 from slipstream.engine.scheduler import Limits
@@ -208,6 +210,25 @@ def test_whose_steps_fail_ends_alone(max_in_flight: int, is_late: bool) -> None:
             check(client, number, *request)
     assert client.engine.fatal is None
     assert len(runner.batches) - before < 80  # a few halves for each, not all rows one by one
+
+
+@pytest.mark.parametrize("num_steps", range(1, 9))
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_cancel_between_trials_leaves_the_blame_to_nobody(num_steps: int, is_late: bool) -> None:
+    """With drafts, whose steps are launched as soon as the one before is committed."""
+    drafts = RandomDrafts(AttentionWindow())
+    drafts.most = 2
+    runner = CountingRunner(64, 4)
+    client = Client(Engine(Limits(8, 64, max_num_rows=16), runner, Words(), speculation=drafts))
+    numbers = [client.submit([i, 7], greedy(30)) for i in range(4)]
+    client.step()
+    runner.broken, runner.breaks_late = {numbers[3]}, is_late
+    for _ in range(num_steps):
+        client.step()
+    client.engine.cancel(client.name, numbers[3])
+    client.drain()
+    for i, number in enumerate(numbers[:3]):
+        check(client, number, [i, 7], greedy(30))
 
 
 def test_a_step_that_is_short_of_memory_is_made_smaller() -> None:

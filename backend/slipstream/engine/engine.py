@@ -251,8 +251,10 @@ class Engine:
                 self._commit(self._flights.popleft())
             self._last_step = time.monotonic()
             self._telemetry.blocks_freed(self.num_steps)
-            if not self._flights and self._scheduler.needs_results:
-                self._launch_ahead()  # now, as the device has waited for what was committed
+            # At once, as the device has waited for what was committed. But a group on trial is
+            # committed with its launch: no cancel comes between, which would blame another.
+            if not self._flights and self._scheduler.needs_results and not self._bisection:
+                self._launch_ahead()
         outputs = self._outputs()
         if not (had_flights or outputs) and guides is not None and guides.is_busy:
             guides.wait()
