@@ -153,7 +153,9 @@ _LLM_FIELDS = (
     | {
         "beam_search_diversity_rate": _scalars([0], [0.5, -1, NAN]),
         "runtime_top_p_min": _number(0, 1, 0.001),
-        "runtime_top_p_reset_ids": _scalars([-1, 0, VOCABULARY - 1], [-2, VOCABULARY, INT32_MAX]),
+        "runtime_top_p_reset_ids": _scalars(
+            [-1, 0, VOCABULARY - 1], [-2, VOCABULARY, INT32_MAX], "top_p_reset_ids"
+        ),
         "runtime_top_p_decay": _scalars([0.5, 0.9, 1], [0, -1, 1.5, NAN, INF]),
         "input_ids": Field(
             _IDS,

@@ -65,8 +65,8 @@ def state_of(request: Request) -> str:
 class NotingEngine(Engine):
     """See the module."""
 
-    def __init__(self, journal: int, step_s: float, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, journal: int, step_s: float, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._journal = journal
         self._step_s = step_s
         self._left: dict[str, set[int]] = {}  # seed -> blocks that it had when it was told to end
