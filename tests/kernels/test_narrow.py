@@ -206,7 +206,7 @@ def test_rows_that_are_not_finite_are_left_to_the_sampler(value: float) -> None:
 @pytest.mark.parametrize("width", [0.5, 2.0])
 @pytest.mark.parametrize("name", ["typical_p", "top_n_sigma", "epsilon_cutoff", "eta_cutoff"])
 def test_each_alone(name: str, width: float) -> None:
-    """Of 60 tokens, at every value: where many are likely, and where few are."""
+    """Each filter keeps a range of 60 tokens, many of them likely or few, at every value."""
     logits = torch.from_numpy(np.random.default_rng(5).normal(0, width, 60)).float()
     plain = dict.fromkeys((*ASKS, *OTHERS), 0.0) | NEUTRAL | {"temperature": 1.0, "top_p": 1.0}
     for value in ASKS[name]:

@@ -151,7 +151,7 @@ def test_responses_have_room_from_the_first_start_on(tmp_path: Path, scratch: Pa
 
 
 def test_no_socket_pair_is_opened_after_ready(tmp_path: Path) -> None:
-    """Those of the metrics are opened after the port for HTTP answers."""
+    """The metrics' pairs are opened after the port for HTTP answers."""
     server = triton.TritonServer(write_model(tmp_path), triton.Endpoints.free(), tmp_path / "log")
     try:
         server.start()

@@ -338,7 +338,7 @@ class Engine:
             try:
                 launched = self._runner.launch(batch)
                 self._flights.append(_StepInFlight(batch, launched, None))
-                if batch.has_masks and self._guides is not None:
+                if batch.has_masks and self._guides is not None and self._guides.num_active:
                     self._guides.launched(batch, launched)
             except Exception as error:
                 self._flights.append(_StepInFlight(batch, None, error))

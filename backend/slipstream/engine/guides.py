@@ -236,11 +236,12 @@ class Guides:
     def flush(self) -> None:
         """Start to make the masks that are needed."""
         waiting, self._waiting = self._waiting, {}
+        takers, self._takers = self._takers, {}  # of rows that are void, or need none now, too
         for sequence in waiting.values():
             guided = sequence.guide
             if guided is None:
                 continue
-            give = self._takers.pop(sequence.id, None)
+            give = takers.get(sequence.id)
             if not guided.wants_fill:
                 if give is not None and guided.known_mask is not None:
                     give(guided.known_mask)

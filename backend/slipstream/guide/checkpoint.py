@@ -7,7 +7,7 @@ from threading import Thread
 from slipstream_preprocessing.tokenizer import load_tokenizer, read_end_ids
 
 from slipstream.guide.interface import GuideCompiler, GuideError, MakeCompiler
-from slipstream.guide.library import Compiler
+from slipstream.guide.llguidance import Compiler
 
 
 def start_set_up(checkpoint: Path, vocab_size: int, raw: Callable[[int], bytes]) -> MakeCompiler:

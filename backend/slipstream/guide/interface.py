@@ -27,7 +27,7 @@ class Matcher(Protocol):
         """Whether they are one, and no token but an end is legal."""
 
     def fill(self, address: int) -> None:
-        """Write the mask of the next token to memory, without the interpreter lock.
+        """Write the mask of the next token to memory; a library may hold the interpreter lock.
 
         An end id is legal where `is_accepting`. Raises GuideError if that breaks a bound.
         """

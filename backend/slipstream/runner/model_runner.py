@@ -275,7 +275,7 @@ class ModelRunner:
         if found is not None:
             shape = found[0]
         arrays = self._builder.build(batch, shape, first, before)
-        places = arrays.samples
+        places = arrays.samples  # now: on a CPU the step itself marks rows that are late
         if masks is not None:
             masks.ask(arrays.rows, places)
         history = histories(batch.rows)

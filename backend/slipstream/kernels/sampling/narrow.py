@@ -19,10 +19,10 @@ from torch import Tensor
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 from slipstream.kernels.sampling.sample import (
-    GROUP,
     ROW,
     ROW_WORDS,
     THREADS,
+    check_layout,
     edited_logits,
     philox_words,
     team_size,
@@ -201,16 +201,7 @@ def variants() -> Iterator[jit.Variant]:
 @narrow.cuda
 def _narrow(logits: Tensor, rows: Tensor, edits: Tensor, counts: Tensor) -> None:
     num_rows, num_tokens = logits.shape
-    jit.require(0 < num_tokens < 2**31 - 2**20, f"narrow: {num_tokens} tokens")
-    jit.require(logits.stride(1) == 1 or num_tokens == 1, "narrow: rows must be contiguous")
-    dense = (rows, edits, counts)
-    jit.require(all(t.is_contiguous() for t in dense), "narrow: all but logits must be contiguous")
-    jit.require(rows.data_ptr() % 16 == 0, "narrow: rows must be aligned to 16 bytes")
-    is_aligned = (
-        num_tokens % GROUP == 0
-        and logits.stride(0) % GROUP == 0
-        and logits.data_ptr() % (GROUP * logits.element_size()) == 0
-    )
+    is_aligned = check_layout("narrow", logits, rows, edits, counts)
     if num_rows == 0:
         return
     size = team_size(logits.get_device())

@@ -328,6 +328,24 @@ def team_size(device: int) -> int:
     return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
+def check_layout(name: str, logits: Tensor, rows: Tensor, *others: Tensor) -> bool:
+    """Return whether a group of tokens of `logits [n, v]` is one access.
+
+    Raises KernelError for what a kernel that reads `ROW` records cannot take; `name` is its own.
+    """
+    num_tokens = logits.shape[1]
+    jit.require(0 < num_tokens < 2**31 - 2**20, f"{name}: {num_tokens} tokens")
+    jit.require(logits.stride(1) == 1 or num_tokens == 1, f"{name}: rows must be contiguous")
+    is_dense = all(tensor.is_contiguous() for tensor in (rows, *others))
+    jit.require(is_dense, f"{name}: all but logits must be contiguous")
+    jit.require(rows.data_ptr() % 16 == 0, f"{name}: rows must be aligned to 16 bytes")
+    return (
+        num_tokens % GROUP == 0
+        and logits.stride(0) % GROUP == 0
+        and logits.data_ptr() % (GROUP * logits.element_size()) == 0
+    )
+
+
 @sample.cuda
 def _sample(
     logits: Tensor,
@@ -341,16 +359,7 @@ def _sample(
 ) -> None:
     num_rows, num_tokens = logits.shape
     results = (token_ids, log_probs, outcomes)
-    jit.require(0 < num_tokens < 2**31 - 2**20, f"sample: {num_tokens} tokens")
-    jit.require(logits.stride(1) == 1 or num_tokens == 1, "sample: rows must be contiguous")
-    dense = (rows, edits, counts, *results, *mirrors)
-    jit.require(all(t.is_contiguous() for t in dense), "sample: all but logits must be contiguous")
-    jit.require(rows.data_ptr() % 16 == 0, "sample: rows must be aligned to 16 bytes")
-    is_aligned = (
-        num_tokens % GROUP == 0
-        and logits.stride(0) % GROUP == 0
-        and logits.data_ptr() % (GROUP * logits.element_size()) == 0
-    )
+    is_aligned = check_layout("sample", logits, rows, edits, counts, *results, *mirrors)
     if num_rows == 0:
         return
     jit.launch(

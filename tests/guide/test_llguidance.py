@@ -7,7 +7,7 @@ import time
 import pytest
 from fixtures.guide.real import CHECKPOINT, VOCAB_SIZE, compiler, follows, guide, ids_of, vocabulary
 from slipstream.guide.interface import GuideError
-from slipstream.guide.library import Compiler
+from slipstream.guide.llguidance import Compiler
 
 AB = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]'
 OLDER_TAG = {
