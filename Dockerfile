@@ -23,13 +23,14 @@ RUN python3 -m venv /opt/slipstream/engine \
         setuptools $(python3 -c 'import sys, tomllib; \
             project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
             extras = project["optional-dependencies"]; \
-            names = project["dependencies"] + extras["engine"] + extras[sys.argv[1]]; \
+            names = project["dependencies"] + extras["engine"] + extras["gateway"] + extras[sys.argv[1]]; \
             print(*[name.replace(" ", "") for name in names])' ${CUDA_EXTRA})
 
 COPY README.md LICENSE ./
 COPY backend backend
 COPY client client
 COPY ensemble ensemble
+COPY gateway gateway
 COPY preprocessing preprocessing
 COPY postprocessing postprocessing
 RUN /opt/slipstream/engine/bin/pip install --no-cache-dir --no-deps --no-build-isolation -e . \

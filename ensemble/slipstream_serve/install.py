@@ -64,7 +64,7 @@ def wanted(given: str | None, has_gpu: bool, driver: Version | None) -> Wanted:
     if has_gpu and given is None:
         cuda = gpu_packages.torch_major(driver)
     unwanted = {"", *majors} | ({"nvrtc"} if cuda == 12 else set())  # which has CUDA 13's compiler
-    extras = ["engine", *(part for part in parts if part not in unwanted)]
+    extras = ["engine", "gateway", *(part for part in parts if part not in unwanted)]
     return Wanted(",".join(dict.fromkeys(extras)), cuda, driver)
 
 

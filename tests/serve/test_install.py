@@ -72,13 +72,13 @@ def test_whatever_torch_is_chosen_its_cupy_is() -> None:
 @pytest.mark.parametrize(
     ("given", "has_gpu", "driver", "expected"),
     [
-        (None, False, None, Wanted("engine,dev,load,nvrtc", 0)),
-        (None, True, (13, 0), Wanted("engine,dev,load,nvrtc", 13, (13, 0))),
-        (None, True, (12, 4), Wanted("engine,dev,load", 12, (12, 4))),
-        ("dev,nvrtc,cuda12", True, (13, 0), Wanted("engine,dev", 12, (13, 0))),
-        ("dev,cuda13", False, None, Wanted("engine,dev", 13)),  # to build an image
-        ("dev, load", True, (13, 0), Wanted("engine,dev,load", 0, (13, 0))),
-        ("", True, (11, 4), Wanted("engine", 0, (11, 4))),
+        (None, False, None, Wanted("engine,gateway,dev,load,nvrtc", 0)),
+        (None, True, (13, 0), Wanted("engine,gateway,dev,load,nvrtc", 13, (13, 0))),
+        (None, True, (12, 4), Wanted("engine,gateway,dev,load", 12, (12, 4))),
+        ("dev,nvrtc,cuda12", True, (13, 0), Wanted("engine,gateway,dev", 12, (13, 0))),
+        ("dev,cuda13", False, None, Wanted("engine,gateway,dev", 13)),  # to build an image
+        ("dev, load", True, (13, 0), Wanted("engine,gateway,dev,load", 0, (13, 0))),
+        ("", True, (11, 4), Wanted("engine,gateway", 0, (11, 4))),
     ],
 )
 def test_extras_and_machine(given, has_gpu, driver, expected) -> None:

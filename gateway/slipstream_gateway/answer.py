@@ -1,0 +1,110 @@
+"""The answer that every dialect writes: deltas as they come, and their sum."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+
+class Text(msgspec.Struct, frozen=True):
+    """New text of the answer itself."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """New text of the reasoning before, or between parts of, the answer."""
+
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True):
+    """The start of a tool call: its number in this answer, its id and the function's name."""
+
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """A fragment of a call's arguments; joined, they are the JSON text of an object."""
+
+    index: int
+    fragment: str
+
+
+Delta = Text | Reasoning | CallStart | CallArguments
+
+
+class Call(msgspec.Struct):
+    """A whole tool call."""
+
+    id: str
+    name: str
+    arguments: str = ""  # JSON
+
+
+class TokenLogProb(msgspec.Struct, frozen=True):
+    """A token with its log prob, and the most likely tokens at its place."""
+
+    token_id: int
+    text: str  # U+FFFD where its bytes are no text
+    data: bytes
+    log_prob: float
+    top: tuple["TokenLogProb", ...] = ()  # by falling log prob, without tops of their own
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The end of an answer: `stop`, `length`, `tool_calls` or `abort`."""
+
+    reason: str
+    stop_reason: int | str | None = None  # the stop token id or stop word that matched
+
+
+class Usage(msgspec.Struct):
+    """Counts of tokens of a request, all its answers together."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0  # of the prompt, found in the cache
+    reasoning: int = 0  # of the completion
+    drafted: int = 0
+    accepted: int = 0  # of the drafts
+
+
+class Answer(msgspec.Struct):
+    """A whole answer: the sum of its deltas, so it equals what a stream's client joins."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = []
+    log_probs: list[TokenLogProb] = []
+    finish: Finish | None = None
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Add what is new."""
+        for delta in deltas:
+            match delta:
+                case Text():
+                    self.text += delta.text
+                case Reasoning():
+                    self.reasoning += delta.text
+                case CallStart():
+                    assert delta.index == len(self.calls), "calls start in order"
+                    self.calls.append(Call(delta.id, delta.name))
+                case CallArguments():
+                    self.calls[delta.index].arguments += delta.fragment
+
+
+class Parser(Protocol):
+    """Splits one answer as it comes. The same tokens give the same sum at any chunking."""
+
+    def feed(self, token_ids: Sequence[int], texts: Sequence[str]) -> list[Delta]:
+        """Return what the new tokens add.
+
+        `texts` has one entry a token: its text, empty where a character is incomplete and for a
+        special token, which only its id tells.
+        """
+
+    def finish(self) -> list[Delta]:
+        """Return what was held back, at the end of the answer."""

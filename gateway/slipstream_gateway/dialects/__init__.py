@@ -1,0 +1,1 @@
+"""Read and write each HTTP schema: chat completions, completions, responses, messages."""
