@@ -14,8 +14,8 @@ class Writer(Protocol):
     them and send them at once. An HTTP response is either streamed or one `whole`.
     """
 
-    def start(self) -> bytes:
-        """Return the first events, before any token."""
+    def start(self, prompt_tokens: int) -> bytes:
+        """Return the first events, before any token; `prompt_tokens`: of the whole prompt."""
 
     def write(
         self, index: int, deltas: Sequence[Delta], log_probs: Sequence[TokenLogProb]
@@ -41,8 +41,11 @@ class Dialect(Protocol):
     def to_chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of the chat completion that means the same. Raises ApiError.
 
-        Every field is mapped, harmless and listed, or refused by name.
+        Every field is mapped, harmless and listed, or refused by name (`fields.py`).
         """
+
+    def ignored(self, body: Mapping[str, Any]) -> list[str]:
+        """Return what of a body `to_chat` took has no effect: header `x-slipstream-ignored`."""
 
     def writer(self, body: Mapping[str, Any], model: str) -> Writer:
         """Return a writer for the answer to a body; `model`: the name in the request."""
