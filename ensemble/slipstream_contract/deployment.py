@@ -111,7 +111,7 @@ def engine_model_of(model: Path) -> str:
 def deployments_of(repository: Path) -> list[Deployment]:
     """Return the deployments of a repository, by name. Raises ValueError for a bad model.json."""
     folders = sorted(path.parent for path in repository.resolve().glob("*/config.pbtxt"))
-    ours = {folder: found for folder in folders if (found := _ours(folder)) is not None}
+    ours = {folder: given for folder in folders if (given := _ours(folder)) is not None}
     models: dict[str, dict[str, str]] = {}  # engine model -> role -> model
     for folder, settings in ours.items():
         of_engine = models.setdefault(_engine_model(folder.name, settings), {})
