@@ -104,9 +104,7 @@ class Page:
         box = f"document.querySelector({where}).getBoundingClientRect()"
         x, y = self.run(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({box})")
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.send(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
-            )
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def resize(self, width: int, height: int, is_phone: bool = False) -> None:
         """Set the size of the window in CSS pixels."""

@@ -2,6 +2,7 @@
 
 import tomllib
 from itertools import chain
+from pathlib import Path
 
 from slipstream_serve.server import repository_root
 
@@ -49,6 +50,11 @@ def test_pip_installs_what_packages_hold_beside_python() -> None:
         for path in folder.rglob("*"):
             if path.is_dir() or path.suffix in (".py", ".pyc"):
                 continue
-            package = ".".join([name, *path.parent.relative_to(folder).parts])
+            home = next(one for one in path.parents if (one / "__init__.py").is_file())
+            package = ".".join([name, *home.relative_to(folder).parts])
             allowed = [*patterns.get("*", []), *patterns.get(package, [])]
-            assert any(path.match(pattern) for pattern in allowed), path
+            inside = path.relative_to(home)
+            assert any(
+                inside.match(pattern) and len(inside.parts) == len(Path(pattern).parts)
+                for pattern in allowed
+            ), path

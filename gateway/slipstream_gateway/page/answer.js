@@ -23,6 +23,11 @@ class Plain {
   end() {}
 }
 
+function legend() {
+  const levels = [0, 1, 2, 3, 4, 5].map((level) => make("i", { className: `p${level}` }));
+  return make("span", { className: "legend" }, "likely", ...levels, "unlikely");
+}
+
 export class Answer {
   text = "";
   reasoning = "";
@@ -98,7 +103,7 @@ export class Answer {
     if (!this.#map) {
       this.#map = new TokenMap(this.tokens);
       this.#toggle = button("Text", () => this.#showMap(this.tokens.hidden));
-      this.tools.append(this.#toggle);
+      this.tools.append(this.#toggle, legend());
       this.#showMap(true);
     }
     if (this.tokens.hidden) return;

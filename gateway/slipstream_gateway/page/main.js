@@ -13,6 +13,7 @@ let turns = [];
 let edited = null; // the turn whose message is being edited
 let running = null; // { controller, turn } of the answer that is being written
 let isAtEnd = true; // whether the view follows the answer
+let lastTop = 0;
 
 const acts = { edit, repeat: (turn) => send(turn.text, turn), grow: follow };
 
@@ -184,7 +185,10 @@ function setUpControls() {
   }
   scroller.onscroll = () => {
     hide();
-    isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 40;
+    const { scrollTop, scrollHeight, clientHeight } = scroller;
+    if (scrollHeight - scrollTop - clientHeight < 40) isAtEnd = true;
+    else if (scrollTop < lastTop) isAtEnd = false; // up, so the user did it
+    lastTop = scrollTop;
   };
 }
 

@@ -98,7 +98,7 @@ export function clearMarks() {
   for (const input of inputs()) input.removeAttribute("aria-invalid");
 }
 
-const THEMES = ["system", "light", "dark"];
+const THEMES = ["auto", "light", "dark"];
 
 function setUpTheme() {
   const apply = (theme) => {
@@ -110,7 +110,7 @@ function setUpTheme() {
   };
   const current = () => document.documentElement.dataset.theme;
   const saved = kept.get("theme");
-  apply(THEMES.includes(saved) ? saved : "system");
+  apply(THEMES.includes(saved) ? saved : "auto");
   byId("theme").onclick = () => {
     apply(THEMES[(THEMES.indexOf(current()) + 1) % THEMES.length]);
     kept.set("theme", current());

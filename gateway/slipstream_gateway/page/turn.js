@@ -16,7 +16,8 @@ export class Turn {
     this.acts = acts;
     this.grid = make("div", { className: "answers" });
     this.figures = make("span", { className: "figures" });
-    this.again = button("Try again", () => acts.repeat(this), { hidden: true });
+    this.again = button("Try again", () => acts.repeat(this), { className: "link again", hidden: true });
+    this.foot = make("div", { className: "turn-foot" }, this.figures, this.again);
     this.fault = make("div", { className: "fault", role: "alert", hidden: true });
     const edit = button("Edit", () => acts.edit(this), { "aria-label": "Edit this message" });
     this.element = make(
@@ -25,7 +26,7 @@ export class Turn {
       make("div", { className: "user" }, make("p", {}, text), edit),
       this.grid,
       this.fault,
-      make("p", { className: "turn-foot" }, this.figures, this.again),
+      this.foot,
     );
   }
 
@@ -58,6 +59,7 @@ export class Turn {
     this.grid.classList.toggle("several", numAnswers > 1);
     this.element.classList.toggle("broad", numAnswers > 1);
     if (numAnswers > 1) this.answers.forEach((answer, index) => this.#addPick(answer, index));
+    else this.again.before(this.answers[0].tools);
   }
 
   take(chunk) {
