@@ -223,6 +223,7 @@ def run(options: argparse.Namespace, module: str, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=module)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--socket", required=True)
+    parser.add_argument("--memory-lock", type=Path)  # it takes none
     engine = parser.parse_args(arguments)
     wake_at_once()  # as the engine does
     signal.signal(signal.SIGTERM, _end)

@@ -60,6 +60,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_tokens: Annotated[
         int | None, _field("tokens that the KV cache holds", "what memory allows")
     ] = None
+    memory_share: Annotated[
+        float | None,
+        _field(
+            "of the device's memory, above 0 to 1, for weights, KV cache and workspace of this "
+            "engine; of host memory on a CPU",
+            "what is free; beside other engines of the repository, an even part of what their "
+            "shares leave",
+        ),
+    ] = None
     kv_cache_reuse: Annotated[
         bool, _field("prompts that begin alike share what is computed of their beginning")
     ] = True

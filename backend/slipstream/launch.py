@@ -1,12 +1,13 @@
 """Start the engine's process and keep it running for as long as the tritonserver lives.
 
-    python -m slipstream.launch --runtime DIR --server PID --config FILE --lock FD
+    python -m slipstream.launch --runtime DIR --folder NAME --server PID --lock FD
 
-The bridge that gets the lock of the runtime directory starts this supervisor and passes the lock
-on, so there is only one; if the supervisor dies, any bridge starts the next. The engine's output
+The bridge that gets the lock of its engine starts this supervisor and passes the lock on, so there
+is only one for each engine; if the supervisor dies, any bridge starts the next. The engine's output
 goes to `engine.log`. If the engine cannot start (exit code 2) and has never run, its last line goes
 to `engine.error`, where the bridges read it. An engine that has run before is restarted for ever,
-with pauses that grow to 10 s. An engine whose loop makes no turn for `stuck_after_s` is killed.
+with pauses that grow to 10 s. An engine whose loop makes no turn for `stuck_after_s` is killed. One
+that ends because its models were unloaded (exit code 3) is started again by the next bridge.
 """
 
 import argparse
@@ -34,11 +35,13 @@ from slipstream.config import EngineConfig
 _log = logging.getLogger(__name__)
 
 CANNOT_START = 2  # exit code of an engine that cannot start
+UNUSED = 3  # exit code of an engine whose models were unloaded
 _MAX_EARLY_ENDS = 5  # in a row, of an engine that was never ready
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 10.0
 _FAILED_PAUSE_S = 30.0  # until an engine that could not start is tried again
 _STEADY_S = 5.0  # after an engine that served this long, pauses are short again
 _END_S = 3.0  # from SIGTERM to SIGKILL
+_PARKED_S = 1.0  # between two looks of a supervisor without an engine
 _SAY_S = 0.3  # time for a stuck engine to write where it is
 _SET_PARENT_DEATH_SIGNAL = 1
 
@@ -53,14 +56,14 @@ class SupervisorStarter:
         self._runtime = runtime
         self._config = config
         self._server_pid = server_pid
-        self._old = self._identity()
+        self._old = _identity(runtime.error)
         self._seen: tuple[int, int] | None = None  # the newest failure, first seen at `_seen_s`
         self._seen_s = 0.0
         self._children: list[subprocess.Popen[bytes]] = []
 
     def failure(self) -> str | None:
         """Return why the engine could not start, if it failed during this bridge's life."""
-        found = self._identity()
+        found = _identity(self._runtime.error)
         if found is None or found == self._old:
             return None
         if found != self._seen:
@@ -69,14 +72,6 @@ class SupervisorStarter:
             return self._runtime.error.read_text(errors="replace").strip() or "no reason given"
         except FileNotFoundError:
             return None
-
-    def _identity(self) -> tuple[int, int] | None:
-        """Return inode and mtime of the last failure's file: an identity, not a time."""
-        try:
-            state = self._runtime.error.stat()
-        except FileNotFoundError:
-            return None
-        return state.st_ino, state.st_mtime_ns
 
     def ensure(self) -> None:
         """Start the supervisor unless a process has its lock.
@@ -94,12 +89,11 @@ class SupervisorStarter:
             if failure and time.monotonic() - self._seen_s < _FAILED_PAUSE_S:
                 raise RuntimeError(failure)
             self._runtime.error.unlink(missing_ok=True)
-            file = self._runtime.directory / "engine.json"
-            file.write_bytes(msgspec.json.encode(self._config))
+            self._runtime.config.write_bytes(msgspec.json.encode(self._config))
             with self._runtime.log.open("ab") as log:
                 self._children.append(
                     subprocess.Popen(
-                        self._command(file, lock.fileno()),
+                        self._command(lock.fileno()),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -109,13 +103,13 @@ class SupervisorStarter:
                     )
                 )
 
-    def _command(self, config: Path, lock: int) -> list[str]:
+    def _command(self, lock: int) -> list[str]:
         python = os.environ.get("SLIPSTREAM_PYTHON") or shutil.which("python3") or "python3"
         return [
             *(python, "-P", "-m", "slipstream.launch"),
             *("--runtime", str(self._runtime.directory)),
+            *("--folder", self._runtime.folder),
             *("--server", os.environ.get(OWNER_VARIABLE) or str(self._server_pid)),
-            *("--config", str(config)),
             *("--lock", str(lock)),
         ]
 
@@ -126,17 +120,17 @@ class SupervisorStarter:
 class Supervisor:
     """Runs one engine after the other."""
 
-    def __init__(self, runtime: Runtime, config: Path, server_pid: int) -> None:
+    def __init__(self, runtime: Runtime, lock: int, server_pid: int) -> None:
         self._runtime = runtime
-        self._config = config
-        self._stuck_after_s = _read_stuck_after_s(config)
+        self._lock = lock
+        self._stuck_after_s = _read_stuck_after_s(runtime.config)
         self._server = os.pidfd_open(server_pid)
         self._was_ready = False
         self._ready_s: float | None = None  # when this engine was ready
         self._num_early_ends = 0
 
     def run(self) -> int:
-        """Run engines until the server ends (return 0) or the engine cannot start (return 1)."""
+        """Run engines until the server ends (return 0) or none is to be run any more (return 1)."""
         pause_s = _FIRST_PAUSE_S
         while True:
             self._ready_s = None
@@ -144,6 +138,8 @@ class Supervisor:
             code = self._run_engine()
             if code is None:
                 return 0
+            if code == UNUSED:
+                return self._park()
             said = self._last_line(output)
             _log.error("the engine ended with code %d", code)
             if not self._was_ready and self._gives_up(code):
@@ -156,6 +152,15 @@ class Supervisor:
             if self._is_server_gone(pause_s):
                 return 0
 
+    def _park(self) -> int:
+        """Release the lock; return 0 once the server ends, or 1 once there is a successor."""
+        before = _identity(self._runtime.config)
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        while not self._is_server_gone(_PARKED_S):
+            if _identity(self._runtime.config) != before:
+                return 1
+        return 0
+
     def _gives_up(self, code: int) -> bool:
         self._num_early_ends += 1
         return code == CANNOT_START or self._num_early_ends == _MAX_EARLY_ENDS
@@ -167,8 +172,9 @@ class Supervisor:
         engine = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "slipstream.engine.loop"),
-                *("--config", str(self._config)),
+                *("--config", str(self._runtime.config)),
                 *("--socket", self._runtime.address),
+                *("--memory-lock", str(self._runtime.memory_lock)),
             ],
             stdin=subprocess.DEVNULL,
             preexec_fn=_die_with_parent(),
@@ -202,6 +208,15 @@ class Supervisor:
             lines = log.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
         return said[-1].removeprefix("slipstream engine: ") if said else "it said nothing"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return inode and mtime of a file as it was written last: an identity, not a time."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    return state.st_ino, state.st_mtime_ns
 
 
 def _read_stuck_after_s(config: Path) -> int:
@@ -256,8 +271,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the supervisor; return its exit code."""
     parser = argparse.ArgumentParser(prog="slipstream.launch", description=__doc__)
     parser.add_argument("--runtime", type=Path, required=True, help="the runtime directory")
+    parser.add_argument("--folder", default="", help="the engine's within the runtime directory")
     parser.add_argument("--server", type=int, required=True, help="the tritonserver's process id")
-    parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     parser.add_argument("--lock", type=int, required=True, help="descriptor of the lock, taken")
     options = parser.parse_args(arguments)
     os.set_inheritable(options.lock, False)
@@ -267,9 +282,9 @@ def main(arguments: list[str] | None = None) -> int:
     # The engine ignores it too. When the model's process that started this one dies, the process
     # group is orphaned, and the kernel sends it SIGHUP if the engine is stopped.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    runtime = Runtime(options.runtime)
+    runtime = Runtime(options.runtime, options.folder)
     try:
-        supervisor = Supervisor(runtime, options.config, options.server)
+        supervisor = Supervisor(runtime, options.lock, options.server)
     except ProcessLookupError:
         _clean(runtime)
         return 0

@@ -16,7 +16,7 @@ from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 class FinishReason(StrEnum):
@@ -56,6 +56,7 @@ class Hello(ToEngine, frozen=True):
     version: str
     bridge: str  # the Triton model that it serves, maybe one process of several
     pid: int = 0  # of this process; a second Hello of it replaces the first connection
+    keeps_engine: bool = True  # the engine ends once the last such connection has said `Bye`
 
 
 class Submit(ToEngine, frozen=True):
@@ -116,6 +117,9 @@ class Welcome(ToBridge, frozen=True):
     engine_pid: int
     vocab_size: int
     max_model_len: int
+    architecture: str = ""  # as the checkpoint calls it
+    dtype: str = ""  # of weights and activations, as float32
+    device: str = ""  # cpu or cuda
 
 
 class Refused(ToBridge, frozen=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slipstream import quant
 from slipstream.config import DTYPES, KV_CACHE_DTYPES, SPECULATIONS, help_of
+from slipstream_contract.deployment import DEFAULT
 from slipstream_contract.errors import clip
 from slipstream_contract.log_probs import MODES
 from slipstream_contract.vocab import TokenBytes
@@ -73,6 +74,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="the model repository"
+    )
+    parser.add_argument(
+        "--name",
+        default=DEFAULT,
+        help="call the models NAME, NAME_preprocessing, NAME_tensorrt_llm and so on; a repository "
+        "may have any number of such deployments, each with an engine of its own (%(default)s, "
+        "whose other models have no name before theirs)",
     )
     _add_precision(parser)
     _add_engine(parser)
@@ -148,6 +156,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     name = "guide_in_thinking"
     parser.add_argument(_flag(name), action="store_const", const=True, help=help_of(name))
     for name, kind, metavar in (
+        ("memory_share", float, "SHARE"),
         ("gpu_hour_price", float, "PRICE"),
         ("request_log", str, "FILE"),
         ("thinking_end", str, "TEXT"),
@@ -175,13 +184,22 @@ def run(args: argparse.Namespace) -> int:
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
     more = ("speculation", "logprobs_mode", *_DRAFTS)
     edits = ("thinking_end", "guide_in_thinking", "logits_processors")
-    others = ("kv_cache_host_bytes", "gpu_hour_price", "request_log", *edits, *more, *_COUNTS)
+    others = (
+        "kv_cache_host_bytes",
+        "memory_share",
+        "gpu_hour_price",
+        "request_log",
+        *edits,
+        *more,
+        *_COUNTS,
+    )
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name
     instances = dict(args.instances)
     cores = num_cores()
+    contracts, name = args.contract, args.name
     repository = compose(
-        args.checkpoint, args.output, options, args.wiring, instances, cores, args.contract
+        args.checkpoint, args.output, options, args.wiring, instances, cores, contracts, name
     )
     if repository.info.has_tokenizer:
         load_tokenizer(args.checkpoint)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,30 @@ from slipstream.config import EngineConfig
 from slipstream.models.hf import CheckpointInfo
 from slipstream.preflight import preflight
 from slipstream_contract.declarations import Model
+from slipstream_contract.deployment import (
+    DEFAULT,
+    ENGINE,
+    Deployment,
+    deployments_of,
+    engine_model_of,
+    name_of,
+    split_name,
+)
 from slipstream_contract.errors import clip
+from slipstream_contract.shares import check_shares
 from slipstream_contract.tensors import LLMAPI, MODELS
 from slipstream_runtime.processes import MAX_INSTANCES
 
 from slipstream_compose.pbtxt import MARK, model_config
 
-ENGINE_MODEL = "tensorrt_llm"
 WIRINGS = ("composed", "fused")
 _CONFIG, _SETTINGS = "config.pbtxt", "model.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 # Models that need no tokenizer, and the `wiring` in `1/model.json` of the bridge's models.
-_WITHOUT_TOKENIZER = (ENGINE_MODEL, "slipstream_health")
+_WITHOUT_TOKENIZER = (ENGINE, "slipstream_health")
 _WIRING_OF = {
-    ENGINE_MODEL: "composed",
+    ENGINE: "composed",
     "tensorrt_llm_bls": "fused",
     "vllm_model": "vllm",
     "slipstream_health": "health",
@@ -75,6 +85,7 @@ class Repository:
     info: CheckpointInfo
     files: dict[Path, str]
     notes: list[str] = field(default_factory=list)
+    deployment: str = DEFAULT
 
 
 def compose(
@@ -85,8 +96,9 @@ def compose(
     instances: Mapping[str, int] | None = None,
     cores: int = _MANY_CORES - 1,
     contracts: Sequence[str] = (),
+    deployment: str = DEFAULT,
 ) -> Repository:
-    """Make the files of a repository, without writing them.
+    """Make the files of one deployment of a repository, without writing them.
 
     Args:
         checkpoint: a Hugging Face directory.
@@ -96,9 +108,11 @@ def compose(
         instances: model -> its number of processes, instead of the default.
         cores: of the machine that will serve it; sets the default of `instances`.
         contracts: further ones to serve, each CONTRACT[=MODEL][,decoupled].
+        deployment: its name, which the names of its models begin with.
 
     Raises ComposeError; ConfigError or CheckpointError for what the engine would refuse.
     """
+    check_name(deployment)
     given = {name: value for name, value in options.items() if value is not None}
     checked = preflight(EngineConfig(checkpoint=str(checkpoint), **given))
     info = checked.info
@@ -107,23 +121,59 @@ def compose(
     models = _models(added, info)
     _check_instances(instances or {}, info, models, is_fused)
     instances = {**_instances(cores), **(instances or {})}
-    given.setdefault("model", _name(checkpoint))
-    engine = EngineConfig(checkpoint=_reference(checkpoint, output), **given)
+    given.setdefault("model", _name(checkpoint) if deployment == DEFAULT else deployment)
+    named = partial(name_of, deployment)
+    place = output / named(ENGINE) / "1"
+    engine = EngineConfig(checkpoint=_reference(checkpoint, output, place), **given)
     files: dict[Path, str] = {}
     notes = checked.notes
     for model in models:
         needs_text = model in added or model.name not in _WITHOUT_TOKENIZER
         if not info.has_tokenizer and needs_text:
-            notes.append(f"no {model.name}: the checkpoint has no tokenizer")
+            notes.append(f"no {named(model.name)}: the checkpoint has no tokenizer")
             continue
         if model.name in instances:
             model = msgspec.structs.replace(model, num_instances=instances[model.name])
         served_by = "llmapi" if model in added else _wiring(model, is_fused)
-        parameters = _parameters(model, served_by, engine.checkpoint)
-        folder = Path(model.name)
-        files[folder / _CONFIG] = model_config(model, parameters, is_fused)
-        files[folder / "1" / _SETTINGS] = _json(_settings(model, served_by, engine))
-    return Repository(output, info, files, notes)
+        parameters = _parameters(model, served_by, engine.checkpoint, named(ENGINE))
+        folder = Path(named(model.name))
+        files[folder / _CONFIG] = model_config(model, parameters, is_fused, deployment)
+        files[folder / "1" / _SETTINGS] = _json(_settings(model, served_by, engine, deployment))
+    _check_others(output, deployment, files, engine.memory_share)
+    return Repository(output, info, files, notes, deployment)
+
+
+def check_name(deployment: str) -> None:
+    """Raise ComposeError unless its models' names can be taken apart: see `split_name`."""
+    if deployment == DEFAULT:
+        return
+    if not _NAME.fullmatch(deployment):
+        raise ComposeError(
+            f"--name is {clip(deployment)}: a name has at most 100 letters, digits, `_`, `-` or "
+            "`.`, the first of them a letter or digit"
+        )
+    role = split_name(deployment)[1]
+    if role != DEFAULT:
+        raise ComposeError(
+            f"--name is {clip(deployment)}: no name is, or ends like, that of {role}"
+        )
+
+
+def _check_others(
+    output: Path, deployment: str, files: Iterable[Path], share: float | None
+) -> None:
+    """Raise ComposeError if another deployment has a model of these names, or too much memory."""
+    try:
+        others = [each for each in deployments_of(output) if each.name != deployment]
+        taken = {model: each.name for each in others for model in each.members}
+        for name in dict.fromkeys(path.parts[0] for path in files):
+            if name in taken:
+                raise ComposeError(f"{output / name} is a model of the deployment {taken[name]}")
+        if share is not None:
+            own = Deployment(deployment, "", "", output, {"memory_share": share}, {}, [], "")
+            check_shares([*others, own])
+    except ValueError as error:
+        raise ComposeError(str(error)) from None
 
 
 def _added(text: str) -> Model:
@@ -135,8 +185,8 @@ def _added(text: str) -> Model:
     if mode not in ("", _DECOUPLED):
         raise ComposeError(f"--contract {contract} has {clip(mode)}, where only decoupled may be")
     name = name if equals else LLMAPI.name
-    if not (_NAME.fullmatch(name) and (name == ENGINE_MODEL or name not in MODELS)):
-        others = ", ".join(set(MODELS) - {ENGINE_MODEL})
+    if not (_NAME.fullmatch(name) and (name == ENGINE or name not in MODELS)):
+        others = ", ".join(set(MODELS) - {ENGINE})
         raise ComposeError(
             f"--contract {contract} is to be called {clip(name)}: a name has letters, digits, "
             f"`_`, `-` or `.`, and is none of {others}"
@@ -150,12 +200,12 @@ def _models(added: Sequence[Model], info: CheckpointInfo) -> list[Model]:
     Raises ComposeError for two of one name, or for a text model that is to have the engine.
     """
     names = [model.name for model in added]
-    if ENGINE_MODEL in names and not info.has_tokenizer:
-        raise ComposeError(f"--contract names {ENGINE_MODEL}, but the checkpoint has no tokenizer")
+    if ENGINE in names and not info.has_tokenizer:
+        raise ComposeError(f"--contract names {ENGINE}, but the checkpoint has no tokenizer")
     for name in names:
         if names.count(name) > 1:
             raise ComposeError(f"--contract gives two models the name {name}")
-    left_out = _OLDER if ENGINE_MODEL in names else ()
+    left_out = _OLDER if ENGINE in names else ()
     return [*(model for model in MODELS.values() if model.name not in left_out), *added]
 
 
@@ -189,8 +239,10 @@ def _name(checkpoint: Path) -> str:
     return text.rstrip("/").rpartition("/")[2] or checkpoint.resolve().name
 
 
-def _reference(checkpoint: Path, output: Path) -> str:
-    """Return the path of the checkpoint, relative to model.json if it is in the repository.
+def _reference(checkpoint: Path, output: Path, engine: Path) -> str:
+    """Return the path of the checkpoint, relative to `engine` if it is in the repository.
+
+    `engine` is the folder of the engine's model.json.
 
     Links are not resolved: a link inside the repository remains the reference.
     """
@@ -198,12 +250,12 @@ def _reference(checkpoint: Path, output: Path) -> str:
     if not target.is_relative_to(root):
         return str(target)
     place = target.relative_to(root)
-    if place.parts[:1] not in [(name,) for name in MODELS]:
+    if not place.parts or split_name(place.parts[0])[1] == DEFAULT != place.parts[0]:
         raise ComposeError(
             f"{checkpoint} is where Triton takes it for a model: move it out of {output}, or to "
-            f"{output / ENGINE_MODEL / '1'}"
+            f"{engine}"
         )
-    return Path(os.path.relpath(place, Path(ENGINE_MODEL, "1"))).as_posix()
+    return Path(os.path.relpath(target, os.path.abspath(engine))).as_posix()
 
 
 def _wiring(model: Model, is_fused: bool) -> str | None:
@@ -211,26 +263,31 @@ def _wiring(model: Model, is_fused: bool) -> str | None:
     return "fused" if model.name == "ensemble" and is_fused else _WIRING_OF.get(model.name)
 
 
-def _settings(model: Model, wiring: str | None, engine: EngineConfig) -> dict[str, Any]:
+def _settings(
+    model: Model, wiring: str | None, engine: EngineConfig, deployment: str
+) -> dict[str, Any]:
     """Return the contents of `1/model.json`."""
+    engine_of = {"engine_of": name_of(deployment, ENGINE)}
     if wiring is None:
-        return {}
-    if model.name != ENGINE_MODEL:
-        return {"wiring": wiring, "engine_of": ENGINE_MODEL}
+        return {} if deployment == DEFAULT else engine_of
+    if model.name != ENGINE:
+        return {"wiring": wiring} | engine_of
     values = msgspec.structs.asdict(engine)
     defaults = msgspec.structs.asdict(EngineConfig(checkpoint=""))
     kept = {name: value for name, value in values.items() if value != defaults[name]}
     return {"wiring": wiring, "engine": kept}
 
 
-def _parameters(model: Model, wiring: str | None, checkpoint: str) -> dict[str, str]:
+def _parameters(
+    model: Model, wiring: str | None, checkpoint: str, engine_model: str
+) -> dict[str, str]:
     """Return the parameters of config.pbtxt, with TensorRT-LLM's names, at their defaults."""
     is_text, is_engine = wiring == "fused", wiring == "composed"
     parameters = {}
     if model.name in ("preprocessing", "postprocessing"):
         folder = Path(checkpoint)
         is_near = not folder.is_absolute()
-        up = Path("..", "..", ENGINE_MODEL, "1")
+        up = Path("..", "..", engine_model, "1")
         text = os.path.normpath(up / folder) if is_near else str(folder)
         parameters["tokenizer_dir"] = Path(text).as_posix()
     if model.name == "preprocessing" or is_text:
@@ -304,12 +361,22 @@ def write(repository: Repository) -> list[str]:
 
 
 def _superfluous(repository: Repository) -> Iterator[Path]:
-    """Yield the files of models that an earlier call wrote and this one does not."""
-    written = [folder.parent.name for folder in repository.root.glob(f"*/{_CONFIG}")]
-    for name in dict.fromkeys((*MODELS, *sorted(written))):
-        if Path(name) / _CONFIG not in repository.files and _is_ours(repository.root / name):
+    """Yield the files of models that an earlier call of that name wrote and this one does not."""
+    engine_model = name_of(repository.deployment, ENGINE)
+    for folder in sorted(folder.parent for folder in repository.root.glob(f"*/{_CONFIG}")):
+        name = folder.name
+        is_left = Path(name) / _CONFIG not in repository.files and _is_ours(folder)
+        if is_left and _engine_of(folder) == engine_model:
             paths = (Path(name) / "1" / _SETTINGS, Path(name) / _CONFIG)
             yield from (path for path in paths if (repository.root / path).is_file())
+
+
+def _engine_of(model: Path) -> str:
+    """Return the engine of a model of ours; settings that cannot be read leave its name."""
+    try:
+        return engine_model_of(model)
+    except ValueError:
+        return name_of(split_name(model.name)[0], ENGINE)
 
 
 def _is_ours(model: Path) -> bool:

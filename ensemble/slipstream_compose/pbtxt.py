@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from slipstream_contract.declarations import DType, Model, Tensor
+from slipstream_contract.deployment import DEFAULT, name_of
 from slipstream_contract.tensors import MODELS, TO_LLM
 
 MARK = "# Written by `slipstream compose`, which overwrites it: change what it is called with."
@@ -44,16 +45,22 @@ _PRE_TO_LLM = {
 _LLM_TO_POST = {"STREAM_STATE": "STREAM_STATE"}
 
 
-def model_config(model: Model, parameters: Mapping[str, str], is_fused: bool = False) -> str:
+def model_config(
+    model: Model,
+    parameters: Mapping[str, str],
+    is_fused: bool = False,
+    deployment: str = DEFAULT,
+) -> str:
     """Return the whole file.
 
     Args:
         model: the declaration.
         parameters: key -> string value.
         is_fused: whether the bridge itself serves `ensemble`.
+        deployment: whose models it is one of; they have its name in theirs.
     """
     is_ensemble = not model.backend and not is_fused
-    lines = [MARK, "", f'name: "{model.name}"']
+    lines = [MARK, "", f'name: "{name_of(deployment, model.name)}"']
     lines.append('platform: "ensemble"' if is_ensemble else f'backend: "{_backend(model)}"')
     lines.append(f"max_batch_size: {model.max_batch_size}")
     if model.is_decoupled or (is_fused and not model.backend):
@@ -68,7 +75,7 @@ def model_config(model: Model, parameters: Mapping[str, str], is_fused: bool = F
         text = json.dumps(value, ensure_ascii=False)
         lines += ["", f'parameters {{ key: "{key}" value {{ string_value: {text} }} }}']
     if is_ensemble:
-        lines += _scheduling(model)
+        lines += _scheduling(model, deployment)
     return "\n".join(lines) + "\n"
 
 
@@ -104,17 +111,18 @@ def _tensor(tensor: Tensor, is_input: bool) -> str:
     return f"{{ {text} }}"
 
 
-def _scheduling(ensemble: Model) -> list[str]:
+def _scheduling(ensemble: Model, deployment: str) -> list[str]:
     """Write the three steps. Postprocessing gets no input from preprocessing: only the first
     response of a decoupled step would receive it.
     """
+    pre, llm, post = (name_of(deployment, role) for role in (_PRE, _LLM, _POST))
     lines = ["", "ensemble_scheduling {", "  step ["]
-    lines += _step(_PRE, _PRE_INPUTS.items(), _internal(_PRE_TO_LLM.values()))
+    lines += _step(pre, _PRE_INPUTS.items(), _internal(_PRE_TO_LLM.values()))
     lines[-1] += ","
-    lines += _step(_LLM, _llm_inputs(ensemble), _llm_outputs(ensemble))
+    lines += _step(llm, _llm_inputs(ensemble), _llm_outputs(ensemble))
     lines[-1] += ","
     lines += _step(
-        _POST,
+        post,
         ((name, f"_{source}") for name, source in _LLM_TO_POST.items()),
         [("OUTPUT", "text_output")],
     )

@@ -9,7 +9,7 @@ number of deployments, beside models of other backends, which are no concern of 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class Deployment(msgspec.Struct, frozen=True):
     engine_model: str  # the model of role `ENGINE`
     checkpoint: Path  # absolute
     settings: Mapping[str, Any]  # `engine` in model.json: fields of EngineConfig that were given
-    models: Mapping[str, str]  # role -> name of the model that is in the repository
+    models: Mapping[str, str]  # role -> a model in the repository; of several, the first by name
+    members: Sequence[str]  # all its models in the repository
     health_model: str  # it need not be in the repository
 
     @property
@@ -103,19 +104,23 @@ def settings_of(model: Path) -> Mapping[str, Any]:
 def engine_model_of(model: Path) -> str:
     """Return the model that has the settings of the engine of a model of ours, by its folder.
 
-    That is what its model.json says, else what its name says. Raises ValueError for a bad file.
+    That is what its model.json says, else what its name says if such a model is there, else
+    `ENGINE`. Raises ValueError for a bad file.
     """
-    return _engine_model(model.name, settings_of(model))
+    settings = settings_of(model)
+    found = _engine_model(model.name, settings)
+    is_there = "engine_of" in settings or (model.parent / found).is_dir()
+    return found if is_there else ENGINE
 
 
 def deployments_of(repository: Path) -> list[Deployment]:
     """Return the deployments of a repository, by name. Raises ValueError for a bad model.json."""
     folders = sorted(path.parent for path in repository.resolve().glob("*/config.pbtxt"))
     ours = {folder: given for folder in folders if (given := _ours(folder)) is not None}
-    models: dict[str, dict[str, str]] = {}  # engine model -> role -> model
+    models: dict[str, list[tuple[str, str]]] = {}  # engine model -> role and model
     for folder, settings in ours.items():
-        of_engine = models.setdefault(_engine_model(folder.name, settings), {})
-        of_engine[_role_in(folder.name, settings)] = folder.name
+        of_engine = models.setdefault(_engine_model(folder.name, settings), [])
+        of_engine.append((_role_in(folder.name, settings), folder.name))
     found = [
         _deployment(folder, settings["engine"], models[folder.name])
         for folder, settings in ours.items()
@@ -161,7 +166,9 @@ def _role_in(model: str, settings: Mapping[str, Any]) -> str:
     return LLMAPI.name if settings.get("wiring") == "llmapi" else role_of(model)
 
 
-def _deployment(folder: Path, engine: Mapping[str, Any], models: Mapping[str, str]) -> Deployment:
+def _deployment(
+    folder: Path, engine: Mapping[str, Any], models: Sequence[tuple[str, str]]
+) -> Deployment:
     name, _ = split_name(folder.name)
     checkpoint = (folder / "1" / str(engine.get("checkpoint", ""))).resolve()
     return Deployment(
@@ -170,6 +177,7 @@ def _deployment(folder: Path, engine: Mapping[str, Any], models: Mapping[str, st
         engine_model=folder.name,
         checkpoint=checkpoint,
         settings=engine,
-        models=models,
+        models=dict(reversed(models)),
+        members=[model for _, model in models],
         health_model=name_of(name, "slipstream_health"),
     )

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slipstream_contract.deployment import engine_model_of
 from slipstream_contract.options import is_unset, refuse_unserved
 
+_ENGINE_NAME = "tensorrt_llm_model_name"
 _TRUE, _FALSE = ("true", "1", "t", "y", "yes", "on"), ("false", "0", "f", "n", "no", "off")
 
 
@@ -20,8 +22,11 @@ class StageParameters:
         self.config: dict[str, Any] = json.loads(arguments["model_config"])
         self.version_directory = Path(arguments["model_repository"]) / arguments["model_version"]
         self.model = arguments["model_name"]
+        self.engine_model = engine_model_of(self.version_directory.parent)
         given = self.config.get("parameters", {})
         self._texts = {name: given[name].get("string_value", "").strip() for name in given}
+        if self._texts.get(_ENGINE_NAME) == self.engine_model:  # what is done anyway
+            del self._texts[_ENGINE_NAME]
         refuse_unserved(self.model, self._texts, self.engine())
 
     def text(self, name: str, default: str = "") -> str:
@@ -44,7 +49,7 @@ class StageParameters:
         return "dynamic_batching" in self.config
 
     def engine(self) -> dict[str, Any]:
-        """Return the `engine` part of the sibling `tensorrt_llm`; nothing where there is none.
+        """Return the settings of the engine, from a sibling's model.json; none where it has none.
 
         Raises ValueError that names the file if it is not JSON.
         """
@@ -71,4 +76,4 @@ class StageParameters:
         return (self._engine_file().parent / str(checkpoint)).resolve()
 
     def _engine_file(self) -> Path:
-        return self.version_directory.parents[1] / "tensorrt_llm" / "1" / "model.json"
+        return self.version_directory.parents[1] / self.engine_model / "1" / "model.json"

@@ -1,4 +1,8 @@
-"""The runtime directory: a private folder for the files that one server's processes share."""
+"""The runtime directory: a private folder for the files that one server's processes share.
+
+A server may have several engines. The files of each are in a folder of its own within the runtime
+directory; those of the engine of `tensorrt_llm` are in the directory itself.
+"""
 
 import contextlib
 import fcntl
@@ -9,28 +13,54 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream_contract.deployment import ENGINE, folder_of
+
 from slipstream_runtime.processes import identity
 
 VARIABLE = "SLIPSTREAM_RUNTIME_DIR"  # `slipstream serve` sets both of these
 OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"  # the engine ends with it; unset: with the tritonserver
+_LOCK = "engine.lock"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's limit for a Unix socket
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """The files of a runtime directory. All processes of one server use the same directory."""
+    """The files of a runtime directory, as the processes of one engine see them.
+
+    All processes of one server use the same directory, and those of one engine the same folder.
+    """
 
     directory: Path
+    folder: str = ""  # the engine's, see `folder_of`
+
+    def of(self, folder: str) -> "Runtime":
+        """Return the files as the processes of another engine see them."""
+        return Runtime(self.directory, folder)
+
+    @property
+    def home(self) -> Path:
+        """The folder of the engine's own files."""
+        return self.directory / self.folder
 
     @property
     def lock(self) -> Path:
-        """Locked (flock) by the supervisor for as long as it lives."""
-        return self.directory / "engine.lock"
+        """Locked (flock) by the supervisor for as long as it has an engine."""
+        return self.home / _LOCK
+
+    @property
+    def memory_lock(self) -> Path:
+        """Locked (flock) by an engine that takes its share of the device's memory."""
+        return self.directory / "memory.lock"
+
+    @property
+    def config(self) -> Path:
+        """The settings of the engine, written when its supervisor is started."""
+        return self.home / "engine.json"
 
     @property
     def socket(self) -> Path:
         """The engine's ZeroMQ ROUTER socket."""
-        return self.directory / "engine.sock"
+        return self.home / "engine.sock"
 
     @property
     def address(self) -> str:
@@ -40,7 +70,7 @@ class Runtime:
     @property
     def credits(self) -> Path:
         """The file of `slipstream_runtime.credit.CreditFile`."""
-        return self.directory / "credits"
+        return self.home / "credits"
 
     def in_flight(self, model: str, pid: int) -> Path:
         """Return the `slipstream_runtime.inflight` file of one process of a model."""
@@ -52,8 +82,8 @@ class Runtime:
 
     @property
     def repairs(self) -> Path:
-        """The file of `slipstream_runtime.repairs`."""
-        return self.directory / "repairs"
+        """The file of `slipstream_runtime.repairs`: of this engine's models, and of the server."""
+        return self.home / "repairs"
 
     @property
     def spare(self) -> Path:
@@ -63,12 +93,12 @@ class Runtime:
     @property
     def log(self) -> Path:
         """The stdout and stderr of engine and supervisor."""
-        return self.directory / "engine.log"
+        return self.home / "engine.log"
 
     @property
     def error(self) -> Path:
         """The reason, in one line, why the engine could not start; else there is no file."""
-        return self.directory / "engine.error"
+        return self.home / "engine.error"
 
     @property
     def stopping(self) -> Path:
@@ -76,8 +106,8 @@ class Runtime:
         return self.directory / "stopping"
 
 
-def open_runtime(server_pid: int) -> Runtime:
-    """Return the runtime directory, making it if missing.
+def open_runtime(server_pid: int, engine_model: str = ENGINE) -> Runtime:
+    """Return the runtime directory as an engine's processes see it, making what is missing.
 
     It is `$SLIPSTREAM_RUNTIME_DIR`, set by `slipstream serve`, else a folder in the temporary
     directory, named after the user and the tritonserver (a stub's parent). Raises OSError if it
@@ -89,7 +119,8 @@ def open_runtime(server_pid: int) -> Runtime:
     state = directory.lstat() if not given else directory.stat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise PermissionError(f"{directory}: not a directory that only this user can write")
-    runtime = Runtime(directory)
+    runtime = Runtime(directory, folder_of(engine_model))
+    runtime.home.mkdir(mode=0o700, exist_ok=True)
     if len(os.fsencode(runtime.socket)) > MAX_SOCKET_PATH:
         raise ValueError(f"{runtime.socket}: longer than {MAX_SOCKET_PATH} bytes; set TMPDIR")
     return runtime
@@ -114,9 +145,10 @@ def _is_left_over(directory: Path) -> bool:
     try:
         if directory.lstat().st_uid != os.getuid():
             return False
-        with Runtime(directory).lock.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:  # no engine was started, or another process is removing it
+        for path in directory.glob(f"**/{_LOCK}"):
+            with path.open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # another process is removing it
         return True
     except OSError:
         return False

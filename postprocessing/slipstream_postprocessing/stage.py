@@ -67,7 +67,7 @@ class TritonPythonModel:
         self._skip_special = parameters.flag("skip_special_tokens", True)
         # With dynamic batching the server itself drops requests of disconnected clients.
         self._checks_cancel = not parameters.has_dynamic_batching
-        runtime = open_runtime(os.getppid())
+        runtime = open_runtime(os.getppid(), parameters.engine_model)
         self._credits = CreditFile(runtime.credits)
         self._taker = Taker(self._credits)
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))

@@ -53,7 +53,7 @@ class TritonPythonModel:
             add_special_tokens=parameters.flag("add_special_tokens", True),
             max_model_len=context_limit(parameters, directory),
         )
-        runtime = open_runtime(os.getppid())
+        runtime = open_runtime(os.getppid(), parameters.engine_model)
         passed = Passed(passed_path_of(runtime.socket))
         self._gate = Gate(LoadFile(path_of(runtime.socket)), passed)
         self._refusals = Refusals(parameters.model)

@@ -76,6 +76,8 @@ def test_models_of_two_engines_among_others(tmp_path):
 def test_a_model_that_says_nothing_belongs_to_the_engine_of_its_name(tmp_path):
     put(tmp_path, "code_postprocessing", None)
     put(tmp_path, "postprocessing", {})
+    assert engine_model_of(tmp_path / "code_postprocessing") == ENGINE  # there is no other
+    put(tmp_path, "code_tensorrt_llm", {"engine": {"checkpoint": "checkpoint"}})
     assert engine_model_of(tmp_path / "code_postprocessing") == "code_tensorrt_llm"
     assert engine_model_of(tmp_path / "postprocessing") == ENGINE
 

@@ -72,3 +72,51 @@ def test_blocks_are_as_large_as_the_model_makes_them(checkpoint: Path, tmp_path:
     other = save(make_model("llama", hidden_size=64, num_key_value_heads=4), tmp_path / "other")
     assert plan_of(other).block_bytes == 2 * BLOCK
     assert plan_of(checkpoint, dtype="bfloat16", block_size=16).block_bytes == BLOCK // 4
+
+
+@given(
+    share=st.floats(0.01, 1.0),
+    total=st.integers(1, 10**12),
+    taken=st.integers(0, 10**12),
+    left=st.integers(0, 10**12),
+)
+def test_no_more_than_the_share_is_taken(share: float, total: int, taken: int, left: int) -> None:
+    more = memory.within_share(share, total, taken, left)
+    assert 0 <= more <= left
+    assert more == 0 or taken + more <= share * total
+    assert more == left or taken + more + 1 > share * total
+
+
+def test_a_share_too_small_is_refused_with_the_figures(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(checkpoint)
+    longest = plan.held_blocks * plan.block_bytes
+    needed = plan.weight_bytes + longest
+    monkeypatch.setattr("slipstream.runner.plan.total_memory", lambda device: 2 * needed)
+    plan_of(checkpoint, memory_share=0.5)
+    figures = rf"{plan.weight_bytes / 1e9:.2f} GB and the KV cache of a sequence of 256 tokens"
+    with pytest.raises(ConfigError, match=rf"memory_share = 0.49 is .* need {figures}"):
+        plan_of(checkpoint, memory_share=0.49)
+    tokens = 2 * plan.block_size
+    plan_of(checkpoint, memory_share=0.49, kv_cache_tokens=tokens)
+    with pytest.raises(ConfigError, match=f"leaves .* a sequence of {plan.max_model_len} tokens"):
+        memory.num_blocks(plan_of(checkpoint, memory_share=0.5), longest)  # a tenth is kept free
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan")])
+def test_a_share_is_above_0_and_at_most_1(checkpoint: Path, share: float) -> None:
+    with pytest.raises(ConfigError, match=r"memory_share = .* is not above 0 and at most 1"):
+        plan_of(checkpoint, memory_share=share)
+
+
+def test_a_runner_on_a_cpu_keeps_to_its_share(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(checkpoint)
+    total = 4 * (plan.weight_bytes + plan.held_blocks * plan.block_bytes)
+    for module in ("plan", "memory"):
+        monkeypatch.setattr(f"slipstream.runner.{module}.total_memory", lambda device: total)
+    runner = make_runner(checkpoint, kv_cache_tokens=None, block_size=32, memory_share=0.5)
+    room = 0.9 * (total / 2 - plan.weight_bytes)
+    assert runner.num_blocks == room // plan.block_bytes

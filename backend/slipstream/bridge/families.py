@@ -6,9 +6,10 @@ each of them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from slipstream_contract.deployment import DEFAULT, ENGINE, name_of
 from slipstream_runtime.repairs import KINDS
 
 from slipstream.figures import COUNTERS, DRAFT_POSITIONS, DRAFTERS
@@ -36,9 +37,21 @@ class Metric:
     bounds: tuple[float, ...] = ()  # buckets of an observed histogram
 
 
-def engine_metrics(model_name: str, block_size: int, num_blocks: int) -> list[Metric]:
-    """Return all metrics of an engine that serves a model of this name."""
-    return [*_ours(), *_vllm(model_name, block_size, num_blocks), *_tensorrt_llm()]
+def engine_metrics(
+    model_name: str, block_size: int, num_blocks: int, deployment: str = DEFAULT
+) -> list[Metric]:
+    """Return all metrics of an engine that serves a model of this name.
+
+    Ours of a deployment with a name have it as the label `engine`. The `vllm:` and `nv_` families
+    have the name of the model of that kind in their label `model`.
+    """
+    own = {} if deployment == DEFAULT else {"engine": deployment}
+    vllm = {"model_name": model_name, "engine": "0", "model": name_of(deployment, "vllm_model")}
+    return [
+        *(replace(metric, labels=own | metric.labels) for metric in _ours()),
+        *_vllm(vllm | {"version": "1"}, block_size, num_blocks),
+        *_tensorrt_llm({"model": name_of(deployment, ENGINE), "version": "1"}),
+    ]
 
 
 _FREEING_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -198,8 +211,7 @@ _VLLM_REASONS = {
 }
 
 
-def _vllm(model_name: str, block_size: int, num_blocks: int) -> Iterator[Metric]:
-    labels = {"model_name": model_name, "engine": "0", "model": "vllm_model", "version": "1"}
+def _vllm(labels: dict[str, str], block_size: int, num_blocks: int) -> Iterator[Metric]:
     for name, (text, figure) in _VLLM_GAUGES.items():
         yield Metric(f"vllm:{name}", Kind.GAUGE, text, (figure,), labels)
     for name, (text, figure) in _VLLM_COUNTERS.items():
@@ -264,8 +276,7 @@ _TRT_LLM_GAUGES = {
 }
 
 
-def _tensorrt_llm() -> Iterator[Metric]:
-    labels = {"model": "tensorrt_llm", "version": "1"}
+def _tensorrt_llm(labels: dict[str, str]) -> Iterator[Metric]:
     for (name, label, text), words in _TRT_LLM_GAUGES.items():
         for word, figure in words.items():
             family = f"nv_trt_llm_{name}"

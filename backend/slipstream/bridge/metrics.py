@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import triton_python_backend_utils as pb
+from slipstream_contract.deployment import DEFAULT, split_name
 from slipstream_contract.errors import REASONS, ContractError, label_of
 from slipstream_runtime import repairs
 from slipstream_runtime.stub import must_end
@@ -90,7 +91,7 @@ class Metrics:
     def __init__(self, bridge: Bridge, model: str, is_engine: bool) -> None:
         """Start the thread. Raises the server's error if it serves no metrics."""
         self._publisher: Publisher = (
-            EngineMetrics(bridge) if is_engine else CallMetrics(bridge, model)
+            EngineMetrics(bridge, split_name(model)[0]) if is_engine else CallMetrics(bridge, model)
         )
         self._periodic = Periodic("metrics", _PERIOD_S, self._publish)
 
@@ -154,9 +155,10 @@ class CallMetrics:
 
 
 class EngineMetrics:
-    """Metrics of the engine; only one bridge of a server has them."""
+    """Metrics of the engine; only one bridge of each engine has them."""
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: Bridge, deployment: str = DEFAULT) -> None:
+        self._deployment = deployment
         self._connection = bridge.connection
         self._repairs = bridge.repairs
         self._families = _Families()
@@ -194,7 +196,8 @@ class EngineMetrics:
     def _make(self, status: wire.Status) -> None:
         assert status.figures is not None
         block_size = round(status.figures.gauges["block_size"])
-        for metric in engine_metrics(status.model, block_size, status.kv_blocks_total):
+        num_blocks = status.kv_blocks_total
+        for metric in engine_metrics(status.model, block_size, num_blocks, self._deployment):
             self._make_one(metric)
 
     def _make_one(self, metric: Metric) -> None:

@@ -11,11 +11,13 @@ from typing import Any, Protocol
 
 import msgspec
 import triton_python_backend_utils as pb
+from slipstream_contract.deployment import deployments_of, engine_model_of
 from slipstream_contract.errors import ContractError
 from slipstream_contract.inputs import read_parameters, refuse_others
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.probes import PROBE, Probe, split_probe
+from slipstream_contract.shares import memory_share
 from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.directory import hide_shared_memory, open_runtime
 from slipstream_runtime.inflight import InFlight
@@ -33,7 +35,7 @@ from slipstream.bridge.bridge import Bridge, IncomingRequest
 from slipstream.bridge.composed import Composed, Vocabulary
 from slipstream.bridge.ending import EndWatch
 from slipstream.bridge.fused import Fused
-from slipstream.bridge.health import Siblings, health
+from slipstream.bridge.health import About, Siblings, health
 from slipstream.bridge.llmapi import LlmApi
 from slipstream.bridge.metrics import Metrics
 from slipstream.bridge.text import Text, load_end_ids
@@ -89,7 +91,7 @@ class TritonPythonModel:
         )
         self._outputs = [output["name"] for output in parameters.config["output"]]
         server_pid = os.getppid()
-        runtime = open_runtime(server_pid)
+        runtime = open_runtime(server_pid, parameters.engine_model)
         self._in_flight = InFlight(runtime.in_flight(parameters.model, os.getpid()))
         self._bridge = Bridge(parameters.model, runtime, config, server_pid)
         try:
@@ -100,9 +102,11 @@ class TritonPythonModel:
             raise
         self._vitals = Vitals(runtime.vitals(parameters.model, os.getpid()))
         self._metrics = self._make_metrics(parameters.model)
-        is_health = self._wiring is None
-        self._end_watch = EndWatch(runtime, server_pid) if is_health else None
-        self._siblings = Siblings(runtime) if is_health else None
+        self._end_watch = self._siblings = None
+        if self._wiring is None:
+            self._end_watch = EndWatch(runtime, server_pid)
+            self._siblings = Siblings(runtime, partial(_uses_engine, parameters))
+            self._about = About.of(parameters.engine_model, config, welcome)
         rest_collector()
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
@@ -163,7 +167,7 @@ class TritonPythonModel:
         for request in requests:
             try:
                 refuse_others(read_parameters(request), (PROBE,))
-                outputs = health(self._bridge, siblings, self._outputs[0])
+                outputs = health(self._bridge, siblings, self._about, self._outputs[0])
                 responses.append(pb.InferenceResponse(make_tensors(outputs)))
             except ContractError as error:
                 responses.append(pb.InferenceResponse(error=triton_error(error)))
@@ -224,7 +228,19 @@ def read_settings(version_directory: Path) -> tuple[str, EngineConfig]:
     if engine is None:
         raise ValueError(f"{path}: holds no `engine`")
     checkpoint = (path.parent / engine.checkpoint).resolve()
-    return settings.wiring, msgspec.structs.replace(engine, checkpoint=str(checkpoint))
+    share = memory_share(deployments_of(version_directory.parents[1]), path.parents[1].name)
+    return settings.wiring, msgspec.structs.replace(
+        engine, checkpoint=str(checkpoint), memory_share=share
+    )
+
+
+def _uses_engine(ours: StageParameters, model: str) -> bool:
+    """Return whether another model of the server uses the engine of this one."""
+    repository = ours.version_directory.parents[1]
+    try:
+        return engine_model_of(repository / model) == ours.engine_model
+    except ValueError:  # which its own process reports
+        return False
 
 
 def _read(path: Path) -> Settings:

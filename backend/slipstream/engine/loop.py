@@ -1,11 +1,11 @@
 """Run the engine's process: poll, apply messages, step, send; in one thread.
 
-    python -m slipstream.engine.loop --config FILE --socket ipc://PATH
+    python -m slipstream.engine.loop --config FILE --socket ipc://PATH [--memory-lock FILE]
 
 FILE is an `EngineConfig` as JSON; a relative checkpoint in it is relative to FILE. Exit codes: 0
 after SIGTERM, SIGINT or the end of the parent; 1 if the device is beyond repair, after all tokens
-were sent; 2 if the engine cannot start, with one line on stderr. No message from the socket can end
-the process.
+were sent; 2 if the engine cannot start, with one line on stderr; 3 if all models that used it were
+unloaded. No other message from the socket can end the process.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.admission import LoadFile
 from slipstream_runtime.admission import path_of as load_path_of
+from slipstream_runtime.locking import locked
 from slipstream_runtime.turns import Turns, path_of
 from slipstream_runtime.waking import wake_at_once
 
@@ -37,11 +38,13 @@ from slipstream.core.processors import load_processors
 from slipstream.core.thinking import find_thinking
 from slipstream.engine import drafter_choice
 from slipstream.engine.engine import Engine
+from slipstream.engine.keepers import Keepers
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.telemetry import Telemetry
 from slipstream.errors import ConfigError
 from slipstream.guide.checkpoint import start_set_up
+from slipstream.launch import CANNOT_START, UNUSED
 
 if TYPE_CHECKING:
     from slipstream.runner.plan import Plan
@@ -64,6 +67,7 @@ class EngineLoop:
         self._engine = engine
         self._welcome = welcome
         self._bridges: dict[bytes, wire.Hello] = {}  # connected bridges
+        self._keepers = Keepers()
         self._heard_s: dict[bytes, float] = {}
         self._next_probe_s = 0.0
         self._status_line = StatusLine(time.monotonic())
@@ -81,7 +85,9 @@ class EngineLoop:
         self._load_file = LoadFile(load_path_of(Path(address.removeprefix("ipc://"))))
 
     def run(self) -> int:
-        """Serve until the parent has ended (return 0) or the device is beyond repair (1)."""
+        """Serve until the parent has ended (return 0), the device is beyond repair (1), or all
+        models were unloaded (3).
+        """
         linger_ms = 0
         try:
             while os.getppid() == self._parent:
@@ -90,6 +96,9 @@ class EngineLoop:
                     _log.error("the runner is beyond repair: %s", self._engine.fatal)
                     linger_ms = 1000
                     return 1
+                if self._keepers.are_gone_for_good and not self._engine.has_work:
+                    _log.info("all models that used this engine were unloaded")
+                    return UNUSED
             return 0
         finally:
             self._context.destroy(linger_ms)
@@ -167,6 +176,7 @@ class EngineLoop:
         elif isinstance(message, wire.Ping):
             self._send(bridge, self._status(bridge, message))
         else:
+            self._keepers.remove(bridge, says_bye=True)
             self._disconnect(bridge, "says bye")
 
     def _status(self, bridge: bytes, ping: wire.Ping) -> wire.Status:
@@ -189,6 +199,7 @@ class EngineLoop:
         for identity in before:
             self._disconnect(identity, "connects anew")
         self._bridges[bridge] = message
+        self._keepers.add(bridge, message)
         self._heard_s[bridge] = time.monotonic()
         _log.info("bridge %.64r is connected", message.bridge)
         self._send(bridge, self._welcome)
@@ -198,6 +209,8 @@ class EngineLoop:
             self._drop(f"request {message.request} is already running")
             return
         try:
+            if self._keepers.are_gone:
+                raise ContractError("the model was unloaded", Code.UNAVAILABLE)
             self._engine.submit(bridge, message)
         except ContractError as error:
             rejected = wire.Rejected(message.request, error.code, error.message, error.reason)
@@ -228,6 +241,7 @@ class EngineLoop:
     def _disconnect(self, bridge: bytes, why: str) -> None:
         name = self._bridge_name(bridge)
         self._heard_s.pop(bridge, None)
+        self._keepers.remove(bridge)
         num_requests = self._engine.cancel_bridge(bridge)
         if self._bridges.pop(bridge, None) is not None:
             _log.info("bridge %.64r %s; %d requests cancelled", name, why, num_requests)
@@ -276,23 +290,27 @@ def limits_of(config: EngineConfig, plan: "Plan") -> Limits:
     )
 
 
-def load(config: EngineConfig, address: str) -> EngineLoop:
-    """Load the checkpoint and listen. Raises whatever is wrong with either."""
+def load(config: EngineConfig, address: str, memory_lock: Path | None = None) -> EngineLoop:
+    """Load the checkpoint and listen. Raises whatever is wrong with either.
+
+    Engines that have the same file `memory_lock` measure and take memory one after another.
+    """
     laps = Laps(process_age())
     from slipstream.runner.model_runner import ModelRunner
     from slipstream.runner.plan import resolve
 
     laps.lap("imports")
-    plan = resolve(config)
-    laps.lap("plan")
-    vocab = TokenBytes.load(plan.checkpoint) if plan.has_tokenizer else None
-    guide_compiler = None
-    if vocab is not None:
-        vocab_size = plan.model.dims.vocab_size
-        guide_compiler = start_set_up(plan.checkpoint, vocab_size, vocab.raw)
-    edit_context = edit_context_of(config, plan.checkpoint, plan.model.dims.vocab_size, vocab)
-    laps.lap("vocabulary")
-    runner = ModelRunner(plan)
+    with locked(memory_lock):
+        plan = resolve(config)
+        laps.lap("plan")
+        vocab = TokenBytes.load(plan.checkpoint) if plan.has_tokenizer else None
+        guide_compiler = None
+        if vocab is not None:
+            vocab_size = plan.model.dims.vocab_size
+            guide_compiler = start_set_up(plan.checkpoint, vocab_size, vocab.raw)
+        edit_context = edit_context_of(config, plan.checkpoint, plan.model.dims.vocab_size, vocab)
+        laps.lap("vocabulary")
+        runner = ModelRunner(plan)
     laps.lap("runner")
     limits = limits_of(config, plan)
     num_device_drafts = 0 if plan.drafts is None else plan.drafts.num_drafts
@@ -320,6 +338,9 @@ def load(config: EngineConfig, address: str) -> EngineLoop:
         os.getpid(),
         runner.vocab_size,
         runner.max_model_len,
+        plan.model.architecture,
+        str(plan.dtype).removeprefix("torch."),
+        plan.device.type,
     )
     loop = EngineLoop(engine, welcome, address)
     num_slots = 0 if runner.transfers is None else runner.transfers.num_slots
@@ -337,6 +358,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slipstream.engine.loop", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     parser.add_argument("--socket", required=True, help="ZeroMQ address to listen on")
+    parser.add_argument("--memory-lock", type=Path, help="locked while memory is taken")
     options = parser.parse_args(arguments)
     wake_at_once()  # undo what the parent may have set: steps come before everything else
     signal.signal(signal.SIGTERM, _exit)
@@ -345,11 +367,11 @@ def main(arguments: list[str] | None = None) -> int:
     faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to an engine that is stuck
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     try:
-        loop = load(read_config(options.config), options.socket)
+        loop = load(read_config(options.config), options.socket, options.memory_lock)
     except Exception as error:
         _log.debug("start failed", exc_info=True)
         print(f"slipstream engine: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return CANNOT_START
     gc.collect()
     gc.freeze()  # weights and modules stay: keep them out of collections
     code = loop.run()

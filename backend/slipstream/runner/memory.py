@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.runner.devices import total_memory
 from slipstream.runner.plan import Plan
 
 _SHARE = 0.9  # of what is left; the rest is for fragments, modules loaded later, other processes
@@ -31,6 +32,13 @@ def num_blocks(plan: Plan, free: int) -> int:
             )
         return wanted
     count = free // plan.block_bytes
+    share = plan.config.memory_share
+    if share is not None and count < plan.held_blocks:
+        raise ConfigError(
+            f"memory_share = {share:g} leaves {free / 1e9:.2f} GB for the KV cache, but "
+            f"{plan.longest} takes {plan.held_blocks * plan.block_bytes / 1e9:.2f} GB: more of it, "
+            "or a smaller max_model_len, would do"
+        )
     if plan.device.type == "cpu":
         count = min(count, plan.blocks_of(_CPU_TOKENS))
     least = plan.window.num_tables
@@ -41,6 +49,23 @@ def num_blocks(plan: Plan, free: int) -> int:
         )
     # More than every sequence at its longest can never be used.
     return min(count, plan.max_num_seqs * plan.held_blocks)
+
+
+def left_in_share(plan: Plan, before: int, left: int) -> int:
+    """Bytes left for the cache, on the device and in the engine's share of it.
+
+    `before` were free on a GPU before the engine took any, `left` are beside weights and workspace.
+    """
+    share = plan.config.memory_share
+    if share is None:
+        return left
+    taken = before - left if plan.device.type == "cuda" else plan.weight_bytes
+    return within_share(share, total_memory(plan.device), taken, left)
+
+
+def within_share(share: float, total: int, taken: int, left: int) -> int:
+    """Return how many of `left` bytes an engine may take that has a share of `total` bytes."""
+    return max(0, min(left, int(share * total) - taken))
 
 
 def left_on_gpu(

@@ -23,14 +23,15 @@ from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build
 from slipstream.models.weights import FileSource, RandomSource, Source, Weights
 from slipstream.runner.cache_dtype import log_scales
+from slipstream.runner.devices import available_on_host, free_on_gpu
 from slipstream.runner.draft_loading import load_drafter
 from slipstream.runner.drafting import Drafting
 from slipstream.runner.graphs import Buckets, Graphs
 from slipstream.runner.launched import LaunchedStep
 from slipstream.runner.log_probs import Ask, Tops, asks_of
 from slipstream.runner.masks import MaskPlaces, StepMasks
-from slipstream.runner.memory import left_on_gpu, num_blocks
-from slipstream.runner.plan import Plan, available_on_host
+from slipstream.runner.memory import left_in_share, left_on_gpu, num_blocks
+from slipstream.runner.plan import Plan
 from slipstream.runner.sampler import (
     HistoryInputs,
     Results,
@@ -92,6 +93,7 @@ class ModelRunner:
         self._attention = plan.attention
         self._dtype, self._is_sliced = plan.dtype, plan.config.deterministic
         self._hidden_size = plan.model.dims.hidden_size
+        before = free_on_gpu(plan.device)
         places = plan.groups.places
         # Of each layer its table and window, and its place in the cache.
         self._layers = [(each[0], w) for each, w in zip(places, plan.model.windows, strict=True)]
@@ -109,7 +111,8 @@ class ModelRunner:
         self._make_buffers(plan, buckets)
         self._drafting = self._make_drafting(plan)
         self._graphs = None
-        self.num_blocks = num_blocks(plan, self._measure(plan, buckets, laps))
+        left = self._measure(plan, buckets, laps)
+        self.num_blocks = num_blocks(plan, left_in_share(plan, before, left))
         self._make_caches(plan, self.num_blocks)
         laps.lap("cache")
         self._make_transfers(plan)

@@ -29,6 +29,7 @@ from slipstream.models.decoder import Sizes, sizes
 from slipstream.models.hf import ignored_keys, read_config, weights_dtype
 from slipstream.models.model_config import ModelConfig
 from slipstream.runner.cache_dtype import attention_spec, cache_dtype
+from slipstream.runner.devices import available_on_host, total_memory
 from slipstream.runner.draft_plan import DraftPlan, plan_drafts
 
 _log = logging.getLogger(__name__)
@@ -122,6 +123,19 @@ class Plan:
     def held_blocks(self) -> int:
         """Blocks that a sequence holds at most."""
         return self.window.blocks_for(self.table_blocks, self.block_size)
+
+    @property
+    def longest(self) -> str:
+        """The longest sequence, in words."""
+        if self.window.has_gaps:
+            return f"a sequence with {self.window.size:,} tokens in the attention window"
+        return f"a sequence of {self.max_model_len:,} tokens"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices; embedding and head are never quantised."""
+        size = quant.named(self.config.quantization).bytes_per_weight(self.dtype)
+        return self.sizes.outside * self.dtype.itemsize + int(self.sizes.blocks * size)
 
     def blocks_of(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens in all layers."""
@@ -264,26 +278,6 @@ def _attention(
     return backend(spec)
 
 
-def _weight_bytes(plan: Plan) -> int:
-    """Return the bytes of all matrices; embedding and head are never quantised."""
-    item = plan.dtype.itemsize
-    size = quant.named(plan.config.quantization).bytes_per_weight(plan.dtype)
-    return plan.sizes.outside * item + int(plan.sizes.blocks * size)
-
-
-def available_on_host() -> int:
-    """Bytes of host memory to be had: what the kernel says, within what the container may use."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    if meminfo.is_file():
-        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        available = 1024 * int(fields["MemAvailable"].split()[0])
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return available
-
-
 def _check_cache(plan: Plan) -> None:
     """Refuse a cache that no machine can have."""
     config = plan.config
@@ -299,6 +293,7 @@ def _check_cache(plan: Plan) -> None:
 def _check_memory(plan: Plan) -> None:
     """Refuse what cannot fit on this machine; what is left is measured after weights are read."""
     config = plan.config
+    _check_share(plan, total_memory(plan.device))
     wanted, available = config.kv_cache_host_bytes, available_on_host()
     if wanted > available:
         raise ConfigError(
@@ -310,11 +305,26 @@ def _check_memory(plan: Plan) -> None:
     wanted = plan.blocks_of(config.kv_cache_tokens) * plan.block_bytes
     is_cuda = plan.device.type == "cuda"
     free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else available
-    free = max(0, free - _weight_bytes(plan))
+    free = max(0, free - plan.weight_bytes)
     if wanted > free:
         raise ConfigError(
             f"kv_cache_tokens = {config.kv_cache_tokens} takes {wanted / 1e9:.2f} GB, but "
             f"{free / 1e9:.2f} GB are free beside the weights"
+        )
+
+
+def _check_share(plan: Plan, total: int) -> None:
+    """Refuse a share of `total` bytes that has no room for weights and the longest sequence."""
+    share, asked = plan.config.memory_share, plan.config.kv_cache_tokens
+    if share is None:
+        return
+    blocks = plan.held_blocks if asked is None else plan.blocks_of(asked)
+    cache, what = blocks * plan.block_bytes, plan.longest if asked is None else f"{asked:,} tokens"
+    if plan.weight_bytes + cache > share * total:
+        raise ConfigError(
+            f"memory_share = {share:g} is {share * total / 1e9:.2f} GB of {total / 1e9:.2f} GB, "
+            f"but the weights need {plan.weight_bytes / 1e9:.2f} GB and the KV cache of {what} "
+            f"{cache / 1e9:.2f} GB"
         )
 
 
@@ -351,6 +361,8 @@ def _check_fields(config: EngineConfig) -> None:
         modes = ", ".join(MODES)
         raise ConfigError(f"logprobs_mode = {config.logprobs_mode!r} is not one of {modes}")
     _at_least(config, "stuck_after_s", MIN_STUCK_AFTER_S)
+    if config.memory_share is not None and not 0 < config.memory_share <= 1:
+        raise ConfigError(f"memory_share = {config.memory_share} is not above 0 and at most 1")
     if not 0 <= config.gpu_hour_price < inf:
         raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")
     if config.request_log and not Path(config.request_log).is_absolute():
