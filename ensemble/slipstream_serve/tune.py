@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 from slipstream.config import EngineConfig
-from slipstream_compose.compose import ENGINE_MODEL, ComposeError
+from slipstream_compose.compose import ComposeError
+from slipstream_contract.deployment import ENGINE, deployments_of, name_of
 
 from slipstream_serve.server import repository_root
 
@@ -49,13 +50,14 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model-repository", type=Path, metavar="DIR", default=default)
     source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a Hugging Face directory")
+    parser.add_argument("--name", help="the deployment, where the repository has several")
 
 
 def source_of(args: argparse.Namespace) -> EngineConfig:
     """Return the configuration that `add_source`'s options name."""
     if args.checkpoint:
         return EngineConfig(checkpoint=os.path.abspath(args.checkpoint))
-    return configured(args.model_repository)
+    return configured(args.model_repository, args.name)
 
 
 def run_engine_module(module: str, options: list[str], config: EngineConfig) -> int:
@@ -72,9 +74,12 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-def configured(repository: Path) -> EngineConfig:
-    """Read the configuration of a repository's engine; its checkpoint is made absolute."""
-    path = repository / ENGINE_MODEL / "1" / "model.json"
+def configured(repository: Path, name: str | None = None) -> EngineConfig:
+    """Read the configuration of a repository's engine; its checkpoint is made absolute.
+
+    `name` is that of the deployment; None: the only one.
+    """
+    path = repository / _engine_model(repository, name) / "1" / "model.json"
     try:
         engine = msgspec.json.decode(path.read_bytes(), type=_Settings).engine
     except FileNotFoundError:
@@ -83,3 +88,17 @@ def configured(repository: Path) -> EngineConfig:
         raise ComposeError(f"{path}: {error}") from None
     checkpoint = (path.parent / engine.checkpoint).resolve()
     return msgspec.structs.replace(engine, checkpoint=str(checkpoint))
+
+
+def _engine_model(repository: Path, name: str | None) -> str:
+    """Return the engine's model of a deployment. Raises ComposeError if it is not clear which."""
+    if name is not None:
+        return name_of(name, ENGINE)
+    try:
+        found = deployments_of(repository)
+    except ValueError as error:
+        raise ComposeError(str(error)) from None
+    if len(found) > 1:
+        names = ", ".join(deployment.name for deployment in found)
+        raise ComposeError(f"{repository} has several deployments: choose one of {names} by --name")
+    return found[0].engine_model if found else ENGINE

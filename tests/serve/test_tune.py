@@ -72,3 +72,16 @@ def test_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(*line.split())
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_of_one_of_several_deployments(python: Path, tmp_path: Path) -> None:
+    for name, dtype in (("", "float16"), ("chat_", "bfloat16")):
+        folder = tmp_path / f"{name}tensorrt_llm"
+        (folder / "1").mkdir(parents=True)
+        (folder / "config.pbtxt").write_text('backend: "slipstream"\n')
+        engine = {"engine": {"checkpoint": "here", "dtype": dtype}}
+        (folder / "1" / "model.json").write_text(json.dumps(engine))
+    with pytest.raises(ComposeError, match="choose one of chat, ensemble by --name"):
+        tune.run(parse("--model-repository", str(tmp_path)))
+    tune.run(parse("--model-repository", str(tmp_path), "--name", "chat"))
+    assert json.loads(python.read_text())[1]["dtype"] == "bfloat16"
