@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-streams monitoring-tools browser perf locust overload isolation agreement soak fuzz limits pairs attention compose-check figures draft clean loc
+.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-streams monitoring-tools browser perf locust overload isolation agreement soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -116,6 +116,9 @@ pairs: install   ## the table of docs/decoding.md: what one request cannot ask f
 
 limits: install  ## the table of docs/limits.md, on stdout
 	@$(BIN)/python -c "from slipstream_contract.limits_page import page; print(page())"
+
+fields: install  ## the tables of docs/responses.md, written into it
+	@$(BIN)/python tools/fields.py
 
 attention: install  ## the tables of docs/attention.md, on stdout
 	@$(BIN)/python -c "from slipstream.kernels.attention.table import tables; print(tables())"

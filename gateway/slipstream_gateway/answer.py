@@ -27,7 +27,10 @@ class CallStart(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """A fragment of a call's arguments; joined, they are the JSON text of an object."""
+    """A fragment of a call's arguments; joined, they are the JSON text of an object.
+
+    No other delta comes between a call's start and its last fragment. A cut answer cuts them.
+    """
 
     index: int
     fragment: str
@@ -73,13 +76,18 @@ class Usage(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """A whole answer: the sum of its deltas, so it equals what a stream's client joins."""
+    """A whole answer: the sum of its deltas, so it equals what a stream's client joins.
+
+    `parts` has text, reasoning and calls as they came, neighbours of one kind joined; `text`,
+    `reasoning` and `calls` have the same by kind.
+    """
 
     text: str = ""
     reasoning: str = ""
     calls: list[Call] = []
     log_probs: list[TokenLogProb] = []
     finish: Finish | None = None
+    parts: list[Text | Reasoning | Call] = []
 
     def add(self, deltas: Iterable[Delta]) -> None:
         """Add what is new."""
@@ -87,13 +95,26 @@ class Answer(msgspec.Struct):
             match delta:
                 case Text():
                     self.text += delta.text
+                    self._extend(delta)
                 case Reasoning():
                     self.reasoning += delta.text
+                    self._extend(delta)
                 case CallStart():
                     assert delta.index == len(self.calls), "calls start in order"
-                    self.calls.append(Call(delta.id, delta.name))
+                    call = Call(delta.id, delta.name)
+                    self.calls.append(call)
+                    self.parts.append(call)
                 case CallArguments():
-                    self.calls[delta.index].arguments += delta.fragment
+                    assert delta.index == len(self.calls) - 1, "one call at a time"
+                    assert self.parts[-1] is self.calls[-1], "nothing comes between"
+                    self.calls[-1].arguments += delta.fragment
+
+    def _extend(self, delta: Text | Reasoning) -> None:
+        if delta.text and self.parts and type(last := self.parts[-1]) is type(delta):
+            assert not isinstance(last, Call)
+            self.parts[-1] = type(delta)(last.text + delta.text)
+        elif delta.text:
+            self.parts.append(delta)
 
 
 class Parser(Protocol):

@@ -1,5 +1,6 @@
 """Tables of fields: what they refuse, with which words, and what documents show of them."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import jsonschema
@@ -14,8 +15,11 @@ from slipstream_gateway.dialects.fields import (
     markdown,
     schema,
 )
+from slipstream_gateway.dialects.messages_fields import TABLE as MESSAGES
+from slipstream_gateway.dialects.responses_fields import TABLE as RESPONSES
 from slipstream_gateway.errors import ApiError
 
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = {
     "model": Mapped(str, "chooses the model", required=True),
     "max": Mapped(Annotated[int, msgspec.Meta(ge=1, le=9)], "limits the tokens"),
@@ -70,3 +74,11 @@ def test_documents_show_every_field_once() -> None:
     assert "| `wait` | only `false` | nothing waits |" in text
     assert "| `image` | 400 | there are no eyes |" in text
     assert text.count("\n") == 2 + len(TABLE)
+
+
+def test_the_tables_of_the_page_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "responses.md").read_text()
+    for table in (RESPONSES, MESSAGES):
+        assert markdown(table) in page, "run `make fields`"
+    jsonschema.Draft202012Validator.check_schema(schema(RESPONSES))
+    jsonschema.Draft202012Validator.check_schema(schema(MESSAGES))

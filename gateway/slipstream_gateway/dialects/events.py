@@ -1,0 +1,51 @@
+"""Write what the dialects share: server-sent events, and names of fields in errors."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from slipstream_gateway.answer import CallArguments, Delta, Reasoning, Text
+from slipstream_gateway.errors import ApiError
+
+encode = msgspec.json.Encoder().encode
+
+
+def event(name: str, payload: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event with its type in both places where clients look."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **payload}))
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error about a chat completion in the words of a dialect.
+
+    `names` maps fields of the chat completion to those of the dialect.
+    """
+    if error.param is None or error.param not in names:
+        return error
+    name = names[error.param]
+    message = re.sub(rf"\b{re.escape(error.param)}\b", lambda _: name, error.message)
+    return ApiError(error.status, message, name, error.code, error.retry_after_ms)
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """Return deltas of which neighbours of a kind are one, so that a write is few events.
+
+    Empty texts are left out.
+    """
+    result: list[Delta] = []
+    for delta in deltas:
+        last = result[-1] if result else None
+        match delta, last:
+            case ((Text(text) | Reasoning(text)), _) if not text:
+                continue
+            case Text(text), Text(before):
+                result[-1] = Text(before + text)
+            case Reasoning(text), Reasoning(before):
+                result[-1] = Reasoning(before + text)
+            case CallArguments(index, text), CallArguments(_, before):
+                result[-1] = CallArguments(index, before + text)
+            case _:
+                result.append(delta)
+    return result
