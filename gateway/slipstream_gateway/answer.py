@@ -90,14 +90,18 @@ class Answer(msgspec.Struct):
     parts: list[Text | Reasoning | Call] = []
 
     def add(self, deltas: Iterable[Delta]) -> None:
-        """Add what is new."""
+        """Add what is new, in time linear in it: a text that only a local has grows in place."""
         for delta in deltas:
             match delta:
                 case Text():
-                    self.text += delta.text
+                    text, self.text = self.text, ""
+                    text += delta.text
+                    self.text = text
                     self._extend(delta)
                 case Reasoning():
-                    self.reasoning += delta.text
+                    text, self.reasoning = self.reasoning, ""
+                    text += delta.text
+                    self.reasoning = text
                     self._extend(delta)
                 case CallStart():
                     assert delta.index == len(self.calls), "calls start in order"
@@ -107,12 +111,17 @@ class Answer(msgspec.Struct):
                 case CallArguments():
                     assert delta.index == len(self.calls) - 1, "one call at a time"
                     assert self.parts[-1] is self.calls[-1], "nothing comes between"
-                    self.calls[-1].arguments += delta.fragment
+                    text, self.calls[-1].arguments = self.calls[-1].arguments, ""
+                    text += delta.fragment
+                    self.calls[-1].arguments = text
 
     def _extend(self, delta: Text | Reasoning) -> None:
         if delta.text and self.parts and type(last := self.parts[-1]) is type(delta):
             assert not isinstance(last, Call)
-            self.parts[-1] = type(delta)(last.text + delta.text)
+            text = last.text
+            del last, self.parts[-1]
+            text += delta.text
+            self.parts.append(type(delta)(text))
         elif delta.text:
             self.parts.append(delta)
 

@@ -1,0 +1,98 @@
+# ruff: noqa: RUF001 - markers have letters that only look like ASCII
+"""Find a checkpoint's format of answers: by its chat template, or by the operator's names."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from slipstream_gateway.parsing.answers import Answers, format_of
+from slipstream_gateway.parsing.format import Calls, Format, Reasoning
+from slipstream_gateway.parsing.formats import CALLS, HARMONY, REASONING
+
+AUTO, NONE = "auto", "none"
+
+_CALLS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>", "<|message|>"), HARMONY),
+    (("｜DSML｜",), "deepseek_v32"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<arg_key>",), "glm45"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<tool_call>",), "hermes"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<function_calls>",), "olmo3"),
+    (("[func_name", "<|header_start|>"), "llama4_pythonic"),
+    (("[func_name",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters": dictionary',), "llama3_json"),
+)
+"""What a template holds -> how calls are written; the first that fits."""
+
+_REASONING = ((("[THINK]",), "mistral"), (("<seed:think>",), "seed_oss"), (("</think>",), "qwen3"))
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of the library `tokenizers`."""
+
+    def get_added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Return id -> added token."""
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return text -> id of the special tokens, which an answer's text lacks."""
+    added = tokenizer.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items() if token.special}
+
+
+def detect(chat_template: str | None) -> Format | None:
+    """Return the format that a chat template renders; None: no format that is known."""
+    calls = _first(_CALLS, chat_template or "")
+    thoughts = None if calls == HARMONY else _first(_REASONING, chat_template or "")
+    return format_of(calls, thoughts) if calls or thoughts else None
+
+
+def _first(table: tuple[tuple[tuple[str, ...], str], ...], text: str) -> str | None:
+    return next((name for texts, name in table if all(each in text for each in texts)), None)
+
+
+def choose(
+    chat_template: str | None,
+    special_ids: Mapping[str, int],
+    tool_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+) -> Answers:
+    """Return the format of a checkpoint.
+
+    Args:
+        chat_template: its source; the one for tools where there are several.
+        special_ids: text -> id of the special tokens.
+        tool_parser, reasoning_parser: names; `auto`: what the template says, `none`: none.
+
+    Raises ApiError naming the parsers that are known.
+    """
+    found = detect(chat_template)
+    if found is not None and found.channels is not None:
+        named = {tool_parser, reasoning_parser}
+        if named <= {AUTO} or named == {AUTO, HARMONY}:
+            return Answers(found, special_ids)
+        found = None
+    given = format_of(_named(tool_parser), _named(reasoning_parser))
+    if given.channels is not None or found is None:
+        return Answers(given, special_ids)
+    calls = found.calls if tool_parser == AUTO else given.calls
+    reasoning = found.reasoning if reasoning_parser == AUTO else given.reasoning
+    return Answers(Format(_name(calls, reasoning), calls, reasoning), special_ids)
+
+
+def _name(calls: Calls | None, reasoning: Reasoning | None) -> str:
+    names = [name for name, each in CALLS.items() if each is calls]
+    names += [name for name, each in REASONING.items() if each is reasoning]
+    return "+".join(names) or NONE
+
+
+def _named(name: str) -> str | None:
+    return None if name in (AUTO, NONE) else name

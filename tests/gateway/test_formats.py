@@ -1,0 +1,134 @@
+# ruff: noqa: RUF001 - markers have letters that only look like ASCII
+"""Which format a checkpoint has: by its chat template, or by names."""
+
+import pytest
+from slipstream_gateway.answer import Answer, Call
+from slipstream_gateway.errors import ApiError
+from slipstream_gateway.parsing.choice import finish_reason, read_choice
+from slipstream_gateway.parsing.detect import choose, detect
+from slipstream_gateway.parsing.formats import CALLS, TOOL_ALIASES
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{'<tool_call>\\n' }} ... <think> </think>", "hermes+qwen3"),
+        ("<tool_call>", "hermes"),
+        ("<tool_call>\n<function=x>\n<parameter=y>", "qwen3_coder"),
+        ("<tool_call>{name}\n<arg_key>{k}</arg_key>", "glm45"),
+        ("'<｜tool▁calls▁begin｜>' '```json' '</think>'", "deepseek_v3+qwen3"),
+        ("'<｜tool▁calls▁begin｜>' '</think>'", "deepseek_v31+qwen3"),
+        ("｜DSML｜ </think>", "deepseek_v32+qwen3"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("[TOOL_CALLS][THINK]", "mistral+mistral"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "openai"),
+        ("<|python_tag|>", "llama3_json"),
+        ("[func_name1(a=1)] <|header_start|>", "llama4_pythonic"),
+        ("[func_name1(a=1)]", "pythonic"),
+        ("<seed:tool_call> <function= <parameter= <seed:think>", "seed_oss+seed_oss"),
+        ("<minimax:tool_call> </think>", "minimax_m2+qwen3"),
+        ("</think>", "qwen3"),
+    ],
+)
+def test_a_template_says_which_format(template, name):
+    assert detect(template).name == name
+    assert choose(template, {}).format.name == name
+
+
+def test_a_template_without_markers_has_none():
+    assert detect("{{ messages }}") is None
+    assert detect(None) is None
+    assert choose(None, {}).format.name == "none"
+
+
+def test_names_override_what_the_template_says():
+    template = "<tool_call> </think>"
+    assert choose(template, {}, "llama3_json").format.name == "llama3_json+qwen3"
+    assert choose(template, {}, "none").format.name == "qwen3"
+    assert choose(template, {}, "auto", "none").format.name == "hermes"
+    assert choose(template, {}, "openai").format.name == "openai"
+    harmony = "<|channel|><|message|>"
+    assert choose(harmony, {}, "hermes").format.name == "hermes"
+    assert choose(harmony, {}, "openai", "auto").format.name == "openai"
+
+
+@pytest.mark.parametrize("alias", TOOL_ALIASES)
+def test_aliases_lead_somewhere(alias):
+    assert TOOL_ALIASES[alias] in {*CALLS, "openai", "hf"}
+
+
+def test_unknown_names_are_refused_with_those_that_are_known():
+    with pytest.raises(ApiError, match=r"tool parser 'x' is not known, but .*hermes"):
+        choose(None, {}, "x")
+    with pytest.raises(ApiError, match=r"reasoning parser 'x' is not known, but .*qwen3"):
+        choose(None, {}, "auto", "x")
+
+
+def test_what_a_request_says_of_tools():
+    assert read_choice().mode == "none"
+    assert read_choice(TOOLS).mode == "auto"
+    assert read_choice(TOOLS, "none").allowed == ()
+    assert [tool.name for tool in read_choice(TOOLS, "required").allowed] == ["f", "g"]
+    named = read_choice(TOOLS, {"type": "function", "function": {"name": "g"}}, False)
+    assert (named.mode, [tool.name for tool in named.allowed]) == ("named", ["g"])
+    assert not named.is_parallel
+    allowed = {"mode": "required", "tools": [{"type": "function", "name": "g"}]}
+    given = {"type": "allowed_tools", "allowed_tools": allowed}
+    assert [tool.name for tool in read_choice(TOOLS, given).allowed] == ["g"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "words"),
+    [
+        (None, "required", "tool_choice is required, but tools is empty"),
+        ([], "required", "tool_choice is required, but tools is empty"),
+        (TOOLS, {"type": "function", "function": {"name": "h"}}, "names 'h', but the tools are"),
+        (None, {"type": "function", "function": {"name": "h"}}, "names 'h', but the tools are"),
+        (TOOLS, "any", "tool_choice is 'any', not"),
+        (TOOLS, 5, "tool_choice is 5"),
+        (TOOLS, {"type": "function"}, "names no function"),
+        ({"a": 1}, None, "tools is"),
+        ([5], None, r"tools\[0\] is 5"),
+        ([{"type": "web_search"}], None, r"tools\[0\].type is 'web_search', only function"),
+        ([{"type": "function"}], None, "names no function"),
+        ([TOOLS[0], TOOLS[0]], None, r"tools\[1\].function.name is 'f', which another tool has"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": 1}}],
+            None,
+            "parameters is 1, not a JSON schema",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "strict": "x"}}],
+            None,
+            "strict is 'x'",
+        ),
+        (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "x"}}, "mode is 'x'"),
+        (
+            TOOLS,
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            "not a list of functions",
+        ),
+    ],
+)
+def test_bad_tools_are_refused_by_name(tools, choice, words):
+    with pytest.raises(ApiError, match=words) as caught:
+        read_choice(tools, choice)
+    assert caught.value.status == 400
+    assert caught.value.param
+
+
+def test_parallel_tool_calls_is_a_flag():
+    with pytest.raises(ApiError, match="parallel_tool_calls is 5"):
+        read_choice(TOOLS, None, 5)
+
+
+def test_reasons_of_an_end():
+    answer, plain = Answer(calls=[Call("i", "f", "{}")]), Answer(text="x")
+    named = read_choice(TOOLS, {"type": "function", "function": {"name": "g"}})
+    assert finish_reason(read_choice(TOOLS), "stop", answer) == "tool_calls"
+    assert finish_reason(read_choice(TOOLS, "required"), "stop", answer) == "tool_calls"
+    assert finish_reason(named, "stop", answer) == "stop"
+    assert finish_reason(read_choice(TOOLS), "stop", plain) == "stop"
+    assert finish_reason(read_choice(TOOLS), "length", answer) == "length"
