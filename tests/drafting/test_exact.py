@@ -4,7 +4,7 @@ Requests of random parameters: samplers, several answers, stop words, bans, guid
 are preempted, some cancelled, and all are streamed. The quick tier sends a few by each drafter. All
 10,000 by each of them is one command:
 
-    SLIPSTREAM_EXACT=10000 .venv/bin/python -m pytest tests/drafting/test_exact.py --tier rest
+    SLIPSTREAM_EXACT=10000 .venv/bin/pytest -s -n auto --tier rest tests/drafting/test_exact.py
 """
 
 import os
@@ -222,12 +222,15 @@ def test_a_few_requests_that_ask() -> None:
     compare_asked(6, 1)
 
 
+COUNT = int(os.environ.get("SLIPSTREAM_EXACT", "16"))  # each a second or so by each drafter
+EACH = 100
+
+
 @pytest.mark.rest
 @pytest.mark.timeout(0 if "SLIPSTREAM_EXACT" in os.environ else 300)
-def test_many_requests() -> None:
-    count = int(os.environ.get("SLIPSTREAM_EXACT", "16"))  # a second or so for each drafter
-    for seed in range(2, 2 + -(-count // 200)):
-        num_drafts = compare(min(200, count), seed, list(DRAFTERS))
-        assert all(num_right for _, num_right in num_drafts.values()), num_drafts
-        compare_asked(min(200, count), seed)
-        print(f"seed {seed}: drafts and right ones {num_drafts}, nothing differs", flush=True)
+@pytest.mark.parametrize("seed", range(2, 2 + -(-COUNT // EACH)))
+def test_many_requests(seed: int) -> None:
+    num_drafts = compare(min(EACH, COUNT), seed, list(DRAFTERS))
+    assert all(num_right for _, num_right in num_drafts.values()), num_drafts
+    compare_asked(min(EACH, COUNT), seed)
+    print(f"seed {seed}: drafts and right ones {num_drafts}, nothing differs", flush=True)
