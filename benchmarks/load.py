@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 from slipstream.models import reading
-from slipstream.models.files import TensorEntry, tensor_entries
+from slipstream.models.entries import TensorEntry
+from slipstream.models.files import tensor_entries
 from slipstream.models.reading import Region, TensorReader, num_threads
 
 _BUFFER_BYTES = 4 << 20  # stays in a cache of the processor: the reads are at their best

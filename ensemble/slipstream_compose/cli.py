@@ -9,8 +9,6 @@ from slipstream.config import DTYPES, KV_CACHE_DTYPES, SPECULATIONS, help_of
 from slipstream_contract.deployment import DEFAULT
 from slipstream_contract.errors import clip
 from slipstream_contract.log_probs import MODES
-from slipstream_contract.vocab import TokenBytes
-from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_runtime.processes import num_cores
 
 from slipstream_compose.compose import (
@@ -70,7 +68,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declare `slipstream compose`."""
     parser = subparsers.add_parser("compose", help="write a model repository for a checkpoint")
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="a Hugging Face directory"
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a Hugging Face directory, or a GGUF file",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="the model repository"
@@ -201,9 +203,6 @@ def run(args: argparse.Namespace) -> int:
     repository = compose(
         args.checkpoint, args.output, options, args.wiring, instances, cores, contracts, name
     )
-    if repository.info.has_tokenizer:
-        load_tokenizer(args.checkpoint)
-        TokenBytes.load(args.checkpoint)
     return _check(repository) if args.check else _write(repository)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 from slipstream.config import EngineConfig
+from slipstream.models.gguf.unpack import as_directory, is_gguf
 from slipstream.models.hf import CheckpointInfo
 from slipstream.preflight import preflight
 from slipstream_contract.declarations import Model
@@ -30,8 +31,11 @@ from slipstream_contract.deployment import (
 from slipstream_contract.errors import clip
 from slipstream_contract.shares import check_shares
 from slipstream_contract.tensors import LLMAPI, MODELS
+from slipstream_contract.vocab import TokenBytes
+from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_runtime.processes import MAX_INSTANCES
 
+from slipstream_compose import made
 from slipstream_compose.pbtxt import MARK, model_config
 
 WIRINGS = ("composed", "fused")
@@ -101,7 +105,7 @@ def compose(
     """Make the files of one deployment of a repository, without writing them.
 
     Args:
-        checkpoint: a Hugging Face directory.
+        checkpoint: a Hugging Face directory, or a GGUF file.
         output: the repository.
         options: fields of EngineConfig; None: the default.
         wiring: of the model `ensemble`: "composed" of three models, or "fused" in the bridge.
@@ -114,18 +118,24 @@ def compose(
     """
     check_name(deployment)
     given = {name: value for name, value in options.items() if value is not None}
-    checked = preflight(EngineConfig(checkpoint=str(checkpoint), **given))
+    with as_directory(checkpoint) as (directory, unpacked):
+        checked = preflight(EngineConfig(checkpoint=str(directory), **given))
+        if checked.info.has_tokenizer:
+            load_tokenizer(directory)
+            TokenBytes.load(directory)
+        called = checkpoint.stem if unpacked else _name(directory)
+    given.setdefault("model", called if deployment == DEFAULT else deployment)
     info = checked.info
     is_fused = wiring == "fused"
     added = list(map(_added, contracts))
     models = _models(added, info)
     _check_instances(instances or {}, info, models, is_fused)
     instances = {**_instances(cores), **(instances or {})}
-    given.setdefault("model", _name(checkpoint) if deployment == DEFAULT else deployment)
     named = partial(name_of, deployment)
-    place = output / named(ENGINE) / "1"
-    engine = EngineConfig(checkpoint=_reference(checkpoint, output, place), **given)
-    files: dict[Path, str] = {}
+    folder = Path(named(ENGINE), "1")
+    engine = EngineConfig(checkpoint=_reference(checkpoint, output, output / folder), **given)
+    placed = made.placed(checkpoint, output / folder, unpacked)
+    files = {folder / path: text for path, text in placed.items()}
     notes = checked.notes
     for model in models:
         needs_text = model in added or model.name not in _WITHOUT_TOKENIZER
@@ -136,9 +146,9 @@ def compose(
             model = msgspec.structs.replace(model, num_instances=instances[model.name])
         served_by = "llmapi" if model in added else _wiring(model, is_fused)
         parameters = _parameters(model, served_by, engine.checkpoint, named(ENGINE))
-        folder = Path(named(model.name))
-        files[folder / _CONFIG] = model_config(model, parameters, is_fused, deployment)
-        files[folder / "1" / _SETTINGS] = _json(_settings(model, served_by, engine, deployment))
+        own = Path(named(model.name))
+        files[own / _CONFIG] = model_config(model, parameters, is_fused, deployment)
+        files[own / "1" / _SETTINGS] = _json(_settings(model, served_by, engine, deployment))
     _check_others(output, deployment, files, engine.memory_share)
     return Repository(output, info, files, notes, deployment)
 
@@ -244,8 +254,11 @@ def _reference(checkpoint: Path, output: Path, engine: Path) -> str:
 
     `engine` is the folder of the engine's model.json.
 
-    Links are not resolved: a link inside the repository remains the reference.
+    Links are not resolved: a link inside the repository remains the reference. A GGUF file has its
+    files in the repository.
     """
+    if is_gguf(checkpoint):
+        return made.FOLDER
     target, root = Path(os.path.abspath(checkpoint)), Path(os.path.abspath(output))
     if not target.is_relative_to(root):
         return str(target)
@@ -354,9 +367,10 @@ def write(repository: Repository) -> list[str]:
     for path in superfluous:
         (root / path).unlink()
         done.append(f"removed {path}")
-        for folder in ((root / path).parent, root / path.parts[0]):
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
+        for folder in (root / path).parents:
+            if folder == root or not folder.is_dir() or any(folder.iterdir()):
+                break
+            folder.rmdir()
     return done
 
 
@@ -369,6 +383,9 @@ def _superfluous(repository: Repository) -> Iterator[Path]:
         if is_left and _engine_of(folder) == engine_model:
             paths = (Path(name) / "1" / _SETTINGS, Path(name) / _CONFIG)
             yield from (path for path in paths if (repository.root / path).is_file())
+    for path in made.found(repository.root / engine_model / "1"):
+        if path.relative_to(repository.root) not in repository.files:
+            yield path.relative_to(repository.root)
 
 
 def _engine_of(model: Path) -> str:

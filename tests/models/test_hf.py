@@ -64,7 +64,7 @@ def write(directory: Path, **changes: object) -> Path:
             "contradicts rope_theta = 5.0",
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type = 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type = 'longrope'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type = 'dynamic'"),
         (
             {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
             "rope_scaling.type = 'linear' contradicts rope_type = 'yarn'",

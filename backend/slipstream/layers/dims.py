@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class RopeConfig:
     """Rotary embedding: frequencies `theta ** (-2i / d)` and how they are stretched.
 
-    `kind` is default, linear (Chen et al., 2023), llama3 (Meta, 2024) or yarn (Peng et al., 2023);
-    fields that a kind does not use keep their neutral values.
+    `kind` is default, linear (Chen et al., 2023), llama3 (Meta, 2024), yarn (Peng et al., 2023) or
+    longrope (Ding et al., 2024); fields that a kind does not use keep their neutral values.
     """
 
     kind: str = "default"
@@ -19,8 +19,9 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn: rotations in the original context above which nothing stretches
     beta_slow: float = 1.0  # yarn: rotations below which all stretches
-    attention_factor: float = 1.0  # yarn: multiplies cosines and sines
+    attention_factor: float = 1.0  # yarn, longrope: multiplies cosines and sines
     truncate: bool = True  # yarn: the ramp's ends are whole dimensions
+    factors: tuple[float, ...] = ()  # longrope: of the wave of each pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ def frequencies(config: RopeConfig, head_size: int) -> Tensor:
         return plain / config.factor
     if config.kind == "llama3":
         return _llama3(plain, config)
+    if config.kind == "longrope":
+        return 1.0 / (torch.tensor(config.factors, dtype=torch.float32) * config.theta**exponents)
     assert config.kind == "yarn", config.kind
     return _yarn(plain, config)
 

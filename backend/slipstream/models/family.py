@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 from slipstream.layers.dims import RopeConfig
 from slipstream.models.axes import Activation, Axes, TensorNames
 from slipstream.models.config_class import ConfigClass, read_config_class
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
 from slipstream.models.ropes import read_rope
 
 if TYPE_CHECKING:
     from slipstream.layers.decoder import Decoder
-    from slipstream.models.weights import Weights
+    from slipstream.layers.source import WeightSource
 
 
-Build = Callable[[ModelConfig, "Weights", int], "Decoder"]
+Build = Callable[[ModelConfig, "WeightSource", int], "Decoder"]
 ReadRopes = Callable[[Reader, int], tuple[RopeConfig, RopeConfig]]
 
 
@@ -38,6 +39,7 @@ class Family:
     has_windows: bool
     read_ropes: ReadRopes  # for full attention, and for layers with a window
     tensors: TensorNames
+    gguf: GgufForm | None  # None: GGUF files of the family are not served
     build: Build | None  # None: `decoder.build_decoder`, from the axes
 
 
@@ -52,6 +54,7 @@ def family(
     has_windows: bool = True,
     read_ropes: ReadRopes = read_rope,
     tensors: TensorNames | None = None,
+    gguf: GgufForm | None = None,
     config_class: ConfigClass | None = None,
     build: Build | None = None,
 ) -> Callable[[Callable[[Reader], Axes]], Callable[[Reader], Axes]]:
@@ -64,6 +67,7 @@ def family(
         has_windows: whether layers may have a sliding window.
         read_ropes: reads the rotary embeddings for full attention and for windows.
         tensors: names in the checkpoint that differ from Llama's.
+        gguf: what the family is in GGUF files.
         config_class: keys and defaults, if transformers does not have the architecture.
         build: builds a decoder that the axes cannot describe.
     """
@@ -82,6 +86,7 @@ def family(
                 has_windows,
                 read_ropes,
                 tensors or TensorNames(),
+                gguf,
                 build,
             )
         return axes

@@ -1,35 +1,26 @@
-"""Find the tensors of a checkpoint directory in its safetensors headers. No torch.
+"""Find the tensors of a checkpoint directory: in safetensors headers, or in a GGUF file. No torch.
 
-A file is an 8-byte little-endian header length, a JSON header, then the data. Offsets are checked
+A directory that `gguf/unpack.py` wrote has a reference to its GGUF file, `gguf.json`. A safetensors
+file is an 8-byte little-endian header length, a JSON header, then the data. Offsets are checked
 against the file's size before data is read, so the error for a truncated download names the file.
 """
 
 import json
 import math
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream_contract.errors import clip
 
 from slipstream.errors import CheckpointError
+from slipstream.models.entries import TensorEntry
+from slipstream.models.gguf.tensors import REFERENCE, referenced_entries
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
 _ITEM_SIZES |= {"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """The place of a tensor: bytes `begin .. end` of `file`, row-major."""
-
-    file: Path
-    dtype: str  # the format's name: F32, BF16, ...
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -122,6 +113,8 @@ def tensor_entries(directory: Path, single: str = SINGLE) -> dict[str, TensorEnt
 
     A checkpoint that is not in shards is the one file `single`.
     """
+    if single == SINGLE and (directory / REFERENCE).is_file():
+        return referenced_entries(directory, read_json(directory / REFERENCE))
     entries: dict[str, TensorEntry] = {}
     for path in _weight_files(directory, single):
         for name, entry in _read_header(path).items():

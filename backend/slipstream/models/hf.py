@@ -168,6 +168,10 @@ def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfi
         raise config.refusal(key, f"is in use, but {architecture} has no windows")
     max_positions = config.whole("max_position_embeddings", most=INT32_MAX)
     rope, local_rope = family.read_ropes(config, max_positions)
+    for each in (rope, local_rope):
+        if each.factors and 2 * len(each.factors) != dims.head_size:
+            key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+            raise config.refusal(key, f"has not one factor for each 2 of {dims.head_size} values")
     if rope.kind == "yarn":  # a checkpoint may give the context before scaling
         key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
         scaled = int(rope.factor * rope.original_max_positions)

@@ -16,6 +16,9 @@ _ROPE_KEYS = {
         "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale "
         "mscale_all_dim truncate finetuned"
     ),
+    "longrope": words(
+        "factor original_max_position_embeddings attention_factor short_factor long_factor"
+    ),
 }
 _ROPE_COMMON = words("type rope_type rope_theta partial_rotary_factor")
 # Keys of some kind of rotary embedding, here or in transformers: another kind refuses them.
@@ -96,6 +99,8 @@ def _rope(
     theta = rope.positive("rope_theta", theta)
     if kind == "default":
         return RopeConfig(theta=theta)
+    if kind == "longrope":
+        return _longrope(rope, theta)
     factor = rope.positive("factor")
     if kind == "linear":
         return RopeConfig(kind, theta, factor)
@@ -119,6 +124,29 @@ def _rope(
         attention_factor=_yarn_attention_factor(rope, factor),
         truncate=rope.flag("truncate", default=True),
     )
+
+
+def _longrope(rope: Reader, theta: float) -> RopeConfig:
+    """Read a factor for each pair of a head, the same for short and for long contexts."""
+    factors = rope.get("long_factor")
+    if not isinstance(factors, list) or not factors or not all(map(_is_positive, factors)):
+        raise rope.refusal("long_factor", "is not a list of numbers > 0")
+    if rope.get("short_factor") != factors:
+        raise rope.refusal(
+            "short_factor", "is not long_factor: factors by length are not implemented"
+        )
+    attention_factor = rope.positive("attention_factor")
+    return RopeConfig(
+        "longrope",
+        theta,
+        attention_factor=attention_factor,
+        factors=tuple(map(float, factors)),
+    )
+
+
+def _is_positive(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < float(str(value)) < math.inf
 
 
 def _kind(rope: Reader) -> str:

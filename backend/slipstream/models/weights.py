@@ -1,4 +1,4 @@
-"""Read weights: from safetensors files, or random values for benchmarks.
+"""Read weights: from safetensors or GGUF files, or random values for benchmarks.
 
 A family asks for tensors by name; each is copied once, from its file into its place in the engine's
 dtype on its device (packed matrices are allocated whole and filled together).
@@ -18,7 +18,10 @@ from tqdm import tqdm
 
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import TensorNames
-from slipstream.models.files import SINGLE, TensorEntry, tensor_entries
+from slipstream.models.entries import TensorEntry
+from slipstream.models.files import SINGLE, tensor_entries
+from slipstream.models.gguf.restore import buffer_for, restore
+from slipstream.models.gguf.types import QUANTISED
 from slipstream.models.reading import Region, TensorReader
 
 _log = logging.getLogger(__name__)
@@ -71,7 +74,7 @@ class _Checkpoint:
                 f"{entry.file}: tensor {name} is {list(entry.shape)}, not {list(shape)} "
                 "as config.json (transformers' defaults where it is silent) has it"
             )
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in _DTYPES and entry.dtype not in QUANTISED:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
         self._unread.discard(name)
         return entry
@@ -85,6 +88,8 @@ class _Checkpoint:
                 f"{entry.file}: tensor {stored} is {list(entry.shape)}: a scale is one number"
             )
         entry = self._take(name, entry.shape if entry else ())
+        if entry.dtype in QUANTISED:
+            raise CheckpointError(f"{entry.file}: tensor {stored} is {entry.dtype}: no scale is")
         with entry.file.open("rb") as file:
             file.seek(entry.begin)
             number = bytearray(file.read(entry.end - entry.begin))
@@ -140,11 +145,18 @@ class FileSource(_Checkpoint):
         """Copy the tensors into `outs`, converting their dtypes."""
         entries = [self._take(name, out.shape) for name, out in zip(names, outs, strict=True)]
         regions = [
-            Region(self._tensors.stored(name), entry.file, entry.begin, _DTYPES[entry.dtype])
+            Region(
+                self._tensors.stored(name),
+                entry.file,
+                entry.begin,
+                _DTYPES.get(entry.dtype, torch.uint8),  # of blocks, their bytes
+            )
             for name, entry in zip(names, entries, strict=True)
         ]
-        self._reader.read(regions, outs)
-        for region, out in zip(regions, outs, strict=True):
+        buffers = [buffer_for(entry, out) for entry, out in zip(entries, outs, strict=True)]
+        self._reader.read(regions, buffers)
+        for region, entry, buffer, out in zip(regions, entries, buffers, outs, strict=True):
+            restore(entry, buffer, out)
             # Checked at the end: no wait for the GPU here.
             self._extremes.append(torch.stack(torch.aminmax(out)))
             self._read.append((region.name, region.file))

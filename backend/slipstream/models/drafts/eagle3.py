@@ -23,7 +23,8 @@ from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.rope import cos_sin_table
 from slipstream.models.axes import Activation, Axes, TensorNames
-from slipstream.models.files import TensorEntry, read_json, tensor_entries
+from slipstream.models.entries import TensorEntry
+from slipstream.models.files import read_json, tensor_entries
 from slipstream.models.hf import read_model
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader

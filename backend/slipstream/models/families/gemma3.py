@@ -5,6 +5,7 @@ Norms stand before and after both halves of a block; their stored weights are sm
 
 from slipstream.models.axes import Activation, Axes, NormKind, TensorNames
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_ropes
 
@@ -15,6 +16,28 @@ NAMES = {
 }
 
 
+_EVERY = 6  # so many layers, one has full attention
+_LAYERS_OF_27B = 62  # the one size whose queries are scaled by another number than that of a head
+
+
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return what GGUF files say of windows, and what they leave to the reader's knowledge."""
+    pattern = keys.get("attention.sliding_window_pattern")
+    layers: dict[str, object] = {"sliding_window_pattern": _EVERY if pattern is None else pattern}
+    if isinstance(pattern, list):  # whether each layer has a window
+        kinds = ("full_attention", "sliding_attention")
+        layers = {"layer_types": [kinds[each is True or each == 1] for each in pattern]}
+    hidden, heads = keys.whole("embedding_length"), keys.num_heads
+    is_27b = keys.whole("block_count") == _LAYERS_OF_27B
+    return layers | {
+        "sliding_window": keys.whole("attention.sliding_window"),
+        "rope_local_base_freq": keys.positive("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": hidden // heads if is_27b else keys.whole("attention.key_length"),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": "blk.0.attn_q.bias" in keys.tensors,
+    }
+
+
 @family(
     "Gemma3ForCausalLM",
     keys="attention_bias query_pre_attn_scalar rope_local_base_freq sliding_window_pattern",
@@ -22,6 +45,7 @@ NAMES = {
     activations={"gelu_pytorch_tanh": Activation.GELU_TANH},
     read_ropes=read_ropes,
     tensors=TensorNames(NAMES),
+    gguf=GgufForm("gemma3", norms_added=1.0, config=gguf_config),
 )
 def gemma3(config: Reader) -> Axes:
     """Read whether all attention matrices have biases; the embedding is scaled."""

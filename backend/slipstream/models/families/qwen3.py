@@ -2,10 +2,20 @@
 
 from slipstream.models.axes import Axes
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 
 
-@family("Qwen3ForCausalLM", keys="attention_bias use_sliding_window max_window_layers")
+def biases(keys: GgufKeys) -> dict[str, object]:
+    """Return whether the tensors of a GGUF file have biases: its metadata does not say."""
+    return {"attention_bias": "blk.0.attn_q.bias" in keys.tensors}
+
+
+@family(
+    "Qwen3ForCausalLM",
+    keys="attention_bias use_sliding_window max_window_layers",
+    gguf=GgufForm("qwen3", config=biases),
+)
 def qwen3(config: Reader) -> Axes:
     """Read whether all four attention matrices have biases."""
     bias = config.flag("attention_bias", default=False)

@@ -1,0 +1,1 @@
+"""Read llama.cpp's GGUF files: configuration, tensors and tokenizer out of one file."""

@@ -1,0 +1,132 @@
+"""Dequantise the blocks of GGUF's types, by torch, on the device where they are.
+
+Blocks are `[n, bytes] u8`; scales in them are fp16, the arithmetic is fp32, in ggml's order, so
+that values are ggml's to the last bit. Formats: ggml/src/ggml-quants.c.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slipstream.models.gguf.types import QUANTISED, BlockType
+
+_PIECE = 1 << 22  # values that are dequantised at a time: some 100 MB of intermediate tensors
+
+
+def dequantise(blocks: Tensor, kind: BlockType, out: Tensor) -> None:
+    """Write the values of `blocks [n, kind.num_bytes] u8` into `out`, contiguous, of any dtype."""
+    flat, formula = out.view(-1), _FORMULAS[kind.name]
+    step = max(_PIECE // kind.elements, 1)
+    for first in range(0, len(blocks), step):
+        values = formula(blocks[first : first + step])
+        at = first * kind.elements
+        flat[at : at + values.numel()].copy_(values.view(-1))
+
+
+def _half(blocks: Tensor, first: int) -> Tensor:
+    """Return the fp16 at byte `first` of each block, `[n, 1] f32`."""
+    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
+
+
+def _fields(packed: Tensor, shifts: range, width: int, rows: int) -> Tensor:
+    """Unpack fields of `width` bits: `[n, k] u8 -> [n, k / rows, len(shifts), rows]`.
+
+    A byte holds the fields of values that are `rows` apart, the first in its lowest bits.
+    """
+    by = torch.tensor(list(shifts), dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
+    return packed.reshape(len(packed), -1, 1, rows) >> by & (1 << width) - 1
+
+
+def _nibbles(packed: Tensor, rows: int) -> Tensor:
+    """Unpack 4 bits each, `rows` apart: `[n, k] u8 -> [n, 2 k]`."""
+    return _fields(packed, range(0, 8, 4), 4, rows).flatten(1)
+
+
+def _q4_0(b: Tensor) -> Tensor:
+    return _half(b, 0) * (_nibbles(b[:, 2:], 16).float() - 8)
+
+
+def _q4_1(b: Tensor) -> Tensor:
+    return _half(b, 0) * _nibbles(b[:, 4:], 16).float() + _half(b, 2)
+
+
+def _fives(bits: Tensor, packed: Tensor) -> Tensor:
+    """Join low nibbles with their fifth bits, bit i of a u32 for value i: `[n, 32] f32`."""
+    high = _fields(bits, range(8), 1, 1).flatten(1)
+    return (_nibbles(packed, 16) | high << 4).float()
+
+
+def _q5_0(b: Tensor) -> Tensor:
+    return _half(b, 0) * (_fives(b[:, 2:6], b[:, 6:]) - 16)
+
+
+def _q5_1(b: Tensor) -> Tensor:
+    return _half(b, 0) * _fives(b[:, 4:8], b[:, 8:]) + _half(b, 2)
+
+
+def _q8_0(b: Tensor) -> Tensor:
+    return b[:, 2:].view(torch.int8).float() * _half(b, 0)
+
+
+def _q2_k(b: Tensor) -> Tensor:
+    scales, packed = b[:, :16], b[:, 16:80]
+    scale = (_half(b, 80) * (scales & 15).float()).unsqueeze(2)
+    least = (_half(b, 82) * (scales >> 4).float()).unsqueeze(2)
+    return scale * _fields(packed, range(0, 8, 2), 2, 32).view(-1, 16, 16).float() - least
+
+
+def _q3_k(b: Tensor) -> Tensor:
+    high, packed, scales = b[:, :32], b[:, 32:96], b[:, 96:108]
+    low_scales = _nibbles(scales[:, :8], 8)
+    high_scales = _fields(scales[:, 8:], range(0, 8, 2), 2, 4).flatten(1)
+    scale = _half(b, 108) * ((low_scales | high_scales << 4).float() - 32)
+    low = _fields(packed, range(0, 8, 2), 2, 32).view(-1, 16, 16)
+    is_kept = _fields(high, range(8), 1, 32).view(-1, 16, 16)
+    return scale.unsqueeze(2) * (low.float() - 4 + 4 * is_kept.float())
+
+
+def _scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Unpack 8 scales and 8 minima of 6 bits, `[n, 12] u8 -> [n, 8] f32` each."""
+    first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = torch.cat((first & 63, last & 15 | first >> 2 & 48), dim=1)
+    leasts = torch.cat((second & 63, last >> 4 | second >> 2 & 48), dim=1)
+    return scales.float(), leasts.float()
+
+
+def _scaled(b: Tensor, values: Tensor) -> Tensor:
+    """Scale and shift the eight sub-blocks of `values [n, 256]`, whose scales are in `b`."""
+    scales, leasts = _scales_and_leasts(b[:, 4:16])
+    scale, least = _half(b, 0) * scales, _half(b, 2) * leasts
+    return scale.unsqueeze(2) * values.view(-1, 8, 32).float() - least.unsqueeze(2)
+
+
+def _q4_k(b: Tensor) -> Tensor:
+    return _scaled(b, _nibbles(b[:, 16:], 32))
+
+
+def _q5_k(b: Tensor) -> Tensor:
+    high = _fields(b[:, 16:48], range(8), 1, 32).flatten(1)
+    return _scaled(b, _nibbles(b[:, 48:], 32) | high << 4)
+
+
+def _q6_k(b: Tensor) -> Tensor:
+    low = _nibbles(b[:, :128], 64)
+    high = _fields(b[:, 128:192], range(0, 8, 2), 2, 32).flatten(1)
+    scale = _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float()
+    return scale.unsqueeze(2) * ((low | high << 4).float() - 32).view(-1, 16, 16)
+
+
+_FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+assert _FORMULAS.keys() == QUANTISED.keys()

@@ -1,0 +1,206 @@
+"""Make a `config.json` of a GGUF file's metadata, and of which tensors it has. No torch."""
+
+import struct
+from collections.abc import Iterator
+
+from slipstream_contract.errors import clip
+
+from slipstream.errors import CheckpointError
+from slipstream.models.family import Family
+from slipstream.models.gguf.file import GgufFile
+from slipstream.models.gguf.types import BF16, F16, F32
+from slipstream.models.gguf_form import GgufForm, GgufKeys
+from slipstream.models.registry import family_of, supported
+
+ARCHITECTURE = "general.architecture"
+ROPE_FACTORS = "rope_freqs.weight"  # by which each frequency is divided: a part of config.json
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+# Keys of rotary scaling -> the one value that changes nothing.
+_NEUTRAL_ROPE = {
+    "rope.scaling.alpha": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scale_linear": 1.0,
+}
+_HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
+_NEUTRAL: tuple[object, ...] = (0, 0.0, False, "", [])
+
+
+def families_in_gguf() -> Iterator[Family]:
+    """Yield the families of which GGUF files are served."""
+    return (family for family in map(family_of, supported()) if family.gguf is not None)
+
+
+def form_of(family: Family) -> GgufForm:
+    """Return what a family of `families_in_gguf` is in GGUF."""
+    assert family.gguf is not None
+    return family.gguf
+
+
+def family_of_file(file: GgufFile) -> Family:
+    """Return the family of a file; raises `CheckpointError` for one that is not served.
+
+    A file with a window is of the family that has windows.
+    """
+    if "split.count" in file.metadata and file.metadata["split.count"] not in (0, 1):
+        count = clip(file.metadata["split.count"])
+        raise CheckpointError(
+            f"{file.path}: split.count = {count}: one of several files; merge them with "
+            "llama.cpp's `gguf-split --merge`"
+        )
+    name = file.metadata.get(ARCHITECTURE)
+    found = [family for family in families_in_gguf() if form_of(family).name == name]
+    if not found:
+        known = ", ".join(dict.fromkeys(form_of(family).name for family in families_in_gguf()))
+        raise CheckpointError(
+            f"{file.path}: {ARCHITECTURE} = {clip(name)} is not supported; one of {known} is"
+        )
+    if len(found) == 1:
+        return found[0]
+    has_window = file.metadata.get(f"{name}.attention.sliding_window") not in (None, 0)
+    return next(family for family in found if family.has_windows == has_window)
+
+
+def keys_of(file: GgufFile) -> GgufKeys:
+    """Return the look-ups of a file's keys."""
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    return GgufKeys(str(file.metadata[ARCHITECTURE]), file.metadata, shapes, str(file.path))
+
+
+def config_of(file: GgufFile) -> dict[str, object]:
+    """Return a `config.json`; raises `CheckpointError` for what is missing or not implemented.
+
+    Keys that llama.cpp does not know, either, are in it under their own names: they are reported
+    with those of any other config.json that change nothing.
+    """
+    family, keys = family_of_file(file), keys_of(file)
+    hidden, heads = keys.whole("embedding_length"), keys.num_heads
+    size = keys.whole("attention.key_length", max(hidden // heads, 1))
+    config: dict[str, object] = {
+        "architectures": [family.architecture],
+        "model_type": family.config_class.model_types[0],
+        "num_hidden_layers": keys.whole("block_count"),
+        "max_position_embeddings": keys.whole("context_length"),
+        "hidden_size": hidden,
+        "intermediate_size": keys.whole("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.num_kv_heads,
+        "head_dim": size,
+        "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
+        "vocab_size": _vocab_size(file, keys),
+        "tie_word_embeddings": _HEAD not in file.tensors,
+        "dtype": _dtype(file),
+    }
+    config |= _rope(file, keys, size, config["max_position_embeddings"])
+    config |= form_of(family).config(keys)
+    _check_sizes(keys, size)
+    return config | _others(keys)
+
+
+def _vocab_size(file: GgufFile, keys: GgufKeys) -> int:
+    """Return the rows of the embedding; refuse a number in the metadata that contradicts them."""
+    shape = keys.tensors.get(_EMBEDDING)
+    if shape is None:
+        raise CheckpointError(f"{file.path}: tensor {_EMBEDDING} is missing")
+    if keys.whole("vocab_size", shape[0]) != shape[0]:
+        raise keys.refusal("vocab_size", f"contradicts {_EMBEDDING} of {shape[0]} rows")
+    return shape[0]
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return that of the matrices' values; bfloat16 for quantised ones, whose range is as wide."""
+    kind = file.tensors[_EMBEDDING].type
+    return {F32: "float32", F16: "float16", BF16: "bfloat16"}.get(kind, "bfloat16")
+
+
+def _check_sizes(keys: GgufKeys, size: int) -> None:
+    """Refuse values of another size than keys, and rotation of a part of a head."""
+    for key in (
+        "attention.value_length",
+        "attention.key_length_swa",
+        "attention.value_length_swa",
+        "rope.dimension_count",
+        "rope.dimension_count_swa",
+    ):
+        if keys.whole(key, size) != size:
+            raise keys.refusal(key, f"is not implemented; only the {size} of a head's keys is")
+
+
+def _rope(file: GgufFile, keys: GgufKeys, size: int, context: object) -> dict[str, object]:
+    """Return the keys of config.json for the rotary embedding."""
+    for key, neutral in _NEUTRAL_ROPE.items():
+        if keys.get(key) not in (None, neutral):
+            raise keys.refusal(key, f"is not implemented; only {neutral:g} is")
+    for key in _HARMLESS:
+        keys.get(key)
+    config: dict[str, object] = {"rope_theta": keys.positive("rope.freq_base", 10_000.0)}
+    scaling = _scaling(keys, context)
+    if ROPE_FACTORS in file.tensors:
+        if scaling:
+            raise keys.refusal("rope.scaling.type", f"is not implemented beside {ROPE_FACTORS}")
+        factors = _rope_factors(file, size)
+        scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+        scaling |= {"attention_factor": 1.0, "original_max_position_embeddings": context}
+    return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _scaling(keys: GgufKeys, context: object) -> dict[str, object]:
+    """Return how positions are stretched; empty: they are not. Without a type it is linear."""
+    kind = keys.get("rope.scaling.type") or "linear"
+    factor = keys.positive("rope.scaling.factor") if keys.get("rope.scaling.factor") else 1.0
+    original = keys.whole("rope.scaling.original_context_length", int(str(context)))
+    fast = keys.positive("rope.scaling.yarn_beta_fast", 32.0)
+    slow = keys.positive("rope.scaling.yarn_beta_slow", 1.0)
+    if kind not in ("none", "linear", "yarn"):
+        raise keys.refusal("rope.scaling.type", "is not implemented; none, linear and yarn are")
+    if kind == "none" or factor == 1.0:
+        return {}
+    if kind == "linear":
+        return {"rope_type": kind, "factor": factor}
+    return {
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": fast,
+        "beta_slow": slow,
+    }
+
+
+def _rope_factors(file: GgufFile, size: int) -> list[float]:
+    """Read the factors by which the frequencies are divided, one for each pair of a head."""
+    tensor = file.tensors[ROPE_FACTORS]
+    if tensor.type is not F32 or tensor.shape != (size // 2,):
+        raise CheckpointError(
+            f"{file.path}: tensor {ROPE_FACTORS} is {tensor.type.name} {list(tensor.shape)}, "
+            f"not F32 [{size // 2}]"
+        )
+    with file.path.open("rb") as data:
+        data.seek(tensor.begin)
+        return list(struct.unpack(f"<{size // 2}f", data.read(tensor.end - tensor.begin)))
+
+
+def _others(keys: GgufKeys) -> dict[str, object]:
+    """Return the keys that change nothing; refuse those that ask llama.cpp for something."""
+    from gguf.constants import Keys
+
+    classes = [Keys.LLM, *(each for each in vars(Keys).values() if isinstance(each, type))]
+    known = {
+        text.removeprefix("{arch}.")
+        for each in classes
+        for text in vars(each).values()
+        if isinstance(text, str) and text.startswith("{arch}.")
+    }
+    others = keys.unseen()
+    for full, value in others.items():
+        key = full.partition(".")[2]
+        if key in known and value not in _NEUTRAL and key != "attention.causal":
+            raise keys.refusal(key, "is not implemented")
+        if key == "attention.causal" and value is not True:
+            raise keys.refusal(key, "is not implemented; only true is")
+    return {full: clip(value) for full, value in others.items() if not _is_known(full, known)}
+
+
+def _is_known(full: str, known: set[str]) -> bool:
+    return full.partition(".")[2] in known
