@@ -9,7 +9,7 @@ number of deployments, beside models of other backends, which are no concern of 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,16 @@ class Deployment(msgspec.Struct, frozen=True):
     @property
     def text_model(self) -> str | None:
         """The model that texts should be sent to; None without a tokenizer."""
-        return next((self.models[role] for role in TEXT_ROLES if role in self.models), None)
+        return text_model_of(self.models)
 
     def is_called(self, name: str) -> bool:
         """Return whether a user may mean this deployment by a name."""
         return name in (self.public_name, self.name)
+
+
+def text_model_of(models: Mapping[str, str]) -> str | None:
+    """Return the model of a deployment, role -> model, that takes text; the most preferred."""
+    return next((models[role] for role in TEXT_ROLES if role in models), None)
 
 
 def name_of(deployment: str, role: str) -> str:
@@ -82,6 +87,21 @@ def split_name(model: str) -> tuple[str, str]:
 def role_of(model: str) -> str:
     """Return the role of a model of ours, by its name alone: the contract that it speaks."""
     return split_name(model)[1]
+
+
+def by_deployment(models: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return deployment -> role -> model, by the names of models that a server has.
+
+    A name that ends in no role is left out if no other model of its deployment is there: it may be
+    a model of another backend. LLM-API models of any other name are left out, too.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for model in models:
+        deployment, role = split_name(model)
+        found.setdefault(deployment, {})[role] = model
+    return {
+        name: roles for name, roles in found.items() if name == DEFAULT or roles.keys() != {DEFAULT}
+    }
 
 
 def settings_of(model: Path) -> Mapping[str, Any]:

@@ -8,13 +8,16 @@ of the whole answer.
 
 from collections.abc import Mapping
 
+from slipstream_contract.deployment import role_of
+
 CUT = "the answer ended without its last event"
 RUNNING = "None"  # as Triton's vLLM backend writes a reason that is not there yet
 
 
 def mark_of(model: str) -> dict[str, object]:
     """Return what a request to that model asks for, so that its last event differs from others."""
-    name = "return_finish_reason" if model == "vllm_model" else "return_perf_metrics"
+    is_vllm = role_of(model) == "vllm_model"
+    name = "return_finish_reason" if is_vllm else "return_perf_metrics"
     return {name: True}
 
 

@@ -16,16 +16,16 @@ class Repairs:
         """Make the file; without room for it no other process sees the counts."""
         self._path = path
         self._counts = dict.fromkeys(KINDS, 0)
-        self._write(os.O_CREAT)
+        self._write()
 
     def note(self, kind: str) -> None:
         """Add one repair of a kind in `KINDS`."""
         self._counts[kind] += 1
-        self._write(0)
+        self._write()
 
-    def _write(self, flags: int) -> None:
+    def _write(self) -> None:
         with contextlib.suppress(OSError):  # overwriting in place needs no room on a full disk
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT, 0o600)
             try:
                 os.pwrite(descriptor, _COUNTS.pack(*self._counts.values()), 0)
             finally:

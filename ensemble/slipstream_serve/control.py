@@ -33,6 +33,22 @@ def control(
         try:
             call(request(model_name=model), timeout_s, ((_KEY_PREFIX + header, key),))
         except grpc.RpcError as error:
-            lines = str(error.details() or "").strip().splitlines()
-            return lines[0] if lines else error.code().name
+            return _line_of(error)
     return None
+
+
+def loaded(address: str, header: str, key: str, timeout_s: float) -> set[str] | str:
+    """Return the models that are ready; or the error in one line."""
+    with grpc.insecure_channel(address, _OPTIONS) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        request = service_pb2.RepositoryIndexRequest(ready=True)
+        try:
+            answer = stub.RepositoryIndex(request, timeout_s, ((_KEY_PREFIX + header, key),))
+        except grpc.RpcError as error:
+            return _line_of(error)
+    return {model.name for model in answer.models}
+
+
+def _line_of(error: grpc.RpcError) -> str:
+    lines = str(error.details() or "").strip().splitlines()
+    return lines[0] if lines else str(error.code().name)

@@ -12,27 +12,26 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from slipstream_contract import whole
+from slipstream_contract.deployment import ENGINE, by_deployment, role_of, text_model_of
 from slipstream_contract.probes import PROBE, Probe
+from slipstream_contract.tensors import LLMAPI
 
 from slipstream_serve.triton import ServeError
 
-TEXT_MODELS = (
-    "ensemble",
-    "tensorrt_llm_bls",
-    "vllm_model",
-)  # the models that take text, most preferred first
-TOKEN_MODEL = "tensorrt_llm"
 _PROBE_TEXT = "a"
 
 
 def text_model(models: Iterable[str]) -> str | None:
-    """Return the model to which a text should be sent; None if the repository has none."""
-    served = set(models)
-    return next((name for name in TEXT_MODELS if name in served), None)
+    """Return the model to which a text should be sent; None if there is none."""
+    found = (text_model_of(roles) for roles in by_deployment(models).values())
+    return next((model for model in found if model is not None), None)
 
 
 def _body(model: str, prompt: str, max_tokens: int, *, stream: bool) -> dict[str, Any]:
-    if model == "vllm_model":
+    role = role_of(model)
+    if role == LLMAPI.name:
+        return {"text_input": prompt, "sampling_param_max_tokens": max_tokens, "streaming": stream}
+    if role == "vllm_model":
         sampling = {"max_tokens": max_tokens, "temperature": 0}
         return {"text_input": prompt, "stream": stream, "parameters": sampling}
     body = {"text_input": prompt, "max_tokens": max_tokens, "stream": stream}
@@ -57,17 +56,20 @@ def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
 
 
 def first_token(http: str, models: Iterable[str], timeout_s: float = 120.0) -> None:
-    """Generate one token; do nothing if no model of ours is served.
+    """Generate one token in each deployment of these models; there may be none.
 
     Raises ServeError with the server's message if that fails.
     """
-    model = text_model(models)
-    if model is not None:
-        body = _body(model, _PROBE_TEXT, 1, stream=False)
-    elif TOKEN_MODEL in set(models):
-        model, body = TOKEN_MODEL, {"input_ids": [0], "input_lengths": 1, "request_output_len": 1}
-    else:
-        return
+    for roles in by_deployment(models).values():
+        model = text_model_of(roles)
+        if model is not None:
+            _generate(http, model, _body(model, _PROBE_TEXT, 1, stream=False), timeout_s)
+        elif ENGINE in roles:
+            body = {"input_ids": [0], "input_lengths": 1, "request_output_len": 1}
+            _generate(http, roles[ENGINE], body, timeout_s)
+
+
+def _generate(http: str, model: str, body: dict[str, Any], timeout_s: float) -> None:
     body[PROBE] = Probe.TOKEN
     with _post(f"{http}/v2/models/{model}/generate", body, timeout_s) as reply:
         answer = json.loads(reply.read())

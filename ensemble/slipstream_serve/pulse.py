@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream_contract.deployment import role_of, settings_of
 from slipstream_contract.probes import PROBE
 from slipstream_contract.tensors import LLMAPI
 from slipstream_runtime.processes import is_running
@@ -40,16 +41,19 @@ PROBES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def contract_of(repository: Path, model: str) -> str:
-    """Return the key of `PROBES` for a model of a repository, where LLM-API models have any name.
+    """Return the key of `PROBES` for a model of a repository: the role of a model of ours.
 
-    A file that cannot be read says nothing: the model counts by its name.
+    LLM-API models have any name. A file that cannot be read says nothing: the model counts by its
+    name, as those of other backends do.
     """
     try:
-        settings = json.loads((repository / model / "1" / "model.json").read_bytes())
-    except (OSError, ValueError):
+        settings = settings_of(repository / model)
+    except ValueError:
         return model
-    is_llmapi = isinstance(settings, dict) and settings.get("wiring") == "llmapi"
-    return LLMAPI.name if is_llmapi else model
+    if settings.get("wiring") == "llmapi":
+        return LLMAPI.name
+    is_ours = "engine" in settings or "engine_of" in settings
+    return role_of(model) if is_ours else model
 
 
 class Prober:

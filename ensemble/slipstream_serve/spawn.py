@@ -5,14 +5,28 @@ import ctypes
 import resource
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from slipstream_runtime.waking import gentle_children
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STACK_BYTES = 1 << 30  # per thread of the server; unused memory costs nothing
 _SET_PARENT_DEATH_SIGNAL = 1
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[set[signal.Signals]]:
+    """Block the signals that end a server until the block is left; yield the old mask.
+
+    Between fork and exec a process has no mark in its environment, and no cleanup would find it.
+    """
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield {signal.Signals(number) for number in usual}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
 
 
 def spawn(

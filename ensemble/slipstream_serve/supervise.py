@@ -4,7 +4,7 @@ When a model's process dies, the server still reports itself ready and starts no
 the model and loading it again takes a fraction of a second and harms no other model. But Triton
 24.10 never ends the streams that the dead process had in flight; only the end of the server does.
 So if there were any, the server is restarted once no other request has been served for `QUIET_S`,
-at the latest after `OTHERS_S`; the engine lives on. Triton also never finishes unloading a model
+at the latest after `OTHERS_S`; the engines live on. Triton also never finishes unloading a model
 whose process died sending a response of an ensemble, or got a request when it was dead. Such
 remains end with the server too, but only while no request is served. Every repair is reported in
 one line.
@@ -22,13 +22,13 @@ from typing import NoReturn
 
 from slipstream_runtime import inflight
 from slipstream_runtime.processes import is_running, is_stopped
-from slipstream_runtime.repairs import Repairs
 from slipstream_runtime.stillness import STILL_S, STOPPED_S, Stillness
 from slipstream_runtime.vitals import remove_dead
 
 from slipstream_serve.exits import Exits
 from slipstream_serve.hangs import ServerWatch
 from slipstream_serve.pulse import Pulse, contract_of
+from slipstream_serve.served import Loaded, RepairCounts
 from slipstream_serve.spare import Spare
 from slipstream_serve.triton import (
     ENDING_S,
@@ -84,7 +84,8 @@ class Repairer:
     ) -> None:
         """`wait_ready` returns once tokens can be generated; raises ServeError if they cannot."""
         self.num_repairs = 0
-        self._repairs = Repairs(server.runtime.repairs)
+        self._repairs = RepairCounts(server)
+        self._loaded = Loaded(server)
         self._spare = Spare(server.runtime.spare)
         self._server = server
         self._wait_ready = wait_ready
@@ -104,15 +105,7 @@ class Repairer:
         self._replaced_s = 0.0  # when the last one was unloaded
         self._see_processes()  # and renew no probes: the first are on their way
         self._num_processes = Counter(self._models.values())
-        self._pulses = {
-            model: Pulse(
-                server.endpoints,
-                model,
-                self._pids(model),
-                contract=contract_of(server.repository, model),
-            )
-            for model in self._num_processes
-        }
+        self._pulses = {model: self._pulse(model) for model in self._num_processes}
 
     def run(self) -> NoReturn:
         """Watch until a signal's exception. The server dies with the calling thread."""
@@ -134,6 +127,8 @@ class Repairer:
             if fault is not None:
                 self._repair(fault, now_s)
                 looked_s = time.monotonic()
+            if self._loaded.look():
+                self._adopt()
             self._exits.wait(INTERVAL_S)
 
     # --- finding -------------------------------------------------------------------------------
@@ -150,6 +145,9 @@ class Repairer:
         for pid, model in self._models.items():
             if self._is_due(model, now_s):
                 what = self._fault_of(pid, model, now_s)
+                if what and self._was_unloaded(pid, model):
+                    self._adopt()
+                    return None
                 if what:
                     process = f" (pid {pid})" if pid > 0 else ""
                     return Fault(model, f"the process of model {model}{process} {what}", pid)
@@ -226,7 +224,7 @@ class Repairer:
         try:
             done = self._restart(fault) if fault.model is None else self._mend(fault)
             self.num_repairs += 1
-            self._repairs.note("server" if fault.model is None else "model")
+            self._repairs.note(fault.model)
             seconds = time.monotonic() - found_s
             line = f"repair {self.num_repairs}, {seconds:.1f} s: {fault.what}; {done}"
         except (ServeError, OSError) as error:
@@ -281,9 +279,9 @@ class Repairer:
 
         Each request is counted once.
         """
-        lost = 0
-        for file in self._server.runtime.directory.glob(f"in-flight-{model}-*"):
-            pid = file.name.rpartition("-")[2]
+        lost, start = 0, self._server.runtime.in_flight(model, 0).name.removesuffix("0")
+        for file in self._server.runtime.directory.glob(f"{start}*"):
+            pid = file.name.removeprefix(start)  # else the file of a model whose name begins so
             if pid.isdigit() and not is_running(int(pid)):
                 lost += inflight.count(file)
                 file.unlink(missing_ok=True)
@@ -293,11 +291,14 @@ class Repairer:
 
     def _reload(self, model: str) -> str:
         """Unload and load a model; return what was loaded. Live processes finish their work."""
+        self._loaded.look(is_due=True)
+        ensembles = [name for name in self._ensembles_on(model) if name in self._loaded.models]
         self._server.control("unload", model, LOAD_S)
-        loaded = [model, *self._ensembles_on(model)]
-        for name in loaded:
+        for name in (model, *ensembles):
             self._server.control("load", name, LOAD_S)
-        return ", ".join(loaded)
+        if self._server.has_open_control:  # its number of processes may have changed
+            self._num_processes.pop(model, None)
+        return ", ".join([model, *ensembles])
 
     def _ensembles_on(self, model: str) -> list[str]:
         step = re.compile(rf'\bmodel_name\s*:\s*"{re.escape(model)}"')
@@ -323,13 +324,15 @@ class Repairer:
         for pattern in ("in-flight-*", "vitals-*"):
             for file in server.runtime.directory.glob(pattern):
                 file.unlink(missing_ok=True)
+        if server.has_open_control:
+            server.models = sorted(self._loaded.models)
         server.start()
         self._wait_ready()
         return "started tritonserver again"
 
     def _watch_anew(self) -> None:
         """Find the processes after a repair, and measure silence from now on."""
-        self._see_processes()
+        (self._adopt if self._server.has_open_control else self._see_processes)()
         self._stopped_s.clear()
         for probe in self._probes():
             probe.renew()
@@ -348,6 +351,32 @@ class Repairer:
         self._exits.watch([self._server.pid, *self._models])
         for model, pulse in self._pulses.items():
             pulse.pids = self._pids(model)
+
+    def _was_unloaded(self, pid: int, model: str) -> bool:
+        """Return whether a process has ended because a client unloaded, or replaced, its model."""
+        if not self._server.has_open_control or is_running(pid):
+            return False
+        self._loaded.look(is_due=True)
+        names = [_INSTANCE_SUFFIX.sub("", stub) for stub in self._server.stubs().values()]
+        return model not in self._loaded.models or names.count(model) >= self._num_processes[model]
+
+    def _adopt(self) -> None:
+        """Watch the processes of the models that are loaded now."""
+        names = [_INSTANCE_SUFFIX.sub("", stub) for stub in self._server.stubs().values()]
+        known, self._num_processes = self._num_processes, Counter()
+        for model, number in Counter(names).items():
+            if model in self._loaded.models:
+                self._num_processes[model] = known.get(model, number)
+        self._see_processes()
+        for model in self._pulses.keys() - self._num_processes.keys():
+            self._pulses.pop(model).close()
+        for model in self._num_processes.keys() - self._pulses.keys():
+            self._pulses[model] = self._pulse(model)
+
+    def _pulse(self, model: str) -> Pulse:
+        server = self._server
+        contract = contract_of(server.repository, model)
+        return Pulse(server.endpoints, model, self._pids(model), contract=contract)
 
     def _pids(self, model: str) -> list[int]:
         return [pid for pid, other in self._models.items() if other == model]

@@ -19,24 +19,23 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
 from slipstream_runtime.processes import in_group, is_running
 
-from slipstream_serve.control import control
+from slipstream_serve.control import control, loaded
 from slipstream_serve.server import server_directory, server_environment, stub_directory
-from slipstream_serve.spawn import spawn
+from slipstream_serve.spawn import signals_blocked, spawn
 from slipstream_serve.workarounds.triton_24_10 import http_notes
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 32 << 20  # bytes: ten stubs start with 1 MiB each and grow with tensors
-MAX_TEMPORARY_PATH = 60  # bytes; a socket's whole path may have 107
+MAX_TEMPORARY_PATH = 36  # bytes; a socket's whole path may have 107
 ENDING_S = 0.4  # time for the bridges to end all streams
 EXIT_TIMEOUT_S = 4  # for requests in flight, checked once a second, and for unloading
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # The log quotes a message like JSON; the reason ends before the traceback, which starts with \\n.
 _LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
@@ -45,7 +44,8 @@ _LOAD_FAILURE = re.compile(
 CONTROL_HEADER = "slipstream-control"
 # With shared memory a client could read and write the models' regions, by name; tracing while a
 # queue is full crashes 24.10. These APIs need a header with this server's own key.
-CLOSED_APIS = "model-repository,shared-memory,trace,logging"
+_CONTROL_API = "model-repository"
+CLOSED_APIS = f"{_CONTROL_API},shared-memory,trace,logging"
 _RUNTIME_PREFIX = "slipstream-serve-"
 _STUB = "triton_python_backend_stub"
 _INSTANCE = re.compile(r"_\d+_\d+$")
@@ -144,19 +144,6 @@ def check_shared_memory() -> None:
         )
 
 
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[set[signal.Signals]]:
-    """Block the signals that end a server until the block is left; yield the old mask.
-
-    Between fork and exec a process has no mark in its environment, and no cleanup would find it.
-    """
-    usual = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield {signal.Signals(number) for number in usual}
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-
-
 def kill(pids: list[int]) -> None:
     """Kill processes; return when they are gone, after at most 2 s."""
     for pid in pids:
@@ -170,13 +157,29 @@ def kill(pids: list[int]) -> None:
 class TritonServer:
     """A tritonserver on one model repository.
 
-    Only its supervisor may load and unload models of a supervised server, and its engine lives
-    as long as this process: it outlives a restart of the server.
+    Only its supervisor may load and unload models of a supervised server, unless control is open,
+    and its engines live as long as this process: they outlive a restart of the server.
     """
 
     def __init__(
-        self, repository: Path, endpoints: Endpoints, log: Path, is_supervised: bool = False
+        self,
+        repository: Path,
+        endpoints: Endpoints,
+        log: Path,
+        is_supervised: bool = False,
+        models: Sequence[str] | None = None,
+        has_open_control: bool = False,
     ) -> None:
+        """Make the runtime directory.
+
+        Args:
+            repository, endpoints, log: of the server.
+            is_supervised: whether a supervisor in this process repairs its models.
+            models: those that a supervised server loads when it starts; None: all.
+            has_open_control: whether clients may load and unload models of a supervised server.
+        """
+        self.models = models
+        self.has_open_control = has_open_control
         self.repository = repository.resolve()
         self.endpoints = endpoints
         self.log = log
@@ -236,9 +239,15 @@ class TritonServer:
 
     def _control_arguments(self) -> Iterator[str]:
         if self._is_supervised:
-            yield from ("--model-control-mode=explicit", "--load-model=*")
+            yield "--model-control-mode=explicit"
+            yield from (f"--load-model={model}" for model in self.models or ())
+            if self.models is None:
+                yield "--load-model=*"
+        closed = (
+            CLOSED_APIS.removeprefix(f"{_CONTROL_API},") if self.has_open_control else CLOSED_APIS
+        )
         for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
-            yield f"{option}={CLOSED_APIS}:{CONTROL_HEADER}={self._control_key}"
+            yield f"{option}={closed}:{CONTROL_HEADER}={self._control_key}"
 
     def control(self, verb: str, model: str, timeout_s: float) -> None:
         """`load` or `unload` a model of a supervised server. Raises ServeError on failure."""
@@ -247,6 +256,13 @@ class TritonServer:
         )
         if error is not None:
             raise ServeError(f"{verb} of model {model}: {error}")
+
+    def loaded(self, timeout_s: float) -> set[str]:
+        """Return the models of a supervised server that are loaded. Raises ServeError."""
+        found = loaded(self.endpoints.grpc, CONTROL_HEADER, self._control_key, timeout_s)
+        if isinstance(found, str):
+            raise ServeError(f"index of the models: {found}")
+        return found
 
     def _plain(self, path: Path, name: str) -> Path:
         """Return `path`, or a link to it: the Python backend passes paths to a shell unquoted."""
@@ -302,11 +318,13 @@ class TritonServer:
             self.note_room = http_notes.widen(self.pid)
 
     def reason(self) -> str:
-        """Return why it ended, in one line: from the engine's error file, else the server's log."""
-        with contextlib.suppress(OSError):
-            said = self.runtime.error.read_text(errors="replace").strip()
-            if said:
-                return said.splitlines()[0]
+        """Return why it ended, in one line: from an engine's error file, else the server's log."""
+        for file in self.engine_errors():
+            with contextlib.suppress(OSError):
+                said = file.read_text(errors="replace").strip()
+                if said:
+                    name = "" if file == self.runtime.error else f"{file.parent.name}: "
+                    return f"{name}{said.splitlines()[0]}"
         data = self.log.read_bytes() if self.log.is_file() else b""
         text = data[self._log_begin :].decode(errors="replace")
         found = _LOAD_FAILURE.search(text)
@@ -318,6 +336,11 @@ class TritonServer:
         errors = [line for line in text.splitlines() if line.startswith("error: ")]
         said = errors[-1].removeprefix("error: ") if errors else "no reason in its log"
         return f"tritonserver ended with code {code}: {said} (log: {self.log})"
+
+    def engine_errors(self) -> list[Path]:
+        """Return the files that say why an engine could not start."""
+        name = self.runtime.error.name
+        return [*self.runtime.directory.glob(name), *self.runtime.directory.glob(f"*/{name}")]
 
     def processes(self) -> Iterator[int]:
         """Yield every live process of this server, with the server itself."""
