@@ -18,6 +18,7 @@ from typing import NoReturn
 COMMANDS = {
     "compose": ("slipstream_compose.cli", "write a model repository for a checkpoint"),
     "serve": ("slipstream_serve.serve", "start a tritonserver on a model repository"),
+    "gateway": ("slipstream_gateway.cli", "answer OpenAI's requests, beside a server or alone"),
     "tune": ("slipstream_serve.tune", "measure which GEMM kernels are the fastest here"),
     "kernels": (
         "slipstream_serve.kernels",

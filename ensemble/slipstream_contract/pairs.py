@@ -13,14 +13,14 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.request import GenerateRequest
 from slipstream_contract.sampling import FIELDS, FILTERS
 
-Contract = Literal["trtllm", "vllm", "llmapi"]
+Contract = Literal["trtllm", "vllm", "llmapi", "openai"]
 _MODELS: Mapping[Contract, str] = {
     "trtllm": "`ensemble`, `tensorrt_llm_bls`, `tensorrt_llm`",
     "vllm": "`vllm_model`",
     "llmapi": "`llmapi_model`",
+    "openai": "`/v1`",
 }
-_ALL: tuple[Contract, ...] = ("trtllm", "vllm", "llmapi")
-
+_ALL: tuple[Contract, ...] = ("trtllm", "vllm", "llmapi", "openai")
 
 _DRAFTS = "num_draft_tokens, lookahead_ngram_size"
 
@@ -148,7 +148,12 @@ FEATURES: Mapping[str, Asked] = {
 PAIRS = (
     Pair("n", "greedy", "greedy decoding has one answer", ("vllm", "llmapi")),
     Pair("best_of", "greedy", "greedy decoding has one answer", ("vllm", "llmapi")),
-    Pair("best_of", "stream", "the best are known when all have ended", ("vllm", "llmapi")),
+    Pair(
+        "best_of",
+        "stream",
+        "the best are known when all have ended",
+        ("vllm", "llmapi", "openai"),
+    ),
     Pair("stream", "echo", "a stream has new text only", ("vllm",)),
     Pair("beams", "filters", "beams are not sampled, so nothing can be left out"),
     Pair("mirostat", "cuts", "mirostat leaves tokens out by itself"),
@@ -157,7 +162,7 @@ PAIRS = (
         "mirostat",
         "raw_values",
         "mirostat has processed log probs of its own tokens alone",
-        ("vllm", "llmapi"),
+        ("vllm", "llmapi", "openai"),
     ),
     Pair("beams", "values", "a search has processed log probs of its own tokens alone"),
     Pair(

@@ -1,5 +1,9 @@
 """The one error that reaches an HTTP client: status, message and the field that is wrong."""
 
+import re
+from collections.abc import Container
+
+import msgspec
 from slipstream_contract.errors import Code, ContractError
 
 _STATUS = {
@@ -13,6 +17,10 @@ _STATUS = {
     Code.INTERNAL: 500,
 }
 _FULL = ("max_waiting", "max_waiting_tokens")
+_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
+_RETRY = re.compile(r"retry_after_ms: (\d+)")
+_FIELD = re.compile(r"\w+")
+_DOWN_MS = 1000  # an engine that is down is back after some time like this, or longer
 
 
 class ApiError(Exception):
@@ -42,8 +50,32 @@ class ApiError(Exception):
         self.retry_after_ms = retry_after_ms
 
 
-def api_error(error: ContractError, param: str | None = None) -> ApiError:
-    """Return the HTTP form of a contract error. A full engine is 429, one that is down 503."""
+def api_error(error: ContractError, fields: Container[str] = ()) -> ApiError:
+    """Return the HTTP form of a contract error. A full engine is 429, one that is down 503.
+
+    `fields`: the fields of the request; the first word of the message names the wrong one.
+    """
     status = 429 if error.reason in _FULL else _STATUS[error.code]
-    code = "rate_limit_exceeded" if status == 429 else None
-    return ApiError(status, error.message, param, code)
+    word = _FIELD.match(error.message)
+    param = word[0] if word is not None and word[0] in fields else None
+    retry_ms = None
+    if status in (429, 503):
+        said = _RETRY.search(error.message)
+        retry_ms = int(said[1]) if said is not None else _DOWN_MS
+    return ApiError(status, error.message, param, _CODES.get(status), retry_ms)
+
+
+def openai_error(error: ApiError) -> dict[str, object]:
+    """Return OpenAI's object of an error, that of bodies and of events alike."""
+    kind = "invalid_request_error" if error.status != 429 else "rate_limit_error"
+    return {
+        "message": error.message,
+        "type": kind if error.status < 500 else "server_error",
+        "param": error.param,
+        "code": error.code,
+    }
+
+
+def openai_body(error: ApiError) -> bytes:
+    """Return the body of OpenAI's response to a request that cannot be served."""
+    return msgspec.json.encode({"error": openai_error(error)})

@@ -28,6 +28,7 @@ class ChatTemplate:
         Raises ContractError (UNSUPPORTED) for a source that is no template.
         """
         environment = _environment()
+        self._sources = dict(sources)
         self._variables = dict(variables)
         self._templates: dict[str, Template] = {}
         for name, source in sources.items():
@@ -44,14 +45,30 @@ class ChatTemplate:
         variables = {role: token.content for role, token in config.roles.items()}
         return cls(_sources(directory, config.chat_template), variables)
 
+    def with_source(self, source: str) -> "ChatTemplate":
+        """Return one template in the place of all, with the same variables.
+
+        Raises ContractError for a source that is no template.
+        """
+        return ChatTemplate({"default": source}, self._variables)
+
+    def source(self, name: str) -> str | None:
+        """Return a template as it is written; None: there is none of that name."""
+        return self._sources.get(name)
+
+    def mentions(self, word: str) -> bool:
+        """Return whether a template contains the word."""
+        return any(word in source for source in self._sources.values())
+
     def render(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render the prompt of a conversation.
+        """Render the prompt of a conversation; `variables` are the template's own.
 
         Raises ContractError if the template refuses the conversation (INVALID_ARGUMENT) or
         the checkpoint has no template (UNSUPPORTED).
@@ -70,7 +87,7 @@ class ChatTemplate:
                 **self._variables | variables,
                 messages=[_normalised(message) for message in messages],
                 tools=tools,
-                documents=None,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:

@@ -61,36 +61,39 @@ class Encoder:
         """
         return cls(directory, load_tokenizer(directory), add_special_tokens, max_model_len)
 
-    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool | None = None, field: str = "text_input"
+    ) -> list[int]:
         """Return the token ids of a prompt. Raises ContractError if it is empty or cannot fit.
 
         `add_special_tokens` False: the text contains its special tokens; None: the default.
+        `field`: what errors call the prompt.
         """
         if not text:
-            raise ContractError("text_input is empty")
-        self.check_size(len(text.encode()))
-        self._check_start(text)
+            raise ContractError(f"{field} is empty")
+        self.check_size(len(text.encode()), field)
+        self._check_start(text, field)
         add = self._adds(add_special_tokens)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add).ids
         if not ids:
-            raise ContractError("text_input has no token of this model")
+            raise ContractError(f"{field} has no token of this model")
         return ids
 
     def _adds(self, wanted: bool | None) -> bool:
         return self._add_special_tokens if wanted is None else wanted
 
-    def check_size(self, num_bytes: int) -> None:
+    def check_size(self, num_bytes: int, field: str = "text_input") -> None:
         """Raise ContractError if no text of `num_bytes` bytes fits, before tokenising it."""
         if self._max_model_len is None or self._bytes_per_token is None:
             return
         if num_bytes > self._max_model_len * self._bytes_per_token:
             least = -(-num_bytes // self._bytes_per_token)
             raise ContractError(
-                f"text_input has {num_bytes} bytes, at least {least} tokens; "
+                f"{field} has {num_bytes} bytes, at least {least} tokens; "
                 f"the context has {self._max_model_len}"
             )
 
-    def _check_start(self, text: str) -> None:
+    def _check_start(self, text: str, field: str) -> None:
         """Raise ContractError if the start of a text alone has too many tokens.
 
         Cutting a text changes the tokens at the cut, so a start must have a quarter more than fit.
@@ -102,7 +105,7 @@ class Encoder:
             ids = self.tokenizer.encode(text[:size], add_special_tokens=False).ids
             if len(ids) > 1.25 * self._max_model_len + _PROBE:
                 raise ContractError(
-                    f"text_input has {len(text.encode())} bytes, its first {size} characters have "
+                    f"{field} has {len(text.encode())} bytes, its first {size} characters have "
                     f"{len(ids)} tokens; the context has {self._max_model_len}"
                 )
             size *= _PROBE

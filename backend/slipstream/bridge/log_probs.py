@@ -18,7 +18,8 @@ from slipstream.bridge.pieces import Piece
 
 LEAST = -9999.0
 _LOGITS = 2  # of `Values.mode`, as `core.batch.TopMode` has it
-Place = tuple[int, int, float, list[int], list[float]]  # token, its rank and value; likeliest ones
+Place = tuple[int, int, float, list[int], list[float]]
+"""A token, its rank from 1 and its value; ids and values of the likeliest ones there."""
 
 
 class Vocabulary(Protocol):
@@ -53,7 +54,7 @@ class LogProbTexts:
             ids = piece.token_ids[begin : begin + likely.num]
             begin += likely.num
             rows = values.logits if self._wanted.top == WHOLE else None
-            places += self._places(likely, ids, rows, values.mode)
+            places += places_of(likely, ids, rows, values.mode)
         return msgspec.json.encode([self._entry(place) for place in places])
 
     def prompt(self, piece: Piece) -> bytes | None:
@@ -74,25 +75,9 @@ class LogProbTexts:
             end = len(entries) - 1 + likely.num
             begin = len(entries) - 1
             part = None if rows is None else rows[begin:end]
-            places = self._places(likely, ids[begin:end], part, values.mode & _LOGITS)
+            places = places_of(likely, ids[begin:end], part, values.mode & _LOGITS)
             entries += [self._entry(place) for place in places]
         return msgspec.json.encode(entries)
-
-    def _places(
-        self, likely: wire.Likely, ids: list[int], rows: list[bytes] | None, mode: int
-    ) -> Iterator[Place]:
-        """Yield what is known at the place of each of some tokens.
-
-        With `rows` of logits, one a token, all of the vocabulary is among the likeliest.
-        """
-        shape = likely.num, likely.num_top
-        top_ids = np.frombuffer(likely.top_ids, np.int32).reshape(shape).tolist()
-        top_values = np.frombuffer(likely.top_values, np.float32).reshape(shape).tolist()
-        ranks = np.frombuffer(likely.ranks, np.int32).tolist()
-        values = np.frombuffer(likely.values, np.float32).tolist()
-        for i, token_id in enumerate(ids):
-            top = top_ids[i], top_values[i]
-            yield token_id, ranks[i], values[i], *(top if rows is None else _whole(rows[i], mode))
 
     def _entry(self, place: Place) -> dict[str, object]:
         token_id, rank, value, top_ids, top_values = place
@@ -105,6 +90,24 @@ class LogProbTexts:
     def _object(self, token_id: int, rank: int, value: float) -> dict[str, object]:
         value = LEAST if value == -math.inf else value
         return {"logprob": value, "rank": rank, "decoded_token": self._text(token_id)}
+
+
+def places_of(
+    likely: wire.Likely, ids: Sequence[int], rows: list[bytes] | None, mode: int
+) -> Iterator[Place]:
+    """Yield what is known at the place of each of some tokens.
+
+    With `rows` of logits, one a token, all of the vocabulary is among the likeliest; `mode` is that
+    of their `wire.Values`.
+    """
+    shape = likely.num, likely.num_top
+    top_ids = np.frombuffer(likely.top_ids, np.int32).reshape(shape).tolist()
+    top_values = np.frombuffer(likely.top_values, np.float32).reshape(shape).tolist()
+    ranks = np.frombuffer(likely.ranks, np.int32).tolist()
+    values = np.frombuffer(likely.values, np.float32).tolist()
+    for i, token_id in enumerate(ids):
+        top = top_ids[i], top_values[i]
+        yield token_id, ranks[i], values[i], *(top if rows is None else _whole(rows[i], mode))
 
 
 def _whole(row: bytes, mode: int) -> tuple[list[int], list[float]]:

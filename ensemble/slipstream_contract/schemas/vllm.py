@@ -23,6 +23,7 @@ from slipstream_contract.edits import vllm_edits
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import read_fields
 from slipstream_contract.guide import VLLM_NAMES, Guide, vllm_guide
+from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import (
     Inputs,
     decode,
@@ -64,6 +65,11 @@ _SERVED = frozenset(
 )
 
 
+def known_names() -> frozenset[str]:
+    """Return every name that `read_values` knows: served, without effect, or refused by value."""
+    return _SERVED | _LATER.keys() | frozenset(_OF_ENGINE) | openai_names.NAMES
+
+
 def vllm_request(
     inputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, object]
 ) -> GenerateRequest:
@@ -79,7 +85,7 @@ def vllm_request(
 
 
 def build_request(
-    text: str,
+    prompt: str | TokenIds,
     values: "Values",
     options: ResponseOptions,
     add_special_tokens: bool | None,
@@ -87,10 +93,11 @@ def build_request(
 ) -> GenerateRequest:
     """Return the request that vLLM's parameters ask for. Raises ContractError.
 
-    Bad words are banned as they are and after a space, as tokenizers write them in a text.
+    Bad words are banned as they are and after a space, as tokenizers write them in a text; they
+    stay words where the prompt is token ids.
     `handling` is what `split_handling` returns.
     """
-    if not text:
+    if not prompt:
         raise ContractError("text_input is empty")
     sampling = _sampling(values)
     wanted = _log_probs(values, options.log_probs or options.cumulative_log_prob)
@@ -100,7 +107,7 @@ def build_request(
         sampling = with_log_probs(sampling, wanted)
     bad_words = values.words("bad_words", limits.MAX_LIST_BYTES)
     return GenerateRequest(
-        prompt=text,
+        prompt=prompt,
         sampling=sampling,
         options=options,
         words=Words(
@@ -242,7 +249,7 @@ def read_values(
                     "engine is started with it (slipstream compose --speculation)"
                 )
         elif name not in _SERVED:
-            raise refuse_parameter(name, _SERVED | _LATER.keys() | openai_names.NAMES)
+            raise refuse_parameter(name, known_names() - frozenset(_OF_ENGINE))
     if given.get("max_tokens") is None and most is not None:  # no default below the bound given
         return Values(given | {"max_tokens": most}, None, labels)
     return Values(given, most, labels)

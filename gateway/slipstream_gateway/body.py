@@ -1,0 +1,87 @@
+"""Read the body of a request: bounded in bytes, in time and in depth."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from slipstream_gateway.errors import ApiError
+from slipstream_gateway.settings import MAX_DEPTH, Settings
+
+Receive = Any  # ASGI's
+
+
+class GoneError(Exception):
+    """The client has disconnected; nobody reads an answer."""
+
+
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], settings: Settings) -> bytes:
+    """Return the whole body. Raises ApiError for one that is too long or too late, GoneError."""
+    most = settings.max_body_bytes
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > most:
+        raise _too_long(most)
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise ApiError(415, "content-encoding: only plain bodies are served")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(settings.body_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise GoneError
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > most:
+                    raise _too_long(most)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        message = f"the body did not come within {settings.body_s:g} s"
+        raise ApiError(408, message) from None
+
+
+async def wait_gone(receive: Receive) -> None:
+    """Return when the client has disconnected, or the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body. Raises ApiError."""
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
+    if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: object) -> None:
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH):
+        inner: list[object] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner.extend(each.values())
+            elif isinstance(each, list):
+                inner.extend(each)
+        if not inner:
+            return
+        level = inner
+    raise _too_deep()
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body is nested too deeply, at most {MAX_DEPTH} levels are served")
+
+
+def _too_long(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} bytes", code="request_too_large")

@@ -1,0 +1,96 @@
+"""`slipstream gateway`: answer OpenAI's requests, beside `slipstream serve` or alone."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from slipstream_gateway.keys import Keys
+from slipstream_gateway.settings import MAX_BODY_BYTES, Settings
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `serve` passes on."""
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="requests need one of its keys, one a line (default: none is needed)",
+    )
+    parser.add_argument(
+        "--allowed-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="whose pages may use this server, such as https://example.com, or * (repeatable)",
+    )
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="a Jinja template in the place of the checkpoint's",
+    )
+    parser.add_argument(
+        "--allow-request-templates",
+        action="store_true",
+        help="let requests bring chat templates, which are code: they run in a sandbox",
+    )
+    parser.add_argument(
+        "--max-body-bytes", type=int, default=MAX_BODY_BYTES, metavar="N", help="(%(default)s)"
+    )
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare `slipstream gateway`."""
+    parser = subparsers.add_parser("gateway", help="answer OpenAI's requests")
+    parser.add_argument(
+        "--model-repository", type=Path, metavar="DIR", default=Path("model_repository")
+    )
+    parser.add_argument(
+        "--runtime",
+        type=Path,
+        metavar="DIR",
+        help="the runtime directory of a running server (default: start an engine for this alone)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=9000, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--drain",
+        type=float,
+        default=4.0,
+        metavar="SECONDS",
+        help="time for running answers when it ends (%(default)g)",
+    )
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal. Raises OSError, ValueError."""
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s gateway %(levelname)s %(message)s",
+    )
+    os.environ.setdefault("SLIPSTREAM_PYTHON", sys.executable)  # of an engine that is started here
+    from slipstream_gateway import server
+
+    settings = Settings(
+        args.model_repository.resolve(),
+        args.runtime,
+        args.host,
+        args.port,
+        Keys.load(args.api_key_file) if args.api_key_file else Keys(),
+        tuple(args.allowed_origin),
+        args.allow_request_templates,
+        args.chat_template,
+        args.max_body_bytes,
+        drain_s=args.drain,
+    )
+    listener = server.listen(settings)
+    port = listener.getsockname()[1]
+    print(f"listening on http://{settings.host}:{port}/v1", flush=True)
+    server.run(settings, listener)
+    return 0

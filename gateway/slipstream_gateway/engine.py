@@ -1,0 +1,186 @@
+"""The gateway's end of an engine: submits go out, each step's tokens reach their exchanges."""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Set
+from typing import NamedTuple
+
+from slipstream import wire
+from slipstream.bridge.connection import Connection
+from slipstream_contract.errors import Code, ContractError
+from slipstream_runtime.admission import LoadFile, path_of
+from slipstream_runtime.directory import Runtime
+
+from slipstream_gateway.errors import ApiError, api_error
+from slipstream_gateway.exchange import Exchange
+
+_log = logging.getLogger(__name__)
+
+BRIDGE = "openai"  # the engine's name for this connection
+_LOST = ApiError(503, "a message of the engine was lost; try again", retry_after_ms=50)
+_GONE = ApiError(503, "the engine ended; try again", retry_after_ms=1000)
+
+
+class Route(NamedTuple):
+    """Where the tokens of an engine's request go; its sequence 0 is answer `first`."""
+
+    exchange: Exchange
+    first: int
+
+
+class Engine:
+    """The connection to one engine and its successors. The event loop's thread calls it, but for the `Listener`.
+
+    Attributes:
+        routes: number of each request that runs -> where its tokens go.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        loop: asyncio.AbstractEventLoop,
+        keep_alive: Callable[[], None],
+        max_unanswered: int = 90,
+    ) -> None:
+        """Start to connect; `keep_alive` has an engine started where there is none."""
+        self.routes: dict[int, Route] = {}
+        self.num_tokens = 0  # ever received
+        self._loop = loop
+        self._numbers = itertools.count(1)
+        self._load = LoadFile(path_of(runtime.socket))
+        self._events: deque[Callable[[dict[Exchange, None]], None]] = deque()
+        self._lock = threading.Lock()  # guards `_is_due`
+        self._is_due = False
+        self.connection = Connection(runtime.address, BRIDGE, self, keep_alive, max_unanswered)
+
+    # --- to the engine -------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """Return a number for a `Submit`."""
+        return next(self._numbers)
+
+    def raise_if_full(self, num_tokens: int = 0) -> None:
+        """Raise ContractError if the engine has published that it would refuse such a prompt."""
+        self._load.raise_if_full(num_tokens)
+
+    def start(self, exchange: Exchange, submits: list[wire.Submit]) -> None:
+        """Send the requests of an exchange. Raises ContractError if there is no engine."""
+        first = 0
+        for submit in submits:
+            self.routes[submit.request] = Route(exchange, first)
+            first += submit.sampling.n
+        try:
+            self.connection.send(*submits)
+        except ContractError:
+            self._remove(submits)
+            raise
+        exchange.requests = [submit.request for submit in submits]
+
+    def close_exchange(self, exchange: Exchange, cause: wire.CancelCause | None) -> None:
+        """Remove the routes of an exchange; cancel its requests that still run, if any may."""
+        running = [number for number in exchange.requests if self.routes.pop(number, None)]
+        if cause is None or not running:
+            return
+        now_ns = time.monotonic_ns()
+        try:
+            self.connection.send(*(wire.Cancel(number, cause, now_ns) for number in running))
+        except ContractError:
+            _log.debug("nothing to cancel: there is no engine")
+
+    def welcome(self) -> wire.Welcome | None:
+        """Return what the engine said of itself; None while there is none."""
+        try:
+            return self.connection.wait_welcome(0)
+        except ContractError:
+            return None
+
+    def close(self) -> None:
+        """End the connection, and with it all requests."""
+        self.connection.close()
+
+    def _remove(self, submits: Iterable[wire.Submit]) -> None:
+        for submit in submits:
+            self.routes.pop(submit.request, None)
+
+    # --- from the engine, in the connection's thread --------------------------------------------
+
+    def take(self, outputs: wire.StepOutputs) -> None:
+        """Pass on a step's tokens."""
+        self._post(lambda touched: self._put(outputs, touched))
+
+    def reject(self, rejected: wire.Rejected) -> None:
+        """Pass on a refusal."""
+        error = ContractError(rejected.message, Code(rejected.code), rejected.reason)
+        self._post(lambda _: self._fail([rejected.request], error, is_running=False))
+
+    def lose_messages(self, requests: Iterable[int]) -> None:
+        """Pass on that some requests lost a message."""
+        numbers = list(requests)
+        self._post(lambda _: self._fail(numbers, _LOST))
+
+    def lose_engine(self, kept: Set[int]) -> None:
+        """Pass on that the engine is gone; requests `kept` go to the next one."""
+        self._post(
+            lambda _: self._fail([number for number in self.routes if number not in kept], _GONE)
+        )
+
+    def is_waiting_for(self, request: int) -> bool:
+        """Return whether an exchange waits for the tokens of a request."""
+        return request in self.routes
+
+    def _post(self, event: Callable[[dict[Exchange, None]], None]) -> None:
+        self._events.append(event)
+        with self._lock:
+            is_due, self._is_due = self._is_due, True
+        if not is_due:
+            try:
+                self._loop.call_soon_threadsafe(self._run)
+            except RuntimeError:  # the event loop has been closed
+                _log.debug("a message of the engine comes too late")
+
+    # --- in the event loop's thread --------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Handle all that has come, then write once for each exchange that has something new."""
+        with self._lock:
+            self._is_due = False
+        touched: dict[Exchange, None] = {}
+        while self._events:
+            self._events.popleft()(touched)
+        for exchange in touched:
+            self.flush(exchange)
+
+    def flush(self, exchange: Exchange) -> None:
+        """Write what an exchange has; a fault in it ends this exchange alone."""
+        try:
+            exchange.flush()
+        except Exception:
+            _log.exception("a response could not be written")
+            exchange.fail(ApiError(500, "the response could not be made"))
+
+    def _put(self, outputs: wire.StepOutputs, touched: dict[Exchange, None]) -> None:
+        routes = self.routes
+        for tokens in outputs.tokens:
+            route = routes.get(tokens.request)
+            if route is None:
+                continue  # cancelled meanwhile
+            self.num_tokens += len(tokens.token_ids)
+            route.exchange.put(route.first + tokens.index, tokens)
+            touched[route.exchange] = None
+
+    def _fail(
+        self, numbers: list[int], error: ContractError | ApiError, is_running: bool = True
+    ) -> None:
+        for number in numbers:
+            route = self.routes.get(number)
+            if route is None:
+                continue
+            if not is_running:
+                del self.routes[number]
+            exchange = route.exchange
+            own = api_error(error, exchange.fields) if isinstance(error, ContractError) else error
+            exchange.fail(own)

@@ -1,0 +1,191 @@
+"""Serve the endpoints that generate: from a body to an exchange with the engine."""
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from slipstream import wire
+from slipstream_contract.errors import ContractError
+from slipstream_contract.request import GenerateRequest
+
+from slipstream_gateway.body import GoneError, Receive, parse_object, read_body, wait_gone
+from slipstream_gateway.dialects.dialect import Dialect
+from slipstream_gateway.errors import ApiError, api_error
+from slipstream_gateway.exchange import Exchange, Shape
+from slipstream_gateway.fields import CHAT, COMPLETION, check_body
+from slipstream_gateway.metrics import Metrics
+from slipstream_gateway.model_text import ModelText
+from slipstream_gateway.models import Model, Models
+from slipstream_gateway.prepare import Prepared, prepare_completion
+from slipstream_gateway.prepare_chat import prepare_chat
+from slipstream_gateway.reply import Reply
+from slipstream_gateway.settings import MAX_PROMPTS, Settings
+
+_log = logging.getLogger(__name__)
+_MAX_ID = 128
+_MAX_SHOWN = 20  # unknown fields in the header
+
+
+class Generator:
+    """Serves requests of every dialect.
+
+    Attributes:
+        exchanges: those in flight.
+        is_draining: no new request is taken.
+    """
+
+    def __init__(self, models: Models, settings: Settings, metrics: Metrics) -> None:
+        self.exchanges: dict[Exchange, None] = {}
+        self.is_draining = False
+        self._models = models
+        self._settings = settings
+        self._metrics = metrics
+        self._known_unknown: set[str] = set()  # fields that were logged
+
+    async def serve(
+        self,
+        dialect: Dialect,
+        at: str,
+        reply: Reply,
+        receive: Receive,
+        headers: Mapping[bytes, bytes],
+    ) -> None:
+        """Answer one request; return when its response is complete or its client has gone.
+
+        `at`: CHAT for a dialect over chats, else COMPLETION.
+        """
+        arrival_ns = time.monotonic_ns()
+        body: dict[str, Any] = {}
+        try:
+            body = parse_object(await read_body(receive, headers, self._settings))
+            exchange = await self._start(dialect, at, reply, body, arrival_ns)
+        except GoneError:
+            return
+        except ContractError as error:
+            self._refuse(dialect, reply, api_error(error.with_traceback(None), body))
+            return
+        except ApiError as error:
+            self._refuse(dialect, reply, error.with_traceback(None))
+            return
+        except Exception:
+            _log.exception("a request could not be started")
+            self._refuse(dialect, reply, ApiError(500, "the request could not be started"))
+            return
+        await wait_gone(receive)
+        exchange.abandon()
+
+    def _refuse(self, dialect: Dialect, reply: Reply, error: ApiError) -> None:
+        self._metrics.count_refusal(error)
+        if not reply.is_started:
+            reply.refuse(error, dialect.error(error))
+
+    async def _start(
+        self, dialect: Dialect, at: str, reply: Reply, given: dict[str, Any], arrival_ns: int
+    ) -> Exchange:
+        if self.is_draining:
+            raise ApiError(503, "the server is stopping", retry_after_ms=1000)
+        body = dialect.to_chat(given) if at == CHAT else given
+        self._note_unknown(reply, check_body(body, at))
+        model = self._models.find(body.get("model"))
+        text = model.ready_text()
+        model.engine.raise_if_full()
+        prepared = await self._prepare(body, at, text)
+        name = body.get("model") or model.names[0]
+        request_id = _read_id(body)
+        writer = dialect.writer(given, name)
+        shape = Shape(prepared.is_streaming, prepared.per_prompt, model.config.block_size)
+        exchange = Exchange(reply, dialect, writer, prepared.answers, shape, self._close)
+        exchange.fields = body
+        exchange.is_named_tool = prepared.is_named_tool
+        submits = [
+            _submit(model, request, f"{request_id}-{i}" if i else request_id, arrival_ns)
+            for i, request in enumerate(prepared.requests)
+        ]
+        model.engine.raise_if_full(max(len(each.token_ids) for each in submits))
+        exchange.engine = model.engine
+        self.exchanges[exchange] = None
+        try:
+            model.engine.start(exchange, submits)
+        except ContractError:
+            del self.exchanges[exchange]
+            raise
+        self._metrics.start(at)
+        return exchange
+
+    async def _prepare(self, body: dict[str, Any], at: str, text: ModelText) -> Prepared:
+        size = [str(value) for name in ("messages", "prompt", "tools") if (value := body.get(name))]
+        if at == COMPLETION:
+            return await text.run(size, lambda: prepare_completion(body, text, MAX_PROMPTS))
+        has_own = self._settings.has_request_templates
+        if has_own and body.get("chat_template"):
+            size.append(" " * (1 << 16))  # code of a stranger: never in this thread
+        return await text.run(size, lambda: prepare_chat(body, text, has_own))
+
+    def _note_unknown(self, reply: Reply, names: list[str]) -> None:
+        """Name fields that are not known in a header, and log each once."""
+        if not names:
+            return
+        shown = [msgspec.json.encode(name[:64]).decode() for name in names[:_MAX_SHOWN]]
+        value = ", ".join(shown).encode("ascii", "backslashreplace")
+        reply.add_header(b"x-slipstream-ignored", value)
+        for name in names:
+            if name not in self._known_unknown and len(self._known_unknown) < 1000:
+                self._known_unknown.add(name)
+                _log.warning("requests have the field %.64r, which is not known", name)
+
+    def _close(self, exchange: Exchange, cause: wire.CancelCause | None) -> None:
+        assert exchange.engine is not None
+        exchange.engine.close_exchange(exchange, cause)
+        self.exchanges.pop(exchange, None)
+        self._metrics.finish(exchange)
+
+    def tick(self, now_s: float) -> None:
+        """Send comments on silent streams; end those whose clients do not read."""
+        settings = self._settings
+        for exchange in list(self.exchanges):
+            paused_s = exchange.times.paused_s
+            if paused_s and now_s - paused_s > settings.stall_s:
+                exchange.abandon()
+            else:
+                exchange.keep_alive(now_s, settings.quiet_s)
+
+    def fail_all(self, error: ApiError) -> None:
+        """End everything in flight with an error."""
+        for exchange in list(self.exchanges):
+            exchange.fail(error)
+
+
+def _read_id(body: Mapping[str, Any]) -> str:
+    given = body.get("request_id")
+    if given is None:
+        return secrets.token_hex(12)
+    if not isinstance(given, str) or not 0 < len(given) <= _MAX_ID:
+        message = f"request_id is {given!r:.64}, not a text of 1 to {_MAX_ID} characters"
+        raise ApiError(400, message, "request_id")
+    return given
+
+
+def _submit(
+    model: Model, request: GenerateRequest, request_id: str, arrival_ns: int
+) -> wire.Submit:
+    sampling, urgency = request.sampling, request.urgency
+    if sampling.seed is None:  # chosen here, so that another engine would start with the same
+        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(64))
+    deadline_ns = arrival_ns + urgency.timeout_ns if urgency.timeout_ns else 0
+    return wire.Submit(
+        model.engine.next_number(),
+        request.token_ids,
+        sampling,
+        arrival_ns,
+        urgency.priority,
+        deadline_ns,
+        urgency.timeout_ns,
+        request_id,
+        "openai",
+        request.cache_salt,
+        request.retention,
+        is_streaming=request.options.is_streaming and sampling.beams is None,
+    )

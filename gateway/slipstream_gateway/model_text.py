@@ -1,0 +1,79 @@
+"""What turns text into the tokens of one model, and back: tokenizer, template, defaults."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.bridge.text import is_short
+from slipstream_contract.errors import ContractError
+from slipstream_contract.vocab import TokenBytes
+from slipstream_preprocessing.chat import ChatTemplate
+from slipstream_preprocessing.encode import Encoder
+
+from slipstream_gateway.sequences import TokenTexts, whole_text
+
+T = TypeVar("T")
+# As vLLM, from generation_config.json: what requests get that do not say.
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class ModelText:
+    """The text side of one checkpoint. Thread-safe."""
+
+    def __init__(
+        self, checkpoint: Path, max_model_len: int, pool: ThreadPoolExecutor, template: Path | None
+    ) -> None:
+        """Read the tokenizer and the template; `template`: a file instead of the checkpoint's.
+
+        Raises what `Encoder.load` does, and OSError.
+        """
+        self.checkpoint = checkpoint
+        self.max_model_len = max_model_len
+        self.encoder = Encoder.load(checkpoint, max_model_len=max_model_len)
+        self.chat = ChatTemplate.load(checkpoint)
+        if template is not None:
+            self.chat = self.chat.with_source(template.read_text(encoding="utf-8"))
+        self.knows_developer = self.chat.mentions("developer")
+        self.token_texts = TokenTexts(self.encoder.vocab)
+        self.defaults = _read_defaults(checkpoint)
+        self._pool = pool
+
+    @property
+    def vocab(self) -> TokenBytes:
+        """The bytes of every token."""
+        return self.encoder.vocab
+
+    async def run(self, size: Sequence[str], work: Callable[[], T]) -> T:
+        """Do work on texts: at once if they are short, else in another thread."""
+        if is_short(size):
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return whole_text(self.vocab, token_ids, skip_special=False)
+
+    def check_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raise ContractError for ids that the model does not have."""
+        for place, token_id in enumerate(token_ids):
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise ContractError(f"{field}[{place}] is {token_id!r:.64}, not a token id")
+            if token_id >= 1 << 31:
+                raise ContractError(f"{field}[{place}] is {token_id}, beyond the vocabulary")
+
+
+def _read_defaults(checkpoint: Path) -> dict[str, Any]:
+    """Return the sampling parameters of generation_config.json that are numbers."""
+    path = checkpoint / "generation_config.json"
+    given = json.loads(path.read_bytes()) if path.is_file() else {}
+    if not isinstance(given, dict):
+        return {}
+    found = {name: given[name] for name in _DEFAULTS if name in given}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

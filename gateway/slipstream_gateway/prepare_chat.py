@@ -1,0 +1,95 @@
+"""Turn the body of a chat completion into a prompt, and then into requests of the engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream_contract.errors import ContractError, clip
+from slipstream_preprocessing.chat import ChatTemplate
+
+from slipstream_gateway.errors import ApiError
+from slipstream_gateway.fields import read_flag, read_object, read_text
+from slipstream_gateway.messages import read_messages
+from slipstream_gateway.model_text import ModelText
+from slipstream_gateway.prepare import (
+    Prepared,
+    Prompt,
+    encode,
+    make_answers,
+    read_request,
+    refuse_tools,
+)
+
+_OWN = ("messages", "tools", "documents", "add_generation_prompt")  # of the template, from us
+
+
+def prepare_chat(body: Mapping[str, Any], text: ModelText, has_request_templates: bool) -> Prepared:
+    """Return what a chat completion asks for. Raises ContractError, ApiError."""
+    messages = read_messages(body.get("messages"), text.knows_developer)
+    refuse_tools(body)
+    plain = read_request(body, text, is_chat=True)
+    chat = _template(body, text, has_request_templates)
+    prompt = Prompt(
+        render(body, messages, chat),
+        None,
+        read_flag(body, "add_special_tokens"),
+        "messages",
+    )
+    request = encode(plain, prompt, body, text)
+    n = plain.sampling.n
+    answers = make_answers(request, prompt, body, text, [None] * n)
+    if read_flag(body, "echo") and messages[-1]["role"] == "assistant":
+        for answer in answers:
+            answer.prompt.text = messages[-1]["content"]
+            answer.prompt.is_echoed = True
+    return Prepared([request], answers, n, plain.options.is_streaming)
+
+
+def render(body: Mapping[str, Any], messages: list[dict[str, Any]], chat: ChatTemplate) -> str:
+    """Return the prompt of a conversation. Raises ContractError."""
+    goes_on = read_flag(body, "continue_final_message")
+    opens = read_flag(body, "add_generation_prompt", not goes_on)
+    if goes_on and opens:
+        raise ContractError(
+            "continue_final_message and add_generation_prompt are true: the answer either goes on "
+            "with the last message or is a new one"
+        )
+    variables = read_object(body, "chat_template_kwargs")
+    for name in _OWN:
+        if name in variables:
+            raise ContractError(f"chat_template_kwargs.{name}: {name} is a field of its own")
+    effort = read_text(body, "reasoning_effort")
+    if effort is not None:
+        own = {"reasoning_effort": effort}
+        if effort == "none":
+            own["enable_thinking"] = False  # type: ignore[assignment]
+        variables = {**own, **variables}
+    tools, documents = body.get("tools") or None, body.get("documents")
+    if documents is not None and not isinstance(documents, list):
+        raise ContractError(f"documents is {clip(documents)}, not a list")
+    if body.get("tool_choice") == "none":
+        tools = None
+    prompt = chat.render(messages, tools, opens, documents, **variables)
+    return _cut(prompt, messages[-1]["content"]) if goes_on else prompt
+
+
+def _cut(prompt: str, last: str) -> str:
+    """Return the prompt up to the end of the last message. Raises ContractError."""
+    for end in (last, last.strip()):  # templates strip messages
+        place = prompt.rfind(end)
+        if end and place >= 0:
+            return prompt[: place + len(end)]
+    raise ContractError(
+        "continue_final_message is true, but the prompt does not hold the last message as it is"
+    )
+
+
+def _template(
+    body: Mapping[str, Any], text: ModelText, has_request_templates: bool
+) -> ChatTemplate:
+    source = read_text(body, "chat_template")
+    if source is None:
+        return text.chat
+    if not has_request_templates:
+        message = "chat_template: this server does not run templates of requests"
+        raise ApiError(400, message, "chat_template", "unsupported_parameter")
+    return text.chat.with_source(source)

@@ -1,0 +1,244 @@
+"""The endpoints that do not generate: models, tokens, health, versions, metrics."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from slipstream import __version__
+from slipstream_contract.errors import ContractError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from slipstream_gateway.body import GoneError, parse_object, read_body
+from slipstream_gateway.errors import ApiError, api_error, openai_body
+from slipstream_gateway.fields import read_flag
+from slipstream_gateway.messages import read_messages
+from slipstream_gateway.metrics import Metrics
+from slipstream_gateway.model_text import ModelText
+from slipstream_gateway.models import Model, Models
+from slipstream_gateway.prepare_chat import render
+from slipstream_gateway.settings import Settings
+
+_ANSWER_S = 1.0
+_MAX_IDS = 1 << 20
+_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Return a response with a JSON body."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """Return an error in OpenAI's shape."""
+    headers = {}
+    if error.retry_after_ms is not None:
+        seconds = max(1, -(-error.retry_after_ms // 1000))
+        headers = {"retry-after-ms": str(error.retry_after_ms), "retry-after": str(seconds)}
+    return Response(openai_body(error), error.status, headers, "application/json")
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """Return what routing refuses, such as an unknown path, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404:
+        return error_response(ApiError(404, f"{path[:128]} is not served", code="not_found"))
+    message = f"{request.method} is not served at {path[:128]}"
+    return error_response(ApiError(error.status_code, message))
+
+
+class Routes:
+    """Handlers of the small endpoints."""
+
+    def __init__(
+        self, models: Models, settings: Settings, metrics: Metrics, is_draining: Callable[[], bool]
+    ) -> None:
+        self._models = models
+        self._settings = settings
+        self._metrics = metrics
+        self._is_draining = is_draining
+
+    def all(self) -> list[Route]:
+        """Return the routes."""
+        get = (
+            ("/v1/models", self.list_models),
+            ("/v1/models/{name:path}", self.show_model),
+            ("/health", self.health),
+            ("/v1/health", self.health),
+            ("/ready", self.ready),
+            ("/ping", self.ping),
+            ("/version", self.version),
+            ("/load", self.load),
+            ("/metrics", self.show_metrics),
+            ("/tokenizer_info", self.tokenizer_info),
+        )
+        post = (
+            ("/tokenize", self.tokenize),
+            ("/detokenize", self.detokenize),
+            ("/v1/embeddings", self.embeddings),
+        )
+        return [
+            *(Route(path, _guarded(handler), methods=["GET"]) for path, handler in get),
+            *(Route(path, _guarded(handler), methods=["POST"]) for path, handler in post),
+            Route("/ping", _guarded(self.ping), methods=["POST"]),
+        ]
+
+    # --- models ---------------------------------------------------------------------------------
+
+    async def list_models(self, request: Request) -> Response:
+        """List all names."""
+        shown = [_card(model, name) for model in self._models.all for name in model.names]
+        return json_response({"object": "list", "data": shown})
+
+    async def show_model(self, request: Request) -> Response:
+        """Show one name."""
+        name = request.path_params["name"]
+        return json_response(_card(self._models.find(name), name))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Refuse: no engine here has a pooling model."""
+        body = await self._body(request)
+        self._models.find(body.get("model"))
+        raise ApiError(
+            400,
+            "embeddings need a pooling model, such as a BERT or an embedding variant of Qwen3; the "
+            "models of this server generate text",
+            "model",
+            "unsupported_model",
+        )
+
+    # --- tokens ---------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a prompt, or of messages."""
+        body = await self._body(request)
+        text = self._models.find(body.get("model")).ready_text()
+        ids = await text.run([str(body)], lambda: _token_ids(body, text))
+        answer: dict[str, object] = {
+            "count": len(ids),
+            "max_model_len": text.max_model_len,
+            "tokens": ids,
+        }
+        if read_flag(body, "return_token_strs"):
+            answer["token_strs"] = [text.token_texts.of(each)[0] for each in ids]
+        return json_response(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        body = await self._body(request)
+        text = self._models.find(body.get("model")).ready_text()
+        ids = body.get("tokens")
+        if not isinstance(ids, list):
+            raise ApiError(400, f"tokens is {ids!r:.64}, not a list of token ids", "tokens")
+        if len(ids) > _MAX_IDS:
+            message = f"tokens has {len(ids)} ids, at most {_MAX_IDS} are served"
+            raise ApiError(400, message, "tokens")
+        text.check_ids("tokens", ids)
+        shown = await text.run([" " * len(ids)], lambda: text.decode(ids))
+        return json_response({"prompt": shown})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Return the tokenizer's configuration, and the template that chats use."""
+        text = self._models.find(request.query_params.get("model")).ready_text()
+        path = text.checkpoint / "tokenizer_config.json"
+        info: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+        info["max_model_len"] = text.max_model_len
+        source = text.chat.source("default")
+        if source:
+            info["chat_template"] = source
+        return json_response(info)
+
+    # --- health ---------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """Return 200 if every engine answers now, else 503 and what is wrong."""
+        faults = [fault for model in self._models.all if (fault := await _fault(model))]
+        if self._is_draining():
+            faults.append("the server is stopping")
+        if faults:
+            return error_response(ApiError(503, "; ".join(faults), retry_after_ms=1000))
+        return Response(b"", 200)
+
+    async def ready(self, request: Request) -> Response:
+        """Return what `health` does."""
+        return await self.health(request)
+
+    async def ping(self, request: Request) -> Response:
+        """Return 200: this process is alive."""
+        return Response(b"", 200)
+
+    async def version(self, request: Request) -> Response:
+        """Return the version."""
+        return json_response({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """Return how many requests are in flight here."""
+        return json_response({"server_load": self._metrics.num_open})
+
+    async def show_metrics(self, request: Request) -> Response:
+        """Return the metrics in Prometheus' text format."""
+        models = self._models.all
+        page = self._metrics.page([(m.names[0], m.engine.connection.status) for m in models])
+        return Response(page, media_type=_PLAIN)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        headers: Mapping[bytes, bytes] = dict(request.scope["headers"])
+        return parse_object(await read_body(request.receive, headers, self._settings))
+
+
+def _token_ids(body: Mapping[str, Any], text: ModelText) -> list[int]:
+    if body.get("messages") is not None:
+        prompt = render(body, read_messages(body["messages"], text.knows_developer), text.chat)
+        return text.encoder.encode(prompt, read_flag(body, "add_special_tokens"), "messages")
+    given = body.get("prompt")
+    if not isinstance(given, str):
+        raise ApiError(400, f"prompt is {given!r:.64}, not a text", "prompt")
+    return text.encoder.encode(given, read_flag(body, "add_special_tokens", True), "prompt")
+
+
+def _card(model: Model, name: str) -> dict[str, object]:
+    """Return a model as `/v1/models` lists it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "slipstream",
+        "root": model.names[0],
+        "parent": None,
+        "max_model_len": None if model.text is None else model.text.max_model_len,
+        "permission": [],
+    }
+
+
+async def _fault(model: Model) -> str:
+    """Return why a model cannot generate now; empty: it can."""
+    try:
+        model.ready_text()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, model.engine.connection.request_status, _ANSWER_S)
+    except ContractError as error:
+        return f"{model.names[0]}: {error.message}"
+    return ""
+
+
+def _guarded(
+    handler: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler whose errors are responses."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return error_response(error)
+        except ContractError as error:
+            return error_response(api_error(error, ("prompt", "messages", "tokens")))
+        except GoneError:
+            return Response(b"", 400)
+
+    return guarded

@@ -1,0 +1,141 @@
+"""Run a gateway in the foreground: uvicorn with one worker, until a signal."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+from slipstream.bridge.text import make_encoders
+from slipstream_runtime.stub import rest_collector, share_interpreter
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+
+from slipstream_gateway.app import App
+from slipstream_gateway.errors import ApiError
+from slipstream_gateway.generate import Generator
+from slipstream_gateway.metrics import Metrics
+from slipstream_gateway.models import Models, open_models
+from slipstream_gateway.protocol import Protocol
+from slipstream_gateway.routes import Routes, http_error
+from slipstream_gateway.settings import Settings
+
+_log = logging.getLogger(__name__)
+_TICK_S = 0.25
+_BACKLOG = 2048
+_STOPPING = ApiError(503, "the server is stopping", retry_after_ms=1000)
+
+
+class Gateway:
+    """The parts of a running gateway."""
+
+    def __init__(self, models: Models, settings: Settings) -> None:
+        metrics = Metrics()
+        self.models = models
+        self.generator = Generator(models, settings, metrics)
+        routes = Routes(models, settings, metrics, lambda: self.generator.is_draining)
+        rest = Starlette(routes=routes.all(), exception_handlers={HTTPException: http_error})
+        self.app = App(self.generator, rest, lambda path: False, settings, metrics)
+        self._settings = settings
+        self._ends = asyncio.Event()
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve on a bound socket until `end` is called; then drain."""
+        settings = self._settings
+        Protocol.header_s = settings.header_s
+        config = uvicorn.Config(
+            self.app,
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=round(settings.idle_s),
+            timeout_graceful_shutdown=1,
+        )
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        ticking = asyncio.create_task(self._tick())
+        stop = asyncio.create_task(self._ends.wait())
+        await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
+        await self._drain()
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        ticking.cancel()
+
+    def end(self) -> None:
+        """Have `run` return."""
+        self._ends.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                self.generator.tick(time.monotonic())
+            except Exception:
+                _log.exception("streams could not be looked after")
+
+    async def _drain(self) -> None:
+        """Refuse new requests, and give the running ones some time."""
+        self.generator.is_draining = True
+        deadline = time.monotonic() + self._settings.drain_s
+        while self.generator.exchanges and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.generator.fail_all(_STOPPING)
+
+
+class _Server(uvicorn.Server):
+    """A server whose signals are handled elsewhere."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Return a socket that listens at the settings' address. Raises OSError."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(_BACKLOG)  # connections wait from here on
+    except (OSError, OverflowError):
+        listener.close()
+        raise
+    return listener
+
+
+async def serve(settings: Settings, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ValueError, OSError for a bad repository."""
+    loop = asyncio.get_running_loop()
+    pool = make_encoders()
+    models = open_models(settings, loop, pool)
+    try:
+        gateway = Gateway(models, settings)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, gateway.end)
+        share_interpreter()
+        rest_collector()
+        await gateway.run(listener)
+    finally:
+        models.close()
+        pool.shutdown(wait=False)
+        if settings.runtime is None:
+            shutil.rmtree(models.directory, ignore_errors=True)
+
+
+def run(settings: Settings, listener: socket.socket) -> None:
+    """Serve in an event loop of uvloop."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(settings, listener))
