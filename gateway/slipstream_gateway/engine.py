@@ -33,7 +33,9 @@ class Route(NamedTuple):
 
 
 class Engine:
-    """The connection to one engine and its successors. The event loop's thread calls it, but for the `Listener`.
+    """The connection to one engine and its successors.
+
+    The event loop's thread calls it, but for the methods of the `Listener`.
 
     Attributes:
         routes: number of each request that runs -> where its tokens go.
