@@ -186,7 +186,7 @@ class Exchange:
 
     def _start(self) -> bytes:
         self.reply.start()
-        return self._writer.start()
+        return self._writer.start(self.usage.prompt)
 
     def _take(self) -> Iterable[tuple[int, Piece]]:
         """Take what is new of every answer that has news, in order, and count it."""

@@ -88,7 +88,7 @@ class Generator:
         if self.is_draining:
             raise ApiError(503, "the server is stopping", retry_after_ms=1000)
         body = dialect.to_chat(given) if at == CHAT else given
-        self._note_unknown(reply, check_body(body, at))
+        self._note_ignored(reply, check_body(body, at) + dialect.ignored(given))
         model = self._models.find(body.get("model"))
         text = model.ready_text()
         model.engine.raise_if_full()
@@ -124,8 +124,8 @@ class Generator:
             size.append(" " * (1 << 16))  # code of a stranger: never in this thread
         return await text.run(size, lambda: prepare_chat(body, text, has_own))
 
-    def _note_unknown(self, reply: Reply, names: list[str]) -> None:
-        """Name fields that are not known in a header, and log each once."""
+    def _note_ignored(self, reply: Reply, names: list[str]) -> None:
+        """Name fields that have no effect in a header, and log each once."""
         if not names:
             return
         shown = [msgspec.json.encode(name[:64]).decode() for name in names[:_MAX_SHOWN]]
@@ -134,7 +134,7 @@ class Generator:
         for name in names:
             if name not in self._known_unknown and len(self._known_unknown) < 1000:
                 self._known_unknown.add(name)
-                _log.warning("requests have the field %.64r, which is not known", name)
+                _log.warning("requests have the field %.64r, which has no effect", name)
 
     def _close(self, exchange: Exchange, cause: wire.CancelCause | None) -> None:
         assert exchange.engine is not None

@@ -32,7 +32,7 @@ class ChatWriter(Common):
         self._has_prompt = body.get("prompt_logprobs") is not None
         self._is_prompt_written = False
 
-    def start(self) -> bytes:
+    def start(self, prompt_tokens: int) -> bytes:
         """Return the first chunk of each answer: its role, and no text."""
         delta = b'{"role":"assistant","content":""}'
         return b"".join(self._choice(index, delta) for index in range(self._n))
@@ -118,6 +118,10 @@ class Chat:
     def to_chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body as it is."""
         return dict(body)
+
+    def ignored(self, body: Mapping[str, Any]) -> list[str]:
+        """Return nothing: the table of the body's fields says what has no effect."""
+        return []
 
     def writer(self, body: Mapping[str, Any], model: str) -> ChatWriter:
         """Return a writer for the answer to a body."""

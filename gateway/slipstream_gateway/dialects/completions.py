@@ -22,7 +22,7 @@ class CompletionWriter(Common):
         self._lengths: dict[int, int] = {}  # characters of each answer so far, for offsets
         self._begun: set[int] = set()
 
-    def start(self) -> bytes:
+    def start(self, prompt_tokens: int) -> bytes:
         """Return nothing: a completion has no role."""
         return b""
 
@@ -117,6 +117,10 @@ class Completions:
     def to_chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Raise ApiError: a completion is no chat."""
         raise ApiError(400, "a completion has a prompt, not messages", "prompt")
+
+    def ignored(self, body: Mapping[str, Any]) -> list[str]:
+        """Return nothing: the table of the body's fields says what has no effect."""
+        return []
 
     def writer(self, body: Mapping[str, Any], model: str) -> CompletionWriter:
         """Return a writer for the answer to a body."""
