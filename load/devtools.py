@@ -73,15 +73,14 @@ class Page:
             raise PageError(details.get("exception", {}).get("description", details["text"]))
         return found["result"].get("value")
 
-    def wait(self, expression: str, timeout_s: float = 30.0) -> Any:
-        """Return the value of an expression once it is true. Raises PageError."""
+    def wait(self, expression: str, timeout_s: float = 30.0) -> None:
+        """Return once an expression is true. Raises PageError."""
         end = time.monotonic() + timeout_s
-        while not (value := self.run(expression)):
+        while not self.run(f"Boolean({expression})"):
             if time.monotonic() > end:
                 shown = self.run("document.body.innerText")
                 raise PageError(f"not in {timeout_s:.0f} s: {expression}\nthe page:\n{shown}")
             time.sleep(0.03)
-        return value
 
     def type(self, text: str) -> None:
         """Insert text where the focus is."""

@@ -43,10 +43,26 @@ export class Answer {
     this.isJson = isJson;
     this.onGrow = onGrow;
     this.body = make("div", { className: "text" });
-    this.tokens = make("div", { className: "tokens", role: "group", "aria-label": "Tokens", hidden: true });
+    this.tokens = make("div", {
+      className: "tokens",
+      role: "group",
+      "aria-label": "Tokens",
+      hidden: true,
+    });
     this.note = make("p", { className: "note", hidden: true });
-    this.tools = make("div", { className: "tools", hidden: true }, copyButton(() => this.text));
-    this.element = make("article", { className: "answer" }, this.body, this.tokens, this.note, this.tools);
+    this.tools = make(
+      "div",
+      { className: "tools", hidden: true },
+      copyButton(() => this.text),
+    );
+    this.element = make(
+      "article",
+      { className: "answer" },
+      this.body,
+      this.tokens,
+      this.note,
+      this.tools,
+    );
     this.view = isJson ? new Plain(this.body) : new Markdown(this.body);
   }
 

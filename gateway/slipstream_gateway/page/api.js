@@ -44,7 +44,9 @@ export class Api {
       if (chunk.error) throw new ServerError(chunk.error);
       yield chunk;
     }
-    throw new ServerError({ message: "The server ended the stream before the answer was complete." });
+    throw new ServerError({
+      message: "The server ended the stream before the answer was complete.",
+    });
   }
 
   async #fetch(path, options) {

@@ -98,7 +98,8 @@ function edit(turn) {
   if (running) return;
   edited = turn;
   byId("editing").hidden = false;
-  for (const one of turns) one.element.classList.toggle("edited", turns.indexOf(one) >= turns.indexOf(turn));
+  for (const one of turns)
+    one.element.classList.toggle("edited", turns.indexOf(one) >= turns.indexOf(turn));
   setPrompt(turn.text);
 }
 
@@ -230,9 +231,18 @@ async function loadModels() {
     if (models.some(({ id }) => id === wanted)) select.value = wanted;
     showModel();
   } catch (error) {
-    const again = make("button", { type: "button", className: "link", onclick: loadModels }, "Try again");
+    const again = make(
+      "button",
+      { type: "button", className: "link", onclick: loadModels },
+      "Try again",
+    );
     byId("empty").append(
-      make("div", { className: "fault", role: "alert" }, make("p", {}, `No models: ${error.message}`), again),
+      make(
+        "div",
+        { className: "fault", role: "alert" },
+        make("p", {}, `No models: ${error.message}`),
+        again,
+      ),
     );
   }
 }

@@ -20,7 +20,12 @@ export class Markdown {
   }
 
   end() {
-    this.#guard("", () => smd.parser_end(this.#parser));
+    this.#guard("", () => {
+      smd.parser_end(this.#parser);
+      // Markup that never came to its end, such as a lone "<", stays with the parser.
+      const { text, pending, renderer } = this.#parser;
+      if ((text + pending).trim()) renderer.add_text(renderer.data, text + pending);
+    });
   }
 
   // A text that the parser cannot take goes on as plain text.
@@ -79,6 +84,8 @@ function wrapTable(table) {
 
 function addHead(code) {
   const copy = copyButton(() => code.textContent);
-  code.before(make("div", { className: "code-head" }, make("span", { className: "language" }), copy));
+  code.before(
+    make("div", { className: "code-head" }, make("span", { className: "language" }), copy),
+  );
   code.tabIndex = 0; // it scrolls sideways
 }

@@ -46,7 +46,10 @@ function fill(values) {
 }
 
 const keep = () =>
-  kept.set("settings", Object.fromEntries(inputs().map((one) => [one.dataset.param, valueOf(one)])));
+  kept.set(
+    "settings",
+    Object.fromEntries(inputs().map((one) => [one.dataset.param, valueOf(one)])),
+  );
 
 export const systemPrompt = () => byId("system").value.trim();
 

@@ -16,7 +16,10 @@ export class Turn {
     this.acts = acts;
     this.grid = make("div", { className: "answers" });
     this.figures = make("span", { className: "figures" });
-    this.again = button("Try again", () => acts.repeat(this), { className: "link again", hidden: true });
+    this.again = button("Try again", () => acts.repeat(this), {
+      className: "link again",
+      hidden: true,
+    });
     this.foot = make("div", { className: "turn-foot" }, this.figures, this.again);
     this.fault = make("div", { className: "fault", role: "alert", hidden: true });
     const edit = button("Edit", () => acts.edit(this), { "aria-label": "Edit this message" });
@@ -114,13 +117,21 @@ export class Turn {
     const said = Object.entries(facts).filter(([, value]) => value !== null && value !== undefined);
     this.fault.replaceChildren(
       make("p", {}, message),
-      make("p", { className: "facts" }, said.map(([name, value]) => `${name}: ${value}`).join(" · ")),
+      make(
+        "p",
+        { className: "facts" },
+        said.map(([name, value]) => `${name}: ${value}`).join(" · "),
+      ),
     );
     this.fault.hidden = false;
   }
 
   #addPick(answer, index) {
-    const pick = make("button", { type: "button", className: "pick", textContent: `Answer ${index + 1}` });
+    const pick = make("button", {
+      type: "button",
+      className: "pick",
+      textContent: `Answer ${index + 1}`,
+    });
     pick.onclick = () => this.#choose(index);
     pick.title = "The conversation goes on from this answer";
     answer.pick = pick;
