@@ -23,6 +23,7 @@ export class TokenMap {
   #entries = [];
   #decoder = new TextDecoder();
   #active = null;
+  #line = null;
 
   constructor(root) {
     this.root = root;
@@ -34,16 +35,16 @@ export class TokenMap {
   }
 
   add(entries) {
-    const fragment = document.createDocumentFragment();
     for (const entry of entries) {
       const text = this.#textOf(entry);
       const level = levelOf(Math.exp(entry.logprob));
       const span = make("span", { className: `token p${level}`, tabIndex: -1 }, text || "◌");
       span.dataset.index = this.#entries.push(entry) - 1;
-      fragment.append(span);
-      if (text.includes("\n")) fragment.append(document.createElement("wbr"));
+      // Blocks of lines: what comes is laid out without what is there.
+      this.#line ??= this.root.appendChild(make("div"));
+      this.#line.append(span);
+      if (text.endsWith("\n")) this.#line = null;
     }
-    this.root.append(fragment);
     if (!this.#active) this.#activate(this.root.querySelector(".token"));
   }
 

@@ -33,7 +33,7 @@ def tab(chromium) -> Iterator[object]:
 
 
 class _Static(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         file = files().get(self.path)
         self.send_response(404 if file is None else 200)
         if file is not None:
