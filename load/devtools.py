@@ -51,6 +51,7 @@ class Page:
     def __init__(self, chromium: "Chromium", session: str) -> None:
         self._chromium, self._session = chromium, session
         self.faults: list[str] = []  # errors, warnings and broken rules of content, as they came
+        self.posts: list[dict[str, Any]] = []  # JSON bodies that it sent
         for domain in ("Page", "Runtime", "Log", "Network", "Audits"):
             self.send(f"{domain}.enable")
 
@@ -125,8 +126,10 @@ class Page:
         file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
 
     def note(self, method: str, parameters: dict[str, Any]) -> None:
-        """Keep an event that a sound page does not cause."""
+        """Keep a fault or a body that was sent."""
         match method:
+            case "Network.requestWillBeSent" if "postData" in parameters["request"]:
+                self.posts.append(json.loads(parameters["request"]["postData"]))
             case "Runtime.exceptionThrown":
                 self.faults.append(json.dumps(parameters["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "warning", "assert"):

@@ -4,6 +4,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'; object-src 'none'",
@@ -39,3 +43,13 @@ def files() -> dict[str, File]:
         if path.suffix in _MEDIA_TYPES
     }
     return {"/": found.pop("/page/index.html"), **found}
+
+
+def routes() -> list[Route]:
+    """Return the routes of all files."""
+    return [Route(path, _show, methods=["GET"]) for path in files()]
+
+
+async def _show(request: Request) -> Response:
+    file = files()[request.url.path]
+    return Response(file.data, headers=HEADERS, media_type=file.media_type)

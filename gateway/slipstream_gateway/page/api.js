@@ -70,6 +70,12 @@ async function reach(path, options) {
   }
 }
 
+// A stream that the user has not aborted breaks off.
+function lost(error) {
+  if (error.name === "AbortError") throw error;
+  throw new ServerError({ message: "The connection to the server is lost.", code: error.message });
+}
+
 async function refusal(response) {
   const text = await response.text();
   try {
@@ -85,7 +91,7 @@ async function* events(stream) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(lost);
       if (done) return;
       const blocks = (rest + value.replaceAll("\r", "")).split("\n\n");
       rest = blocks.pop();

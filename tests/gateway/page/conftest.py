@@ -1,6 +1,7 @@
 """A headless browser, and the page's files on a port of their own."""
 
 import importlib
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from slipstream_gateway.page import HEADERS, files
 from slipstream_serve.server import repository_root
+
+DONE = "document.querySelector('.turn:last-child') && !document.querySelector('.running')"
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +56,63 @@ def static_url() -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
+
+
+class Chat:
+    """The page in a tab, and what a person does with it."""
+
+    def __init__(self, tab, url: str) -> None:
+        self.tab = tab
+        tab.resize(1280, 800)
+        tab.open(url)
+        tab.wait("document.querySelector('#model').value || document.querySelector('dialog[open]')")
+
+    def start(self, text: str) -> None:
+        """Type a message and press Enter."""
+        self.tab.run("document.querySelector('#prompt').focus()")
+        self.tab.type(text)
+        self.tab.press("Enter")
+
+    def send(self, text: str) -> dict:
+        """Send a message; returns the body that was sent, once the answer is complete."""
+        count = len(self.tab.posts)
+        self.start(text)
+        self.tab.wait(
+            "document.querySelector('.turn:last-child') && !document.querySelector('.running')"
+        )
+        return self.tab.posts[count] if len(self.tab.posts) > count else {}
+
+    def set(self, **fields: object) -> None:
+        """Write into the settings, by the names of the request's fields."""
+        for name, value in fields.items():
+            self.tab.run(
+                f"""(input => {{
+                  if (input.type === 'checkbox') input.checked = {json.dumps(value)};
+                  else input.value = {json.dumps(str(value))};
+                  input.dispatchEvent(new Event('input', {{bubbles: true}}));
+                }})(document.querySelector('[data-param="{name}"]'))"""
+            )
+
+    def texts(self, selector: str) -> list[str]:
+        """Return the text of each element that a selector finds."""
+        where = json.dumps(selector)
+        return self.tab.run(f"[...document.querySelectorAll({where})].map(one => one.textContent)")
+
+    def text(self, selector: str) -> str:
+        [text] = self.texts(selector)
+        return text
+
+    def count(self, selector: str) -> int:
+        return len(self.texts(selector))
+
+
+@pytest.fixture
+def chat(tab, gateway) -> Chat:
+    """The page of the real gateway."""
+    return Chat(tab, f"{gateway.url}/")
+
+
+@pytest.fixture(scope="session")
+def open_chat() -> type[Chat]:
+    """What opens the page of another gateway in a tab."""
+    return Chat
