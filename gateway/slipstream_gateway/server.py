@@ -16,6 +16,7 @@ from slipstream_runtime.stub import rest_collector, share_interpreter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
+from slipstream_gateway import page
 from slipstream_gateway.app import App
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.generate import Generator
@@ -39,8 +40,9 @@ class Gateway:
         self.models = models
         self.generator = Generator(models, settings, metrics)
         routes = Routes(models, settings, metrics, lambda: self.generator.is_draining)
-        rest = Starlette(routes=routes.all(), exception_handlers={HTTPException: http_error})
-        self.app = App(self.generator, rest, lambda path: False, settings, metrics)
+        handlers = {HTTPException: http_error}
+        rest = Starlette(routes=[*routes.all(), *page.routes()], exception_handlers=handlers)
+        self.app = App(self.generator, rest, page.files().__contains__, settings, metrics)
         self._settings = settings
         self._ends = asyncio.Event()
 

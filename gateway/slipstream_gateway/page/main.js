@@ -71,7 +71,8 @@ async function run(turn, messages) {
     turn.start(Math.max(1, Math.min(fields.n ?? 1, 64)), "response_format" in fields);
     announce("The answer is being written.");
     const body = { model: byId("model").value, messages, ...fields };
-    const stream = { stream: true, stream_options: { include_usage: true } };
+    const usage = { include_usage: true, continuous_usage_stats: true };
+    const stream = { stream: true, stream_options: usage };
     for await (const chunk of api.chat({ ...body, ...stream }, controller.signal)) turn.take(chunk);
   } catch (error) {
     outcome = controller.signal.aborted ? { isStopped: true } : { error };

@@ -1,7 +1,7 @@
 // A turn: what the user wrote, the answers to it side by side, how fast they came, what failed.
 
 import { Answer } from "./answer.js";
-import { button, make } from "./dom.js";
+import { beforePaint, button, make } from "./dom.js";
 
 export class Turn {
   answers = [];
@@ -75,7 +75,7 @@ export class Turn {
       this.#times.last = now;
     }
     if (chunk.usage) this.#usage = chunk.usage;
-    if (!this.figures.textContent && this.#times.first) this.#showFigures();
+    if (this.#times.first) beforePaint(this.#showFigures);
   }
 
   // Ends the turn: complete, stopped by the user, or with an error.
@@ -93,7 +93,7 @@ export class Turn {
   }
 
   // One line: time to the first token, tokens a second after it, counts.
-  #showFigures() {
+  #showFigures = () => {
     const { sent, first, last } = this.#times;
     const { completion_tokens: count, prompt_tokens: prompt } = this.#usage ?? {};
     const cached = this.#usage?.prompt_tokens_details?.cached_tokens;
@@ -106,7 +106,7 @@ export class Turn {
     if (count !== undefined) said.push(`${count} ${count === 1 ? "token" : "tokens"}`);
     if (prompt !== undefined) said.push(`prompt ${prompt}${cached ? `, ${cached} cached` : ""}`);
     this.figures.textContent = said.join(" · ");
-  }
+  };
 
   get summary() {
     return this.figures.textContent;

@@ -10,6 +10,12 @@ import pytest
 from slipstream_gateway.page import HEADERS, files
 from slipstream_serve.server import repository_root
 
+# Adds fields, which the page has no box for, to what it sends.
+ADD_FIELDS = """(fields => {
+  const original = fetch;
+  window.fetch = (url, options) => original(url, options?.body
+    ? {...options, body: JSON.stringify({...JSON.parse(options.body), ...fields})} : options);
+})(%s)"""
 DONE = "document.querySelector('.turn:last-child') && !document.querySelector('.running')"
 
 
@@ -92,6 +98,10 @@ class Chat:
                   input.dispatchEvent(new Event('input', {{bubbles: true}}));
                 }})(document.querySelector('[data-param="{name}"]'))"""
             )
+
+    def add(self, **fields: object) -> None:
+        """Add fields to every body from here on."""
+        self.tab.run(ADD_FIELDS % json.dumps(fields))
 
     def texts(self, selector: str) -> list[str]:
         """Return the text of each element that a selector finds."""

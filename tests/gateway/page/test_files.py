@@ -40,6 +40,16 @@ def test_only_its_own_files_may_load() -> None:
     assert "http" not in HEADERS["content-security-policy"]
 
 
+def test_the_gateway_serves_every_file_with_the_policy(gateway) -> None:
+    for path, file in files().items():
+        response = gateway.get(path)
+        assert (response.status, response.data) == (200, file.data), path
+        assert response.headers["content-type"] == file.media_type
+        assert HEADERS.items() <= response.headers.items()
+    assert gateway.get("/page/../server.py").status == 404
+    assert gateway.get("/page/__init__.py").status == 404
+
+
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
 def test_nothing_makes_elements_of_text(path: Path) -> None:
     text = path.read_text()
