@@ -3,17 +3,20 @@
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slipstream_gateway.body import Receive
 from slipstream_gateway.dialects.chat import Chat
 from slipstream_gateway.dialects.completions import Completions
 from slipstream_gateway.dialects.dialect import Dialect
+from slipstream_gateway.dialects.messages import CountTokens, Messages
+from slipstream_gateway.dialects.responses import Responses
 from slipstream_gateway.errors import ApiError, openai_body
 from slipstream_gateway.fields import CHAT, COMPLETION
 from slipstream_gateway.generate import Generator
 from slipstream_gateway.metrics import Metrics
+from slipstream_gateway.page import files
 from slipstream_gateway.reply import Header, Reply, Send
 from slipstream_gateway.settings import Settings
 
@@ -22,15 +25,17 @@ _log = logging.getLogger(__name__)
 GENERATE: Mapping[str, tuple[Dialect, str]] = {
     "/v1/chat/completions": (Chat(), CHAT),
     "/v1/completions": (Completions(), COMPLETION),
+    "/v1/responses": (Responses(), CHAT),
+    "/v1/messages": (Messages(), CHAT),
+    "/v1/messages/count_tokens": (CountTokens(), CHAT),
 }
 """Path -> its dialect, and whether that is one over chats or completions."""
 
 _OPEN = frozenset({"/health", "/ready", "/ping", "/v1/health"})  # without a key
+_PAGE = frozenset(files())  # it asks for the key
 _ID = re.compile(rb"[\x21-\x7e]{1,256}")
 _ALLOWED = b"authorization, content-type, x-api-key, x-request-id, anthropic-version"
 _EXPOSED = b"x-request-id, x-slipstream-ignored, retry-after, retry-after-ms"
-
-Handler = Callable[[Mapping[str, Any], Receive, Reply], Awaitable[None]]
 
 
 class App:
@@ -40,14 +45,12 @@ class App:
         self,
         generator: Generator,
         rest: Any,
-        is_page: Callable[[str], bool],
         settings: Settings,
         metrics: Metrics,
     ) -> None:
-        """`rest`: an ASGI application; `is_page`: whether a path is the page's, without a key."""
+        """`rest`: an ASGI application for all that does not generate."""
         self._generator = generator
         self._rest = rest
-        self._is_page = is_page
         self._settings = settings
         self._metrics = metrics
 
@@ -62,7 +65,7 @@ class App:
         found = GENERATE.get(path)
         if method == "OPTIONS" and b"origin" in headers:
             reply.respond(204, b"", self._preflight(headers))
-        elif not (path in _OPEN or self._is_page(path) or self._settings.keys.opens(headers)):
+        elif not (path in _OPEN or path in _PAGE or self._settings.keys.opens(headers)):
             self._refuse(reply, found, self._unauthorized(headers))
         elif found is None:
             await self._rest(scope, receive, _with_headers(send, common))

@@ -34,6 +34,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a Jinja template in the place of the checkpoint's",
     )
     parser.add_argument(
+        "--tool-call-parser",
+        default="auto",
+        metavar="NAME",
+        help="how the model writes calls: auto (by its chat template), none, or a name",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        default="auto",
+        metavar="NAME",
+        help="how the model marks its reasoning: auto, none, or a name",
+    )
+    parser.add_argument(
         "--allow-request-templates",
         action="store_true",
         help="let requests bring chat templates, which are code: they run in a sandbox",
@@ -76,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     )
     os.environ.setdefault("SLIPSTREAM_PYTHON", sys.executable)  # of an engine that is started here
     from slipstream_gateway import server
+    from slipstream_gateway.parsing.answers import format_of
 
+    format_of(_named(args.tool_call_parser), _named(args.reasoning_parser))
     settings = Settings(
         args.model_repository.resolve(),
         args.runtime,
@@ -86,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         tuple(args.allowed_origin),
         args.allow_request_templates,
         args.chat_template,
+        args.tool_call_parser,
+        args.reasoning_parser,
         args.max_body_bytes,
         drain_s=args.drain,
     )
@@ -94,3 +110,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"listening on http://{settings.host}:{port}/v1", flush=True)
     server.run(settings, listener)
     return 0
+
+
+def _named(parser: str) -> str | None:
+    return None if parser in ("auto", "none") else parser

@@ -47,8 +47,12 @@ class Engine:
         loop: asyncio.AbstractEventLoop,
         keep_alive: Callable[[], None],
         max_unanswered: int = 90,
+        keeps_engine: bool = True,
     ) -> None:
-        """Start to connect; `keep_alive` has an engine started where there is none."""
+        """Start to connect; `keep_alive` has an engine started where there is none.
+
+        `keeps_engine`: whether the engine goes on for this connection alone.
+        """
         self.routes: dict[int, Route] = {}
         self.num_tokens = 0  # ever received
         self._loop = loop
@@ -57,7 +61,9 @@ class Engine:
         self._events: deque[Callable[[dict[Exchange, None]], None]] = deque()
         self._lock = threading.Lock()  # guards `_is_due`
         self._is_due = False
-        self.connection = Connection(runtime.address, BRIDGE, self, keep_alive, max_unanswered)
+        self.connection = Connection(
+            runtime.address, BRIDGE, self, keep_alive, max_unanswered, keeps_engine
+        )
 
     # --- to the engine -------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from slipstream import wire
@@ -27,6 +27,14 @@ from slipstream_gateway.settings import MAX_PROMPTS, Settings
 _log = logging.getLogger(__name__)
 _MAX_ID = 128
 _MAX_SHOWN = 20  # unknown fields in the header
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A dialect whose requests are counted, not answered."""
+
+    def counted(self, prompt_tokens: int) -> bytes:
+        """Return the body of the response."""
 
 
 class Generator:
@@ -61,7 +69,7 @@ class Generator:
         body: dict[str, Any] = {}
         try:
             body = parse_object(await read_body(receive, headers, self._settings))
-            exchange = await self._start(dialect, at, reply, body, arrival_ns)
+            started = await self._start(dialect, at, reply, body, arrival_ns)
         except GoneError:
             return
         except ContractError as error:
@@ -74,8 +82,11 @@ class Generator:
             _log.exception("a request could not be started")
             self._refuse(dialect, reply, ApiError(500, "the request could not be started"))
             return
+        if isinstance(started, bytes):
+            reply.respond(200, started)
+            return
         await wait_gone(receive)
-        exchange.abandon()
+        started.abandon()
 
     def _refuse(self, dialect: Dialect, reply: Reply, error: ApiError) -> None:
         self._metrics.count_refusal(error)
@@ -84,15 +95,19 @@ class Generator:
 
     async def _start(
         self, dialect: Dialect, at: str, reply: Reply, given: dict[str, Any], arrival_ns: int
-    ) -> Exchange:
+    ) -> Exchange | bytes:
+        """Return the exchange, or the body of a response that needs no engine."""
         if self.is_draining:
             raise ApiError(503, "the server is stopping", retry_after_ms=1000)
         body = dialect.to_chat(given) if at == CHAT else given
         self._note_ignored(reply, check_body(body, at) + dialect.ignored(given))
         model = self._models.find(body.get("model"))
         text = model.ready_text()
-        model.engine.raise_if_full()
+        if not isinstance(dialect, Counting):
+            model.engine.raise_if_full()
         prepared = await self._prepare(body, at, text)
+        if isinstance(dialect, Counting):
+            return dialect.counted(len(prepared.requests[0].token_ids))
         name = body.get("model") or model.names[0]
         request_id = _read_id(body)
         writer = dialect.writer(given, name)

@@ -7,13 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slipstream import wire
 from slipstream.bridge.text import is_short
 from slipstream_contract.errors import ContractError
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_preprocessing.encode import Encoder
 
+from slipstream_gateway.parsing.detect import choose, special_ids
 from slipstream_gateway.sequences import TokenTexts, whole_text
+from slipstream_gateway.settings import Settings
 
 T = TypeVar("T")
 # As vLLM, from generation_config.json: what requests get that do not say.
@@ -24,18 +27,23 @@ class ModelText:
     """The text side of one checkpoint. Thread-safe."""
 
     def __init__(
-        self, checkpoint: Path, max_model_len: int, pool: ThreadPoolExecutor, template: Path | None
+        self, checkpoint: Path, welcome: wire.Welcome, pool: ThreadPoolExecutor, settings: Settings
     ) -> None:
-        """Read the tokenizer and the template; `template`: a file instead of the checkpoint's.
+        """Read the tokenizer and the template; `welcome`: what the engine says of itself.
 
-        Raises what `Encoder.load` does, and OSError.
+        Raises what `Encoder.load` does, OSError, and ApiError for unknown parsers.
         """
         self.checkpoint = checkpoint
-        self.max_model_len = max_model_len
-        self.encoder = Encoder.load(checkpoint, max_model_len=max_model_len)
+        self.max_model_len = welcome.max_model_len
+        self.vocab_size = welcome.vocab_size
+        self.encoder = Encoder.load(checkpoint, max_model_len=self.max_model_len)
         self.chat = ChatTemplate.load(checkpoint)
+        template = settings.chat_template
         if template is not None:
             self.chat = self.chat.with_source(template.read_text(encoding="utf-8"))
+        source = self.chat.source("tool_use") or self.chat.source("default")
+        special = special_ids(self.encoder.tokenizer)
+        self.answers = choose(source, special, settings.tool_parser, settings.reasoning_parser)
         self.knows_developer = self.chat.mentions("developer")
         self.token_texts = TokenTexts(self.encoder.vocab)
         self.defaults = _read_defaults(checkpoint)
@@ -61,8 +69,10 @@ class ModelText:
         for place, token_id in enumerate(token_ids):
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
                 raise ContractError(f"{field}[{place}] is {token_id!r:.64}, not a token id")
-            if token_id >= 1 << 31:
-                raise ContractError(f"{field}[{place}] is {token_id}, beyond the vocabulary")
+            if token_id >= self.vocab_size:
+                raise ContractError(
+                    f"{field}[{place}] is {token_id}; the vocabulary has {self.vocab_size} tokens"
+                )
 
 
 def _read_defaults(checkpoint: Path) -> dict[str, Any]:

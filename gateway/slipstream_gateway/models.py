@@ -6,15 +6,18 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from slipstream import wire
 from slipstream.config import EngineConfig
 from slipstream.launch import SupervisorStarter
+from slipstream_contract.deployment import Deployment, deployments_of
 from slipstream_contract.errors import Code, ContractError
-from slipstream_runtime.directory import OWNER_VARIABLE, Runtime
+from slipstream_contract.shares import memory_share
+from slipstream_runtime.directory import Runtime
 
 from slipstream_gateway.engine import Engine
 from slipstream_gateway.errors import ApiError
@@ -23,69 +26,89 @@ from slipstream_gateway.settings import Settings
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
-_RETRY_S = 2.0
+_RESCAN_S = 2.0
+_GONE_S = 60.0  # an engine that was never there for so long is not loaded
 _SUPERVISOR_S = 30  # time that the supervisor has to replace a stuck engine
 
 
-class _File(msgspec.Struct):
-    """The part of `tensorrt_llm/1/model.json` that counts here."""
+@dataclass(frozen=True)
+class Surroundings:
+    """What the models of a gateway share."""
 
-    engine: EngineConfig
+    settings: Settings
+    directory: Path  # the runtime directory
+    loop: asyncio.AbstractEventLoop
+    pool: ThreadPoolExecutor
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the engines are this gateway's own."""
+        return self.settings.runtime is None
 
 
-def read_engine(repository: Path, model: str = "tensorrt_llm") -> EngineConfig:
-    """Return the settings of a repository's engine, its checkpoint absolute.
-
-    Raises ValueError that names the file.
-    """
-    path = repository / model / "1" / "model.json"
+def engine_config(deployment: Deployment, deployments: list[Deployment]) -> EngineConfig:
+    """Return the settings of a deployment's engine. Raises ValueError naming the file."""
     try:
-        engine = msgspec.json.decode(path.read_bytes(), type=_File).engine
-    except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    checkpoint = (path.parent / engine.checkpoint).resolve()
-    return msgspec.structs.replace(engine, checkpoint=str(checkpoint))
+        config = msgspec.convert(dict(deployment.settings), EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{deployment.engine_model}/1/model.json: {error}") from None
+    share = memory_share(deployments, deployment.engine_model)
+    return msgspec.structs.replace(
+        config, checkpoint=str(deployment.checkpoint), memory_share=share
+    )
 
 
 class Model:
     """A deployment: an engine, and what turns text into its tokens.
 
     Attributes:
-        names: those that requests may use; the first is shown in answers without one.
         text: None until the engine has said how long its context is.
-        fault: why there is no `text`, in words; empty: the engine is starting.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: EngineConfig,
-        runtime: Runtime,
-        settings: Settings,
-        loop: asyncio.AbstractEventLoop,
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        """Start to connect to the engine, and a supervisor that starts it where none runs."""
-        self.names: tuple[str, ...] = (name,)
+    def __init__(self, deployment: Deployment, config: EngineConfig, around: Surroundings) -> None:
+        """Start to connect to the engine; a gateway that is alone starts it."""
+        self.deployment = deployment
         self.config = config
         self.created = int(time.time())
         self.text: ModelText | None = None
-        self.fault = ""
-        self._pool = pool
-        self._template = settings.chat_template
+        self._fault = ""  # why there is no text
+        self._around = around
+        self._seen_s = time.monotonic()  # when there was an engine, or the start
         self._is_closed = threading.Event()
-        owner = int(os.environ.get(OWNER_VARIABLE) or os.getpid())
-        self._starter = SupervisorStarter(runtime, config, owner)
-        unanswered = config.stuck_after_s + _SUPERVISOR_S
-        self.engine = Engine(runtime, loop, self._starter.ensure, unanswered)
-        self._thread = threading.Thread(target=self._load, name="model-text", daemon=True)
+        runtime = Runtime(around.directory, deployment.folder)
+        runtime.home.mkdir(mode=0o700, exist_ok=True)
+        self._runtime = runtime
+        self._starter = SupervisorStarter(runtime, config, os.getpid())
+        self.engine = Engine(
+            runtime,
+            around.loop,
+            self._starter.ensure if around.is_alone else _start_nothing,
+            config.stuck_after_s + _SUPERVISOR_S,
+            keeps_engine=around.is_alone,
+        )
+        self._thread = threading.Thread(target=self._run, name="model-text", daemon=True)
         self._thread.start()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may use; the first is shown in answers without one."""
+        deployment, welcome = self.deployment, self.engine.welcome()
+        own = (deployment.public_name, deployment.name)
+        return tuple(dict.fromkeys(own if welcome is None else (welcome.model, *own)))
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there is an engine, or was one a moment ago, or there will be."""
+        if self.engine.welcome() is not None:
+            self._seen_s = time.monotonic()
+        return time.monotonic() - self._seen_s < _GONE_S
 
     def ready_text(self) -> ModelText:
         """Return the text side. Raises ContractError (UNAVAILABLE) before the engine is up."""
         if self.text is not None:
             return self.text
-        message = self.fault or self._starter.failure() or "the engine is starting; try again"
+        fault = self._fault or self._starter.failure()
+        message = fault or "the engine is not up yet; try again"
         raise ContractError(message, Code.UNAVAILABLE, "engine_down")
 
     def close(self) -> None:
@@ -94,63 +117,114 @@ class Model:
         self._thread.join()
         self.engine.close()
 
-    def _load(self) -> None:
-        """Read the tokenizer once the engine has said how long its context is."""
-        while not self._is_closed.is_set():
+    def _run(self) -> None:
+        """Read the tokenizer whenever an engine says something else of itself."""
+        before: tuple[object, ...] = ()
+        while not self._is_closed.wait(_LOOK_S):
             try:
-                welcome = self.engine.connection.wait_welcome(_LOOK_S)
+                welcome = self.engine.connection.wait_welcome(0)
             except ContractError as error:
-                self.fault = error.message
-                self._is_closed.wait(_LOOK_S)
+                self._fault = error.message
                 continue
             if welcome is None:
                 continue
-            self.names = tuple(dict.fromkeys((welcome.model, *self.names)))
-            try:
-                self.text = ModelText(
-                    Path(self.config.checkpoint), welcome.max_model_len, self._pool, self._template
-                )
-            except Exception as error:
-                self.fault = f"the tokenizer cannot be read: {error}"
-                _log.exception("the tokenizer of %s cannot be read", welcome.model)
-            return
+            now = (welcome.model, welcome.max_model_len, welcome.vocab_size)
+            if now != before:
+                self._load(welcome)
+                before = now
+
+    def _load(self, welcome: wire.Welcome) -> None:
+        settings = self._around.settings
+        try:
+            self.text = ModelText(
+                Path(self.config.checkpoint), welcome, self._around.pool, settings
+            )
+            self._fault = ""
+        except Exception as error:
+            self.text, self._fault = None, f"the tokenizer cannot be read: {error}"
+            _log.exception("the tokenizer of %s cannot be read", welcome.model)
 
 
 class Models:
-    """All models of a gateway; `directory` is the runtime directory."""
+    """The models of a repository; what is added to it, or removed, is found within seconds."""
 
-    def __init__(self, models: Iterable[Model], directory: Path) -> None:
-        self.all = tuple(models)
-        self.directory = directory
+    def __init__(self, around: Surroundings) -> None:
+        """Connect to all. Raises ValueError, OSError."""
+        self._around = around
+        self._by_name: dict[str, Model] = {}
+        self._seen_ns = 0
+        self.directory = around.directory
+        self._rescan()
+        if not self._by_name:
+            repository = around.settings.repository
+            raise ValueError(f"{repository}: has no model of ours; see `slipstream compose`")
+
+    @property
+    def all(self) -> tuple[Model, ...]:
+        """Those that are loaded; a repository's only one in any case."""
+        models = tuple(self._by_name.values())
+        return models if len(models) == 1 else tuple(m for m in models if m.is_loaded)
 
     def find(self, name: object) -> Model:
         """Return the model of that name; without a name the only one. Raises ApiError."""
+        models = self.all
         if name is None or name == "":
-            if len(self.all) == 1:
-                return self.all[0]
+            if len(models) == 1:
+                return models[0]
             raise ApiError(400, f"model is missing: it is one of {self._known()}", "model")
         if not isinstance(name, str):
             raise ApiError(400, f"model is {name!r:.64}, not a text", "model")
-        for model in self.all:
+        for model in models:
             if name in model.names:
                 return model
         message = f"model {name!r:.128} does not exist; there are {self._known()}"
         raise ApiError(404, message, "model", "model_not_found")
 
     def _known(self) -> str:
-        return ", ".join(name for model in self.all for name in model.names)
+        return ", ".join(dict.fromkeys(name for model in self.all for name in model.names))
 
     def close(self) -> None:
         """End all connections."""
-        for model in self.all:
+        for model in self._by_name.values():
             model.close()
+
+    # --- what changes in the repository --------------------------------------------------------
+
+    async def follow(self) -> None:
+        """Look for models that are added or removed, until cancelled."""
+        while True:
+            await asyncio.sleep(_RESCAN_S)
+            try:
+                gone = self._rescan()
+            except (ValueError, OSError) as error:
+                _log.warning("the repository cannot be read: %s", error)
+                continue
+            for model in gone:
+                await asyncio.to_thread(model.close)
+
+    def _rescan(self) -> list[Model]:
+        """Add new models; return those that are gone. Raises ValueError, OSError."""
+        repository = self._around.settings.repository
+        changed_ns = repository.stat().st_mtime_ns
+        if changed_ns == self._seen_ns:
+            return []
+        found = deployments_of(repository)
+        for deployment in found:
+            if deployment.name not in self._by_name:
+                config = engine_config(deployment, found)
+                self._by_name[deployment.name] = Model(deployment, config, self._around)
+        self._seen_ns = changed_ns
+        names = {deployment.name for deployment in found}
+        return [self._by_name.pop(name) for name in self._by_name.keys() - names]
 
 
 def open_models(
     settings: Settings, loop: asyncio.AbstractEventLoop, pool: ThreadPoolExecutor
 ) -> Models:
     """Connect to the engines of a repository. Raises ValueError, OSError."""
-    config = read_engine(settings.repository)
     directory = settings.runtime or Path(tempfile.mkdtemp(prefix="slipstream-gateway-"))
-    runtime = Runtime(directory)
-    return Models([Model("ensemble", config, runtime, settings, loop, pool)], directory)
+    return Models(Surroundings(settings, directory, loop, pool))
+
+
+def _start_nothing() -> None:
+    """Leave it to the server's models to start an engine."""

@@ -13,7 +13,6 @@ from slipstream_contract.request import GenerateRequest, ResponseOptions, Words,
 from slipstream_contract.schemas.vllm import build_request, known_names, read_values
 
 from slipstream_gateway.answer import Parser
-from slipstream_gateway.errors import ApiError
 from slipstream_gateway.fields import read_flag, read_text, read_whole
 from slipstream_gateway.guides import read_response_format
 from slipstream_gateway.model_text import ModelText
@@ -240,12 +239,3 @@ def prepare_completion(body: Mapping[str, Any], text: ModelText, most: int) -> P
         requests.append(request)
         answers += make_answers(request, prompt, body, text, [None] * n)
     return Prepared(requests, answers, n, plain.options.is_streaming)
-
-
-def refuse_tools(body: Mapping[str, Any]) -> None:
-    """Raise ApiError for tools, which need a parser of the model's calls."""
-    if body.get("tools") and body.get("tool_choice") != "none":
-        raise ApiError(400, "tools are not served by this model", "tools", "unsupported_parameter")
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise ApiError(400, f"tool_choice is {clip(choice)} without tools", "tool_choice")

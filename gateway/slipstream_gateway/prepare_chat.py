@@ -6,17 +6,18 @@ from typing import Any
 from slipstream_contract.errors import ContractError, clip
 from slipstream_preprocessing.chat import ChatTemplate
 
+from slipstream_gateway.answer import Parser
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.fields import read_flag, read_object, read_text
 from slipstream_gateway.messages import read_messages
 from slipstream_gateway.model_text import ModelText
+from slipstream_gateway.parsing.choice import ToolChoice, read_choice
 from slipstream_gateway.prepare import (
     Prepared,
     Prompt,
     encode,
     make_answers,
     read_request,
-    refuse_tools,
 )
 
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")  # of the template, from us
@@ -25,7 +26,7 @@ _OWN = ("messages", "tools", "documents", "add_generation_prompt")  # of the tem
 def prepare_chat(body: Mapping[str, Any], text: ModelText, has_request_templates: bool) -> Prepared:
     """Return what a chat completion asks for. Raises ContractError, ApiError."""
     messages = read_messages(body.get("messages"), text.knows_developer)
-    refuse_tools(body)
+    choice = _read_tools(body, text)
     plain = read_request(body, text, is_chat=True)
     chat = _template(body, text, has_request_templates)
     prompt = Prompt(
@@ -36,12 +37,43 @@ def prepare_chat(body: Mapping[str, Any], text: ModelText, has_request_templates
     )
     request = encode(plain, prompt, body, text)
     n = plain.sampling.n
-    answers = make_answers(request, prompt, body, text, [None] * n)
+    assert prompt.text is not None
+    parsers: list[Parser | None] = [None] * n
+    if plain.options.skip_special_tokens and text.answers.format.name != "none":
+        parsers = [text.answers.parser(choice, prompt.text) for _ in range(n)]
+    answers = make_answers(request, prompt, body, text, parsers)
+    for answer in answers:
+        answer.hides_reasoning = not read_flag(body, "include_reasoning", True)
     if read_flag(body, "echo") and messages[-1]["role"] == "assistant":
         for answer in answers:
             answer.prompt.text = messages[-1]["content"]
             answer.prompt.is_echoed = True
-    return Prepared([request], answers, n, plain.options.is_streaming)
+    is_named = choice.mode == "named"
+    return Prepared([request], answers, n, plain.options.is_streaming, is_named)
+
+
+def _read_tools(body: Mapping[str, Any], text: ModelText) -> ToolChoice:
+    """Return what may be called. Raises ApiError for what the model cannot do."""
+    choice = read_choice(
+        body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls")
+    )
+    if choice.mode == "none":
+        return choice
+    form = text.answers.format
+    if form.calls is None and form.channels is None:
+        message = (
+            "tools: the model's chat template shows no known form of calls; "
+            "the server's option --tool-call-parser names one"
+        )
+        raise ApiError(400, message, "tools", "unsupported_parameter")
+    if body.get("skip_special_tokens") is False:
+        message = "skip_special_tokens is false: such a text is not parsed for calls of tools"
+        raise ApiError(400, message, "skip_special_tokens")
+    if choice.mode in ("required", "named") or any(tool.is_strict for tool in choice.tools):
+        field = "tool_choice" if choice.mode != "auto" else "tools"
+        message = f"{field}: calls that must come, or must follow a schema, are not served yet"
+        raise ApiError(400, message, field, "unsupported_parameter")
+    return choice
 
 
 def render(body: Mapping[str, Any], messages: list[dict[str, Any]], chat: ChatTemplate) -> str:

@@ -142,6 +142,7 @@ class Answering:
         self.prompt = prompt
         self.num_reasoning = 0  # tokens
         self.has_calls = False
+        self.hides_reasoning = False
         self.is_hidden = False  # its tokens are not wanted, only its prompt's values
         self._vocab = vocab
         self._skip_special = skip_special
@@ -236,6 +237,8 @@ class Answering:
             self._is_reasoning = isinstance(delta, Reasoning)
             self.has_calls |= not isinstance(delta, Text | Reasoning)
         self.num_reasoning += is_token and self._is_reasoning
+        if self.hides_reasoning:
+            deltas = [delta for delta in deltas if not isinstance(delta, Reasoning)]
         piece.deltas += deltas
 
 

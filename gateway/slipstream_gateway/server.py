@@ -42,7 +42,7 @@ class Gateway:
         routes = Routes(models, settings, metrics, lambda: self.generator.is_draining)
         handlers = {HTTPException: http_error}
         rest = Starlette(routes=[*routes.all(), *page.routes()], exception_handlers=handlers)
-        self.app = App(self.generator, rest, page.files().__contains__, settings, metrics)
+        self.app = App(self.generator, rest, settings, metrics)
         self._settings = settings
         self._ends = asyncio.Event()
 
@@ -66,14 +66,15 @@ class Gateway:
         )
         server = _Server(config)
         serving = asyncio.create_task(server.serve([listener]))
-        ticking = asyncio.create_task(self._tick())
+        helpers = [asyncio.create_task(each) for each in (self._tick(), self.models.follow())]
         stop = asyncio.create_task(self._ends.wait())
         await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
         server.should_exit = True
         with contextlib.suppress(asyncio.CancelledError):
             await serving
-        ticking.cancel()
+        for helper in helpers:
+            helper.cancel()
 
     def end(self) -> None:
         """Have `run` return."""

@@ -35,6 +35,8 @@ class Settings:
     allowed_origins: tuple[str, ...] = ()
     has_request_templates: bool = False
     chat_template: Path | None = None  # in the place of the checkpoint's
+    tool_parser: str = "auto"  # by the chat template, or `none`, or a name
+    reasoning_parser: str = "auto"
     max_body_bytes: int = MAX_BODY_BYTES
     header_s: float = 20.0
     body_s: float = 60.0

@@ -68,6 +68,7 @@ class Connection:
         listener: Listener,
         keep_alive: Callable[[], None],
         max_unanswered: int = 90,
+        keeps_engine: bool = True,
     ) -> None:
         """Start to connect.
 
@@ -79,11 +80,12 @@ class Connection:
                 exceptions are logged.
             max_unanswered: pings, one a second, after which a silent engine is given up. It is a
                 number, not a time: while a machine's processes are suspended, none is stuck.
+            keeps_engine: whether the engine goes on for this connection alone.
         """
         self.status: wire.Status | None = None  # the latest
         self.num_dropped = 0  # frames that were not messages
         self._address = address
-        self._hello = wire.Hello(wire.PROTOCOL, __version__, bridge, os.getpid())
+        self._hello = wire.Hello(wire.PROTOCOL, __version__, bridge, os.getpid(), keeps_engine)
         self._listener = listener
         self._keep_alive = keep_alive
         self._max_unanswered = max_unanswered
