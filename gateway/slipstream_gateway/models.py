@@ -161,7 +161,7 @@ class Models:
 
     @property
     def all(self) -> tuple[Model, ...]:
-        """Those that are loaded; a repository's only one in any case."""
+        """List those that are loaded; a repository's only one in any case."""
         models = tuple(self._by_name.values())
         return models if len(models) == 1 else tuple(m for m in models if m.is_loaded)
 
