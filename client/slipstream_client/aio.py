@@ -14,7 +14,13 @@ import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from slipstream_client.client import CHANNEL_OPTIONS, DEFAULT_MODEL, DEFAULT_URL, ENDS_S
-from slipstream_client.codec import chunks_of, health_of, health_request, request_of
+from slipstream_client.codec import (
+    chunks_of,
+    health_model_of,
+    health_of,
+    health_request,
+    request_of,
+)
 from slipstream_client.failures import error_from_rpc, error_from_sending, error_from_text
 from slipstream_client.results import Chunk, Completion, join
 
@@ -149,10 +155,11 @@ class AsyncSlipstreamClient:
         async with stream as chunks:
             return join([chunk async for chunk in chunks])
 
-    async def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
+    async def health(self, timeout_s: float = 5.0, model: str | None = None) -> dict[str, Any]:
         """Return the engine's state, as `SlipstreamClient.health`."""
+        request = health_request(health_model_of(model or self.model))
         try:
-            response = await self._stub().ModelInfer(health_request(), timeout=timeout_s)
+            response = await self._stub().ModelInfer(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.url) from None
         return health_of(response)

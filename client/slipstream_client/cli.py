@@ -25,6 +25,10 @@ COMMANDS = {
         "print which GEMM kernel runs for each matrix, and why",
     ),
     "health": ("slipstream_client.commands.health", "exit code 0 only if tokens can be had now"),
+    "models": (
+        "slipstream_client.commands.models",
+        "list a repository's deployments, load and unload them",
+    ),
     "complete": ("slipstream_client.commands.complete", "stream one completion"),
     "chat": ("slipstream_client.commands.chat", "talk to the model"),
     "bench": ("slipstream_client.commands.bench", "load a server and measure it"),

@@ -10,7 +10,14 @@ from typing import Any, Self
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from slipstream_client.codec import ENSEMBLE, chunks_of, health_of, health_request, request_of
+from slipstream_client.codec import (
+    ENSEMBLE,
+    chunks_of,
+    health_model_of,
+    health_of,
+    health_request,
+    request_of,
+)
 from slipstream_client.failures import error_from_rpc, error_from_text
 from slipstream_client.results import Chunk, Completion, join
 
@@ -90,9 +97,10 @@ class SlipstreamClient:
     """A client of a server's models over gRPC. Thread-safe; works in a `with` block.
 
     `model` is `ensemble` (the default), `tensorrt_llm_bls` or `vllm_model` for text, `tensorrt_llm`
-    for token ids, or `llmapi_model` where the repository has it. A request's parameters are the
-    inputs of that model, by the contract's names (`max_tokens`, `temperature`, `stop_words`, ...);
-    `vllm_model` and `llmapi_model` take vLLM's sampling parameters.
+    for token ids, or `llmapi_model` where the repository has it. A deployment with a name has
+    `NAME`, `NAME_vllm_model` and so on. A request's parameters are the inputs of that model, by the
+    contract's names (`max_tokens`, `temperature`, `stop_words`, ...); `vllm_model` and
+    `llmapi_model` take vLLM's sampling parameters.
     """
 
     def __init__(
@@ -137,13 +145,14 @@ class SlipstreamClient:
         with self._start(prompt, model, request_id, timeout_s, parameters) as chunks:
             return join(chunks)
 
-    def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
+    def health(self, timeout_s: float = 5.0, model: str | None = None) -> dict[str, Any]:
         """Return the engine's state: model, engine_pid, kv_blocks_free, ... (see the docs).
 
-        Raises ContractError if no server or no engine answers.
+        The engine is that of `model`. Raises ContractError if no server or no engine answers.
         """
+        request = health_request(health_model_of(model or self.model))
         try:
-            response = self._stub.ModelInfer(health_request(), timeout=timeout_s)
+            response = self._stub.ModelInfer(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.url) from None
         return health_of(response)

@@ -2,7 +2,9 @@
 
 Four families of models: text (`ensemble`, `tensorrt_llm_bls`), vLLM (`vllm_model`, whose sampling
 parameters travel as JSON), token ids (`tensorrt_llm`, where some names differ) and NVIDIA's LLM API
-(`llmapi_model`, whose answer comes whole: its streams repeat their text in every response).
+(`llmapi_model`, whose answer comes whole: its streams repeat their text in every response). The
+models of a deployment with a name speak like those without one: `chat_vllm_model` like
+`vllm_model`, and `chat`, as any name that ends in no such word, like `ensemble`.
 """
 
 import difflib
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from slipstream_contract.declarations import Model, Tensor
+from slipstream_contract.deployment import name_of, role_of, split_name
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.inputs import to_whole
 from slipstream_contract.limits import check_whole
@@ -52,18 +55,21 @@ def request_of(
 ) -> Any:
     """Build the `ModelInferRequest` of a stream. Raises ContractError for an unknown parameter.
 
+    `model` is the name of any deployment's model.
+
     The request streams even for a client that waits for the whole text: Triton does not tell a
     running ensemble step that its client has disconnected, so a step that sends nothing before
     its end could not be cancelled.
     """
-    declared = GENERATING.get(model)
-    if declared is None:
+    role = role_of(model)
+    declared = GENERATING.get(role)
+    if declared is None or not model:
         names = ", ".join(GENERATING)
         raise ContractError(f"no model {clip(model)} generates; {names} do", Code.NOT_FOUND)
     own = {name: parameters[name] for name in _REQUEST_PARAMETERS if name in parameters}
     others = {name: value for name, value in parameters.items() if name not in own}
-    values = _values(model, prompt, others)
-    if model == LLMAPI.name:
+    values = _values(role, prompt, others)
+    if role == LLMAPI.name:
         own |= {n: values.pop(n) for n in list(values) if n not in LLMAPI.inputs_by_name}
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, value in own.items():
@@ -84,27 +90,27 @@ def request_of(
 
 
 def _values(
-    model: str, prompt: str | Sequence[int], parameters: Mapping[str, object]
+    role: str, prompt: str | Sequence[int], parameters: Mapping[str, object]
 ) -> dict[str, object]:
     """Return input name -> value: the prompt, the output flags of this client, the parameters."""
     given = {name: value for name, value in parameters.items() if value is not None}
     counts: dict[str, object] = {"return_num_input_tokens": True, "return_num_output_tokens": True}
     flags = counts | {"exclude_input_in_output": True}
-    if model == TENSORRT_LLM:
+    if role == TENSORRT_LLM:
         if isinstance(prompt, str):
-            raise ContractError(f"{model} takes token ids, not text: ask {ENSEMBLE}")
+            raise ContractError(f"{role} takes token ids, not text: ask {ENSEMBLE}")
         token_ids = list(prompt)
         named = {_TOKEN_NAMES.get(name, name): value for name, value in given.items()}
         own = {"input_ids": token_ids, "input_lengths": len(token_ids), "streaming": True}
         return own | flags | named
     if not isinstance(prompt, str):
-        raise ContractError(f"{model} takes text, not {clip(prompt)}: ask {TENSORRT_LLM}")
-    if model == LLMAPI.name:
+        raise ContractError(f"{role} takes text, not {clip(prompt)}: ask {TENSORRT_LLM}")
+    if role == LLMAPI.name:
         return _llmapi_values(prompt, given)
     own = {"text_input": prompt, "stream": True}
-    if model != VLLM:
+    if role != VLLM:
         return own | flags | given
-    inputs = {tensor.name for tensor in GENERATING[model].inputs}
+    inputs = {tensor.name for tensor in GENERATING[role].inputs}
     tensors = {name: value for name, value in given.items() if name in inputs}
     sampling = {name: value for name, value in given.items() if name not in inputs}
     flags["return_finish_reason"] = True
@@ -218,9 +224,14 @@ def chunks_of(response: Any) -> list[Chunk]:
     ]
 
 
-def health_request() -> Any:
-    """Build a `ModelInferRequest` to the health model."""
-    request = service_pb2.ModelInferRequest(model_name=HEALTH)
+def health_model_of(model: str) -> str:
+    """Return the health model of the deployment that a model belongs to."""
+    return name_of(split_name(model)[0], HEALTH)
+
+
+def health_request(model: str = HEALTH) -> Any:
+    """Build a `ModelInferRequest` to a health model."""
+    request = service_pb2.ModelInferRequest(model_name=model)
     for tensor in MODELS[HEALTH].inputs:
         request.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=[1])
         request.raw_input_contents.append(b"\x01")

@@ -71,7 +71,6 @@ def test_version() -> None:
         (["sreve"], "invalid choice: 'sreve'"),
         (["health", "--grpc-port", "abc"], "--grpc-port: invalid int value: 'abc'"),
         (["complete"], "PROMPT"),
-        (["complete", "a", "--model", "nosuch"], "invalid choice: 'nosuch'"),
         (["compose", "--checkpoint", "a"], "--output"),
         (["compose", "--checkpoint", "a", "--output", "b", "--dtype", "int8"], "'int8'"),
     ],

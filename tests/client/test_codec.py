@@ -101,7 +101,7 @@ def test_a_wrong_name_is_refused_with_the_right_one():
         request_of("ensemble", "a", {"xyzzy": 1}, "id")
 
 
-@pytest.mark.parametrize("model", ["nothing", "preprocessing", ""])
+@pytest.mark.parametrize("model", ["preprocessing", "chat_postprocessing", ""])
 def test_a_model_that_does_not_generate_is_refused(model):
     with pytest.raises(ContractError, match="ensemble, ") as caught:
         request_of(model, "a", {}, "id")
@@ -145,3 +145,14 @@ def test_urgency_is_said_of_the_request_and_not_to_the_model(model):
     for value in ("soon", 2**70, -1):
         with pytest.raises(ContractError, match="timeout_ms is "):
             request_of(model, prompt, {"max_tokens": 1, "timeout_ms": value}, "")
+
+
+@pytest.mark.parametrize("role", GENERATING)
+def test_a_model_of_a_deployment_with_a_name_is_asked_as_one_without(role):
+    prompt = [1, 2] if role == TENSORRT_LLM else "a"
+    name = "chat" if role == ENSEMBLE else f"chat_{role}"
+    plain = request_of(role, prompt, {"max_tokens": 3}, "id")
+    named = request_of(name, prompt, {"max_tokens": 3}, "id")
+    assert (plain.model_name, named.model_name) == (role, name)
+    named.model_name = role
+    assert named == plain

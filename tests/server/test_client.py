@@ -38,6 +38,7 @@ CURLS = [
 ]
 EVERY_TEXT_MODEL = [*TEXT_MODELS, "vllm_model"]
 HEALTH_KEYS = {
+    "about",
     "model",
     "engine_pid",
     "kv_blocks_free",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from slipstream_contract import whole
+from slipstream_contract.deployment import role_of
 from slipstream_contract.errors import ContractError, clip
 
 from slipstream_client.codec import TENSORRT_LLM, VLLM, request_of
@@ -116,7 +117,7 @@ def read_prompts(path: Path, model: str) -> list[Prompt]:
     """Read JSON lines: `prompt` (or `text_input`), or `input_ids` for the token model, and
     optionally `max_tokens`. Raises OSError, or ContractError that names the line.
     """
-    wanted = ("input_ids",) if model == TENSORRT_LLM else ("prompt", "text_input")
+    wanted = ("input_ids",) if role_of(model) == TENSORRT_LLM else ("prompt", "text_input")
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
@@ -157,7 +158,7 @@ def make_prompts(
 ) -> list[Prompt]:
     """Make prompts of these sizes in tokens: exact for ids below `vocabulary`, near for text."""
     rng = np.random.default_rng([seed, 1])
-    if model == TENSORRT_LLM:
+    if role_of(model) == TENSORRT_LLM:
         return [Prompt(rng.integers(0, vocabulary, size).tolist()) for size in sizes]
     words = np.maximum(1, np.rint(sizes / tokens_per_word)).astype(np.int64)
     return [Prompt(make_text(rng, int(count))) for count in words]
@@ -172,11 +173,15 @@ class RequestMaker:
     sampling: Mapping[str, Any]  # temperature, top_k, ... by the names of the text models
     has_end: bool  # whether the model's own end of text ends a sequence
 
+    @property
+    def _role(self) -> str:
+        return role_of(self.model)
+
     def payload(self, prompt: str | list[int], max_tokens: int, request_id: str) -> bytes:
         """Serialise a request. Raises ContractError for a parameter the model does not take."""
         parameters = dict(self.sampling) | {"max_tokens": max_tokens}
         if not self.has_end:
-            parameters |= {"ignore_eos": True} if self.model == VLLM else {"end_id": -1}
+            parameters |= {"ignore_eos": True} if self._role == VLLM else {"end_id": -1}
         # Over HTTP this only checks the parameters.
         request = request_of(self.model, prompt, parameters, request_id)
         if self.protocol == "grpc":
@@ -190,10 +195,10 @@ class RequestMaker:
             "exclude_input_in_output": True,
         }
         flags |= whole.mark_of(self.model)
-        if self.model == VLLM:
+        if self._role == VLLM:
             sampling = json.dumps(parameters)
             return {"text_input": prompt, "stream": True, "sampling_parameters": sampling} | flags
-        if self.model != TENSORRT_LLM:
+        if self._role != TENSORRT_LLM:
             return {"text_input": prompt, "stream": True} | parameters | flags
         names = {"max_tokens": "request_output_len", "top_k": "runtime_top_k"}
         names["top_p"] = "runtime_top_p"

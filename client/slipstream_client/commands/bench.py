@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from slipstream_contract.deployment import role_of
 from slipstream_contract.errors import ContractError, clip
 from tqdm import tqdm
 
@@ -33,7 +34,7 @@ from slipstream_client.bench.price import price_per_hour
 from slipstream_client.bench.report import columns, page
 from slipstream_client.bench.runner import Clients, LoadSpec, Outcome, Target, default_processes
 from slipstream_client.codec import STREAMED, TENSORRT_LLM
-from slipstream_client.commands.common import add_connection, add_field
+from slipstream_client.commands.common import MODEL_HELP, add_connection, add_field
 
 _PROBE_WORDS = 200
 _MAX_PROMPTS = 1000  # distinct prompts of a load with --seconds; then they repeat
@@ -52,7 +53,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add = parser.add_argument
     add("--http-port", type=int, default=8000, metavar="N", help="(%(default)s)")
     add("--protocol", choices=("grpc", "http"), default="grpc", help="(%(default)s)")
-    add("--model", choices=STREAMED, default="ensemble", help="(%(default)s)")
+    add("--model", default="ensemble", help=MODEL_HELP)
     load = parser.add_mutually_exclusive_group()
     _number_list(load, "--concurrency", int, "closed loop: requests in flight (8)")
     _number_list(load, "--rates", float, "open loop: requests a second, whatever the server does")
@@ -150,6 +151,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ContractError(f"--ramp is {args.ramp:g}, which leaves no time that counts")
     if args.price_per_hour is not None and not 0 <= args.price_per_hour < float("inf"):
         raise ContractError(f"--price-per-hour is {args.price_per_hour:g}, not 0 or above")
+    if role_of(args.model) not in STREAMED:
+        raise ContractError(f"--model {clip(args.model)} is none of those that stream tokens")
     for file in filter(None, (args.json, args.html)):
         if not file.parent.is_dir():
             raise ContractError(f"{clip(str(file))}: its directory does not exist")
@@ -176,7 +179,7 @@ class _Maker:
         self._tokens_per_word = 1.0
         if args.prompts:
             self._prompts = read_prompts(args.prompts, args.model)
-        elif args.model != TENSORRT_LLM:
+        elif role_of(args.model) != TENSORRT_LLM:
             text = make_text(np.random.default_rng([args.seed, 2]), _PROBE_WORDS)
             record = clients.probe(target, self._maker.payload(text, 1, "probe"))
             if record.num_input_tokens > 0:

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any, TextIO
 
+from slipstream_contract.deployment import role_of
 from slipstream_contract.limits import INT32_MAX
 from slipstream_contract.sampling import FIELDS
 from slipstream_contract.tensors import LLMAPI
@@ -10,6 +11,7 @@ from slipstream_contract.tensors import LLMAPI
 from slipstream_client.client import DEFAULT_MODEL, ChunkStream, SlipstreamClient
 from slipstream_client.codec import BLS, ENSEMBLE, VLLM
 
+MODEL_HELP = "of any deployment, as NAME or NAME_vllm_model (%(default)s)"
 TEXT_MODELS = (ENSEMBLE, BLS, VLLM, LLMAPI.name)
 """The models that take text, most preferred first."""
 
@@ -32,9 +34,7 @@ def add_connection(parser: argparse.ArgumentParser, timeout_s: float | None) -> 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """Add the options for the model and its sampling; the server's defaults are greedy."""
-    parser.add_argument(
-        "--model", choices=TEXT_MODELS, default=TEXT_MODELS[0], help="(%(default)s)"
-    )
+    parser.add_argument("--model", default=TEXT_MODELS[0], help=MODEL_HELP)
     for name in SAMPLING:
         add_field(parser, name, max_tokens if name == "max_tokens" else None)
 
@@ -65,7 +65,7 @@ def stop_at(model: str, stop_words: list[str]) -> dict[str, Any]:
     """Return the stop words under the model's name for them."""
     if not stop_words:
         return {}
-    return {"stop" if model in (VLLM, LLMAPI.name) else "stop_words": stop_words}
+    return {"stop" if role_of(model) in (VLLM, LLMAPI.name) else "stop_words": stop_words}
 
 
 def connect(args: argparse.Namespace) -> SlipstreamClient:

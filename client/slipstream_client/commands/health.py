@@ -14,14 +14,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import grpc
+from slipstream_contract.deployment import (
+    name_of,
+    role_of,
+    split_name,
+    text_model_of,
+)
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.probes import PROBE, Probe
 from slipstream_contract.tensors import LLMAPI, MODELS
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from slipstream_client.client import SlipstreamClient
-from slipstream_client.codec import GENERATING, HEALTH, TENSORRT_LLM, request_of
-from slipstream_client.commands.common import TEXT_MODELS, add_connection, connect
+from slipstream_client.client import DEFAULT_MODEL, SlipstreamClient
+from slipstream_client.codec import (
+    GENERATING,
+    TENSORRT_LLM,
+    health_model_of,
+    request_of,
+)
+from slipstream_client.commands.common import add_connection, connect
 from slipstream_client.failures import error_from_rpc, error_from_text
 
 EXIT_UNHEALTHY = 1
@@ -40,6 +51,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Declare the command and its options."""
     parser = subparsers.add_parser("health", help="exit code 0 only if tokens can be had now")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="the deployment, by any of its models (%(default)s)"
+    )
     add_connection(parser, timeout_s=3.0)
 
 
@@ -51,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report))
         return 0 if report["ok"] else EXIT_UNHEALTHY
     error = report.pop("error", None)
-    for name, value in report.items():
+    for name, value in (report.pop("about", {}) | report).items():
         print(f"{name:18} {value}")
     if error is not None:
         print(f"slipstream: {error}", file=sys.stderr)
@@ -61,16 +75,14 @@ def run(args: argparse.Namespace) -> int:
 def health_report(client: SlipstreamClient, timeout_s: float) -> dict[str, Any]:
     """Return the engine's state, `ok`, and `error`, or `token_s` of one token if it is idle.
 
-    A request reaches one of a model's processes; the readiness of the server covers the others.
-    Takes about `timeout_s` at most.
+    The engine is that of the client's model. A request reaches one of a model's processes; the
+    readiness of the server covers the others. Takes about `timeout_s` at most.
     """
     deadline = time.monotonic() + timeout_s
     state: dict[str, Any] = {}
     try:
         with grpc.insecure_channel(client.url) as channel:
-            prober = _Prober(
-                service_pb2_grpc.GRPCInferenceServiceStub(channel), client.url, deadline
-            )
+            prober = _Prober(service_pb2_grpc.GRPCInferenceServiceStub(channel), client, deadline)
             models = prober.ready_models()
             with ThreadPoolExecutor(len(models) + 1) as threads:
                 health = threads.submit(_state, client, deadline)
@@ -105,39 +117,42 @@ def _state(client: SlipstreamClient, deadline: float) -> dict[str, Any]:
             said = error
         except TimeoutError:
             raise said or ContractError(
-                f"model {HEALTH} does not answer", Code.UNAVAILABLE
+                f"model {health_model_of(client.model)} does not answer", Code.UNAVAILABLE
             ) from None
 
 
 class _Prober:
-    """Sends requests to the models of one server, within one deadline for all."""
+    """Sends requests to the models of one deployment, within one deadline for all."""
 
-    def __init__(self, stub: Any, url: str, deadline: float) -> None:
+    def __init__(self, stub: Any, client: SlipstreamClient, deadline: float) -> None:
         self._stub = stub
-        self._url = url
+        self._url = client.url
+        self._deployment = split_name(client.model)[0]
         self._deadline = deadline
 
     def ready_models(self) -> list[str]:
         """Return our models that are ready. Raises ContractError if none of them generates."""
-        names = (*MODELS, LLMAPI.name)
+        names = [name_of(self._deployment, role) for role in (*MODELS, LLMAPI.name)]
         requests = {name: service_pb2.ModelReadyRequest(name=name) for name in names}
         ready = [n for n, each in requests.items() if self._call(self._stub.ModelReady, each).ready]
-        if not GENERATING.keys() & set(ready):
-            raise ContractError(f"no model of ours is loaded at {self._url}", Code.UNAVAILABLE)
+        if not GENERATING.keys() & set(map(role_of, ready)):
+            which = "ours" if self._deployment == DEFAULT_MODEL else self._deployment
+            raise ContractError(f"no model of {which} is loaded at {self._url}", Code.UNAVAILABLE)
         return ready
 
     def probe(self, name: str) -> None:
         """Wait for the model's process to answer. Raises ContractError, RequestTimeoutError."""
-        if name in _STAGES:
+        role = role_of(name)
+        if role in _STAGES:
             request = service_pb2.ModelInferRequest(model_name=name)
-            for tensor in MODELS[name].inputs:
+            for tensor in MODELS[role].inputs:
                 if tensor.name in _WIRE_VALUES:
                     shape, data = _WIRE_VALUES[tensor.name]
                     kind = "BYTES" if tensor.dtype == "STRING" else tensor.dtype
                     request.inputs.add(name=tensor.name, datatype=kind, shape=shape)
                     request.raw_input_contents.append(data)
             self._call(self._stub.ModelInfer, request)
-        elif name in GENERATING:
+        elif role in GENERATING:
             contract = self._contract(name)
             prompt: Any = [0] if contract == TENSORRT_LLM else "a"
             request = request_of(contract, prompt, {"max_tokens": 1}, "")
@@ -146,12 +161,13 @@ class _Prober:
             self._call(self._stream, [request])
 
     def _contract(self, name: str) -> str:
-        """Return the model that one speaks like: `tensorrt_llm` may be NVIDIA's newer one."""
-        if name != TENSORRT_LLM:
-            return name
+        """Return the role that a model speaks like: `tensorrt_llm` may be NVIDIA's newer one."""
+        role = role_of(name)
+        if role != TENSORRT_LLM:
+            return role
         metadata = self._call(self._stub.ModelMetadata, service_pb2.ModelMetadataRequest(name=name))
         takes_ids = any(tensor.name == "input_ids" for tensor in metadata.inputs)
-        return name if takes_ids else LLMAPI.name
+        return role if takes_ids else LLMAPI.name
 
     def _stream(self, requests: Any, timeout: float) -> None:
         for response in self._stub.ModelStreamInfer(requests, timeout=timeout):
@@ -184,8 +200,9 @@ def _seconds_per_token(
 
     Raises ContractError or RequestTimeoutError if there was no token.
     """
-    model = next(name for name in (*TEXT_MODELS, TENSORRT_LLM) if name in models)
-    prompt: Any = [0] if model == TENSORRT_LLM else "a"
+    roles = {role_of(model): model for model in models}
+    model = text_model_of(roles) or roles[TENSORRT_LLM]
+    prompt: Any = [0] if role_of(model) == TENSORRT_LLM else "a"
     start = time.monotonic()
     remaining_s = max(0.001, deadline - start)
     try:
