@@ -47,7 +47,7 @@ ENV PATH=/opt/slipstream/stub/bin:/opt/tritonserver/bin:${PATH} \
 
 USER slipstream
 WORKDIR /home/slipstream
-EXPOSE 8000 8001 8002
+EXPOSE 8000 8001 8002 9000
 HEALTHCHECK --interval=5s --timeout=5s --start-period=10m --retries=2 \
     CMD ["/opt/slipstream/engine/bin/slipstream", "health", "--grpc-port", "8001"]
 # `serve` repairs a model's process that died or hangs; plain Docker restarts nothing for being unhealthy.

@@ -7,6 +7,7 @@ PYTHON ?= python3
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+OPENAI_PORT ?= 9000
 MODEL_REPOSITORY ?= model_repository
 PYTEST_ARGS ?=
 WORKERS ?= 2
@@ -26,9 +27,10 @@ help:            ## this list
 install:         ## .venv with pinned packages, and a tritonserver in .slipstream
 	@$(PYTHON) ensemble/slipstream_serve/install.py
 
-serve: install   ## a real tritonserver on model_repository/ (HTTP_PORT GRPC_PORT METRICS_PORT)
+serve: install   ## a real tritonserver on model_repository/ (HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT)
 	@exec $(BIN)/slipstream serve --demo --model-repository "$(MODEL_REPOSITORY)" \
-	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT)
+	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
+	    --openai-port $(OPENAI_PORT)
 
 check: install   ## lint, format, types, import rules, words: what CI and pre-commit run
 	@$(BIN)/ruff check .

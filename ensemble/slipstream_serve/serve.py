@@ -21,8 +21,10 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from slipstream_contract.deployment import deployments_of
+from slipstream_gateway import cli as gateway_cli
 from slipstream_runtime.directory import Runtime
 
+from slipstream_serve.gateway import GatewayPlan, GatewayProcess, plan_of
 from slipstream_serve.probe import first_token, stream_text, text_model
 from slipstream_serve.served import chosen
 from slipstream_serve.server import repository_root, server_directory
@@ -60,6 +62,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--http-port", type=int, default=8000, metavar="N", help="(%(default)s)")
     parser.add_argument("--grpc-port", type=int, default=8001, metavar="N", help="(%(default)s)")
     parser.add_argument("--metrics-port", type=int, default=8002, metavar="N", help="(%(default)s)")
+    gateway_cli.add_options(parser)
+    parser.add_argument(
+        "--openai-port",
+        type=int,
+        default=9000,
+        metavar="N",
+        help="of OpenAI's endpoints; 0: none (%(default)s)",
+    )
+    parser.add_argument(
+        "--openai-host", metavar="HOST", help="address of OpenAI's endpoints (default: --host)"
+    )
     parser.add_argument(
         "--start-timeout",
         type=float,
@@ -104,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     check_shared_memory()
     clean_leftovers()
     log = args.log_file or server_directory().parent / "logs" / f"tritonserver-{args.http_port}.log"
-    server = None
+    plan = _gateway_plan(args, log)
+    server = gateway = None
     with _signals_raise():
         try:
             with signals_blocked():
@@ -114,7 +128,13 @@ def run(args: argparse.Namespace) -> int:
             names = ", ".join(models) or "no model yet"
             print(f"starting tritonserver on {args.model_repository}: {names}", flush=True)
             banner = _bring_up(server, models, began + args.start_timeout)
+            if plan is not None:
+                gateway = GatewayProcess(plan, server.runtime, _say)
+            first_token(server.endpoints.http, models)
+            if gateway is not None and models:
+                gateway.wait_ready(max(1.0, began + args.start_timeout - time.monotonic()))
             _print_ready(server, banner, time.monotonic() - began)
+            _print_gateway(plan, bool(args.api_key_file))
             if args.demo:
                 _demo(endpoints, models)
             print("Ctrl-C ends it.", flush=True)
@@ -124,9 +144,37 @@ def run(args: argparse.Namespace) -> int:
         finally:
             for number in ENDING:
                 signal.signal(number, signal.SIG_IGN)
+            if gateway is not None:
+                gateway.stop()
             if server is not None:
                 server.stop()
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _gateway_plan(args: argparse.Namespace, log: Path) -> GatewayPlan | None:
+    """Return the gateway to start; None: none. Raises ServeError, OSError, ValueError."""
+    options = gateway_cli.options_of(args)
+    host = args.openai_host or args.host
+    plan = plan_of(args.model_repository, host, args.openai_port, options, log)
+    if plan is None:
+        return None
+    if args.openai_port in (args.http_port, args.grpc_port, args.metrics_port):
+        raise ServeError("the ports must differ: choose another with --openai-port, or 0 for none")
+    gateway_cli.check_options(args)
+    plan.check_free()
+    return plan
+
+
+def _print_gateway(plan: GatewayPlan | None, has_keys: bool) -> None:
+    if plan is None:
+        return
+    print(f"  OpenAI   {plan.url}/v1\n  page     {plan.url}/", flush=True)
+    if not has_keys and not Endpoints(0, 0, 0, plan.host).is_local:
+        print(f"listening on {plan.host}: OpenAI's endpoints need no key (--api-key-file)")
 
 
 @contextlib.contextmanager
@@ -148,11 +196,11 @@ def _supervise(server: TritonServer, start_timeout_s: float) -> NoReturn:
         models = check_repository(server.repository) if server.models is None else server.models
         first_token(server.endpoints.http, models)
 
-    Repairer(server, wait_ready, lambda line: print(line, flush=True)).run()
+    Repairer(server, wait_ready, _say).run()
 
 
 def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
-    """Start the server and return once it has generated a token; show the engine's progress.
+    """Start the server and return once it is ready; show the engine's progress.
 
     Returns each engine's banner: model, dtype, size of the cache, how many sequences fit.
     """
@@ -172,7 +220,6 @@ def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
     server.widen_notes()
     for engine in engines:
         engine.show()
-    first_token(server.endpoints.http, models)
     return "\n  ".join(engine.banner for engine in engines if engine.banner)
 
 

@@ -55,6 +55,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def options_of(args: argparse.Namespace) -> list[str]:
+    """Return the options of `add_options` as words, for another process."""
+    words = []
+    for name in ("api_key_file", "chat_template"):
+        if (path := getattr(args, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(path.resolve())]
+    for origin in args.allowed_origin:
+        words += ["--allowed-origin", origin]
+    words += ["--tool-call-parser", args.tool_call_parser]
+    words += ["--reasoning-parser", args.reasoning_parser]
+    words += ["--max-body-bytes", str(args.max_body_bytes)]
+    return [*words, *(["--allow-request-templates"] if args.allow_request_templates else [])]
+
+
+def check_options(args: argparse.Namespace) -> Keys:
+    """Return the keys. Raises OSError, ValueError, ApiError for options that cannot be used."""
+    from slipstream_gateway.parsing.answers import format_of
+
+    format_of(_named(args.tool_call_parser), _named(args.reasoning_parser))
+    if args.chat_template is not None:
+        args.chat_template.read_text(encoding="utf-8")
+    return Keys.load(args.api_key_file) if args.api_key_file else Keys()
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare `slipstream gateway`."""
     parser = subparsers.add_parser("gateway", help="answer OpenAI's requests")
@@ -88,15 +112,13 @@ def run(args: argparse.Namespace) -> int:
     )
     os.environ.setdefault("SLIPSTREAM_PYTHON", sys.executable)  # of an engine that is started here
     from slipstream_gateway import server
-    from slipstream_gateway.parsing.answers import format_of
 
-    format_of(_named(args.tool_call_parser), _named(args.reasoning_parser))
     settings = Settings(
         args.model_repository.resolve(),
         args.runtime,
         args.host,
         args.port,
-        Keys.load(args.api_key_file) if args.api_key_file else Keys(),
+        check_options(args),
         tuple(args.allowed_origin),
         args.allow_request_templates,
         args.chat_template,

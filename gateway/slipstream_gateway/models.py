@@ -27,7 +27,7 @@ from slipstream_gateway.settings import Settings
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
 _RESCAN_S = 2.0
-_GONE_S = 60.0  # an engine that was never there for so long is not loaded
+_GONE_S = 60.0  # an engine that is gone for so long was unloaded
 _SUPERVISOR_S = 30  # time that the supervisor has to replace a stuck engine
 
 
@@ -73,11 +73,12 @@ class Model:
         self.text: ModelText | None = None
         self._fault = ""  # why there is no text
         self._around = around
-        self._seen_s = time.monotonic()  # when there was an engine, or the start
         self._is_closed = threading.Event()
         runtime = Runtime(around.directory, deployment.folder)
         runtime.home.mkdir(mode=0o700, exist_ok=True)
         self._runtime = runtime
+        is_expected = around.is_alone or runtime.socket.exists()
+        self._seen_s = time.monotonic() if is_expected else -_GONE_S  # when there was an engine
         self._starter = SupervisorStarter(runtime, config, os.getpid())
         self.engine = Engine(
             runtime,
@@ -99,7 +100,7 @@ class Model:
     @property
     def is_loaded(self) -> bool:
         """Whether there is an engine, or was one a moment ago, or there will be."""
-        if self.engine.welcome() is not None:
+        if self.engine.welcome() is not None or self._runtime.socket.exists():
             self._seen_s = time.monotonic()
         return time.monotonic() - self._seen_s < _GONE_S
 

@@ -113,7 +113,14 @@ def test_a_full_shared_memory(roomy: Path, tmp_path: Path) -> None:
     free = Endpoints.free()
     words = [sys.executable, "-m", "slipstream_client.cli", "serve", "--log-file", tmp_path / "log"]
     words += ["--model-repository", roomy, "--http-port", free.http_port]
-    words += ["--grpc-port", free.grpc_port, "--metrics-port", free.metrics_port]
+    words += [
+        "--grpc-port",
+        free.grpc_port,
+        "--metrics-port",
+        free.metrics_port,
+        "--openai-port",
+        0,
+    ]
     command = f"mount -t tmpfs -o size=40m tmpfs /dev/shm && exec {shlex.join(map(str, words))}"
     process = subprocess.Popen(
         ["unshare", "-m", "sh", "-c", command], stdout=subprocess.PIPE, text=True
