@@ -16,7 +16,7 @@ SERVICE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][
 
 
 def test_ports_are_loopback_unless_asked() -> None:
-    assert len(SERVICE["ports"]) == 3
+    assert len(SERVICE["ports"]) == 4
     for port in SERVICE["ports"]:
         assert port.startswith("${BIND:-127.0.0.1}:")
 
@@ -39,7 +39,7 @@ def test_serve_is_its_command_and_logs_where_docker_looks() -> None:
     args = build_parser(words[0]).parse_args(words)
     assert program == SERVICE["healthcheck"]["test"][1]
     assert (args.command, args.host, args.log_file) == ("serve", "0.0.0.0", Path("/dev/stderr"))
-    ports = (args.http_port, args.grpc_port, args.metrics_port)
+    ports = (args.http_port, args.grpc_port, args.metrics_port, args.openai_port)
     assert ports == tuple(int(port.rsplit(":", 1)[1]) for port in SERVICE["ports"])
 
 

@@ -58,6 +58,7 @@ class Stack:
             "HTTP_PORT": str(self.endpoints.http_port),
             "GRPC_PORT": str(self.endpoints.grpc_port),
             "METRICS_PORT": str(self.endpoints.metrics_port),
+            "OPENAI_PORT": str(monitoring.metrics_port),
             "PROMETHEUS_PORT": str(monitoring.http_port),
             "GRAFANA_PORT": str(monitoring.grpc_port),
         }

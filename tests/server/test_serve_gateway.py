@@ -1,4 +1,4 @@
-"""The gateway beside a server: one model behind two contracts, watched and ended with the server."""
+"""The gateway beside a server: watched by it and ended with it."""
 
 import contextlib
 import os
