@@ -328,3 +328,20 @@ def test_a_cut_object_keeps_its_whole_members(value: dict[str, Any], data: st.Da
     assert list(cut) == list(value)[: len(cut)]
     for name in list(cut)[:-1]:
         assert cut[name] == value[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", {}),
+        ("[1, 2]", {}),
+        ('{"a": [[1], 2, "cu', {"a": [[1], 2]}),
+        ('{"a": [{"b": [1, 2]}, {"c": {"d": [3, "cu', {"a": [{"b": [1, 2]}, {"c": {"d": [3]}}]}),
+        ('{"a": {"b": []}, "c": [{}, {"d": 1}], "e": tr', {"a": {"b": []}, "c": [{}, {"d": 1}]}),
+        ('{"a": "}]\\"{[", "b": "x\\', {"a": '}]"{['}),
+    ],
+)
+def test_brackets_of_a_cut_object_are_closed_in_their_order(
+    text: str, value: dict[str, Any]
+) -> None:
+    assert partial_object(text) == value

@@ -1,7 +1,7 @@
 """Write what the dialects share: server-sent events, and names of fields in errors."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,11 +29,13 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     return ApiError(error.status, message, name, error.code, error.retry_after_ms)
 
 
-def joined(deltas: Iterable[Delta]) -> list[Delta]:
+def joined(deltas: Sequence[Delta]) -> Sequence[Delta]:
     """Return deltas of which neighbours of a kind are one, so that a write is few events.
 
     Empty texts are left out.
     """
+    if len(deltas) == 1 and type(deltas[0]) is Text and deltas[0].text:  # nearly all of them
+        return deltas
     result: list[Delta] = []
     for delta in deltas:
         last = result[-1] if result else None

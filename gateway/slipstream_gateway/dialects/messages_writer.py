@@ -71,7 +71,7 @@ class MessagesWriter:
         out: list[bytes] = []
         for delta in joined(deltas):
             match delta:
-                case Text(text):
+                case Text(text=text):
                     if self._open is not Text:
                         self._start(out, Text, {"type": "text", "text": ""}, "text")
                     out.append(b"%b%b}}\n\n" % (self._prefix, encode(text)))
