@@ -120,6 +120,7 @@ class Welcome(ToBridge, frozen=True):
     architecture: str = ""  # as the checkpoint calls it
     dtype: str = ""  # of weights and activations, as float32
     device: str = ""  # cpu or cuda
+    has_thinking: bool = False  # the model marks where its thinking ends, so a budget has an effect
 
 
 class Refused(ToBridge, frozen=True):

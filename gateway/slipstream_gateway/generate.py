@@ -26,6 +26,7 @@ from slipstream_gateway.settings import MAX_PROMPTS, Settings
 
 _log = logging.getLogger(__name__)
 _MAX_ID = 128
+_BUDGET = "thinking_token_budget"  # agents send one to any model
 _MAX_SHOWN = 20  # unknown fields in the header
 
 
@@ -100,9 +101,13 @@ class Generator:
         if self.is_draining:
             raise ApiError(503, "the server is stopping", retry_after_ms=1000)
         body = dialect.to_chat(given) if at == CHAT else given
-        self._note_ignored(reply, check_body(body, at) + dialect.ignored(given))
+        ignored = check_body(body, at) + dialect.ignored(given)
         model = self._models.find(body.get("model"))
         text = model.ready_text()
+        if body.get(_BUDGET) is not None and not text.has_thinking:
+            del body[_BUDGET]  # of a model that cannot think, or whose thinking has no end
+            ignored.append(_BUDGET)
+        self._note_ignored(reply, ignored)
         if not isinstance(dialect, Counting):
             model.engine.raise_if_full()
         prepared = await self._prepare(body, at, text)

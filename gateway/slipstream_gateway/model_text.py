@@ -36,6 +36,7 @@ class ModelText:
         self.checkpoint = checkpoint
         self.max_model_len = welcome.max_model_len
         self.vocab_size = welcome.vocab_size
+        self.has_thinking = welcome.has_thinking
         self.encoder = Encoder.load(checkpoint, max_model_len=self.max_model_len)
         self.chat = ChatTemplate.load(checkpoint)
         template = settings.chat_template

@@ -341,6 +341,7 @@ def load(config: EngineConfig, address: str, memory_lock: Path | None = None) ->
         plan.model.architecture,
         str(plan.dtype).removeprefix("torch."),
         plan.device.type,
+        edit_context.thinking is not None,
     )
     loop = EngineLoop(engine, welcome, address)
     num_slots = 0 if runner.transfers is None else runner.transfers.num_slots

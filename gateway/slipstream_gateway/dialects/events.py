@@ -20,12 +20,14 @@ def event(name: str, payload: Mapping[str, Any]) -> bytes:
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Return an error about a chat completion in the words of a dialect.
 
-    `names` maps fields of the chat completion to those of the dialect.
+    `names` maps fields of the chat completion to those of the dialect. An error that says no field
+    is about the first word of its message, if that is one.
     """
-    if error.param is None or error.param not in names:
+    param = error.param or error.message.partition(" ")[0]
+    if param not in names:
         return error
-    name = names[error.param]
-    message = re.sub(rf"\b{re.escape(error.param)}\b", lambda _: name, error.message)
+    name = names[param]
+    message = re.sub(rf"\b{re.escape(param)}\b", lambda _: name, error.message)
     return ApiError(error.status, message, name, error.code, error.retry_after_ms)
 
 
