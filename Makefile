@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-streams monitoring-tools browser perf locust overload isolation agreement soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-streams monitoring-tools browser perf locust overload isolation agreement soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -26,6 +26,12 @@ help:            ## this list
 
 install:         ## .venv with pinned packages, and a tritonserver in .slipstream
 	@$(PYTHON) ensemble/slipstream_serve/install.py
+
+chat: install    ## a real chat model (SmolLM2-135M, 93 MB), served, and a conversation in this terminal
+	@$(BIN)/python -m slipstream_serve.chat_model .slipstream/chat
+	@exec $(BIN)/slipstream serve --chat --model-repository .slipstream/chat/models \
+	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
+	    --openai-port $(OPENAI_PORT)
 
 serve: install   ## a real tritonserver on model_repository/ (HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT)
 	@exec $(BIN)/slipstream serve --demo --model-repository "$(MODEL_REPOSITORY)" \

@@ -24,6 +24,7 @@ from slipstream_contract.deployment import deployments_of
 from slipstream_gateway import cli as gateway_cli
 from slipstream_runtime.directory import Runtime
 
+from slipstream_serve.conversation import Conversation
 from slipstream_serve.gateway import GatewayPlan, GatewayProcess, plan_of
 from slipstream_serve.probe import first_token, stream_text, text_model
 from slipstream_serve.served import chosen
@@ -102,6 +103,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--demo", action="store_true", help="when ready, stream a completion and print commands"
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="when ready, open a conversation in this terminal, whose end ends the server",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     clean_leftovers()
     log = args.log_file or server_directory().parent / "logs" / f"tritonserver-{args.http_port}.log"
     plan = _gateway_plan(args, log)
-    server = gateway = None
+    server = gateway = conversation = None
     with _signals_raise():
         try:
             with signals_blocked():
@@ -137,13 +143,18 @@ def run(args: argparse.Namespace) -> int:
             _print_gateway(plan, bool(args.api_key_file))
             if args.demo:
                 _demo(endpoints, models)
-            print("Ctrl-C ends it.", flush=True)
+            if args.chat:
+                conversation = Conversation(args.model_repository, endpoints)
+            else:
+                print("Ctrl-C ends it.", flush=True)
             _supervise(server, args.start_timeout)
         except _Interrupted:
             print("\nending ...", flush=True)
         finally:
             for number in ENDING:
                 signal.signal(number, signal.SIG_IGN)
+            if conversation is not None:
+                conversation.close()
             if gateway is not None:
                 gateway.stop()
             if server is not None:

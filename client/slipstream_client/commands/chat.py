@@ -31,6 +31,7 @@ NO_TEMPLATE = (
     "no chat template given (--template CHECKPOINT): a plain transcript, which is all that a model "
     "without one understands"
 )
+EXIT = "/exit"
 PLAIN_STOP_WORD = f"\n{PLAIN_NAMES['user']}:"
 
 
@@ -39,7 +40,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "chat",
         help="talk to the model",
-        description="Ctrl-C cancels an answer, Ctrl-D ends the conversation.",
+        description="Ctrl-C cancels an answer; /exit, or Ctrl-D, ends the conversation.",
     )
     parser.add_argument(
         "--template", type=Path, metavar="DIR", help="checkpoint directory with a chat template"
@@ -74,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
                 line = input("> ")
             except EOFError:
                 print()
+                return 0
+            if line.strip() == EXIT:
                 return 0
             if line.strip():
                 messages.append({"role": "user", "content": line})
