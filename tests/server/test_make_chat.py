@@ -43,6 +43,7 @@ def command() -> list[str]:
         "HTTP_PORT": free.http_port,
         "GRPC_PORT": free.grpc_port,
         "METRICS_PORT": free.metrics_port,
+        "OPENAI_PORT": Endpoints.free().http_port,
     }
     return ["make", "chat", *(f"{name}={port}" for name, port in ports.items())]
 
