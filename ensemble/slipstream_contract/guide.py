@@ -29,6 +29,7 @@ class GuideKind(StrEnum):
     GRAMMAR = "ebnf_grammar"  # GBNF, or the library's own Lark
     CHOICE = "choice"  # the text is a JSON list of texts
     STRUCTURAL_TAG = "structural_tag"  # JSON
+    TOOLS = "tools"  # JSON of `lark`, a grammar, and `schemas`, which are rules of it by name
 
 
 class GuideOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +60,12 @@ class Guide(msgspec.Struct, frozen=True):
 
 
 _PLAIN = {GuideKind.JSON, GuideKind.JSON_OBJECT}
-_JSON_TEXTS = {GuideKind.JSON_SCHEMA, GuideKind.CHOICE, GuideKind.STRUCTURAL_TAG}
+_JSON_TEXTS = {
+    GuideKind.JSON_SCHEMA,
+    GuideKind.CHOICE,
+    GuideKind.STRUCTURAL_TAG,
+    GuideKind.TOOLS,
+}
 
 
 def check_guide(field: str, guide: Guide) -> None:
@@ -85,6 +91,8 @@ def check_guide(field: str, guide: Guide) -> None:
             raise ContractError(f"{field} is {clip(guide.text)}, not a JSON object")
         if guide.kind is GuideKind.CHOICE:
             _check_choices(field, value)
+        if guide.kind is GuideKind.TOOLS:
+            _check_tools(field, value)
 
 
 def parse_json(field: str, text: str) -> Any:
@@ -124,6 +132,13 @@ def _parts(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
+
+
+def _check_tools(field: str, value: object) -> None:
+    grammar = value.get("lark") if isinstance(value, dict) else None
+    schemas = value.get("schemas") if isinstance(value, dict) else None
+    if not isinstance(grammar, str) or not isinstance(schemas, dict):
+        raise ContractError(f"{field} is {clip(value)}, not an object of lark and schemas")
 
 
 def _check_choices(field: str, value: object) -> None:

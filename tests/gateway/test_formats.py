@@ -6,8 +6,10 @@ from slipstream_gateway.answer import Answer, Call
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.parsing.choice import finish_reason, read_choice
 from slipstream_gateway.parsing.detect import choose, detect
+from slipstream_gateway.parsing.format import AddedTokens
 from slipstream_gateway.parsing.formats import CALLS, TOOL_ALIASES
 
+NO_TOKENS = AddedTokens()
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 
 
@@ -34,24 +36,24 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")
 )
 def test_a_template_says_which_format(template, name):
     assert detect(template).name == name
-    assert choose(template, {}).format.name == name
+    assert choose(template, NO_TOKENS).format.name == name
 
 
 def test_a_template_without_markers_has_none():
     assert detect("{{ messages }}") is None
     assert detect(None) is None
-    assert choose(None, {}).format.name == "none"
+    assert choose(None, NO_TOKENS).format.name == "none"
 
 
 def test_names_override_what_the_template_says():
     template = "<tool_call> </think>"
-    assert choose(template, {}, "llama3_json").format.name == "llama3_json+qwen3"
-    assert choose(template, {}, "none").format.name == "qwen3"
-    assert choose(template, {}, "auto", "none").format.name == "hermes"
-    assert choose(template, {}, "openai").format.name == "openai"
+    assert choose(template, NO_TOKENS, "llama3_json").format.name == "llama3_json+qwen3"
+    assert choose(template, NO_TOKENS, "none").format.name == "qwen3"
+    assert choose(template, NO_TOKENS, "auto", "none").format.name == "hermes"
+    assert choose(template, NO_TOKENS, "openai").format.name == "openai"
     harmony = "<|channel|><|message|>"
-    assert choose(harmony, {}, "hermes").format.name == "hermes"
-    assert choose(harmony, {}, "openai", "auto").format.name == "openai"
+    assert choose(harmony, NO_TOKENS, "hermes").format.name == "hermes"
+    assert choose(harmony, NO_TOKENS, "openai", "auto").format.name == "openai"
 
 
 @pytest.mark.parametrize("alias", TOOL_ALIASES)
@@ -61,9 +63,9 @@ def test_aliases_lead_somewhere(alias):
 
 def test_unknown_names_are_refused_with_those_that_are_known():
     with pytest.raises(ApiError, match=r"tool parser 'x' is not known, but .*hermes"):
-        choose(None, {}, "x")
+        choose(None, NO_TOKENS, "x")
     with pytest.raises(ApiError, match=r"reasoning parser 'x' is not known, but .*qwen3"):
-        choose(None, {}, "auto", "x")
+        choose(None, NO_TOKENS, "auto", "x")
 
 
 def test_what_a_request_says_of_tools():

@@ -88,6 +88,20 @@ def _tag(text: str, options: GuideOptions) -> str:
     return lark_of_tags(json.loads(text), json_options(options), options.is_closed)
 
 
+def _tools(text: str, options: GuideOptions) -> str:
+    """Return a grammar of tool calls, to which the schemas of arguments are added as rules."""
+    given = json.loads(text)
+    own = {key: value for key, value in json_options(options).items() if value is not None}
+    rules = [given["lark"]]
+    for name, schema in given["schemas"].items():
+        made = prepare(schema, options.is_closed)
+        if made is False:
+            raise GuideError("Unsatisfiable schema: it is false")
+        made = made if isinstance(made, dict) else {}
+        rules.append(f"{name}: %json {json.dumps({**made, 'x-guidance': own})}")
+    return LLMatcher.grammar_from_lark("\n".join(rules) + "\n")
+
+
 _LOWER: dict[GuideKind, Callable[[str, GuideOptions], str]] = {
     GuideKind.JSON: _json,
     GuideKind.JSON_OBJECT: _json_object,
@@ -96,6 +110,7 @@ _LOWER: dict[GuideKind, Callable[[str, GuideOptions], str]] = {
     GuideKind.GRAMMAR: _grammar,
     GuideKind.CHOICE: _choice,
     GuideKind.STRUCTURAL_TAG: _tag,
+    GuideKind.TOOLS: _tools,
 }
 
 

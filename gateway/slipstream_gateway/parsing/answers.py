@@ -1,14 +1,15 @@
 """A checkpoint's format of answers: which it is, its parsers and its guides."""
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 from slipstream_contract.errors import clip
+from slipstream_contract.guide import Guide
 
 from slipstream_gateway.answer import Parser
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.parsing.choice import ToolChoice
 from slipstream_gateway.parsing.engine import AnswerParser, Plan
-from slipstream_gateway.parsing.format import Format
+from slipstream_gateway.parsing.format import AddedTokens, Format
 from slipstream_gateway.parsing.formats import (
     CALLS,
     CHANNELS,
@@ -17,20 +18,24 @@ from slipstream_gateway.parsing.formats import (
     REASONING_ALIASES,
     TOOL_ALIASES,
 )
+from slipstream_gateway.parsing.grammar import guide_of
 from slipstream_gateway.parsing.harmony import ChannelParser, ChannelPlan
 
 
 class Answers:
     """A format bound to a vocabulary."""
 
-    def __init__(self, form: Format, special_ids: Mapping[str, int]) -> None:
-        """Prepare the parsers; `special_ids`: text -> id of tokens whose text answers lack."""
+    def __init__(self, form: Format, added: AddedTokens) -> None:
+        """Prepare the parsers."""
         self.format = form
-        self._special_ids = special_ids
+        self._added = added
         channels = form.channels
-        self._channels = None if channels is None else ChannelPlan(channels, special_ids)
-        self._with_calls = Plan(form.calls, form.reasoning, special_ids)
-        self._without_calls = Plan(None, form.reasoning, special_ids)
+        self._channels = None if channels is None else ChannelPlan(channels, added.special)
+        calls = form.calls
+        self._with_calls = Plan(calls, form.reasoning, added.special)
+        self._without_calls = Plan(None, form.reasoning, added.special)
+        guided = calls and replace(calls, in_reasoning=False)  # where no grammar holds
+        self._guided = Plan(guided, form.reasoning, added.special)
 
     def parser(self, choice: ToolChoice, prompt: str, is_thinking: bool | None = None) -> Parser:
         """Return a parser of one answer.
@@ -43,10 +48,41 @@ class Answers:
         if self._channels is not None:
             return ChannelParser(self._channels, prompt)
         if is_thinking is None:
-            reasoning = self.format.reasoning
-            is_thinking = reasoning is not None and reasoning.is_open(prompt)
-        plan = self._without_calls if choice.mode == "none" else self._with_calls
+            is_thinking = self._is_thinking(prompt)
+        plan = self._guided if choice.is_guided else self._with_calls
+        if not choice.allowed:
+            plan = self._without_calls
         return AnswerParser(plan, choice.schemas, is_thinking)
+
+    def guide(
+        self, choice: ToolChoice, prompt: str, is_thinking: bool | None = None
+    ) -> Guide | None:
+        """Return what answers must be; None: any answer will do. Arguments: see `parser`.
+
+        Raises ApiError where a call must come and the format has none, or where a strict schema
+        cannot be held to.
+        """
+        if not self.has_calls:
+            if choice.must_call:
+                raise ApiError(
+                    400,
+                    f"tool_choice is {choice.mode}, but this model's chat template has no tool "
+                    "calls that are known: name its tool parser",
+                    "tool_choice",
+                )
+            return None
+        if is_thinking is None:
+            is_thinking = self._is_thinking(prompt)
+        return guide_of(self.format, self._added, choice, is_thinking)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether answers may have calls."""
+        return self.format.calls is not None or self._channels is not None
+
+    def _is_thinking(self, prompt: str) -> bool:
+        reasoning = self.format.reasoning
+        return reasoning is not None and reasoning.is_open(prompt)
 
 
 def format_of(tool_parser: str | None, reasoning_parser: str | None) -> Format:

@@ -43,6 +43,16 @@ class ToolChoice(msgspec.Struct, frozen=True):
     is_parallel: bool = True
 
     @property
+    def must_call(self) -> bool:
+        """Whether an answer has to have a call."""
+        return self.mode in ("required", "named")
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a grammar holds for calls: one must come, or a tool is strict."""
+        return self.must_call or any(tool.is_strict for tool in self.allowed)
+
+    @property
     def schemas(self) -> dict[str, Any]:
         """Return name -> schema of the arguments."""
         return {tool.name: tool.parameters for tool in self.tools}

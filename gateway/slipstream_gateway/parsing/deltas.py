@@ -62,14 +62,20 @@ class Deltas:
         self._new: list[Delta] = []
         self._make_id = make_id
         self.num_calls = 0
+        self._ids: set[str] = set()
         self.text = Sink(lambda text: self._new.append(Text(text)))
         self.reasoning = Sink(lambda text: self._new.append(Reasoning(text)))
 
     def start_call(self, name: str, call_id: str | None) -> None:
-        """Start a call; without an id it gets one of its own."""
+        """Start a call; without an id, or with another's, it gets one of its own."""
         index = self.num_calls
         self.num_calls += 1
-        self._new.append(CallStart(index, call_id or self._make_id(name, index), name))
+        if not call_id or call_id in self._ids:
+            call_id = self._make_id(name, index)
+        while call_id in self._ids:
+            call_id = f"{self._make_id(name, index)}_{len(self._ids)}"
+        self._ids.add(call_id)
+        self._new.append(CallStart(index, call_id, name))
 
     def arguments(self, fragment: str) -> None:
         """Add to the arguments of the last call."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from slipstream_gateway.parsing.answers import Answers, format_of
-from slipstream_gateway.parsing.format import Calls, Format, Reasoning
+from slipstream_gateway.parsing.format import AddedTokens, Calls, Format, Reasoning
 from slipstream_gateway.parsing.formats import CALLS, HARMONY, REASONING
 
 AUTO, NONE = "auto", "none"
@@ -42,10 +42,12 @@ class Tokenizer(Protocol):
         """Return id -> added token."""
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return text -> id of the special tokens, which an answer's text lacks."""
+def added_tokens(tokenizer: Tokenizer) -> AddedTokens:
+    """Return the added tokens of a tokenizer: the special ones are not in an answer's text."""
     added = tokenizer.get_added_tokens_decoder()
-    return {token.content: token_id for token_id, token in added.items() if token.special}
+    special = {token.content: token_id for token_id, token in added.items() if token.special}
+    visible = {token.content: token_id for token_id, token in added.items() if not token.special}
+    return AddedTokens(special, visible)
 
 
 def detect(chat_template: str | None) -> Format | None:
@@ -61,7 +63,7 @@ def _first(table: tuple[tuple[tuple[str, ...], str], ...], text: str) -> str | N
 
 def choose(
     chat_template: str | None,
-    special_ids: Mapping[str, int],
+    added: AddedTokens,
     tool_parser: str = AUTO,
     reasoning_parser: str = AUTO,
 ) -> Answers:
@@ -69,7 +71,7 @@ def choose(
 
     Args:
         chat_template: its source; the one for tools where there are several.
-        special_ids: text -> id of the special tokens.
+        added: the vocabulary's added tokens; see `added_tokens`.
         tool_parser, reasoning_parser: names; `auto`: what the template says, `none`: none.
 
     Raises ApiError naming the parsers that are known.
@@ -78,14 +80,14 @@ def choose(
     if found is not None and found.channels is not None:
         named = {tool_parser, reasoning_parser}
         if named <= {AUTO} or named == {AUTO, HARMONY}:
-            return Answers(found, special_ids)
+            return Answers(found, added)
         found = None
     given = format_of(_named(tool_parser), _named(reasoning_parser))
     if given.channels is not None or found is None:
-        return Answers(given, special_ids)
+        return Answers(given, added)
     calls = found.calls if tool_parser == AUTO else given.calls
     reasoning = found.reasoning if reasoning_parser == AUTO else given.reasoning
-    return Answers(Format(_name(calls, reasoning), calls, reasoning), special_ids)
+    return Answers(Format(_name(calls, reasoning), calls, reasoning), added)
 
 
 def _name(calls: Calls | None, reasoning: Reasoning | None) -> str:

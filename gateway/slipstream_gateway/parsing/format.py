@@ -11,10 +11,23 @@ A body is in one of four styles, which say where name and arguments are.
 import secrets
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from slipstream_gateway.parsing.reader import SPACES
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTokens:
+    """A vocabulary's added tokens, text -> id: those that a text lacks, and those that it shows."""
+
+    special: Mapping[str, int] = field(default_factory=dict)
+    visible: Mapping[str, int] = field(default_factory=dict)
+
+    def get(self, text: str) -> int | None:
+        """Return the id of a token of either kind."""
+        found = self.special.get(text)
+        return self.visible.get(text) if found is None else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +118,9 @@ class Calls:
         start: the character by which an answer that is nothing but calls starts, without markers;
             only names of the request's tools are calls there.
         in_reasoning: whether calls may stand in reasoning.
+        lead, trail: what a model writes behind a call's opening, and before its closing.
+        between: what it writes between two calls.
+        has_one_section: whether all calls share a section; else each has its own.
         make_id: from name and number in the answer, where the answer has no id.
     """
 
@@ -115,6 +131,10 @@ class Calls:
     section_close: str = ""
     start: str = ""
     in_reasoning: bool = False
+    lead: str = ""
+    trail: str = ""
+    between: str = ""
+    has_one_section: bool = True
     make_id: Callable[[str, int], str] = random_id
 
     def mapped(self, surface: Callable[[str], str]) -> "Calls":

@@ -32,12 +32,15 @@ _QWEN_XML = Calls(
     open="<function=",
     close="</function>",
     in_reasoning=True,
+    between="\n",
+    has_one_section=False,
 )
 
 
-def _deepseek(style: Header) -> Calls:
+def _deepseek(style: Header, between: str = "") -> Calls:
     return Calls(
         style,
+        between=between,
         section_open="<｜tool▁calls▁begin｜>",
         section_close="<｜tool▁calls▁end｜>",
         open="<｜tool▁call▁begin｜>",
@@ -50,10 +53,13 @@ def _invoke(mark: str, key_ends: dict[str, str | None]) -> Tags:
 
 
 CALLS: dict[str, Calls] = {
-    "hermes": Calls(Envelope(), open="<tool_call>", close="</tool_call>"),
+    "hermes": Calls(Envelope(), "<tool_call>", "</tool_call>", lead="\n", trail="\n", between="\n"),
     "qwen3_coder": _QWEN_XML,
     "seed_oss": replace(
-        _QWEN_XML, section_open="<seed:tool_call>", section_close="</seed:tool_call>"
+        _QWEN_XML,
+        style=replace(_FUNCTION_TAGS, has_newlines=False),
+        section_open="<seed:tool_call>",
+        section_close="</seed:tool_call>",
     ),
     "minimax_m2": Calls(
         _invoke("", {'">': None}),
@@ -61,15 +67,28 @@ CALLS: dict[str, Calls] = {
         section_close="</minimax:tool_call>",
         open='<invoke name="',
         close="</invoke>",
+        between="\n",
     ),
-    "llama3_json": Calls(Envelope(separator=";"), open="<|python_tag|>", start="{"),
-    "xlam": Calls(Envelope(is_list=True), start="["),
-    "pythonic": Calls(Pythonic(), start="["),
+    "llama3_json": Calls(
+        Envelope(("parameters", "arguments"), separator=";"),
+        open="<|python_tag|>",
+        start="{",
+        between="; ",
+    ),
+    "xlam": Calls(Envelope(is_list=True), start="[", between=", "),
+    "pythonic": Calls(Pythonic(), start="[", between=", "),
     "llama4_pythonic": Calls(
-        Pythonic(), open="<|python_start|>", close="<|python_end|>", start="["
+        Pythonic(), open="<|python_start|>", close="<|python_end|>", start="[", between=", "
     ),
-    "olmo3": Calls(Pythonic(is_list=False), open="<function_calls>", close="</function_calls>"),
-    "lfm2": Calls(Pythonic(), open="<|tool_call_start|>", close="<|tool_call_end|>"),
+    "olmo3": Calls(
+        Pythonic(is_list=False),
+        open="<function_calls>",
+        close="</function_calls>",
+        lead="\n",
+        trail="\n",
+        between="\n",
+    ),
+    "lfm2": Calls(Pythonic(), open="<|tool_call_start|>", close="<|tool_call_end|>", between=", "),
     "mistral": Calls(
         Header(
             rf"\s*{_NAME}\s*(?:@1\s*(?P<id>\w{{1,64}})\s*)?(?:@0)?\s*",
@@ -88,6 +107,7 @@ CALLS: dict[str, Calls] = {
             ("<｜tool▁sep｜>",),
             fence="```",
         ),
+        between="\n",
     ),
     "deepseek_v31": _deepseek(
         Header(rf"\s*{_NAME}\s*@0\s*", "{name}<｜tool▁sep｜>", ("<｜tool▁sep｜>",))
@@ -98,6 +118,7 @@ CALLS: dict[str, Calls] = {
         section_close=f"</{_DSML}function_calls>",
         open=f'<{_DSML}invoke name="',
         close=f"</{_DSML}invoke>",
+        between="\n",
     ),
     "glm45": Calls(
         Tags(
@@ -110,6 +131,7 @@ CALLS: dict[str, Calls] = {
         open="<tool_call>",
         close="</tool_call>",
         in_reasoning=True,
+        between="\n",
     ),
     "kimi_k2": Calls(
         Header(

@@ -58,7 +58,8 @@ class ChannelParser:
         yield
         for marker in plan.written.markers():
             start = start.replace(marker, plan.surfaces.of(marker))
-        if plan.channels.message in start:
+        is_between = plan.channels.message in start
+        if is_between:
             yield from self._message(start.partition(plan.channels.message)[0])
             start = ""
         while (yield from reader.peek()):
@@ -68,14 +69,14 @@ class ChannelParser:
                 rest = reader.recorded()
                 if head is not None and head[1]:
                     reader.skip(len(head[1]))
-                if head is None or rest.strip():  # else blanks between messages
+                if head is None or rest.strip() or not is_between:
                     self._out.text.write(plan.surfaces.written(rest))
                 yield from self._text_body()
             else:
                 reader.recorded()
                 reader.skip(len(head[1]))
                 yield from self._message(start + head[0])
-            start = ""
+            start, is_between = "", True
         self._out.text.flush()
         self._out.reasoning.flush()
 

@@ -13,8 +13,8 @@ from slipstream_gateway.parsing.scan import json_value, python_value
 from slipstream_gateway.parsing.values import (
     NotJsonError,
     dump,
+    literal_to_json,
     read_json,
-    read_python,
     to_json,
     types_of,
 )
@@ -372,7 +372,7 @@ def _python_call(reader: Reader, writer: Writer) -> Step[bool]:
         if not is_whole:
             writer.write(dump(value)[:-1])
             return False
-        writer.write(_literal(value))
+        writer.write(literal_to_json(value))
         before = ", "
         if (yield from reader.spaces()) == ",":
             reader.skip(1)
@@ -381,13 +381,3 @@ def _python_call(reader: Reader, writer: Writer) -> Step[bool]:
     reader.skip(1)
     writer.write("{}" if before == "{" else "}")
     return True
-
-
-def _literal(text: str) -> str:
-    """Return the JSON of a literal: JSON's own reading first, a text where it is neither."""
-    for read in (read_json, read_python):
-        try:
-            return dump(read(text))
-        except NotJsonError:
-            continue
-    return dump(text)

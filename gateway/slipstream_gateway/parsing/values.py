@@ -16,8 +16,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "array": list,
 }
 _MAX_NESTING = 100
-_WORDS = {"True": True, "False": False, "None": None}
-_NAMES = _WORDS | {"true": True, "false": False, "null": None}
+_NAMES = {"true": True, "false": False, "null": None}  # beside Python's own
 
 
 class NotJsonError(ValueError):
@@ -32,7 +31,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
         return types_of(resolve(reference, root), root, depth + 1)
     declared = schema.get("type")
     if isinstance(declared, str):
-        return frozenset([declared] + ["null"] * (schema.get("nullable") is True))
+        return frozenset([declared])
     if isinstance(declared, list):
         return frozenset(each for each in declared if isinstance(each, str))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -67,28 +66,47 @@ def type_of(value: object) -> str:
 def to_json(text: str, types: frozenset[str]) -> str:
     """Return the JSON of an argument: of a declared type where the text fits, else a string.
 
-    Without declared types a text that is JSON, other than a string, is that value.
+    What is JSON of the type stays as it is written. Without declared types a text that is JSON,
+    other than a string, is that value.
     """
     if types == {"string"}:
         return dump(text)
-    wanted = types - {"string"} or frozenset(_KINDS)
+    wanted = (types or frozenset(_KINDS)) - {"string"}
     stripped = text.strip()
-    for read in (read_json, read_python):
-        if read is read_python and not types:
-            break  # an undeclared `None` is more likely a text
+    if types:
+        stripped = _WORDS_JSON.get(stripped, stripped)
+    try:
+        value = json.loads(
+            stripped, parse_constant=_refuse, parse_int=_an_int, parse_float=_a_float
+        )
+        if _is_of(value, wanted):
+            return stripped
+    except (ValueError, RecursionError):
+        pass
+    if types:  # without, a Python literal is more likely a text
         try:
-            value = read(_WORDS_JSON.get(stripped, stripped) if types else stripped)
+            value = read_python(stripped)
         except NotJsonError:
-            continue
-        for name in wanted:
-            kind = _KINDS.get(name)
-            if kind is not None and isinstance(value, kind):
-                if isinstance(value, bool) and name != "boolean":
-                    continue
-                return dump(value)
+            return dump(text)
         if "integer" in wanted and isinstance(value, float) and value.is_integer():
-            return dump(int(value))
+            value = int(value)
+        if _is_of(value, wanted):
+            return dump(value)
     return dump(text)
+
+
+def _is_of(value: object, types: frozenset[str]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in types
+    return any(isinstance(value, _KINDS[name]) for name in types if name in _KINDS)
+
+
+def _an_int(text: str) -> int:
+    return 0  # of any length
+
+
+def _a_float(text: str) -> float:
+    return 0.5
 
 
 _WORDS_JSON = {"True": "true", "False": "false", "None": "null"}
@@ -101,6 +119,18 @@ def dump(value: object) -> str:
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def literal_to_json(text: str) -> str:
+    """Return the JSON of a Python literal: JSON as it is written, a text where it is neither."""
+    try:
+        json.loads(text, parse_constant=_refuse, parse_int=_an_int, parse_float=_a_float)
+    except (ValueError, RecursionError):
+        try:
+            return dump(read_python(text))
+        except NotJsonError:
+            return dump(text)
+    return text
 
 
 def read_json(text: str) -> Any:
