@@ -14,7 +14,7 @@ from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_preprocessing.encode import Encoder
 
-from slipstream_gateway.parsing.detect import choose, special_ids
+from slipstream_gateway.parsing.detect import added_tokens, choose
 from slipstream_gateway.sequences import TokenTexts, whole_text
 from slipstream_gateway.settings import Settings
 
@@ -43,8 +43,8 @@ class ModelText:
         if template is not None:
             self.chat = self.chat.with_source(template.read_text(encoding="utf-8"))
         source = self.chat.source("tool_use") or self.chat.source("default")
-        special = special_ids(self.encoder.tokenizer)
-        self.answers = choose(source, special, settings.tool_parser, settings.reasoning_parser)
+        added = added_tokens(self.encoder.tokenizer)
+        self.answers = choose(source, added, settings.tool_parser, settings.reasoning_parser)
         self.knows_developer = self.chat.mentions("developer")
         self.token_texts = TokenTexts(self.encoder.vocab)
         self.defaults = _read_defaults(checkpoint)
