@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from slipstream_gateway.keys import Keys
-from slipstream_gateway.settings import MAX_BODY_BYTES, Settings
+from slipstream_gateway.settings import MAX_BODY_BYTES, QUIET_S, Settings
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +53,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-body-bytes", type=int, default=MAX_BODY_BYTES, metavar="N", help="(%(default)s)"
     )
+    parser.add_argument(
+        "--keep-alive",
+        type=float,
+        default=QUIET_S,
+        metavar="SECONDS",
+        help="a silent stream gets a comment after so long (%(default)g)",
+    )
 
 
 def options_of(args: argparse.Namespace) -> list[str]:
@@ -66,6 +73,7 @@ def options_of(args: argparse.Namespace) -> list[str]:
     words += ["--tool-call-parser", args.tool_call_parser]
     words += ["--reasoning-parser", args.reasoning_parser]
     words += ["--max-body-bytes", str(args.max_body_bytes)]
+    words += ["--keep-alive", str(args.keep_alive)]
     return [*words, *(["--allow-request-templates"] if args.allow_request_templates else [])]
 
 
@@ -125,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
         args.tool_call_parser,
         args.reasoning_parser,
         args.max_body_bytes,
+        quiet_s=args.keep_alive,
         drain_s=args.drain,
     )
     listener = server.listen(settings)

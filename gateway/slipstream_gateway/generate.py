@@ -27,6 +27,7 @@ from slipstream_gateway.settings import MAX_PROMPTS, Settings
 _log = logging.getLogger(__name__)
 _MAX_ID = 128
 _BUDGET = "thinking_token_budget"  # agents send one to any model
+_REQUIRED = ("messages", "prompt")  # errors name them although a body lacks them
 _MAX_SHOWN = 20  # unknown fields in the header
 
 
@@ -74,7 +75,7 @@ class Generator:
         except GoneError:
             return
         except ContractError as error:
-            self._refuse(dialect, reply, api_error(error.with_traceback(None), body))
+            self._refuse(dialect, reply, api_error(error.with_traceback(None), {*body, *_REQUIRED}))
             return
         except ApiError as error:
             self._refuse(dialect, reply, error.with_traceback(None))

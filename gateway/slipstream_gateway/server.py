@@ -29,6 +29,7 @@ from slipstream_gateway.settings import Settings
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _BACKLOG = 2048
+_SEND_BYTES = 256 << 10  # of each connection, in the kernel: a slow reader holds no more
 _STOPPING = ApiError(503, "the server is stopping", retry_after_ms=1000)
 
 
@@ -110,6 +111,7 @@ def listen(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
     try:
         listener.bind((settings.host, settings.port))
         listener.listen(_BACKLOG)  # connections wait from here on

@@ -9,6 +9,7 @@ MAX_BODY_BYTES = 32 << 20
 MAX_DEPTH = 100  # levels of JSON in a body
 MAX_HEADER_BYTES = 64 << 10
 MAX_PROMPTS = 512  # of one completion
+QUIET_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,6 @@ class Settings:
     header_s: float = 20.0
     body_s: float = 60.0
     idle_s: float = 75.0
-    quiet_s: float = 10.0
+    quiet_s: float = QUIET_S
     stall_s: float = 60.0
     drain_s: float = 4.0

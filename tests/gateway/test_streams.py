@@ -25,7 +25,7 @@ def options(is_chat: bool) -> st.SearchStrategy[dict[str, Any]]:
         optional |= {"logprobs": st.booleans(), "echo": st.booleans()}
     else:
         optional |= {"logprobs": st.integers(0, 3), "echo": st.booleans()}
-    required = {"seed": st.integers(0, 1 << 40), "max_tokens": st.integers(1, 7)}
+    required = {"seed": st.integers(0, 1 << 40), "max_tokens": st.integers(1, 5)}
     return st.fixed_dictionaries(required, optional=optional)
 
 

@@ -1,0 +1,212 @@
+"""Connections as rude clients use them: gone, slow, silent, many at once; and the end of a server."""
+
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.gateway.served import DONE, MODEL, Gateway, Response, make_repository, serving
+from slipstream_gateway.settings import MAX_HEADER_BYTES
+
+LONG = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+
+
+def send(gateway: Gateway, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    data = json.dumps(body).encode()
+    client = gateway.socket()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(data)}\r\n\r\n"
+    client.sendall(head.encode() + data)
+    return client
+
+
+def wait_open(gateway: Gateway, count: int, timeout_s: float = 60.0) -> None:
+    begin = time.monotonic()
+    while gateway.get("/load").json["server_load"] != count:
+        assert time.monotonic() - begin < timeout_s, gateway.figures()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_client_that_leaves_cancels_its_request(gateway: Gateway, is_streaming: bool):
+    before = gateway.figures().get('slipstream_gateway_ended_total{how="abandoned"}', 0)
+    clients = [send(gateway, {**LONG, "stream": is_streaming, "n": 2}) for _ in range(3)]
+    wait_open(gateway, 3)
+    begin = time.monotonic()
+    for client in clients:
+        client.close()
+    gateway.wait_idle()
+    assert time.monotonic() - begin < 20
+    after = gateway.figures()['slipstream_gateway_ended_total{how="abandoned"}']
+    assert after == before + 3
+
+
+def test_a_deadline_is_an_error_with_all_tokens_before_it(gateway: Gateway):
+    whole = gateway.complete(**LONG, timeout_ms=300)
+    assert whole.status == 504
+    assert "timeout_ms" in whole.error["message"] or "300" in whole.error["message"]
+    streamed = gateway.complete(**LONG, timeout_ms=700, stream=True)
+    assert streamed.status == 200
+    *chunks, error, last = streamed.events
+    assert last == DONE
+    assert error["error"]["code"] == "deadline_exceeded"
+    assert chunks
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+
+
+def test_a_connection_serves_many_requests(gateway: Gateway):
+    connection = gateway.connect()
+    with contextlib.closing(connection):
+        for is_streaming in (True, False, True):
+            body = {"prompt": "import os\n", "max_tokens": 3, "stream": is_streaming}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            found = connection.getresponse()
+            assert found.status == 200
+            assert (b"[DONE]" in found.read()) == is_streaming
+
+
+def test_requests_sent_at_once_are_answered_in_order(gateway: Gateway):
+    bodies = [{"prompt": "a", "max_tokens": size, "ignore_eos": True} for size in (4, 2)]
+    data = b""
+    for body in bodies:
+        text = json.dumps(body).encode()
+        data += b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(
+            text
+        )
+        data += text
+    with gateway.socket() as client:
+        client.sendall(data)
+        shown = b""
+        while shown.count(b'"completion_tokens":') < 2:
+            shown += client.recv(1 << 16)
+    assert shown.index(b'"completion_tokens":4') < shown.index(b'"completion_tokens":2')
+
+
+def test_headers_without_an_end_are_refused(gateway: Gateway):
+    with gateway.socket() as client:
+        client.sendall(b"GET /ping HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(2 * MAX_HEADER_BYTES // 1000):
+                client.sendall(b"x-a: " + b"b" * 993 + b"\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(1000).startswith(b"HTTP/1.1 431 ")
+    assert gateway.get("/ping").status == 200
+
+
+def test_bytes_that_are_no_http(gateway: Gateway):
+    for data in (b"\x16\x03\x01\x02\x00\x01\x00", b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
+        with gateway.socket() as client:
+            client.sendall(data)
+            assert client.recv(100)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 505")
+    assert gateway.get("/ping").status == 200
+
+
+def read_events(client: socket.socket, data: bytes = b"") -> Response:
+    while not data.endswith(b"0\r\n\r\n"):
+        more = client.recv(1 << 16)
+        assert more, data[-200:]
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    parts = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        parts.append(body[: int(size, 16)])
+        body = body[int(size, 16) + 2 :]
+    return Response(int(head.split()[1]), {}, b"".join(parts))
+
+
+@pytest.mark.rest
+def test_a_slow_reader_gets_all_in_fewer_events(gateway: Gateway):
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "ignore_eos": True,
+        "max_tokens": 90,
+        "n": 10,
+        "seed": 3,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    path = "/v1/chat/completions"
+    wanted = gateway.post(path, body).json["choices"]
+    client = send(gateway, {**body, "stream": True}, path)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with contextlib.closing(client):
+        begin = time.monotonic()
+        while gateway.figures()[f'slipstream_gateway_engine_running{{model="{MODEL}"}}']:
+            assert time.monotonic() - begin < 60
+            time.sleep(0.1)
+        chunks = read_events(client).chunks
+    texts, entries, num_events = [""] * 10, [0] * 10, 0
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        found = (choice["logprobs"] or {}).get("content", [])
+        entries[choice["index"]] += len(found)
+        num_events += bool(found)
+    assert texts == [choice["message"]["content"] for choice in wanted]
+    assert entries == [90] * 10
+    assert num_events < 900, "tokens that came while the client was behind are joined"
+
+
+@pytest.mark.rest
+def test_an_end_while_streams_run(gateway_repository: Path, tmp_path: Path):
+    """New requests get 503, running ones their time, and then an error that SDKs raise."""
+    options = ("--drain", "1")
+    with serving(gateway_repository, tmp_path / "log", *options) as gateway:
+        long = [send(gateway, {**LONG, "stream": is_streaming}) for is_streaming in (True, False)]
+        short = send(gateway, {**LONG, "max_tokens": 2, "stream": True})
+        wait_open(gateway, 3)
+        gateway.process.send_signal(signal.SIGTERM)
+        assert read_events(short).events[-1] == DONE
+        *_, error, last = read_events(long[0]).events
+        assert (last, error["error"]["type"]) == (DONE, "server_error")
+        assert long[1].recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+        assert gateway.process.wait(10) == 0
+
+
+@pytest.mark.rest
+def test_a_full_engine_is_429_with_a_time_and_a_killed_one_503(tmp_path: Path):
+    repository = make_repository(tmp_path, max_num_seqs=1, max_waiting=2)
+    with serving(repository, tmp_path / "log") as gateway:
+        busy = [send(gateway, {**LONG, "stream": True}) for _ in range(3)]
+        statuses: list[Response] = []
+
+        def ask() -> None:
+            statuses.append(gateway.complete(prompt="a", max_tokens=1))
+
+        begin = time.monotonic()
+        while not any(found.status == 429 for found in statuses):
+            threads = [threading.Thread(target=ask) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert time.monotonic() - begin < 60, statuses
+        full = next(found for found in statuses if found.status == 429)
+        assert full.error["code"] == "rate_limit_exceeded"
+        assert int(full.headers["retry-after-ms"]) >= 50
+        assert int(full.headers["retry-after"]) >= 1
+        for client in busy:
+            client.close()
+        gateway.wait_idle()
+
+
+@pytest.mark.rest
+def test_a_silent_stream_gets_comments(gateway_repository: Path, tmp_path: Path):
+    """Status 200 comes with the first comment, before any token."""
+    repository = make_repository(tmp_path, max_num_seqs=1)
+    with serving(repository, tmp_path / "log", "--keep-alive", "0.5") as gateway:
+        first = send(gateway, {**LONG, "stream": True})
+        wait_open(gateway, 1)
+        second = send(gateway, {"prompt": "a", "max_tokens": 2, "stream": True})
+        data = b""
+        while b": keep-alive" not in data:
+            data += second.recv(1 << 12)
+        assert data.startswith(b"HTTP/1.1 200 ")
+        assert b"data:" not in data
+        first.close()
+        assert read_events(second, data).events[-1] == DONE
