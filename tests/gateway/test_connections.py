@@ -1,4 +1,4 @@
-"""Connections as rude clients use them: gone, slow, silent, many at once; and the end of a server."""
+"""Connections as rude clients use them: gone, slow, silent, at once; and the end of a server."""
 
 import contextlib
 import json

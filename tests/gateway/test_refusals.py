@@ -1,4 +1,4 @@
-"""Requests that cannot be served: a status before any token, in OpenAI's shape, naming the field."""
+"""Requests that cannot be served: a status before any token, in OpenAI's shape, by field."""
 
 import json
 from typing import Any
