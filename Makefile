@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-streams monitoring-tools browser perf locust overload isolation agreement soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-streams monitoring-tools browser screenshots perf locust overload isolation agreement soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -94,6 +94,9 @@ monitoring-tools: install ## prometheus and promtool for the tests: on PATH, or 
 
 browser: install ## a headless Chromium for the tests of the page: on PATH, or Debian's, unpacked likewise
 	@$(BIN)/python load/browser.py
+
+screenshots: install ## the pictures of docs/images: the chat page with the model of `make chat` (ARGS="--url ...")
+	@$(BIN)/python load/screenshots.py $(ARGS)
 
 perf: install    ## perf_analyzer on the default repository; report in benchmarks/out/
 	@$(BIN)/python load/run_perf.py $(PERF_ARGS)

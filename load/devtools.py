@@ -77,7 +77,7 @@ class Page:
     def wait(self, expression: str, timeout_s: float = 30.0) -> None:
         """Return once an expression is true. Raises PageError."""
         end = time.monotonic() + timeout_s
-        while not self.run(f"Boolean({expression})"):
+        while not self.run(f"(async () => Boolean(await ({expression})))()"):
             if time.monotonic() > end:
                 shown = self.run("document.body.innerText")
                 raise PageError(f"not in {timeout_s:.0f} s: {expression}\nthe page:\n{shown}")
@@ -112,7 +112,7 @@ class Page:
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
-            deviceScaleFactor=2 if is_phone else 1,
+            deviceScaleFactor=1.5 if is_phone else 1,
             mobile=is_phone,
         )
 

@@ -26,7 +26,11 @@ export class Api {
 
   async models() {
     const response = await this.#fetch("v1/models", {});
-    return (await response.json()).data;
+    const { data } = await response.json();
+    // A model may have several names: the first one stands for all.
+    return data.filter(
+      ({ id, root }) => !root || root === id || !data.some((one) => one.id === root),
+    );
   }
 
   // Yields the chunks of a chat completion. An abort of the signal closes the connection, which

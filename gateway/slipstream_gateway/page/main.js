@@ -68,7 +68,7 @@ async function run(turn, messages) {
   let outcome = {};
   try {
     const fields = settings.requestFields();
-    turn.start(Math.max(1, Math.min(fields.n ?? 1, 64)), "response_format" in fields);
+    turn.start(fields.n > 1, "response_format" in fields);
     announce("The answer is being written.");
     const body = { model: byId("model").value, messages, ...fields };
     const usage = { include_usage: true, continuous_usage_stats: true };

@@ -6,7 +6,6 @@ import { beforePaint, button, make } from "./dom.js";
 export class Turn {
   answers = [];
   chosen = 0;
-  error = null;
   #times = { sent: 0, first: 0, last: 0 };
   #usage = null;
 
@@ -33,13 +32,14 @@ export class Turn {
     );
   }
 
+  // Whether it ended without an answer.
   get isFailed() {
-    return this.error !== null && this.answers.every((answer) => !answer.text);
+    return this.answers.every((answer) => !answer.text);
   }
 
   // The turn's messages for the next request; a failed one has none.
   get messages() {
-    if (this.isFailed || !this.answers.length) return [];
+    if (this.isFailed) return [];
     const { text } = this.answers[this.chosen];
     return [
       { role: "user", content: this.text },
@@ -47,28 +47,21 @@ export class Turn {
     ];
   }
 
-  start(numAnswers, isJson) {
-    this.#times = { sent: performance.now(), first: 0, last: 0 };
-    this.#usage = null;
-    this.error = null;
-    this.chosen = 0;
-    this.fault.hidden = true;
-    this.again.hidden = true;
-    this.figures.textContent = "";
+  // `isSeveral`: more than one answer is wanted; `isJson`: they are held to a schema.
+  start(isSeveral, isJson) {
+    this.isJson = isJson;
+    this.isSeveral = isSeveral;
+    this.#times.sent = performance.now();
     this.element.classList.add("running");
-    const onGrow = this.acts.grow;
-    this.answers = Array.from({ length: numAnswers }, () => new Answer({ isJson, onGrow }));
-    this.grid.replaceChildren(...this.answers.map((answer) => answer.element));
-    this.grid.classList.toggle("several", numAnswers > 1);
-    this.element.classList.toggle("broad", numAnswers > 1);
-    if (numAnswers > 1) this.answers.forEach((answer, index) => this.#addPick(answer, index));
-    else this.again.before(this.answers[0].tools);
+    this.grid.classList.toggle("several", isSeveral);
+    this.element.classList.toggle("broad", isSeveral);
   }
 
   take(chunk) {
     const now = performance.now();
     for (const choice of chunk.choices ?? []) {
-      this.answers[choice.index]?.add(choice);
+      while (this.answers.length <= choice.index) this.#addAnswer();
+      this.answers[choice.index].add(choice);
       const { content, reasoning, reasoning_content: thought } = choice.delta ?? {};
       if (!content && !reasoning && !thought) continue;
       this.#times.first ||= now;
@@ -78,9 +71,21 @@ export class Turn {
     if (this.#times.first) beforePaint(this.#showFigures);
   }
 
+  #addAnswer() {
+    const answer = new Answer({ isJson: this.isJson, onGrow: this.acts.grow });
+    const index = this.answers.push(answer) - 1;
+    this.grid.append(answer.element);
+    if (!this.isSeveral) return this.again.before(answer.tools);
+    answer.pick = button(`Answer ${index + 1}`, () => this.#choose(index), {
+      className: "pick",
+      title: "The conversation goes on from this answer",
+    });
+    answer.element.prepend(answer.pick);
+    this.#choose(0);
+  }
+
   // Ends the turn: complete, stopped by the user, or with an error.
   end({ isStopped = false, error = null }) {
-    this.error = error;
     for (const answer of this.answers) {
       if (error && answer.isEmpty) answer.element.remove();
       else answer.end(isStopped ? "stopped" : null);
@@ -124,19 +129,6 @@ export class Turn {
       ),
     );
     this.fault.hidden = false;
-  }
-
-  #addPick(answer, index) {
-    const pick = make("button", {
-      type: "button",
-      className: "pick",
-      textContent: `Answer ${index + 1}`,
-    });
-    pick.onclick = () => this.#choose(index);
-    pick.title = "The conversation goes on from this answer";
-    answer.pick = pick;
-    answer.element.prepend(pick);
-    if (index === this.answers.length - 1) this.#choose(0);
   }
 
   #choose(index) {
