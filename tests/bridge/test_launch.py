@@ -342,3 +342,74 @@ def test_a_server_takes_nothing_over_from_one_of_the_same_number(short_path):
         runtime = open_runtime(server)
     assert not runtime.stopping.exists()
     assert set(short_path.iterdir()) == {runtime.directory, living, other}
+
+
+def processes_of(module: str, directory: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            is_ours = str(directory).encode() in command and module.encode() in command
+            if is_ours and is_alive(int(entry.name)):
+                found.append(int(entry.name))
+    return found
+
+
+def test_an_engine_ends_when_its_last_model_is_unloaded_and_comes_back_with_the_next(server):
+    directory = server.runtime.directory
+    first, second = server.connect(), server.connect()
+    engine = first.wait_welcome(60).engine_pid
+    assert second.wait_welcome(60).engine_pid == engine
+    first.close()
+    time.sleep(4.5)
+    assert second.wait_welcome(0).engine_pid == engine  # one that is left keeps it
+    second.close()
+    wait_for(lambda: not server.engine)
+    wait_for(lambda: not server.is_locked)
+    parked = server.supervisor
+    assert parked  # it cleans up where no other does
+    third = server.connect()
+    again = third.wait_welcome(60)
+    assert again is not None
+    assert again.engine_pid != engine
+    wait_for(lambda: not is_alive(parked))
+    assert len(processes_of("slipstream.launch", directory)) == 1
+    third.close()
+    wait_for(lambda: not server.engine)
+    server.stop()
+    wait_for(lambda: not server.supervisor)
+
+
+def test_a_connection_that_keeps_nothing_does_not_keep_the_engine(server):
+    model = server.connect()
+    engine = model.wait_welcome(60).engine_pid
+    address = server.runtime.address
+    gateway = Connection(address, "gateway", Deaf(), lambda: None, keeps_engine=False)
+    assert gateway.wait_welcome(60).engine_pid == engine
+    model.close()
+    wait_for(lambda: not server.engine)
+    gateway.close()
+
+
+def test_engines_of_a_server_have_files_of_their_own(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
+    config = EngineConfig(checkpoint=str(checkpoint), load_format="random", device="cpu")
+    server = Server(tmp_path / "run", config)
+    other = server.runtime.of("engine-chat")
+    other.home.mkdir()
+    starter = SupervisorStarter(other, config, server.process.pid)
+    plain = server.connect()
+    chat = Connection(other.address, "test", Deaf(), starter.ensure)
+    try:
+        pids = {plain.wait_welcome(60).engine_pid, chat.wait_welcome(60).engine_pid}
+        assert len(pids) == 2
+        os.kill(chat.wait_welcome(0).engine_pid, signal.SIGKILL)
+        wait_for(lambda: chat.wait_welcome(0) is None)
+        assert plain.wait_welcome(0) is not None
+        assert chat.wait_welcome(60).engine_pid not in pids
+        assert other.log.exists()
+    finally:
+        plain.close()
+        chat.close()
+        server.stop()
+        wait_for(lambda: not server.supervisor and not server.engine)

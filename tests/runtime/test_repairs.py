@@ -16,5 +16,5 @@ def test_they_are_read_as_they_were_noted(tmp_path: Path) -> None:
     path.write_bytes(b"half")
     assert read(path) == {"model": 0, "server": 0}
     path.unlink()
-    repairs.note("model")  # repairs go on without the file
-    assert read(path) == {"model": 0, "server": 0}
+    repairs.note("model")  # makes it again
+    assert read(path) == {"model": 3, "server": 1}

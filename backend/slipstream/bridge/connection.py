@@ -32,7 +32,7 @@ _POLL_MS = 250
 _RETRY_S = 0.2  # between two attempts to connect
 _REFUSED_RETRY_S = 2.0
 _PING_S = 1.0
-_LINGER_MS = 200
+_LINGER_MS = 2000  # a `Bye` that is lost leaves the engine running
 _KEEP_S = 20.0  # for this long, requests wait for the next engine
 
 

@@ -1,0 +1,41 @@
+"""One process of a server at a time."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slipstream_runtime.locking import locked
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from slipstream_runtime.locking import locked
+with locked(Path(sys.argv[1])):
+    print("inside", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def hold(path: Path, seconds: float) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", HOLD, str(path), str(seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "inside\n"
+    return process
+
+
+def test_another_process_waits_for_its_end(tmp_path):
+    with hold(tmp_path / "lock", 1.0):
+        begin = time.monotonic()
+        with locked(tmp_path / "lock"):
+            assert time.monotonic() - begin > 0.5
+
+
+def test_one_that_is_killed_holds_nothing(tmp_path):
+    with hold(tmp_path / "lock", 600) as process:
+        process.kill()
+        with locked(tmp_path / "lock"):
+            pass
+    with locked(None):
+        pass
