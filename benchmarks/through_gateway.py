@@ -184,6 +184,31 @@ def send_one(pool: ProcessPoolExecutor, server: Server, data: bytes) -> Streamed
     return stream
 
 
+_BENCH = ("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
+
+
+def bench_serve(args: argparse.Namespace, server: Server, checkpoint: Path) -> dict[str, Any]:
+    """Return what `vllm bench serve` measures: random prompts of the middle length."""
+    length = sum(args.input) // 2
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+        command += ["--backend", "openai", "--base-url", f"http://127.0.0.1:{server.port}"]
+        command += ["--endpoint", "/v1/completions", "--model", server.model]
+        command += ["--tokenizer", str(checkpoint), "--dataset-name", "random", "--ignore-eos"]
+        command += ["--random-input-len", str(length), "--random-output-len", str(args.max_tokens)]
+        command += ["--num-prompts", str(args.requests), "--max-concurrency", str(args.running)]
+        command += ["--save-result", "--result-dir", scratch, "--result-filename", "found.json"]
+        environment = {**os.environ, "PYTHONPATH": str(args.peer), **_OFFLINE}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_START_S
+        )
+        path = Path(scratch, "found.json")
+        if not path.is_file():
+            return {"failed": done.stderr[-1000:]}
+        found = json.loads(path.read_bytes())
+        return {name: found.get(name) for name in _BENCH}
+
+
 def measure_server(
     pool: ProcessPoolExecutor, args: argparse.Namespace, server: Server, texts: Sequence[str]
 ) -> dict[str, Any]:
@@ -227,6 +252,9 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         for server in servers:
             with running(server):
                 found[server.name] = measure_server(pool, args, server, texts)
+                if args.peer:
+                    found[server.name]["bench_serve"] = bench_serve(args, server, checkpoint)
+                    print(server.name, json.dumps(found[server.name]["bench_serve"]), flush=True)
     through = statistics.median(each["tok_s"] for each in found["slipstream"]["full"])
     found["share_of_alone"] = round(100 * through / statistics.median(alone), 2)
     return found
