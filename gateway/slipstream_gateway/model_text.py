@@ -45,7 +45,6 @@ class ModelText:
         source = self.chat.source("tool_use") or self.chat.source("default")
         added = added_tokens(self.encoder.tokenizer)
         self.answers = choose(source, added, settings.tool_parser, settings.reasoning_parser)
-        self.knows_developer = self.chat.mentions("developer")
         self.token_texts = TokenTexts(self.encoder.vocab)
         self.defaults = _read_defaults(checkpoint)
         self._pool = pool

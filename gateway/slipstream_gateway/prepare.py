@@ -70,13 +70,8 @@ def read_log_probs(body: Mapping[str, Any], is_chat: bool) -> LogProbs | None:
     return None if top is None and prompt is None else LogProbs(top=top, prompt=prompt, mode=mode)
 
 
-def read_request(
-    body: Mapping[str, Any], text: ModelText, is_chat: bool, has_guide: bool = False
-) -> GenerateRequest:
-    """Return the request without its prompt, which stands for a text of one character.
-
-    `has_guide`: tools bring a guide of their own. Raises ContractError.
-    """
+def read_request(body: Mapping[str, Any], text: ModelText, is_chat: bool) -> GenerateRequest:
+    """Return the request but for its prompt, which is a blank. Raises ContractError."""
     asked = {name: body[name] for name in known_names() & body.keys() if name not in _SHOWN}
     asked.pop("logprobs_mode", None)
     asked.pop("add_special_tokens", None)
@@ -93,9 +88,10 @@ def read_request(
         asked.pop(name, None)
     values = read_values(asked)
     guide = read_response_format(body)
-    if guide is not None and (values.guide() is not None or has_guide):
-        other = "tool_choice" if has_guide else "structured_outputs"
-        raise ContractError(f"response_format and {other} are given, but one output has one form")
+    if guide is not None and values.guide() is not None:
+        raise ContractError(
+            "response_format and structured_outputs are given, but one output has one form"
+        )
     options = ResponseOptions(
         is_streaming=read_flag(body, "stream"),
         skip_special_tokens=read_flag(body, "skip_special_tokens", True),

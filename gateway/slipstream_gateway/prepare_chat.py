@@ -3,15 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from slipstream_contract.errors import ContractError, clip
+from slipstream_contract.guide import Guide, check_guide
+from slipstream_contract.request import GenerateRequest
 from slipstream_preprocessing.chat import ChatTemplate
 
 from slipstream_gateway.answer import Parser
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.fields import read_flag, read_object, read_text
-from slipstream_gateway.messages import read_messages
+from slipstream_gateway.history import prepare_messages
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.parsing.choice import ToolChoice, read_choice
+from slipstream_gateway.parsing.detect import NONE
 from slipstream_gateway.prepare import (
     Prepared,
     Prompt,
@@ -25,22 +29,18 @@ _OWN = ("messages", "tools", "documents", "add_generation_prompt")  # of the tem
 
 def prepare_chat(body: Mapping[str, Any], text: ModelText, has_request_templates: bool) -> Prepared:
     """Return what a chat completion asks for. Raises ContractError, ApiError."""
-    messages = read_messages(body.get("messages"), text.knows_developer)
+    messages = prepare_messages(body.get("messages"))
     choice = _read_tools(body, text)
     plain = read_request(body, text, is_chat=True)
     chat = _template(body, text, has_request_templates)
-    prompt = Prompt(
-        render(body, messages, chat),
-        None,
-        read_flag(body, "add_special_tokens"),
-        "messages",
-    )
+    shown = render(body, messages, chat)
+    plain = _guided(plain, text.answers.guide(choice, shown))
+    prompt = Prompt(shown, None, read_flag(body, "add_special_tokens"), "messages")
     request = encode(plain, prompt, body, text)
     n = plain.sampling.n
-    assert prompt.text is not None
     parsers: list[Parser | None] = [None] * n
-    if plain.options.skip_special_tokens and text.answers.format.name != "none":
-        parsers = [text.answers.parser(choice, prompt.text) for _ in range(n)]
+    if plain.options.skip_special_tokens and text.answers.format.name != NONE:
+        parsers = [text.answers.parser(choice, shown) for _ in range(n)]
     answers = make_answers(request, prompt, body, text, parsers)
     for answer in answers:
         answer.hides_reasoning = not read_flag(body, "include_reasoning", True)
@@ -59,8 +59,7 @@ def _read_tools(body: Mapping[str, Any], text: ModelText) -> ToolChoice:
     )
     if choice.mode == "none":
         return choice
-    form = text.answers.format
-    if form.calls is None and form.channels is None:
+    if not text.answers.has_calls:
         message = (
             "tools: the model's chat template shows no known form of calls; "
             "the server's option --tool-call-parser names one"
@@ -69,11 +68,21 @@ def _read_tools(body: Mapping[str, Any], text: ModelText) -> ToolChoice:
     if body.get("skip_special_tokens") is False:
         message = "skip_special_tokens is false: such a text is not parsed for calls of tools"
         raise ApiError(400, message, "skip_special_tokens")
-    if choice.mode in ("required", "named") or any(tool.is_strict for tool in choice.tools):
-        field = "tool_choice" if choice.mode != "auto" else "tools"
-        message = f"{field}: calls that must come, or must follow a schema, are not served yet"
-        raise ApiError(400, message, field, "unsupported_parameter")
     return choice
+
+
+def _guided(request: GenerateRequest, guide: Guide | None) -> GenerateRequest:
+    """Return the request with the grammar of its calls. Raises ContractError."""
+    if guide is None:
+        return request
+    if request.sampling.guide is not None:
+        raise ContractError(
+            "tools whose calls follow a grammar and response_format or structured_outputs are "
+            "given, but one output has one form"
+        )
+    check_guide("tools", guide)
+    sampling = msgspec.structs.replace(request.sampling, guide=guide)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def render(body: Mapping[str, Any], messages: list[dict[str, Any]], chat: ChatTemplate) -> str:

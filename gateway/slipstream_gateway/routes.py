@@ -16,7 +16,7 @@ from starlette.routing import Route
 from slipstream_gateway.body import GoneError, parse_object, read_body
 from slipstream_gateway.errors import ApiError, api_error, openai_body
 from slipstream_gateway.fields import read_flag
-from slipstream_gateway.messages import read_messages
+from slipstream_gateway.history import prepare_messages
 from slipstream_gateway.metrics import Metrics
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.models import Model, Models
@@ -193,7 +193,7 @@ class Routes:
 
 def _token_ids(body: Mapping[str, Any], text: ModelText) -> list[int]:
     if body.get("messages") is not None:
-        prompt = render(body, read_messages(body["messages"], text.knows_developer), text.chat)
+        prompt = render(body, prepare_messages(body["messages"]), text.chat)
         return text.encoder.encode(prompt, read_flag(body, "add_special_tokens"), "messages")
     given = body.get("prompt")
     if not isinstance(given, str):

@@ -56,10 +56,6 @@ class ChatTemplate:
         """Return a template as it is written; None: there is none of that name."""
         return self._sources.get(name)
 
-    def mentions(self, word: str) -> bool:
-        """Return whether a template contains the word."""
-        return any(word in source for source in self._sources.values())
-
     def render(
         self,
         messages: Sequence[Message],
