@@ -2,9 +2,8 @@
 """Which format a checkpoint has: by its chat template, or by names."""
 
 import pytest
-from slipstream_gateway.answer import Answer, Call
 from slipstream_gateway.errors import ApiError
-from slipstream_gateway.parsing.choice import finish_reason, read_choice
+from slipstream_gateway.parsing.choice import read_choice
 from slipstream_gateway.parsing.detect import choose, detect
 from slipstream_gateway.parsing.format import AddedTokens
 from slipstream_gateway.parsing.formats import CALLS, TOOL_ALIASES
@@ -124,13 +123,3 @@ def test_bad_tools_are_refused_by_name(tools, choice, words):
 def test_parallel_tool_calls_is_a_flag():
     with pytest.raises(ApiError, match="parallel_tool_calls is 5"):
         read_choice(TOOLS, None, 5)
-
-
-def test_reasons_of_an_end():
-    answer, plain = Answer(calls=[Call("i", "f", "{}")]), Answer(text="x")
-    named = read_choice(TOOLS, {"type": "function", "function": {"name": "g"}})
-    assert finish_reason(read_choice(TOOLS), "stop", answer) == "tool_calls"
-    assert finish_reason(read_choice(TOOLS, "required"), "stop", answer) == "tool_calls"
-    assert finish_reason(named, "stop", answer) == "stop"
-    assert finish_reason(read_choice(TOOLS), "stop", plain) == "stop"
-    assert finish_reason(read_choice(TOOLS), "length", answer) == "length"

@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 from fixtures.gateway.recorded import RECORDED, by_name, parsed
 from fixtures.gateway.walks import vocabulary
+from fixtures.guide.real import compiler
 from fixtures.tiers import quick_of
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.parsing.answers import Answers, format_of
@@ -181,11 +182,28 @@ def test_what_a_family_writes_is_legal(recorded):
     text = recorded.answer.replace("[CALL_ID]a1b2c3d4e", "")
     text = text.removesuffix("<|call|>")  # ends the answer: gpt-oss has it among its end tokens
     text = text.replace("city='Oslo'", 'city="Oslo"')
-    is_open = form.reasoning is not None and form.reasoning.is_open(recorded.prompt)
-    if is_open:  # the engine awaits its end
-        text = text.split(form.reasoning.close, 1)[1]
     guide = answers.guide(read_choice(given), recorded.prompt)
     assert vocab.follows(guide, text), text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_compiles_it_within_its_bounds(name):
+    for choice in ("auto", "required", NAMED):
+        guide = Answers(format_of(name, None), AddedTokens()).guide(
+            read_choice(tools(), choice), ""
+        )
+        compiler().compile(guide)
+
+
+@pytest.mark.parametrize("prompt", ["", "<think>\n"])
+def test_reasoning_passes_where_a_call_must_come(prompt):
+    answers, vocab = answers_and_vocabulary("hermes", False)
+    guide = answers.guide(read_choice(tools(), "required"), prompt)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert vocab.follows(guide, f"I think.</think>\n\n{call}") == bool(prompt)
+    assert vocab.follows(guide, f"<think>I think.</think>{call}")
+    assert vocab.follows(guide, call) != bool(prompt)
+    assert not vocab.follows(guide, f"<think>I think.</think>No. {call}")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,7 +23,7 @@ _NOTES = {
 _ROOT = {"type", "properties", "required", "additionalProperties"}
 _LENGTHS = {"minLength", "maxLength"}
 _KEY = r"/[A-Za-z_][0-9A-Za-z_]{0,63}/"
-_ALL_BUT_TEXT = ["array", "boolean", "integer", "null", "number", "object"]
+_SCALARS = frozenset({"boolean", "integer", "null", "number"})  # none has a tag in it
 
 Value = Callable[[Any, str], str]
 """The expression of a value of a schema; the second argument names it in errors."""
@@ -131,7 +131,9 @@ class TagValues:
             return self._lark.until(self._style.value_close)
         alone = self._arguments.standing_alone(schema)
         if "string" in types or not types:
-            kinds = sorted(others) or _ALL_BUT_TEXT
+            kinds = sorted((others or _SCALARS) & _SCALARS)
+            if not kinds:
+                raise self._arguments.refusal("type", sorted(types))
             alone = {"allOf": [alone], "type": kinds} | self._definitions(alone)
         return f"{self._lark.json(alone)} {closing}"
 

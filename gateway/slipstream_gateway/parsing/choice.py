@@ -6,7 +6,6 @@ from typing import Any, Literal
 import msgspec
 from slipstream_contract.errors import clip
 
-from slipstream_gateway.answer import Answer
 from slipstream_gateway.errors import ApiError
 
 MAX_TOOLS = 1024
@@ -82,17 +81,6 @@ def read_choice(
         return _read_allowed(tool_choice, given, is_parallel)
     name = _name_of(tool_choice, "tool_choice")
     return ToolChoice("named", given, (_find(name, given, "tool_choice"),), is_parallel)
-
-
-def finish_reason(choice: ToolChoice, reason: str, answer: Answer) -> str:
-    """Return OpenAI's reason for the end of an answer; `reason` is the engine's.
-
-    An answer with calls that ended by itself ends with `tool_calls`, except where the request
-    named the function: there it is `stop`.
-    """
-    if reason == "stop" and answer.calls and choice.mode != "named":
-        return "tool_calls"
-    return reason
 
 
 def _read_tools(tools: object) -> tuple[Tool, ...]:

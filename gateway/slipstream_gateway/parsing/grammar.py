@@ -38,8 +38,8 @@ def guide_of(
         form: the format, which has calls.
         added: the vocabulary's added tokens.
         choice: the request's tools.
-        is_thinking: whether the prompt opened the reasoning, of which the engine awaits the end
-            where that is a token.
+        is_thinking: whether the prompt opened the reasoning. The grammar holds from the first token
+            on and lets the reasoning pass, so that it does not matter what the engine knows of it.
 
     Raises ApiError for a strict schema that the format cannot hold.
     """
@@ -52,17 +52,15 @@ def guide_of(
     assert form.calls is not None, "a format without calls has no grammar"
     writer = _Writer(lark, form.calls, choice, is_forced)
     body = writer.forced() if is_forced else writer.triggered()
-    return lark.guide(f"{_reasoning(lark, form.reasoning, added, is_thinking)} {body}")
+    return lark.guide(f"{_reasoning(lark, form.reasoning, is_thinking)} {body}")
 
 
-def _reasoning(
-    lark: Lark, reasoning: Reasoning | None, added: AddedTokens, is_thinking: bool
-) -> str:
+def _reasoning(lark: Lark, reasoning: Reasoning | None, is_thinking: bool) -> str:
     """Return the expression of reasoning that the grammar has to let pass, and of blanks."""
     if reasoning is None:
         return f"({_BLANKS})?"
     end = lark.until(reasoning.close)
-    if is_thinking and added.get(reasoning.close) is None:
+    if is_thinking:
         return f"{end} ({_BLANKS})?"
     return f"(({_BLANKS})? {lark.say(reasoning.open)} {end})? ({_BLANKS})?"
 

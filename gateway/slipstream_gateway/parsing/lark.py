@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from slipstream_contract.guide import Guide, GuideKind
+from slipstream_contract.guide import Guide, GuideKind, GuideOptions
 
 from slipstream_gateway.parsing.format import AddedTokens
 
@@ -31,7 +31,7 @@ class Lark:
         """Return the guide of a start expression."""
         lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
         text = json.dumps({"lark": lark, "schemas": self._schemas}, ensure_ascii=False)
-        return Guide(GuideKind.TOOLS, text)
+        return Guide(GuideKind.TOOLS, text, GuideOptions(in_thinking=True))
 
     def rule(self, expression: str, is_lazy: bool = False) -> str:
         """Return the name of a rule."""

@@ -244,11 +244,9 @@ def tagged(reader: Reader, body: Body, writer: Writer) -> Step[None]:
             break
         reader.recorded()
         key, kind = found
-        types = _types(schema, key) if kind is None else frozenset({kind} - {""})
-        if kind == "":  # the tag says that it is no text
-            types = _types(schema, key) - {"string"}
+        types = frozenset({kind}) if kind else _types(schema, key)
         writer.write(f"{before}{dump(key)}: ")
-        if not (yield from _tag_value(reader, body, style, types, writer)):
+        if not (yield from _tag_value(reader, body, style, types, kind != "", writer)):
             return
         before = ", "
     writer.write("{}" if before == "{" else "}")
@@ -306,21 +304,36 @@ _SPECIAL = re.compile("[\ud800-\udfff]")
 
 
 def _tag_value(
-    reader: Reader, body: Body, style: Tags, types: frozenset[str], writer: Writer
+    reader: Reader,
+    body: Body,
+    style: Tags,
+    types: frozenset[str],
+    may_be_text: bool,
+    writer: Writer,
 ) -> Step[bool]:
-    """Read a value and its end; return whether the end came. A text is written as it comes."""
+    """Read a value and its end; return whether the end came.
+
+    A text is written as it comes. In a declared object or array the end may stand within a text.
+    """
     pieces: list[str] = []
-    is_text = types == {"string"}
+    is_text = may_be_text and types == {"string"}
     sink = (lambda text: writer.write(dump(text)[1:-1])) if is_text else pieces.append
     lines = _Lines(sink, style.has_newlines)
     if is_text:
         writer.write('"')
+    elif types and "string" not in types:
+        reader.record()
+        first = yield from reader.spaces()
+        lines.write(reader.recorded())
+        if first in ("{", "["):
+            yield from json_value(reader, pieces.append)
     stop = yield from reader.upto(body.value_stops, lines.write)
     if not stop:  # the answer is cut: what is there, without an end
         lines.cut()
         writer.write("" if is_text else dump("".join(pieces))[:-1])
         return False
     reader.skip(len(stop))
+    types = types if may_be_text else types - {"string"}
     writer.write('"' if is_text else to_json("".join(pieces), types))
     return True
 

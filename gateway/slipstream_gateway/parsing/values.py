@@ -4,8 +4,12 @@ import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
+
+# The texts are a model's: what Python thinks of their escapes is no news for a log.
+warnings.filterwarnings("ignore", "invalid (octal )?escape sequence")
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "integer": int,
