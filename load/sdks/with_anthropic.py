@@ -94,7 +94,7 @@ class _Checks:
         usage = message.usage
         assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
         more = self.client.messages.count_tokens(
-            model=self.target.model, messages=self.user, system="Be brief."
+            model=self.target.model, messages=self.user, system="Be brief. " * 20
         )
         assert more.input_tokens > counted.input_tokens
         return f"{counted.input_tokens} tokens"
