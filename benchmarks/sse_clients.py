@@ -41,6 +41,7 @@ class Streamed:
     opened_ns: int
     status: int = 0
     times_ns: list[int] = field(default_factory=list)  # of each event with text
+    texts: list[str] = field(default_factory=list)  # of the same events
     num_tokens: int = 0  # by `usage`
     is_done: bool = False  # `[DONE]` came
     error: str = ""
@@ -170,5 +171,6 @@ def _note(found: Streamed, time_ns: int, event: bytes) -> None:
     if message.get("usage"):
         found.num_tokens = message["usage"]["completion_tokens"]
     for choice in message.get("choices", ()):
-        if choice.get("text") or choice.get("delta", {}).get("content"):
+        if text := choice.get("text") or choice.get("delta", {}).get("content"):
             found.times_ns.append(time_ns)
+            found.texts.append(text)
