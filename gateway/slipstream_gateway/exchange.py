@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from slipstream import wire
@@ -36,6 +37,9 @@ class Canceller(Protocol):
 
     def close_exchange(self, exchange: "Exchange", cause: wire.CancelCause | None) -> None:
         """Remove the requests of an exchange; with a cause, those that run are cancelled."""
+
+    def flush(self, exchange: "Exchange") -> None:
+        """Have an exchange write what it has."""
 
 
 @dataclass
@@ -139,16 +143,16 @@ class Exchange:
             return
         if self.reply.is_paused:
             self.times.paused_s = self.times.paused_s or time.monotonic()
-            self.reply.when_room(self.flush)
+            assert self.engine is not None
+            self.reply.when_room(partial(self.engine.flush, self))
             return
         self.times.paused_s = 0.0
-        parts = [] if self.reply.is_started else [self._start()]
+        data = b"" if self.reply.is_started else self._start()
         for index, piece in self._take():
-            parts.append(self._event(index, piece))
+            data += self._event(index, piece)
         is_last = self._num_open == 0
         if is_last:
-            parts.append(self._last_events())
-        data = b"".join(parts)
+            data += self._last_events()
         if data or is_last:
             self._write(data, is_last)
         if is_last:
@@ -193,9 +197,10 @@ class Exchange:
         self._num_pending = 0
         fresh, self._fresh = self._fresh, {}
         taken, self._beams = self._beams, []
-        for index in sorted(fresh):
-            if self._answers[index].has_news:
-                taken.append((index, self._answers[index].take()))
+        for index in fresh if len(fresh) == 1 else sorted(fresh):
+            answer = self._answers[index]
+            if answer.has_news:
+                taken.append((index, answer.take()))
             else:
                 self._fresh[index] = None
         for index, piece in taken:

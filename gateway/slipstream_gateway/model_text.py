@@ -15,8 +15,9 @@ from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_preprocessing.encode import Encoder
 
 from slipstream_gateway.parsing.detect import added_tokens, choose
-from slipstream_gateway.sequences import TokenTexts, whole_text
+from slipstream_gateway.sequences import whole_text
 from slipstream_gateway.settings import Settings
+from slipstream_gateway.token_texts import TokenTexts
 
 T = TypeVar("T")
 # As vLLM, from generation_config.json: what requests get that do not say.

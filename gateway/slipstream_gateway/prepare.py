@@ -173,7 +173,8 @@ def make_answers(
     if wanted is not None and wanted.prompt is not None:
         of_prompt = LogProbReader(text.token_texts, wanted.prompt, shows_ids)
     part = PromptPart(request.token_ids, of_prompt, wanted, text.vocab)
-    answers = [Answering(text.vocab, skip_special, part, reader, parser) for parser in parsers]
+    texts = text.token_texts
+    answers = [Answering(texts.decoder(skip_special), part, reader, each) for each in parsers]
     is_echo = read_flag(body, "echo")
     if is_echo and prompt.field == "prompt":
         part.is_echoed = True

@@ -1,18 +1,17 @@
 """Turn the engine's tokens of one answer into deltas: text, log probs, and the end."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 
 import msgspec
 from slipstream import wire
 from slipstream.bridge.log_probs import LEAST, LogProbTexts, Place, places_of
 from slipstream.bridge.pieces import Piece as BridgePiece
 from slipstream_contract.log_probs import WHOLE, LogProbs
-from slipstream_contract.stream_state import StreamState
 from slipstream_contract.vocab import TokenBytes
-from slipstream_postprocessing.detokenize import detokenize, detokenize_next
+from slipstream_postprocessing.detokenize import detokenize
 
 from slipstream_gateway.answer import Delta, Finish, Parser, Reasoning, Text, TokenLogProb
+from slipstream_gateway.token_texts import Decoder, TokenTexts
 
 NO_TOKEN = -1  # in place of an id: its text is what an incomplete character leaves at the end
 REASONS = {
@@ -21,18 +20,6 @@ REASONS = {
     wire.FinishReason.LENGTH: "length",
     wire.FinishReason.CANCELLED: "abort",
 }
-
-
-class TokenTexts:
-    """Texts and bytes of single tokens, as log probs show them."""
-
-    def __init__(self, vocab: TokenBytes) -> None:
-        self._vocab = vocab
-        self.of: Callable[[int], tuple[str, bytes]] = lru_cache(1 << 16)(self._make)
-
-    def _make(self, token_id: int) -> tuple[str, bytes]:
-        data = self._vocab.raw(token_id)
-        return data.decode(errors="replace"), data
 
 
 class LogProbReader:
@@ -111,9 +98,9 @@ class PromptPart:
         data = texts.prompt(BridgePiece([], [], 0, None, (self.values,)))
         return None if data is None else msgspec.Raw(data)
 
-    def take(self, values: wire.Values | None) -> None:
+    def take(self, values: wire.Values) -> None:
         """Read the log probs of the prompt's tokens if these values are the ones with them."""
-        if self.is_awaited and self._reader is not None and values is not None and values.prompt:
+        if self.is_awaited and self._reader is not None and values.prompt:
             self.is_awaited, self.values = False, values
             self.log_probs = self._reader.read_prompt(values, self.token_ids)
 
@@ -132,8 +119,7 @@ class Answering:
 
     def __init__(
         self,
-        vocab: TokenBytes,
-        skip_special: bool,
+        decoder: Decoder,
         prompt: PromptPart,
         reader: LogProbReader | None,
         parser: Parser | None = None,
@@ -144,11 +130,9 @@ class Answering:
         self.has_calls = False
         self.hides_reasoning = False
         self.is_hidden = False  # its tokens are not wanted, only its prompt's values
-        self._vocab = vocab
-        self._skip_special = skip_special
+        self._decoder = decoder
         self._reader = reader
         self._parser = parser
-        self._state = StreamState(is_last=False)
         self._pending: list[wire.Tokens] = []
         self._is_fresh = True
         self._is_reasoning = False
@@ -156,17 +140,15 @@ class Answering:
     def put(self, tokens: wire.Tokens) -> None:
         """Add tokens that have come."""
         self._pending.append(tokens)
-        self.prompt.take(tokens.values)
+        if tokens.values is not None:
+            self.prompt.take(tokens.values)
 
     @property
     def has_news(self) -> bool:
-        """Whether tokens wait, and can be taken."""
-        return bool(self._pending) and not self._must_wait
-
-    @property
-    def _must_wait(self) -> bool:
-        """Whether the prompt's log probs, which come first, are still on their way."""
-        return self.prompt.is_awaited and self._pending[-1].finished is None
+        """Whether tokens wait, and can be taken: a prompt's log probs come before them."""
+        if not self._pending:
+            return False
+        return not self.prompt.is_awaited or self._pending[-1].finished is not None
 
     def take(self) -> Piece:
         """Take all that has come."""
@@ -199,10 +181,11 @@ class Answering:
         ids, is_last = tokens.token_ids, tokens.finished is not None
         piece.token_ids += ids
         if self._parser is None:
-            state = self._state
             if is_last:
-                state = state._replace(is_last=True, drop_bytes=tokens.drop_bytes)
-            text, self._state = detokenize_next(self._vocab, ids, state, self._skip_special)
+                text = self._decoder.decode(ids[:-1])
+                text += self._decoder.last(ids[-1:], tokens.drop_bytes)
+            else:
+                text = self._decoder.decode(ids)
             if text:
                 piece.deltas.append(Text(text))
         else:
@@ -216,19 +199,16 @@ class Answering:
 
     def _parse(self, piece: Piece, tokens: wire.Tokens) -> None:
         """Feed the parser token by token, so that no chunking can change what it counts."""
-        parser = self._parser
+        parser, decoder = self._parser, self._decoder
         assert parser is not None
         ids, is_last = tokens.token_ids, tokens.finished is not None
-        for place, token_id in enumerate(ids):
-            state = self._state
-            if is_last and place == len(ids) - 1:
-                state = state._replace(is_last=True, drop_bytes=tokens.drop_bytes)
-            text, self._state = detokenize_next(self._vocab, [token_id], state, self._skip_special)
-            self._note(piece, parser.feed([token_id], [text]), is_token=True)
+        for token_id in ids[:-1] if is_last else ids:
+            self._note(piece, parser.feed([token_id], [decoder.next(token_id)]), is_token=True)
         if is_last:
-            if not ids and self._state.tail:
-                state = self._state._replace(is_last=True)
-                text, self._state = detokenize_next(self._vocab, [], state, self._skip_special)
+            text = decoder.last(ids[-1:], tokens.drop_bytes)
+            if ids:
+                self._note(piece, parser.feed(ids[-1:], [text]), is_token=True)
+            elif text:
                 self._note(piece, parser.feed([NO_TOKEN], [text]))
             self._note(piece, parser.finish())
 

@@ -30,7 +30,10 @@ class ChatWriter(Common):
         self._n = body.get("n") or 1
         self._has_log_probs = body.get("logprobs") is True
         self._has_prompt = body.get("prompt_logprobs") is not None
-        self._is_prompt_written = False
+        self._prefixes: dict[int, bytes] = {}
+        self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+            b',"usage":null' if self._has_usage else b""
+        )
 
     def start(self, prompt_tokens: int) -> bytes:
         """Return the first chunk of each answer: its role, and no text."""
@@ -41,6 +44,9 @@ class ChatWriter(Common):
         self, index: int, deltas: Sequence[Delta], log_probs: Sequence[TokenLogProb]
     ) -> bytes:
         """Return a chunk for each part that is new."""
+        first = deltas[0] if len(deltas) == 1 else None
+        if isinstance(first, Text) and self.is_plain and not log_probs:
+            return b"%b%b%b" % (self._before(index), encode(first.text), self._after)
         parts = [_delta(run) for run in _runs(deltas)]
         if not parts and (log_probs or index in self._ids):
             parts = [b'{"content":""}']
@@ -49,6 +55,14 @@ class ChatWriter(Common):
             data += self._choice(index, part, log_probs if self._has_log_probs else None)
             log_probs = ()  # all are in the first
         return data
+
+    def _before(self, index: int) -> bytes:
+        """Return what comes before the text of a chunk without more."""
+        before = self._prefixes.get(index)
+        if before is None:
+            head = b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (self._head, index)
+            before = self._prefixes[index] = head
+        return before
 
     def finish(self, index: int, finish: Finish, usage: Usage) -> bytes:
         """Return the chunk with the reason."""

@@ -21,6 +21,10 @@ class CompletionWriter(Common):
         self._has_prompt = body.get("prompt_logprobs") is not None
         self._lengths: dict[int, int] = {}  # characters of each answer so far, for offsets
         self._begun: set[int] = set()
+        self._prefixes: dict[int, bytes] = {}
+        self._after = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]%b}\n\n' % (
+            b',"usage":null' if self._has_usage else b""
+        )
 
     def start(self, prompt_tokens: int) -> bytes:
         """Return nothing: a completion has no role."""
@@ -30,10 +34,24 @@ class CompletionWriter(Common):
         self, index: int, deltas: Sequence[Delta], log_probs: Sequence[TokenLogProb]
     ) -> bytes:
         """Return a chunk with all new text."""
-        text = "".join(delta.text for delta in deltas if isinstance(delta, Text))
+        first = deltas[0] if len(deltas) == 1 else None
+        if isinstance(first, Text):
+            text = first.text
+        else:
+            text = "".join(delta.text for delta in deltas if isinstance(delta, Text))
         if not (text or log_probs or index in self._ids):
             return b""
+        if self.is_plain and not log_probs:
+            return b"%b%b%b" % (self._before(index), encode(text), self._after)
         return self._choice(index, text, log_probs)
+
+    def _before(self, index: int) -> bytes:
+        """Return what comes before the text of a chunk without more."""
+        before = self._prefixes.get(index)
+        if before is None:
+            head = b'data: %b,"choices":[{"index":%d,"text":' % (self._head, index)
+            before = self._prefixes[index] = head
+        return before
 
     def finish(self, index: int, finish: Finish, usage: Usage) -> bytes:
         """Return the chunk with the reason."""

@@ -76,6 +76,7 @@ class Common:
         self._model = model
         self._has_usage, self._has_all_usage = stream_options(body)
         self._has_ids = body.get("return_token_ids") is True
+        self.is_plain = not (self._has_all_usage or self._has_ids)  # chunks: nothing changes
         self._usage = Usage()
         self._prompts: Sequence[PromptPart] = ()
         self._per_prompt = 1
