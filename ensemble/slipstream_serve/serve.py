@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     if args.load or is_open:
         models = chosen_models = chosen(args.model_repository, models, args.load or [])
     endpoints.check_free()
-    check_shared_memory()
+    check_shared_memory(len(models))
     clean_leftovers()
     log = args.log_file or server_directory().parent / "logs" / f"tritonserver-{args.http_port}.log"
     plan = _gateway_plan(args, log)

@@ -33,6 +33,7 @@ from slipstream_serve.workarounds.triton_24_10 import http_notes
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_NEEDED = 32 << 20  # bytes: ten stubs start with 1 MiB each and grow with tensors
+_OF_A_MODEL = 4 << 20  # bytes, of many models
 MAX_TEMPORARY_PATH = 36  # bytes; a socket's whole path may have 107
 ENDING_S = 0.4  # time for the bridges to end all streams
 EXIT_TIMEOUT_S = 4  # for requests in flight, checked once a second, and for unloading
@@ -133,13 +134,14 @@ def check_repository(repository: Path) -> list[str]:
     return models
 
 
-def check_shared_memory() -> None:
+def check_shared_memory(num_models: int = 0) -> None:
     """Raise ServeError if /dev/shm is too small for the stubs (Docker's default is 64 MiB)."""
     state = os.statvfs(SHARED_MEMORY)
     free = state.f_bavail * state.f_frsize
-    if free < SHARED_MEMORY_NEEDED:
+    needed = max(SHARED_MEMORY_NEEDED, num_models * _OF_A_MODEL)
+    if free < needed:
         raise ServeError(
-            f"/dev/shm has {free >> 20} MiB free, {SHARED_MEMORY_NEEDED >> 20} are needed: "
+            f"/dev/shm has {free >> 20} MiB free, {needed >> 20} are needed: "
             "enlarge it (docker run --shm-size=1g)"
         )
 

@@ -288,7 +288,9 @@ def test_too_little_shared_memory_is_said_before_the_start(
     little = types.SimpleNamespace(f_bavail=16, f_frsize=1 << 20)
     monkeypatch.setattr(triton.os, "statvfs", lambda path: little)
     with pytest.raises(ServeError, match=r"/dev/shm has 16 MiB free, 32 are needed"):
-        check_shared_memory()
+        check_shared_memory(7)
+    with pytest.raises(ServeError, match=r"80 are needed"):
+        check_shared_memory(20)
 
 
 CLEAN = """
