@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.server.metrics_page import settled, wait_for
+from fixtures.server.metrics_page import Page, settled, wait_for
 from fixtures.server.serve_process import Serve, short_directory
 from fixtures.server.several import FOUR_TIMES, write_several
 from fixtures.server.support import PROMPT, Client, RequestError, serving, text
@@ -225,6 +225,9 @@ def test_models_go_and_come_while_others_stream(serve, several, capsys):
     wait_until(lambda: not is_running(first))
     assert len(engines(serve)) == 1
     assert stream.text() == expected
+    page = Page(f"http://127.0.0.1:{serve.ports[2]}/metrics")  # no gauge is left, to look stale
+    assert {"engine": "chat"} not in page.labels("slipstream_metrics_update_time_seconds")
+    assert {"engine": "chat"} not in page.labels("slipstream_running_sequences")
     again = control(several, serve, capsys, "--load", "chat")[0]["engine_pid"]
     assert again != first
     assert text(client.stream("chat", **LONG)) == expected

@@ -7,6 +7,7 @@ published as counters: `_bucket` with the label `le`, `_sum` and `_count`, which
 Prometheus keeps of a histogram.
 """
 
+import gc
 import itertools
 import time
 from collections import defaultdict
@@ -36,6 +37,7 @@ class _Families:
 
     def __init__(self) -> None:
         self._families: dict[str, Any] = {}
+        self._gauges: set[str] = set()  # names of families
 
     def make(self, name: str, text: str, kind: Any, labels: dict[str, str], **more: Any) -> Any:
         """Return a metric; the server's own one if it has that already."""
@@ -47,6 +49,7 @@ class _Families:
     def gauge(self, name: str, text: str, labels: dict[str, str]) -> Callable[[float], None]:
         """Return a function that sets a gauge."""
         metric = self.make(name, text, pb.MetricFamily.GAUGE, labels)
+        self._gauges.add(name)
         published: float | None = None
 
         def publish(value: float) -> None:
@@ -77,12 +80,24 @@ class _Families:
         metric = self.make(name, text, pb.MetricFamily.HISTOGRAM, labels, buckets=bounds)
         return lambda value: metric.observe(float(value))
 
+    def remove_gauges(self) -> None:
+        """Remove the gauges from the server, as nothing sets them any more.
+
+        Nothing else may refer to them. Counters stay: the model's next process goes on with them.
+        """
+        while self._gauges:
+            del self._families[self._gauges.pop()]
+        gc.collect()
+
 
 class Publisher(Protocol):
     """A set of metrics that can be brought up to date."""
 
     def publish(self) -> None:
         """Bring the metrics up to date."""
+
+    def close(self) -> None:
+        """Remove the gauges."""
 
 
 class Metrics:
@@ -96,8 +111,10 @@ class Metrics:
         self._periodic = Periodic("metrics", _PERIOD_S, self._publish)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and remove what holds only while the model is loaded."""
         self._periodic.close()
+        with must_end():
+            self._publisher.close()
 
     def _publish(self) -> None:
         with must_end():
@@ -153,6 +170,9 @@ class CallMetrics:
         for seconds in calls.take_first_token_times():
             self._first_response(seconds)
 
+    def close(self) -> None:
+        """Do nothing: there are no gauges."""
+
 
 class EngineMetrics:
     """Metrics of the engine; only one bridge of each engine has them."""
@@ -192,6 +212,11 @@ class EngineMetrics:
         for name, observe in self._observers:
             for value in samples.get(name, ()):
                 observe(value)
+
+    def close(self) -> None:
+        """Remove the gauges: that of the last update would look like that of a dead process."""
+        self._publishers.clear()
+        self._families.remove_gauges()
 
     def _make(self, status: wire.Status) -> None:
         assert status.figures is not None
