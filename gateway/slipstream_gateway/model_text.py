@@ -14,7 +14,7 @@ from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_preprocessing.encode import Encoder
 
-from slipstream_gateway.parsing.detect import added_tokens, choose
+from slipstream_gateway.parsing.detect import added_tokens, choose, read_response_template
 from slipstream_gateway.sequences import whole_text
 from slipstream_gateway.settings import Settings
 from slipstream_gateway.token_texts import TokenTexts
@@ -45,7 +45,8 @@ class ModelText:
             self.chat = self.chat.with_source(template.read_text(encoding="utf-8"))
         source = self.chat.source("tool_use") or self.chat.source("default")
         added = added_tokens(self.encoder.tokenizer)
-        self.answers = choose(source, added, settings.tool_parser, settings.reasoning_parser)
+        own = read_response_template(checkpoint)
+        self.answers = choose(source, added, settings.tool_parser, settings.reasoning_parser, own)
         self.token_texts = TokenTexts(self.encoder.vocab)
         self.defaults = _read_defaults(checkpoint)
         self._pool = pool

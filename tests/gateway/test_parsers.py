@@ -15,6 +15,7 @@ from fixtures.gateway.recorded import (
     parts,
     special_ids,
     tokens,
+    tokens_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -278,10 +279,6 @@ def timed(name, answer, size=4):
         else parsed(Answers(format_of(name, None), AddedTokens()), tokens_of(answer, size), [1])
     )
     return got, time.perf_counter() - start
-
-
-def tokens_of(text, size):
-    return [(1, text[at : at + size]) for at in range(0, len(text), size)]
 
 
 HUGE = 1 << 20

@@ -16,10 +16,13 @@ from slipstream_gateway.parsing.formats import (
     HARMONY,
     REASONING,
     REASONING_ALIASES,
+    RESPONSE_TEMPLATE,
     TOOL_ALIASES,
 )
 from slipstream_gateway.parsing.grammar import guide_of
 from slipstream_gateway.parsing.harmony import ChannelParser, ChannelPlan
+from slipstream_gateway.parsing.regions import RegionParser, RegionPlan
+from slipstream_gateway.parsing.template import load_template
 
 
 class Answers:
@@ -31,6 +34,8 @@ class Answers:
         self._added = added
         channels = form.channels
         self._channels = None if channels is None else ChannelPlan(channels, added.special)
+        template = form.template
+        self._regions = None if template is None else RegionPlan(template, added)
         calls = form.calls
         self._with_calls = Plan(calls, form.reasoning, added.special)
         self._without_calls = Plan(None, form.reasoning, added.special)
@@ -47,6 +52,8 @@ class Answers:
         """
         if self._channels is not None:
             return ChannelParser(self._channels, prompt)
+        if self._regions is not None:
+            return RegionParser(self._regions, prompt, choice.schemas, bool(choice.allowed))
         if is_thinking is None:
             is_thinking = self._is_thinking(prompt)
         plan = self._guided if choice.is_guided else self._with_calls
@@ -71,6 +78,16 @@ class Answers:
                     "tool_choice",
                 )
             return None
+        if self._regions is not None:
+            if choice.is_guided:
+                field = "tool_choice" if choice.must_call else "tools"
+                raise ApiError(
+                    400,
+                    f"{field}: calls that must come, or are strict, are not served for a model "
+                    "whose calls its own response_template describes",
+                    field,
+                )
+            return None
         if is_thinking is None:
             is_thinking = self._is_thinking(prompt)
         return guide_of(self.format, self._added, choice, is_thinking)
@@ -78,11 +95,18 @@ class Answers:
     @property
     def has_calls(self) -> bool:
         """Whether answers may have calls."""
-        return self.format.calls is not None or self._channels is not None
+        template = self.format.template
+        is_own = template is not None and template.has_calls
+        return is_own or self.format.calls is not None or self._channels is not None
 
     def _is_thinking(self, prompt: str) -> bool:
         reasoning = self.format.reasoning
         return reasoning is not None and reasoning.is_open(prompt)
+
+
+def template_format(spec: object) -> Format:
+    """Return the format of a checkpoint's `response_template`. Raises ApiError."""
+    return Format(RESPONSE_TEMPLATE, template=load_template(spec))
 
 
 def format_of(tool_parser: str | None, reasoning_parser: str | None) -> Format:
@@ -93,11 +117,13 @@ def format_of(tool_parser: str | None, reasoning_parser: str | None) -> Format:
         if calls not in (None, HARMONY) or thoughts not in (None, HARMONY):
             raise ApiError(400, f"parsers {clip(calls)} and {clip(thoughts)} do not go together")
         return Format(HARMONY, channels=CHANNELS)
+    if RESPONSE_TEMPLATE in (calls, thoughts):  # that is the checkpoint's to say
+        return Format(RESPONSE_TEMPLATE)
     if calls is not None and calls not in CALLS:
-        known = ", ".join(sorted({*CALLS, *TOOL_ALIASES}))
+        known = ", ".join(sorted({*CALLS, *TOOL_ALIASES, HARMONY, RESPONSE_TEMPLATE}))
         raise ApiError(400, f"tool parser {clip(calls)} is not known, but {known}", "tool_parser")
     if thoughts is not None and thoughts not in REASONING:
-        known = ", ".join(sorted({*REASONING, *REASONING_ALIASES}))
+        known = ", ".join(sorted({*REASONING, *REASONING_ALIASES, RESPONSE_TEMPLATE}))
         raise ApiError(
             400, f"reasoning parser {clip(thoughts)} is not known, but {known}", "reasoning_parser"
         )

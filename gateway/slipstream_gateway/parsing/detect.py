@@ -1,12 +1,22 @@
 # ruff: noqa: RUF001 - markers have letters that only look like ASCII
 """Find a checkpoint's format of answers: by its chat template, or by the operator's names."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream_gateway.parsing.answers import Answers, format_of
+from slipstream_gateway.errors import ApiError
+from slipstream_gateway.parsing.answers import Answers, format_of, template_format
 from slipstream_gateway.parsing.format import AddedTokens, Calls, Format, Reasoning
-from slipstream_gateway.parsing.formats import CALLS, HARMONY, REASONING
+from slipstream_gateway.parsing.formats import (
+    CALLS,
+    HARMONY,
+    REASONING,
+    REASONING_ALIASES,
+    RESPONSE_TEMPLATE,
+    TOOL_ALIASES,
+)
 
 AUTO, NONE = "auto", "none"
 
@@ -50,6 +60,13 @@ def added_tokens(tokenizer: Tokenizer) -> AddedTokens:
     return AddedTokens(special, visible)
 
 
+def read_response_template(checkpoint: Path) -> object:
+    """Return the `response_template` of a checkpoint's tokenizer; None without one."""
+    path = checkpoint / "tokenizer_config.json"
+    config = json.loads(path.read_bytes()) if path.is_file() else {}
+    return config.get("response_template") if isinstance(config, dict) else None
+
+
 def detect(chat_template: str | None) -> Format | None:
     """Return the format that a chat template renders; None: no format that is known."""
     calls = _first(_CALLS, chat_template or "")
@@ -66,6 +83,7 @@ def choose(
     added: AddedTokens,
     tool_parser: str = AUTO,
     reasoning_parser: str = AUTO,
+    response_template: object = None,
 ) -> Answers:
     """Return the format of a checkpoint.
 
@@ -73,10 +91,21 @@ def choose(
         chat_template: its source; the one for tools where there are several.
         added: the vocabulary's added tokens; see `added_tokens`.
         tool_parser, reasoning_parser: names; `auto`: what the template says, `none`: none.
+        response_template: the checkpoint's own, from `tokenizer_config.json`; it is read where the
+            chat template's calls are of no known format, or `hf` is a parser's name.
 
     Raises ApiError naming the parsers that are known.
     """
     found = detect(chat_template)
+    names = {
+        TOOL_ALIASES.get(tool_parser, tool_parser),
+        REASONING_ALIASES.get(reasoning_parser, reasoning_parser),
+    }
+    has_known = found is not None and (found.calls is not None or found.channels is not None)
+    if RESPONSE_TEMPLATE in names or (response_template and names == {AUTO} and not has_known):
+        if response_template is None:
+            raise ApiError(400, "parser hf: the checkpoint has no response_template")
+        return Answers(template_format(response_template), added)
     if found is not None and found.channels is not None:
         named = {tool_parser, reasoning_parser}
         if named <= {AUTO} or named == {AUTO, HARMONY}:

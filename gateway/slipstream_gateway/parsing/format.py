@@ -12,9 +12,9 @@ import secrets
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 from slipstream_gateway.parsing.reader import SPACES
+from slipstream_gateway.parsing.template import Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +212,13 @@ class Channels:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a model writes its answers; `channels` stand instead of the other two."""
+    """How a model writes its answers; `channels` or a `template` stand instead of the others."""
 
     name: str
     calls: Calls | None = None
     reasoning: Reasoning | None = None
     channels: Channels | None = None
-    template: Mapping[str, Any] | None = None  # a checkpoint's `response_template`
+    template: Template | None = None  # a checkpoint's own
 
     def markers(self) -> set[str]:
         """Return the markers, which may be special tokens."""
