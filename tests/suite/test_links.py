@@ -15,6 +15,7 @@ PAGES = [*TOP, *(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob(
 # The log tells what was: files that it names may have moved since.
 OF_TODAY = [page for page in PAGES if page != "LOG.md" and not page.startswith("docs/log/")]
 
+PICTURE = re.compile(r"""!\[[^\]]*\]\(([^()\s]+)\)|src(?:set)?="([^"]+)\"""")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^()\s]+)\)")
 MAKE = re.compile(r"(?:^|\s)make ([a-z][a-z-]*)\b")
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -74,9 +75,11 @@ def code(page: Path) -> list[str]:
 
 
 def links(page: str) -> list[str]:
-    """Return the targets of a page's links that are no URLs."""
-    found = chain.from_iterable(LINK.findall(line) for line in prose(ROOT / page))
-    return [target for target in found if ":" not in target]
+    """Return the targets of a page's links and pictures that are no URLs."""
+    lines = prose(ROOT / page)
+    found = chain.from_iterable(LINK.findall(line) for line in lines)
+    shown = chain.from_iterable(pair for line in lines for pair in PICTURE.findall(line))
+    return [target for target in (*found, *filter(None, shown)) if ":" not in target]
 
 
 def broken(page: str, target: str) -> bool:
