@@ -24,7 +24,7 @@ _MODEL = _ROOT / ".slipstream" / "chat"
 _ANSWER_S = 300.0
 _DESKTOP, _PHONE = (1280, 800), (390, 780)
 _DONE = "document.querySelector('.turn:last-child') && !document.querySelector('.running')"
-_STEADY = {"temperature": 0.2, "repetition_penalty": 1.1, "seed": 1, "max_tokens": 220}
+_STEADY = {"temperature": 0.3, "repetition_penalty": 1.1, "seed": 2, "max_tokens": 220}
 # The first token, after some, at which the model was in doubt.
 _DOUBTFUL = "[...document.querySelectorAll('.token:is(.p2, .p3, .p4, .p5)')]"
 
@@ -85,6 +85,7 @@ def take(page: devtools.Page, url: str) -> None:
     both(page, "start")
     fill(page, **_STEADY)
     send(page, "Give me three tips for better sleep.")
+    send(page, "What is the capital of France?")
     page.click("#open-settings")
     page.run("document.activeElement.blur()")
     both(page, "chat")

@@ -8,13 +8,20 @@ import pytest
 from fixtures.gateway.served import MODEL, serving
 
 LONG = {"max_tokens": 1500, "n": 4, "temperature": 1.0}
-HOSTILE = (
+HOSTILE = [
     "<img src=x onerror=window.hit=1>",
-    "<script>window.hit=1</script>",
     "[x](javascript:window.hit=1)",
+    "<script>window.hit=1</script>",
     "![x](data:text/html,window.hit=1)",
     "<svg/onload=window.hit=1>",
-)
+]
+
+COUNT_REMOVALS = """{
+  window.removed = 0;
+  const count = records => { for (const one of records) removed += one.removedNodes.length; };
+  new MutationObserver(count).observe(document.querySelector(".answer .text"),
+    { childList: true, subtree: true, characterData: true });
+}"""
 
 
 def test_a_message_is_answered_with_its_figures(chat) -> None:
@@ -37,16 +44,19 @@ def test_a_message_is_answered_with_its_figures(chat) -> None:
 
 @pytest.mark.rest
 def test_the_answer_grows_while_it_is_written(chat) -> None:
-    chat.set(**LONG)
+    chat.set(max_tokens=2000, seed=4)
     chat.add(ignore_eos=True)
     chat.start("class Stack:")
     size = "document.querySelector('.answer .text').textContent.length"
-    chat.tab.wait(f"document.querySelector('.answer .text') && {size} > 20")
+    chat.tab.wait(f"document.querySelector('.answer .text') && {size} > 20", 90)
     first = chat.tab.run(size)
+    chat.tab.run(COUNT_REMOVALS)
     assert chat.tab.run("document.querySelector('.running') !== null")
     chat.tab.wait(f"{size} > {first}")
     figures = "document.querySelector('.figures').textContent"
     assert "tokens/s" in chat.tab.run(figures)
+    chat.tab.wait(f"{size} > 400", 90)
+    assert chat.tab.run("window.removed") == 0  # it appends, and makes nothing anew
     chat.tab.press("Escape")
     chat.tab.wait("!document.querySelector('.running')")
 
@@ -122,15 +132,22 @@ def quoted(text: str) -> str:
     return "".join(f"\\{one}" if not one.isalnum() and one not in "<>=:/ " else one for one in text)
 
 
-@pytest.mark.parametrize("logprobs", [False, pytest.param(True, marks=pytest.mark.rest)])
-def test_what_a_model_writes_is_no_element(chat, logprobs: bool) -> None:
-    text = " ".join(HOSTILE)
+@pytest.mark.parametrize(
+    ("texts", "logprobs"),
+    [
+        (HOSTILE[:2], False),
+        pytest.param(HOSTILE, False, marks=pytest.mark.rest),
+        pytest.param(HOSTILE, True, marks=pytest.mark.rest),
+    ],
+)
+def test_what_a_model_writes_is_no_element(chat, texts: list[str], logprobs: bool) -> None:
+    text = " ".join(texts)
     chat.add(structured_outputs={"regex": quoted(text)})
     chat.set(max_tokens=400, logprobs=logprobs)
     chat.send("x")
     shown = chat.text(".tokens" if logprobs else ".answer .text")
     assert "<img src=x onerror=window.hit=1>" in shown
-    assert "<script>window.hit=1</script>" in shown
+    assert ("<script>" in shown) == (texts == HOSTILE)
     assert chat.count("#turns :is(img, script, iframe, svg, object)") == 0
     assert chat.tab.run("[...document.querySelectorAll('#turns [href]')].length") == 0
     time.sleep(0.1)
