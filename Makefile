@@ -128,7 +128,7 @@ pairs: install   ## the table of docs/decoding.md: what one request cannot ask f
 limits: install  ## the table of docs/limits.md, on stdout
 	@$(BIN)/python -c "from slipstream_contract.limits_page import page; print(page())"
 
-fields: install  ## the tables of docs/responses.md, written into it
+fields: install  ## the tables of docs/responses.md and openai.md, and openapi.json
 	@$(BIN)/python tools/fields.py
 
 attention: install  ## the tables of docs/attention.md, on stdout

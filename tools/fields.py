@@ -1,28 +1,40 @@
-"""Write the tables of fields into docs/responses.md: `make fields`."""
+"""Write what is made from the tables of fields: `make fields`.
+
+The tables of docs/responses.md and docs/openai.md, and the gateway's OpenAPI file.
+"""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream_gateway.dialects.fields import Table, markdown
+from slipstream_gateway import fields, openapi
+from slipstream_gateway.dialects.fields import markdown
 from slipstream_gateway.dialects.messages_fields import TABLE as MESSAGES
 from slipstream_gateway.dialects.responses_fields import TABLE as RESPONSES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "responses.md"
-TABLES: Mapping[str, Table] = {"responses": RESPONSES, "messages": MESSAGES}
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES: Mapping[str, Mapping[str, str]] = {
+    "responses.md": {"responses": markdown(RESPONSES), "messages": markdown(MESSAGES)},
+    "openai.md": {"completions": fields.markdown()},
+}
+"""Page -> the tables between its marks, by their names."""
+
+PAGE = DOCS / "responses.md"
 
 
-def written(text: str) -> str:
-    """Return the page with its tables made anew."""
-    for name, table in TABLES.items():
+def written(text: str, page: str = "responses.md") -> str:
+    """Return a page with its tables made anew."""
+    for name, table in PAGES[page].items():
         mark = f"<!-- {name}: make fields -->\n"
         pattern = re.escape(mark) + "(.*?)<!-- end -->"
-        text, count = re.subn(
-            pattern, lambda _, m=mark, t=table: f"{m}{markdown(t)}<!-- end -->", text, flags=re.S
-        )
-        assert count == 1, f"docs/responses.md has no place for {name}"
+        whole = f"{mark}{table}<!-- end -->"
+        text, count = re.subn(pattern, lambda _, new=whole: new, text, flags=re.S)
+        assert count == 1, f"docs/{page} has no place for {name}"
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for page in PAGES:
+        path = DOCS / page
+        path.write_text(written(path.read_text(), page))
+    openapi.FILE.write_bytes(openapi.file_bytes())

@@ -202,15 +202,15 @@ TABLE: Mapping[str, Field] = {field.name: field for field in (*_OWN, *_sampling(
 
 
 def check_body(body: Mapping[str, Any], at: str) -> list[str]:
-    """Refuse fields by the table; return the names of those that it does not have.
+    """Refuse fields by the table; return the names of those that have no effect, or are not there.
 
     Raises ApiError.
     """
-    unknown = []
+    ignored = []
     for name, value in body.items():
         field = TABLE.get(name)
         if field is None:
-            unknown.append(name)
+            ignored.append(name)
         elif at not in field.at:
             if value is not None:
                 other = "chat completions" if at == COMPLETION else "completions"
@@ -218,7 +218,19 @@ def check_body(body: Mapping[str, Any], at: str) -> list[str]:
         elif field.use is Use.REFUSED and value not in field.neutral:
             message = f"{name} is {clip(value)}, which is not served: {field.help}"
             raise ApiError(400, message, name, "unsupported_parameter")
-    return unknown
+        elif field.use is Use.HARMLESS and value is not None:
+            ignored.append(name)
+    return ignored
+
+
+def markdown() -> str:
+    """Return the table of the documents: field, where, what happens to it, and how."""
+    lines = ["| field | of | | what it does, or why not |", "|---|---|---|---|"]
+    for field in TABLE.values():
+        of = {BOTH: "both", CHAT: "chat", COMPLETION: "completion"}[field.at]
+        kind = {Use.SERVED: "works", Use.HARMLESS: "no effect", Use.REFUSED: "400"}[field.use]
+        lines.append(f"| `{field.name}` | {of} | {kind} | {field.help} |")
+    return "\n".join(lines) + "\n"
 
 
 def read_flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:

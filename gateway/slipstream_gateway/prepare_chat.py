@@ -12,6 +12,7 @@ from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_gateway.answer import Parser
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.fields import read_flag, read_object, read_text
+from slipstream_gateway.foreign import ForeignTemplate
 from slipstream_gateway.history import prepare_messages
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.parsing.choice import ToolChoice, read_choice
@@ -85,7 +86,9 @@ def _guided(request: GenerateRequest, guide: Guide | None) -> GenerateRequest:
     return msgspec.structs.replace(request, sampling=sampling)
 
 
-def render(body: Mapping[str, Any], messages: list[dict[str, Any]], chat: ChatTemplate) -> str:
+def render(
+    body: Mapping[str, Any], messages: list[dict[str, Any]], chat: ChatTemplate | ForeignTemplate
+) -> str:
     """Return the prompt of a conversation. Raises ContractError."""
     goes_on = read_flag(body, "continue_final_message")
     opens = read_flag(body, "add_generation_prompt", not goes_on)
@@ -126,11 +129,11 @@ def _cut(prompt: str, last: str) -> str:
 
 def _template(
     body: Mapping[str, Any], text: ModelText, has_request_templates: bool
-) -> ChatTemplate:
+) -> ChatTemplate | ForeignTemplate:
     source = read_text(body, "chat_template")
     if source is None:
         return text.chat
     if not has_request_templates:
         message = "chat_template: this server does not run templates of requests"
         raise ApiError(400, message, "chat_template", "unsupported_parameter")
-    return text.chat.with_source(source)
+    return ForeignTemplate(source, text.chat.variables)

@@ -20,6 +20,7 @@ from slipstream_gateway.history import prepare_messages
 from slipstream_gateway.metrics import Metrics
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.models import Model, Models
+from slipstream_gateway.openapi import FILE
 from slipstream_gateway.prepare_chat import render
 from slipstream_gateway.settings import Settings
 
@@ -76,6 +77,7 @@ class Routes:
             ("/load", self.load),
             ("/metrics", self.show_metrics),
             ("/tokenizer_info", self.tokenizer_info),
+            ("/openapi.json", self.openapi),
         )
         post = (
             ("/tokenize", self.tokenize),
@@ -152,6 +154,10 @@ class Routes:
         if source:
             info["chat_template"] = source
         return json_response(info)
+
+    async def openapi(self, request: Request) -> Response:
+        """Return the description of all endpoints."""
+        return Response(FILE.read_bytes(), 200, media_type="application/json")
 
     # --- health ---------------------------------------------------------------------------------
 

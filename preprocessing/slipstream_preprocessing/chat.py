@@ -52,6 +52,11 @@ class ChatTemplate:
         """
         return ChatTemplate({"default": source}, self._variables)
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What is defined in all templates, such as `bos_token`."""
+        return dict(self._variables)
+
     def source(self, name: str) -> str | None:
         """Return a template as it is written; None: there is none of that name."""
         return self._sources.get(name)

@@ -1,0 +1,59 @@
+"""Chat templates: the operator's, and those of requests, which are code of strangers."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fixtures.gateway.served import Gateway, serving
+from slipstream_contract.errors import ContractError
+from slipstream_gateway.foreign import ForeignTemplate
+
+MESSAGES = [{"role": "user", "content": "import os"}]
+
+
+@pytest.fixture(scope="module")
+def open_to_templates(gateway_repository: Path, tmp_path_factory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("templates")
+    (folder / "own.jinja").write_text("{{ messages[0].content }}\n")
+    options = ("--allow-request-templates", "--chat-template", str(folder / "own.jinja"))
+    with serving(gateway_repository, folder / "log", *options) as gateway:
+        yield gateway
+
+
+def test_what_may_loop_for_ever_is_killed():
+    template = ForeignTemplate("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, {})
+    begin = time.monotonic()
+    with pytest.raises(ContractError, match="chat_template"):
+        template.render(MESSAGES)
+    assert time.monotonic() - begin < 20
+
+
+def test_what_wants_all_memory_is_refused():
+    with pytest.raises(ContractError, match="chat_template"):
+        ForeignTemplate("{{ 'a' * 10000000000 }}", {}).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}", "{% if %}", "{{ raise_exception('x') }}"],
+)
+def test_what_leaves_the_sandbox_or_fails_is_refused(source: str):
+    with pytest.raises(ContractError, match="chat_template"):
+        ForeignTemplate(source, {}).render(MESSAGES)
+
+
+def test_templates_of_operator_and_request(open_to_templates: Gateway):
+    own = open_to_templates.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})
+    assert own.json["usage"]["prompt_tokens"] == 2
+    body = {"messages": MESSAGES, "max_tokens": 1, "chat_template": "{{ bos_token }}x{{ y }}"}
+    foreign = open_to_templates.post(
+        "/v1/chat/completions",
+        {**body, "chat_template_kwargs": {"y": "z"}, "return_token_ids": True},
+    )
+    assert foreign.status == 200, foreign.data
+    ids = foreign.json["prompt_token_ids"]
+    shown = open_to_templates.post("/detokenize", {"tokens": ids}).json["prompt"]
+    assert shown == "<|endoftext|>xz"
+    bad = open_to_templates.post("/v1/chat/completions", {**body, "chat_template": "{{"})
+    assert (bad.status, bad.error["param"]) == (400, "chat_template")
