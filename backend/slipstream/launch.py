@@ -89,6 +89,7 @@ class SupervisorStarter:
             if failure and time.monotonic() - self._seen_s < _FAILED_PAUSE_S:
                 raise RuntimeError(failure)
             self._runtime.error.unlink(missing_ok=True)
+            self._runtime.unloaded.unlink(missing_ok=True)
             self._runtime.config.write_bytes(msgspec.json.encode(self._config))
             with self._runtime.log.open("ab") as log:
                 self._children.append(
@@ -155,6 +156,8 @@ class Supervisor:
     def _park(self) -> int:
         """Release the lock; return 0 once the server ends, or 1 once there is a successor."""
         before = _identity(self._runtime.config)
+        with contextlib.suppress(OSError):
+            self._runtime.unloaded.touch()
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         while not self._is_server_gone(_PARKED_S):
             if _identity(self._runtime.config) != before:

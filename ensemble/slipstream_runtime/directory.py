@@ -101,6 +101,11 @@ class Runtime:
         return self.home / "engine.error"
 
     @property
+    def unloaded(self) -> Path:
+        """A file that exists while the engine does not run because its models were unloaded."""
+        return self.home / "unloaded"
+
+    @property
     def stopping(self) -> Path:
         """A file that exists once the server is about to end: streams end with an error then."""
         return self.directory / "stopping"

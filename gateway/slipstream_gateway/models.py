@@ -100,6 +100,8 @@ class Model:
     @property
     def is_loaded(self) -> bool:
         """Whether there is an engine, or was one a moment ago, or there will be."""
+        if self._runtime.unloaded.exists():
+            return False
         if self.engine.welcome() is not None or self._runtime.socket.exists():
             self._seen_s = time.monotonic()
         return time.monotonic() - self._seen_s < _GONE_S

@@ -368,10 +368,12 @@ def test_an_engine_ends_when_its_last_model_is_unloaded_and_comes_back_with_the_
     wait_for(lambda: not server.is_locked)
     parked = server.supervisor
     assert parked  # it cleans up where no other does
+    assert server.runtime.unloaded.exists()
     third = server.connect()
     again = third.wait_welcome(60)
     assert again is not None
     assert again.engine_pid != engine
+    assert not server.runtime.unloaded.exists()
     wait_for(lambda: not is_alive(parked))
     assert len(processes_of("slipstream.launch", directory)) == 1
     third.close()
