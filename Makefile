@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-streams monitoring-tools browser screenshots perf locust overload isolation agreement soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots perf locust overload isolation agreement soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -84,6 +84,9 @@ guided-bench: install ## ARGS="FOLDER" of JSON schemas, as JSONSchemaBench's: ac
 
 kv-accuracy: install ## what a KV cache in fewer bits costs: the table of docs/quantization.md
 	@$(BIN)/python benchmarks/kv_accuracy.py $(ARGS)
+
+bench-gateway: install ## delays of streams through the gateway alone, from a paced source (ARGS="--seconds 300 --repeat 1")
+	@$(BIN)/python benchmarks/gateway_streams.py $(ARGS)
 
 bench-streams: install ## delays of streams through Triton beside their goals (ARGS="--seconds 300 --rows 256x100")
 	@$(BIN)/python benchmarks/streams.py $(ARGS)

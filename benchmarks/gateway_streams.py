@@ -1,184 +1,208 @@
-"""What the gateway adds to streams: `python benchmarks/gateway_streams.py [--rows 256x100 ...]`.
+"""What the gateway adds to a stream: `python benchmarks/gateway_streams.py [--seconds 300]`.
 
-`slipstream gateway` with `paced_engine.py` in the engine's place: every stream is owed one token a
-step, and what is late was made late between the engine's socket and the client. The clients, in
-processes of their own on the same machine, only note times and bytes while streams run. Each text
-is compared with the one that was made, token for token. Figures are of the window in which all
-streams run: the delay of each token, from its step to its arrival; the cores of the gateway's
-process; its growth. Exit code 1: a text is wrong.
+`slipstream gateway` with `paced_engine.py` in the engine's place: nothing is computed, every stream
+is owed one token a step, and what is late was made late between the engine's socket and the client.
+No tritonserver is needed. The clients are processes of their own on the same machine; they only
+note times and bytes while streams run.
+
+A token's delay is from its making in the source until its client's process has it. CPU is that of
+the gateway's process, without source and clients. Figures are of the window in which every stream
+runs. A row fails if a text is not the one that was made, token for token. Exit code 1: something
+grows.
 """
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
 import platform
-import re
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from paced_engine import expected_bytes, write_python
-from slipstream_runtime.processes import num_cores
+from paced_engine import expected_bytes
+from paced_gateway import PATHS, Ask, PacedGateway, Slots, receive, serving
+from report import RESULTS, commit
 from slipstream_serve.server import repository_root
-from sse_clients import Ask, Load, Streamed, receive
-from stream_figures import Journal, read_journal
+from stream_clients import Received
+from stream_figures import Handed, figures, has_many_cores, read_journal
 
+OUT = repository_root() / "benchmarks" / "out"
+SHOWN = ("p50_ms", "p99_ms", "gateway_cores", "us_token", "tok_event", "first_p50_ms")
+GOALS: dict[bool, dict[str, float]] = {  # whether there are many cores: figure -> most
+    True: {"p50_ms": 3, "p99_ms": 12, "gateway_cores": 0.25, "is_growing": 0},
+    False: {"p99_ms": 60, "us_token": 10, "is_growing": 0},
+}
+_ROW = "256x100"
+_SESSION_S = 20  # of a stream, at most
+_OPENING_S = 3.0  # for the clients' imports
+_MB_GROWN = 16  # between the second and the last quarter of a row
 _NS = 1_000_000_000
-_OPENING_S = 3.0  # for the clients' imports, and for all to connect
-_TICK = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Served:
-    """A running gateway."""
+def slots_of(num_streams: int, rate: int, seconds: float) -> list[list[Ask]]:
+    """Return what is asked; in a long row a slot's streams follow one another.
 
-    pid: int
-    host: str
-    port: int
-
-
-@contextlib.contextmanager
-def serving(folder: Path, step_s: float) -> Iterator[tuple[Served, Path]]:
-    """A gateway on a paced source, and the source's journal."""
-    journal, python = folder / "journal", folder / "python"
-    write_python(python, step_s, journal)
-    command = [sys.executable, "-m", "slipstream_client.cli", "gateway", "--port", "0"]
-    command += ["--model-repository", str(repository_root() / "model_repository")]
-    environment = dict(os.environ) | {"SLIPSTREAM_PYTHON": str(python)}
-    with (folder / "log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            while not (found := re.search(r"http://(.+):(\d+)/", (folder / "log").read_text())):
-                assert process.poll() is None, (folder / "log").read_text()
-                time.sleep(0.05)
-            served = Served(process.pid, found[1], int(found[2]))
-            _wait_ready(served)
-            yield served, journal
-        finally:
-            process.terminate()
-            process.wait(30)
+    Each slot begins its next one at another time.
+    """
+    total, longest = round(seconds * rate), _SESSION_S * rate
+    slots = []
+    for number in range(num_streams):
+        lengths = [total]
+        if total > longest:
+            first = max(4, longest * (number + 1) // num_streams)
+            rest = max(4, total - first)
+            lengths = [first, *[longest] * (rest // longest), max(4, rest % longest)]
+        seeds = (number + num_streams * turn for turn in range(len(lengths)))
+        slots.append([Ask(*each) for each in zip(seeds, lengths, strict=True)])
+    return slots
 
 
-def _wait_ready(served: Served) -> None:
-    import urllib.error
-    import urllib.request
-
-    while True:
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            urllib.request.urlopen(f"http://{served.host}:{served.port}/health", timeout=5)
-            return
-        time.sleep(0.1)
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
-
-
-def resident_mb(pid: int) -> float:
-    """Resident memory of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-def run_row(folder: Path, streams: int, rate: int, seconds: float, clients: int) -> dict:
-    """Figures of one row."""
-    folder.mkdir()
-    size = round(rate * (seconds + 2))
-    with serving(folder, 1 / rate) as (served, journal):
-        begin_ns = time.time_ns() + round(_OPENING_S * _NS)
-        bodies = [
-            {"prompt": "a", "stream": True, "max_tokens": size, "seed": 1 + i, "ignore_eos": True}
-            for i in range(streams)
-        ]
-        asks = [Ask(0.5 * i / streams, json.dumps(body).encode()) for i, body in enumerate(bodies)]
-        loads = [
-            Load(served.host, served.port, "/v1/completions", asks[k::clients], begin_ns)
-            for k in range(clients)
-        ]
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(clients, mp_context=context) as pool:
-            futures = [pool.submit(receive, load) for load in loads]
-            time.sleep(max(0.0, begin_ns / _NS + 2 - time.time()))
-            before_s, before_mb, start_s = cpu_s(served.pid), resident_mb(served.pid), time.time()
-            time.sleep(max(0.5, seconds - 2))
-            cores = (cpu_s(served.pid) - before_s) / (time.time() - start_s)
-            grown_mb = resident_mb(served.pid) - before_mb
-            results = [future.result() for future in futures]
-        found: dict[int, Streamed] = {}
-        for k, (part, _) in enumerate(results):
-            found |= {1 + k + clients * i: stream for i, stream in enumerate(part)}
-        row = {"streams": streams, "rate": rate, "seconds": seconds}
-        client_s = sum(seconds for _, seconds in results)
-        return (
-            row
-            | judge(found, read_journal(journal), size)
-            | {
-                "gateway_cores": round(cores, 3),
-                "grown_mb": round(grown_mb, 1),
-                "clients_cpu_s": round(client_s, 1),
-            }
-        )
-
-
-def judge(found: dict[int, Streamed], journal: Journal, size: int) -> dict:
-    """Return faults, and the delays of tokens while all streams run, in ms."""
-    faults = []
-    begin = max(journal.first.values())
-    end = min(journal.first[seed] for seed in found) + size
-    delays, num_events = [], 0
-    for seed, stream in found.items():
-        text = "".join(stream.texts).encode()
-        if stream.error or text != expected_bytes(seed, size):
-            faults.append(f"stream {seed}: {stream.error or f'{len(text)} of {size} tokens'}")
-            continue
-        counts = [len(each) for each in stream.texts]
-        steps = journal.first[seed] + np.arange(size)
-        inside = (steps >= begin) & (steps < end)
-        times = np.repeat(np.array(stream.times_ns, np.int64), counts)
-        delays.append((times - journal.made_ns[steps])[inside] / 1e6)
-        num_events += len(counts)
-    every = np.concatenate(delays) if delays else np.zeros(1)
-    halves = np.array_split(every, 2)
-    made = (end - begin) / max(1, journal.made_ns[end - 1] - journal.made_ns[begin]) * _NS
+def watch(gateway: PacedGateway, seconds: float) -> dict[str, Any]:
+    """Return the gateway's CPU time and memory over a time, and the tokens that the source made."""
+    begin_s, cpu_s, samples = time.monotonic(), gateway.cpu_s(), []
+    source = gateway.source()
+    source_s = sum(source.cpu_times()[:2])
+    while (spent_s := time.monotonic() - begin_s) < seconds:
+        samples.append(gateway.resident_mb())
+        time.sleep(min(0.5, max(0.0, seconds - spent_s)))
+    quarters = [float(np.mean(part)) for part in np.array_split(samples, 4) if len(part)]
+    is_rising = quarters == sorted(quarters) and quarters[-1] - quarters[1] > _MB_GROWN
     return {
-        "faults": faults[:5],
-        "made_tok_s": round(made * len(found)),
-        "delay_p50_ms": round(float(np.percentile(every, 50)), 2),
-        "delay_p99_ms": round(float(np.percentile(every, 99)), 2),
-        "delay_max_ms": round(float(every.max()), 1),
-        "p50_by_half_ms": [round(float(np.percentile(half, 50)), 2) for half in halves],
-        "tokens_per_event": round(size * len(found) / max(1, num_events), 2),
+        "cpu_s": gateway.cpu_s() - cpu_s,
+        "watched_s": spent_s,
+        "source_cores": round((sum(source.cpu_times()[:2]) - source_s) / spent_s, 3),
+        "gateway_mb": [round(quarter, 1) for quarter in quarters],
+        "is_memory_growing": is_rising,
     }
 
 
+def check(streams: list[Received], slots: list[list[Ask]]) -> None:
+    """Raise SystemExit if a stream is not what the source made, token for token."""
+    wanted = {ask.seed: ask.max_tokens for slot in slots for ask in slot}
+    assert wanted.keys() == {stream.seed for stream in streams}
+    for stream in streams:
+        if stream.error:
+            raise SystemExit(f"stream {stream.seed}: {stream.error}")
+        if stream.text != expected_bytes(stream.seed, wanted[stream.seed]):
+            raise SystemExit(f"stream {stream.seed}: not the text that was made")
+
+
+def measure(dialect: str, row: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one row on a gateway of its own. Raises SystemExit."""
+    num_streams, rate = map(int, row.split("x"))
+    slots = slots_of(num_streams, rate, args.seconds)
+    num_clients = min(args.clients, num_streams)
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="slipstream-paced-") as directory,
+        ProcessPoolExecutor(num_clients, spawn) as pool,
+    ):
+        with serving(1 / rate, Path(directory), OUT / "gateway-streams.log") as gateway:
+            warm = Slots(gateway.port, dialect, [[Ask(1 << 20, 8)]], 0, 60.0)
+            pool.submit(receive, warm).result()
+            begin_ns = time.time_ns() + round(_OPENING_S * _NS)
+            timeout_s = 4 * args.seconds + 60
+            running = [
+                pool.submit(
+                    receive,
+                    Slots(gateway.port, dialect, slots[n::num_clients], begin_ns, timeout_s),
+                )
+                for n in range(num_clients)
+            ]
+            time.sleep(max(0.0, (begin_ns - time.time_ns()) / _NS) + 1.0)
+            watched_ns = time.time_ns()
+            watched = watch(gateway, args.seconds - 1.5)
+            results = [each.result() for each in running]
+        journal = read_journal(Path(directory, "journal"))
+    streams = [stream for found, _ in results for stream in found]
+    check(streams, slots)
+    by_seed = {stream.seed: stream for stream in streams}
+    received = {stream.seed: Handed(stream.times_ns, stream.counts) for stream in streams}
+    found = figures([[by_seed[ask.seed] for ask in slot] for slot in slots], journal, received)
+    found["tok_event"] = found.pop("tok_resp")
+    num_tokens = _tokens_between(streams, watched_ns, watched["watched_s"])
+    cpu_s = watched.pop("cpu_s")
+    found |= watched | {
+        "gateway_cores": round(cpu_s / watched["watched_s"], 3),
+        "us_token": round(1e6 * cpu_s / num_tokens, 2),
+        "client_cores": round(sum(cpu for _, cpu in results) / args.seconds, 3),
+    }
+    return {"dialect": dialect, "streams": num_streams, "rate": rate} | found
+
+
+def _tokens_between(streams: list[Received], begin_ns: int, seconds: float) -> int:
+    """Return how many tokens came within a time."""
+    end_ns = begin_ns + seconds * _NS
+    return sum(
+        int(stream.counts[(stream.times_ns >= begin_ns) & (stream.times_ns < end_ns)].sum())
+        for stream in streams
+    )
+
+
+def judge(runs: list[dict[str, Any]], cores: int) -> list[dict[str, Any]]:
+    """Return the goals of a row beside the medians of its runs."""
+    goals = []
+    for figure, most in GOALS[has_many_cores(cores)].items():
+        value = statistics.median(float(run[figure]) for run in runs)
+        is_reached = value <= most
+        goals.append({"figure": figure, "median": value, "goal": most, "is_reached": is_reached})
+    return goals
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as text."""
+    lines = []
+    for row in rows:
+        name = f"{row['dialect']} {row['row']}"
+        for run in row["runs"]:
+            lines.append(f"{name}: " + ", ".join(f"{key} {run[key]}" for key in SHOWN))
+        for goal in row["goals"]:
+            reached = "reached" if goal["is_reached"] else "MISSED"
+            lines.append(f"{reached:8} {name} {goal['figure']}: {goal['median']}, {goal['goal']}")
+    return "\n".join(lines)
+
+
 def main() -> int:
+    """Command line; not 0 where something grows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rows", nargs="+", default=["64x100", "256x100"], metavar="NxTOK_S")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--clients", type=int, default=max(1, min(4, num_cores() // 2)))
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    options = parser.parse_args()
-    print(f"{num_cores()} cores, {platform.processor() or platform.machine()}")
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, word in enumerate(options.rows):
-            streams, rate = map(int, word.split("x"))
-            where = Path(folder) / str(number)
-            rows.append(run_row(where, streams, rate, options.seconds, options.clients))
-            print(json.dumps(rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(any(row["faults"] for row in rows))
+    cores = os.cpu_count() or 1
+    parser.add_argument("--rows", nargs="+", default=[_ROW], metavar="STREAMSxRATE")
+    parser.add_argument("--dialects", nargs="+", default=list(PATHS), choices=list(PATHS))
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of a row (%(default)s)")
+    clients = max(1, min(8, cores // 4))
+    parser.add_argument("--clients", type=int, default=clients, help="processes (%(default)s)")
+    parser.add_argument("--name", help="keep the result in benchmarks/results/ under this name")
+    args = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    found = []
+    for dialect in args.dialects:
+        for row in args.rows:
+            runs = []
+            for _ in range(args.repeat):
+                runs.append(measure(dialect, row, args))
+                print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+            found.append(
+                {"dialect": dialect, "row": row, "runs": runs, "goals": judge(runs, cores)}
+            )
+    about = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "cores": cores}
+    about |= {"machine": platform.machine(), "seconds": args.seconds, "clients": args.clients}
+    about["load_average"] = os.getloadavg()[0]
+    result = about | {"rows": found}
+    for path in [OUT / "gateway-streams", *([RESULTS / args.name] if args.name else [])]:
+        path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    print(show(found))
+    print(json.dumps(result))
+    is_growing = any(
+        run["is_growing"] or run["is_memory_growing"] for row in found for run in row["runs"]
+    )
+    return 1 if is_growing else 0
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class Streamed:
     error: str = ""
 
 
-class _Client(asyncio.Protocol):
-    """Send one request and note what comes until the connection ends."""
+class Client(asyncio.Protocol):
+    """Send one request and note what comes, and when, until the connection ends."""
 
     def __init__(self, request: bytes) -> None:
         self.pieces: list[tuple[int, bytes]] = []
@@ -56,15 +56,27 @@ class _Client(asyncio.Protocol):
         self._request = request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the request."""
         assert isinstance(transport, asyncio.Transport)
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        """Note what came."""
         self.pieces.append((time.time_ns(), data))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Report the end."""
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+def request(host: str, path: str, body: bytes) -> bytes:
+    """Return the bytes of a request on a connection of its own."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 def receive(load: Load) -> tuple[list[Streamed], float]:
@@ -86,18 +98,13 @@ async def _receive_all(load: Load) -> list[tuple[int, list[tuple[int, bytes]], s
 
 async def _receive_one(load: Load, ask: Ask) -> tuple[int, list[tuple[int, bytes]], str]:
     await asyncio.sleep(max(0.0, load.begin_ns / _NS + ask.after_s - time.time()))
-    head = (
-        f"POST {load.path} HTTP/1.1\r\nHost: {load.host}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(ask.body)}\r\n\r\n"
-    )
+    data = request(load.host, load.path, ask.body)
     opened_ns, error = time.time_ns(), ""
-    client: _Client | None = None
+    client: Client | None = None
     try:
         async with asyncio.timeout(load.timeout_s):
             loop = asyncio.get_running_loop()
-            _, client = await loop.create_connection(
-                lambda: _Client(head.encode() + ask.body), load.host, load.port
-            )
+            _, client = await loop.create_connection(lambda: Client(data), load.host, load.port)
             await client.ended
     except (OSError, TimeoutError) as failure:
         error = f"{type(failure).__name__}: {failure}"

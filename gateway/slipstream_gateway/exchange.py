@@ -133,6 +133,11 @@ class Exchange:
             piece = self._answers[index].take_beam(beam, tokens.finished)
             self._beams.append((index, piece))
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether what has come is the first or the last of the response."""
+        return not self.reply.is_started or self._num_running == 0
+
     def flush(self) -> None:
         """Write what has come, unless the client is behind."""
         if self.is_over:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from slipstream_gateway.settings import Settings
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25
 _BACKLOG = 2048
+_MAX_FILES = 1 << 16
 _SEND_BYTES = 256 << 10  # of each connection, in the kernel: a slow reader holds no more
 _STOPPING = ApiError(503, "the server is stopping", retry_after_ms=1000)
 
@@ -140,7 +142,19 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             shutil.rmtree(models.directory, ignore_errors=True)
 
 
+def allow_connections() -> None:
+    """Let this process open as many files and sockets as the system allows it.
+
+    The usual first limit, 1,024, would refuse streams beyond it in silence.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def run(settings: Settings, listener: socket.socket) -> None:
     """Serve in an event loop of uvloop."""
+    allow_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings, listener))
