@@ -1,11 +1,12 @@
 """Turn the body of a chat completion into a prompt, and then into requests of the engine."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from slipstream_contract.errors import ContractError, clip
-from slipstream_contract.guide import Guide, check_guide
+from slipstream_contract.guide import GuideKind, GuideOptions, check_guide
 from slipstream_contract.request import GenerateRequest
 from slipstream_preprocessing.chat import ChatTemplate
 
@@ -15,6 +16,7 @@ from slipstream_gateway.fields import read_flag, read_object, read_text
 from slipstream_gateway.foreign import ForeignTemplate
 from slipstream_gateway.history import prepare_messages
 from slipstream_gateway.model_text import ModelText
+from slipstream_gateway.parsing.answers import Answers
 from slipstream_gateway.parsing.choice import ToolChoice, read_choice
 from slipstream_gateway.parsing.detect import NONE
 from slipstream_gateway.prepare import (
@@ -35,13 +37,14 @@ def prepare_chat(body: Mapping[str, Any], text: ModelText, has_request_templates
     plain = read_request(body, text, is_chat=True)
     chat = _template(body, text, has_request_templates)
     shown = render(body, messages, chat)
-    plain = _guided(plain, text.answers.guide(choice, shown))
+    plain = _guided(plain, text.answers, choice, shown)
     prompt = Prompt(shown, None, read_flag(body, "add_special_tokens"), "messages")
     request = encode(plain, prompt, body, text)
     n = plain.sampling.n
     parsers: list[Parser | None] = [None] * n
     if plain.options.skip_special_tokens and text.answers.format.name != NONE:
-        parsers = [text.answers.parser(choice, shown) for _ in range(n)]
+        has_guide = plain.sampling.guide is not None
+        parsers = [text.answers.parser(choice, shown, has_guide=has_guide) for _ in range(n)]
     answers = make_answers(request, prompt, body, text, parsers)
     for answer in answers:
         answer.hides_reasoning = not read_flag(body, "include_reasoning", True)
@@ -72,11 +75,24 @@ def _read_tools(body: Mapping[str, Any], text: ModelText) -> ToolChoice:
     return choice
 
 
-def _guided(request: GenerateRequest, guide: Guide | None) -> GenerateRequest:
-    """Return the request with the grammar of its calls. Raises ContractError."""
+def _guided(
+    request: GenerateRequest, answers: Answers, choice: ToolChoice, shown: str
+) -> GenerateRequest:
+    """Return the request with the grammar of its calls. Raises ContractError, ApiError.
+
+    Where calls may come and the text is JSON of a schema, an answer is the one or the other.
+    """
+    own = request.sampling.guide
+    schema: Any = None
+    if own is not None and choice.mode == "auto" and own.options == GuideOptions():
+        if own.kind is GuideKind.JSON_SCHEMA:
+            schema = json.loads(own.text)
+        elif own.kind is GuideKind.JSON_OBJECT:
+            schema = {"type": "object"}
+    guide = answers.guide(choice, shown, answer=schema)
     if guide is None:
         return request
-    if request.sampling.guide is not None:
+    if own is not None and schema is None:
         raise ContractError(
             "tools whose calls follow a grammar and response_format or structured_outputs are "
             "given, but one output has one form"

@@ -79,22 +79,19 @@ def check_calls(answer, where):
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
+def hints(answers):
+    """What random tokens hardly spell."""
+    return [
+        *sorted(answers.format.markers()),
+        *('"', "}", "]", ")", "\n", "\n</parameter>"),
+        *"1<\\",
+    ]
+
+
 def walked(name, choice, with_tokens, seed, prompt=""):
     answers, vocab = answers_and_vocabulary(name, with_tokens)
     guide = answers.guide(choice, prompt)
-    hints = [
-        *sorted(answers.format.markers()),
-        '"',
-        "}",
-        "]",
-        ")",
-        "\n",
-        "\n</parameter>",
-        "1",
-        "<",
-        "\\",
-    ]
-    taken = vocab.walk(guide, seed, hints)
+    taken = vocab.walk(guide, seed, hints(answers))
     if taken is None:
         return None, ""
     made = vocab.tokens(taken)
@@ -136,6 +133,9 @@ def test_without_parallel_calls_there_is_one(name, seeds):
         answer, written = walked(name, read_choice(tools(), "required", False), False, seed)
         if answer is not None:
             assert len(answer.calls) == 1, written
+        answer, written = walked(name, read_choice(tools(None), "auto", False), False, seed)
+        if answer is not None:
+            assert len(answer.calls) <= 1, written
 
 
 @pytest.mark.parametrize("with_tokens", [True, False])
@@ -147,6 +147,24 @@ def test_strict_calls_in_free_text_follow_their_schemas(name, with_tokens, seeds
         answer, written = walked(name, choice, with_tokens, seed)
         if answer is not None:
             check_calls(answer, written)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seeds", quick_of([range(3), range(3, 30)], [range(3)]), ids=str)
+def test_an_answer_of_a_schema_is_that_or_calls(name, seeds):
+    choice = read_choice(tools(None))
+    kinds = set()
+    for seed in seeds:
+        answers, vocab = answers_and_vocabulary(name, True)
+        guide = answers.guide(choice, "", answer=LAST)
+        taken = vocab.walk(guide, seed, hints(answers))
+        if taken is None:
+            continue
+        got = parsed(answers, vocab.tokens(taken), [3], "", choice, True)
+        kinds.add(bool(got.calls))
+        if not got.calls:
+            jsonschema.validate(json.loads(got.text), LAST)
+    assert kinds
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: each.tool_parser)
@@ -214,6 +232,7 @@ def test_a_guide_comes_where_it_must(name):
     assert answers.guide(read_choice(tools(False)), "") is None
     assert answers.guide(read_choice(tools(True)), "") is not None
     assert answers.guide(read_choice(tools(False), "required"), "") is not None
+    assert answers.guide(read_choice(tools(None), "auto", False), "") is not None
 
 
 def test_a_model_without_calls_refuses_that_one_must_come():

@@ -1,6 +1,7 @@
 """A checkpoint's format of answers: which it is, its parsers and its guides."""
 
 from dataclasses import replace
+from typing import Any
 
 from slipstream_contract.errors import clip
 from slipstream_contract.guide import Guide
@@ -42,13 +43,20 @@ class Answers:
         guided = calls and replace(calls, in_reasoning=False)  # where no grammar holds
         self._guided = Plan(guided, form.reasoning, added.special)
 
-    def parser(self, choice: ToolChoice, prompt: str, is_thinking: bool | None = None) -> Parser:
+    def parser(
+        self,
+        choice: ToolChoice,
+        prompt: str,
+        is_thinking: bool | None = None,
+        has_guide: bool = False,
+    ) -> Parser:
         """Return a parser of one answer.
 
         Args:
             choice: the tools; without any that may be called, calls are text.
             prompt: the rendered prompt, or its end; it says whether the answer starts in reasoning.
             is_thinking: says that instead, where the prompt goes on with an answer's beginning.
+            has_guide: whether a guide holds, which lets reasoning pass: no call in it is one.
         """
         if self._channels is not None:
             return ChannelParser(self._channels, prompt)
@@ -56,15 +64,21 @@ class Answers:
             return RegionParser(self._regions, prompt, choice.schemas, bool(choice.allowed))
         if is_thinking is None:
             is_thinking = self._is_thinking(prompt)
-        plan = self._guided if choice.is_guided else self._with_calls
+        plan = self._guided if choice.is_guided or has_guide else self._with_calls
         if not choice.allowed:
             plan = self._without_calls
         return AnswerParser(plan, choice.schemas, is_thinking)
 
     def guide(
-        self, choice: ToolChoice, prompt: str, is_thinking: bool | None = None
+        self,
+        choice: ToolChoice,
+        prompt: str,
+        is_thinking: bool | None = None,
+        answer: Any = None,
     ) -> Guide | None:
-        """Return what answers must be; None: any answer will do. Arguments: see `parser`.
+        """Return what answers must be; None: the tools demand nothing. Arguments: see `parser`.
+
+        `answer` is the JSON schema of an answer without calls, where it has one.
 
         Raises ApiError where a call must come and the format has none, or where a strict schema
         cannot be held to.
@@ -83,14 +97,14 @@ class Answers:
                 field = "tool_choice" if choice.must_call else "tools"
                 raise ApiError(
                     400,
-                    f"{field}: calls that must come, or are strict, are not served for a model "
-                    "whose calls its own response_template describes",
+                    f"{field}: calls that must come, one alone, or by a strict schema, are not "
+                    "served for a model whose calls its own response_template describes",
                     field,
                 )
             return None
         if is_thinking is None:
             is_thinking = self._is_thinking(prompt)
-        return guide_of(self.format, self._added, choice, is_thinking)
+        return guide_of(self.format, self._added, choice, is_thinking, answer)
 
     @property
     def has_calls(self) -> bool:

@@ -48,8 +48,9 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
     @property
     def is_guided(self) -> bool:
-        """Whether a grammar holds for calls: one must come, or a tool is strict."""
-        return self.must_call or any(tool.is_strict for tool in self.allowed)
+        """Whether a grammar holds: a call must come, or only one may, or a tool is strict."""
+        is_one = bool(self.allowed) and not self.is_parallel
+        return self.must_call or is_one or any(tool.is_strict for tool in self.allowed)
 
     @property
     def schemas(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Where a call must come (`required`, or a named function), the grammar is that of calls, from the
 answer's first token on, or from the end of the reasoning. Where one may come (`auto`) and a tool is
-strict, text is free until it has the opening of a call, from which on the grammar holds.
+strict, or a second one may not, text is free until it has the opening of a call, from which on the
+grammar holds. Where the text of an answer is JSON of a schema, an answer is calls or that JSON.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +31,11 @@ _BLANKS = r"/[ \t\r\n]{1,8}/"
 
 
 def guide_of(
-    form: Format, added: AddedTokens, choice: ToolChoice, is_thinking: bool = False
+    form: Format,
+    added: AddedTokens,
+    choice: ToolChoice,
+    is_thinking: bool = False,
+    answer: Any = None,
 ) -> Guide | None:
     """Return the guide of a request's answers; None: any answer will do.
 
@@ -40,18 +45,24 @@ def guide_of(
         choice: the request's tools.
         is_thinking: whether the prompt opened the reasoning. The grammar holds from the first token
             on and lets the reasoning pass, so that it does not matter what the engine knows of it.
+        answer: the JSON schema of an answer without calls; None: it is any text.
 
     Raises ApiError for a strict schema that the format cannot hold.
     """
-    if not choice.is_guided:
+    if not choice.is_guided and (answer is None or not choice.allowed):
         return None
     is_forced = choice.must_call
     lark = Lark(added)
     if form.channels is not None:
-        return lark.guide(_in_channels(lark, form.channels, choice, is_forced))
+        return lark.guide(_in_channels(lark, form.channels, choice, is_forced, answer))
     assert form.calls is not None, "a format without calls has no grammar"
     writer = _Writer(lark, form.calls, choice, is_forced)
-    body = writer.forced() if is_forced else writer.triggered()
+    if is_forced:
+        body = writer.forced()
+    elif answer is not None:
+        body = f"({writer.forced()} | {lark.json(answer)})"
+    else:
+        body = writer.triggered()
     return lark.guide(f"{_reasoning(lark, form.reasoning, is_thinking)} {body}")
 
 
@@ -213,7 +224,9 @@ class _Writer:
         return f'{quoted(tool.name + "(")} {inner} ")"'
 
 
-def _in_channels(lark: Lark, channels: Channels, choice: ToolChoice, is_forced: bool) -> str:
+def _in_channels(
+    lark: Lark, channels: Channels, choice: ToolChoice, is_forced: bool, answer: Any
+) -> str:
     """Return messages of reasoning, and of comment where no call must come, then the last one."""
     calls = []
     for tool in choice.allowed:
@@ -222,13 +235,15 @@ def _in_channels(lark: Lark, channels: Channels, choice: ToolChoice, is_forced: 
             f"{channels.message}"
         )
         calls.append(lark.rule(f"{lark.say(head)} {lark.json(_schema(tool, is_forced))}"))
+    comments = () if is_forced or answer is not None else ("commentary",)
     passing = [
         f"{lark.say(channels.channel + name + channels.message)} {lark.until(channels.ends[0])} "
         f"{lark.say(channels.start + 'assistant')}"
-        for name in (*channels.reasoning, *(() if is_forced else ("commentary",)))
+        for name in (*channels.reasoning, *comments)
     ]
     last = calls
     if not is_forced:
         final = lark.say(f"{channels.channel}final{channels.message}")
-        last = [*calls, f"{final} {lark.rule(TEXT)}"]
+        text = lark.rule(TEXT) if answer is None else lark.json(answer)
+        last = [*calls, f"{final} {text}"]
     return f"({lark.any_of(passing)})* {lark.any_of(last)}"
