@@ -36,10 +36,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table and return the exit code. Raises ComposeError if no engine is configured."""
-    config = source_of(args)
-    if args.quantization:
-        config = msgspec.structs.replace(config, quantization=args.quantization)
     options = ["--architecture", args.architecture] if args.architecture else []
     if args.rows:
         options += ["--rows", *map(str, args.rows)]
-    return run_engine_module("slipstream.runner.kernels", options, config)
+    with source_of(args) as config:
+        if args.quantization:
+            config = msgspec.structs.replace(config, quantization=args.quantization)
+        return run_engine_module("slipstream.runner.kernels", options, config)

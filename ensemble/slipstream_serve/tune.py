@@ -6,13 +6,16 @@ The measurement runs in the engine's Python; an engine loads the result when it 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from slipstream.config import EngineConfig
+from slipstream.models.gguf.unpack import as_directory
 from slipstream_compose.compose import ComposeError
 from slipstream_contract.deployment import ENGINE, deployments_of, name_of
 
@@ -41,7 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Measure, and return the exit code. Raises ComposeError if no engine is configured."""
     options = ["--rows", *map(str, args.rows)] if args.rows else []
-    return run_engine_module("slipstream.runner.tune", options, source_of(args))
+    with source_of(args) as config:
+        return run_engine_module("slipstream.runner.tune", options, config)
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -49,15 +53,23 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     default = repository_root() / "model_repository"
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model-repository", type=Path, metavar="DIR", default=default)
-    source.add_argument("--checkpoint", type=Path, metavar="DIR", help="a Hugging Face directory")
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="PATH", help="a Hugging Face directory, or a GGUF file"
+    )
     parser.add_argument("--name", help="the deployment, where the repository has several")
 
 
-def source_of(args: argparse.Namespace) -> EngineConfig:
-    """Return the configuration that `add_source`'s options name."""
-    if args.checkpoint:
-        return EngineConfig(checkpoint=os.path.abspath(args.checkpoint))
-    return configured(args.model_repository, args.name)
+@contextlib.contextmanager
+def source_of(args: argparse.Namespace) -> Iterator[EngineConfig]:
+    """Give the configuration that `add_source`'s options name, as long as the context.
+
+    Raises ComposeError, or CheckpointError for a GGUF file that is not served.
+    """
+    if not args.checkpoint:
+        yield configured(args.model_repository, args.name)
+        return
+    with as_directory(args.checkpoint) as (directory, _):
+        yield EngineConfig(checkpoint=os.path.abspath(directory))
 
 
 def run_engine_module(module: str, options: list[str], config: EngineConfig) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.models.checkpoints import make_model, make_runner
+from fixtures.models.configs import BASE
 from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
 from gguf import GGUFReader
 from hypothesis import given, settings
@@ -185,3 +186,12 @@ def test_values_that_are_not_finite(data: bytes, path: Path, tmp_path: Path) -> 
     file.write_bytes(data[:begin] + b"\x00\x7c" + data[begin + 2 :])
     with pytest.raises(CheckpointError, match=r"model.gguf: tensor model.layers.1.mlp.up_proj"):
         make_runner(unpacked(file, tmp_path / "checkpoint"))
+
+
+def test_a_file_where_a_directory_belongs(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model.gguf: is a file; `slipstream compose` makes"):
+        describe(path)
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    (tmp_path / "model.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match=rf"only GGUF; name the file, {tmp_path}/model.gguf"):
+        describe(tmp_path)

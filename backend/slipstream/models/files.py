@@ -53,6 +53,9 @@ def _weight_files(directory: Path, single: str) -> list[Path]:
         return [directory / name for name in sorted(names)]
     if (directory / single).is_file():
         return [directory / single]
+    ggufs = sorted(directory.glob("*.gguf"))
+    if ggufs:
+        raise CheckpointError(f"{directory}: only GGUF; name the file, {ggufs[0]}")
     pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt*"))
     if pickles:
         raise CheckpointError(

@@ -148,6 +148,10 @@ def _dtype(config: Reader) -> str | None:
 
 def read_config(directory: Path) -> ModelConfig:
     """Read `config.json` and `generation_config.json` of a checkpoint; raises `CheckpointError`."""
+    if directory.is_file():
+        raise CheckpointError(
+            f"{directory}: is a file; `slipstream compose` makes a repository of a GGUF file"
+        )
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     if not (directory / "config.json").is_file():

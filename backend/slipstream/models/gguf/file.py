@@ -141,7 +141,7 @@ class _Header:
 
     def value(self, number: int, key: str) -> object:
         """Read a value of metadata type `number`."""
-        what = f"the value of {key[:64]}"
+        what = f"the value of {clip(key)}"
         if number == _STRING:
             return self.text(what)
         if number != _ARRAY:
