@@ -248,6 +248,26 @@ def test_keys_alone_do_everything(chat) -> None:
 
 
 @pytest.mark.rest
+def test_reasoning_is_folded_and_not_sent_back(
+    tab, open_chat, gateway_repository, tmp_path
+) -> None:
+    options = ("--reasoning-parser", "qwen3")
+    with serving(gateway_repository, tmp_path / "log", *options) as gateway:
+        chat = open_chat(tab, f"{gateway.url}/")
+        text = "<think>Two and two.</think>It is four."
+        chat.add(structured_outputs={"regex": quoted(text)})
+        chat.set(max_tokens=100)
+        chat.send("2 + 2?")
+        assert chat.text(".reasoning .text").strip() == "Two and two."
+        assert chat.text(".answer > .text").strip() == "It is four."
+        assert not tab.run("document.querySelector('.reasoning').open")
+        tab.click(".reasoning summary")
+        assert tab.run("document.querySelector('.reasoning').open")
+        body = chat.send("Sure?")
+        assert body["messages"][1] == {"role": "assistant", "content": "It is four."}
+
+
+@pytest.mark.rest
 def test_a_key_is_asked_for_and_kept_in_this_tab_alone(
     tab, open_chat, gateway_repository, tmp_path
 ) -> None:
