@@ -18,7 +18,7 @@ PACKAGES = ("chromium-headless-shell", "fonts-inter", "fonts-jetbrains-mono")
 _COMMANDS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 _HOME = repository_root() / ".slipstream" / "browser"
 _BINARY = _HOME / "usr" / "lib" / "chromium" / "chromium-headless-shell"
-_LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/pulseaudio", "usr/lib/chromium")
+_LIBRARIES = ("usr/lib/*-linux-gnu", "usr/lib/*-linux-gnu/pulseaudio", "usr/lib/chromium")
 _TIMEOUT_S = 300
 # A package that is missing here, in what apt says it would do.
 _MISSING = re.compile(r"^Inst (\S+)", re.MULTILINE)
@@ -53,9 +53,9 @@ def get() -> Path:
 
 def environment() -> dict[str, str]:
     """Return the environment to start it in: its own libraries and fonts, if it was unpacked."""
-    if not _HOME.is_dir():
+    if find() != _BINARY:
         return dict(os.environ)
-    libraries = [str(_HOME / folder) for folder in _LIBRARIES]
+    libraries = [str(folder) for pattern in _LIBRARIES for folder in _HOME.glob(pattern)]
     return os.environ | {
         "LD_LIBRARY_PATH": ":".join([*libraries, os.environ.get("LD_LIBRARY_PATH", "")]),
         "FONTCONFIG_FILE": str(_HOME / "fonts.conf"),
