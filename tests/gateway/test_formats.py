@@ -1,12 +1,14 @@
 # ruff: noqa: RUF001 - markers have letters that only look like ASCII
 """Which format a checkpoint has: by its chat template, or by names."""
 
+from pathlib import Path
+
 import pytest
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.parsing.choice import read_choice
 from slipstream_gateway.parsing.detect import choose, detect
 from slipstream_gateway.parsing.format import AddedTokens
-from slipstream_gateway.parsing.formats import CALLS, TOOL_ALIASES
+from slipstream_gateway.parsing.formats import CALLS, REASONING, TOOL_ALIASES
 
 NO_TOKENS = AddedTokens()
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
@@ -123,3 +125,10 @@ def test_bad_tools_are_refused_by_name(tools, choice, words):
 def test_parallel_tool_calls_is_a_flag():
     with pytest.raises(ApiError, match="parallel_tool_calls is 5"):
         read_choice(TOOLS, None, 5)
+
+
+def test_the_page_names_every_format_and_alias():
+    page = (Path(__file__).parents[2] / "docs/tools.md").read_text()
+    table = page.split("## Formats", 1)[1].split("## What is read", 1)[0]
+    for name in (*CALLS, *TOOL_ALIASES, *set(TOOL_ALIASES.values()), *REASONING):
+        assert f"`{name}`" in table or name == "gpt_oss", name
