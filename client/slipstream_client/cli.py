@@ -33,6 +33,7 @@ COMMANDS = {
     "chat": ("slipstream_client.commands.chat", "talk to the model"),
     "bench": ("slipstream_client.commands.bench", "load a server and measure it"),
 }
+GATEWAY_PACKAGES = ("httptools", "starlette", "uvicorn", "uvloop")  # of the extra `gateway`
 ENGINE_PACKAGES = ("safetensors", "tokenizers", "torch", "zmq")  # the extra `engine` has these
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -69,6 +70,11 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name in ENGINE_PACKAGES:
         return (
             f"{error.name} is not installed, the engine needs it: pip install 'slipstream[engine]'"
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name in GATEWAY_PACKAGES:
+        return (
+            f"{error.name} is not installed, the gateway needs it: "
+            "pip install 'slipstream[engine,gateway]'"
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kind = type(error)

@@ -116,7 +116,7 @@ class Generator:
             return dialect.counted(len(prepared.requests[0].token_ids))
         name = body.get("model") or model.names[0]
         request_id = _read_id(body)
-        writer = dialect.writer(given, name)
+        writer = dialect.writer({**given, "request_id": request_id}, name)
         shape = Shape(prepared.is_streaming, prepared.per_prompt, model.config.block_size)
         exchange = Exchange(reply, dialect, writer, prepared.answers, shape, self._close)
         exchange.fields = body

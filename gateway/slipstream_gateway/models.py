@@ -18,6 +18,7 @@ from slipstream_contract.deployment import Deployment, deployments_of
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.shares import memory_share
 from slipstream_runtime.directory import Runtime
+from slipstream_runtime.stub import rest_collector
 
 from slipstream_gateway.engine import Engine
 from slipstream_gateway.errors import ApiError
@@ -143,6 +144,7 @@ class Model:
                 Path(self.config.checkpoint), welcome, self._around.pool, settings
             )
             self._fault = ""
+            rest_collector()
         except Exception as error:
             self.text, self._fault = None, f"the tokenizer cannot be read: {error}"
             _log.exception("the tokenizer of %s cannot be read", welcome.model)

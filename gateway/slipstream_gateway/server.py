@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import uvicorn
 import uvloop
 from slipstream.bridge.text import make_encoders
-from slipstream_runtime.stub import rest_collector, share_interpreter
+from slipstream_runtime.stub import share_interpreter
+from slipstream_runtime.waking import wake_gently
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
@@ -133,7 +134,6 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, gateway.end)
         share_interpreter()
-        rest_collector()
         await gateway.run(listener)
     finally:
         models.close()
@@ -155,6 +155,7 @@ def allow_connections() -> None:
 
 def run(settings: Settings, listener: socket.socket) -> None:
     """Serve in an event loop of uvloop."""
+    wake_gently()
     allow_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings, listener))

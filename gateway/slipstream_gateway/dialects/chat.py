@@ -25,8 +25,8 @@ class ChatWriter(Common):
     kind = "chat.completion"
     kind_of_chunk = "chat.completion.chunk"
 
-    def __init__(self, body: Mapping[str, Any], model: str, request_id: str = "") -> None:
-        super().__init__(body, model, request_id)
+    def __init__(self, body: Mapping[str, Any], model: str) -> None:
+        super().__init__(body, model)
         self._n = body.get("n") or 1
         self._has_log_probs = body.get("logprobs") is True
         self._has_prompt = body.get("prompt_logprobs") is not None

@@ -14,8 +14,8 @@ class CompletionWriter(Common):
     prefix = "cmpl"
     kind = kind_of_chunk = "text_completion"
 
-    def __init__(self, body: Mapping[str, Any], model: str, request_id: str = "") -> None:
-        super().__init__(body, model, request_id)
+    def __init__(self, body: Mapping[str, Any], model: str) -> None:
+        super().__init__(body, model)
         self._top = body.get("logprobs")
         self._is_echo = body.get("echo") is True
         self._has_prompt = body.get("prompt_logprobs") is not None

@@ -69,9 +69,9 @@ class Common:
     kind = ""  # the `object` of a whole answer
     kind_of_chunk = ""
 
-    def __init__(self, body: Mapping[str, Any], model: str, request_id: str = "") -> None:
-        """Read what shapes the response; `request_id` is part of the response's id."""
-        self.id = f"{self.prefix}-{request_id or secrets.token_hex(12)}"
+    def __init__(self, body: Mapping[str, Any], model: str) -> None:
+        """Read what shapes the response; `request_id` of the body is part of its id."""
+        self.id = f"{self.prefix}-{body.get('request_id') or secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
         self._has_usage, self._has_all_usage = stream_options(body)
