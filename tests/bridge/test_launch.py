@@ -355,6 +355,7 @@ def processes_of(module: str, directory: Path) -> list[int]:
     return found
 
 
+@pytest.mark.rest
 def test_an_engine_ends_when_its_last_model_is_unloaded_and_comes_back_with_the_next(server):
     directory = server.runtime.directory
     first, second = server.connect(), server.connect()
@@ -393,6 +394,7 @@ def test_a_connection_that_keeps_nothing_does_not_keep_the_engine(server):
     gateway.close()
 
 
+@pytest.mark.rest
 def test_engines_of_a_server_have_files_of_their_own(tmp_path, checkpoint, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
     config = EngineConfig(checkpoint=str(checkpoint), load_format="random", device="cpu")

@@ -14,6 +14,7 @@ from fixtures.server.metrics_page import Page, settled, wait_for
 from fixtures.server.serve_process import Serve, short_directory
 from fixtures.server.several import FOUR_TIMES, write_several
 from fixtures.server.support import PROMPT, Client, RequestError, serving, text
+from fixtures.tiers import quick_of
 from slipstream_client.cli import main
 from slipstream_runtime.processes import is_running
 from slipstream_serve.server import server_directory
@@ -108,6 +109,7 @@ def test_health_tells_the_engines_apart(two, capsys):
     assert "no model of code is loaded" in capsys.readouterr().err
 
 
+@pytest.mark.rest
 def test_metrics_tell_the_engines_apart(two):
     url = two.server.endpoints.metrics
     before = settled(url, lambda page: len(page.labels("slipstream_steps_total")) == 2)
@@ -144,7 +146,7 @@ def test_the_list_of_models(two, several, capsys):
     assert capsys.readouterr().out.startswith("name      model        checkpoint")
 
 
-@pytest.mark.parametrize("killed", EACH)
+@pytest.mark.parametrize("killed", quick_of(EACH, ["chat_"]))
 def test_a_crash_of_one_engine_touches_no_stream_of_the_other(two, killed):
     names = ("ensemble", "chat") if killed else ("chat", "ensemble")
     expected = text(two.stream(names[0], **LONG))
