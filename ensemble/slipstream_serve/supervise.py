@@ -129,6 +129,7 @@ class Repairer:
                 looked_s = time.monotonic()
             if self._loaded.look():
                 self._adopt()
+                looked_s = time.monotonic()
             self._exits.wait(INTERVAL_S)
 
     # --- finding -------------------------------------------------------------------------------

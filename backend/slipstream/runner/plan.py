@@ -293,7 +293,7 @@ def _check_cache(plan: Plan) -> None:
 def _check_memory(plan: Plan) -> None:
     """Refuse what cannot fit on this machine; what is left is measured after weights are read."""
     config = plan.config
-    _check_share(plan, total_memory(plan.device))
+    _check_share(plan)
     wanted, available = config.kv_cache_host_bytes, available_on_host()
     if wanted > available:
         raise ConfigError(
@@ -313,11 +313,12 @@ def _check_memory(plan: Plan) -> None:
         )
 
 
-def _check_share(plan: Plan, total: int) -> None:
-    """Refuse a share of `total` bytes that has no room for weights and the longest sequence."""
+def _check_share(plan: Plan) -> None:
+    """Refuse a share of the device that has no room for weights and the longest sequence."""
     share, asked = plan.config.memory_share, plan.config.kv_cache_tokens
     if share is None:
         return
+    total = total_memory(plan.device)
     blocks = plan.held_blocks if asked is None else plan.blocks_of(asked)
     cache, what = blocks * plan.block_bytes, plan.longest if asked is None else f"{asked:,} tokens"
     if plan.weight_bytes + cache > share * total:

@@ -137,7 +137,10 @@ class _Prober:
         ready = [n for n, each in requests.items() if self._call(self._stub.ModelReady, each).ready]
         if not GENERATING.keys() & set(map(role_of, ready)):
             which = "ours" if self._deployment == DEFAULT_MODEL else self._deployment
-            raise ContractError(f"no model of {which} is loaded at {self._url}", Code.UNAVAILABLE)
+            raise ContractError(
+                f"no model of {which} is loaded at {self._url}; --model names a deployment",
+                Code.UNAVAILABLE,
+            )
         return ready
 
     def probe(self, name: str) -> None:
