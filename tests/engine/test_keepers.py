@@ -19,7 +19,7 @@ class Clock:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["hello", "guest", "bye", "death"]), st.binary(min_size=1, max_size=1)
+        st.sampled_from(["hello", "guest", "bye", "death"]), st.sampled_from([b"a", b"b", b"c"])
     ),
     max_size=30,
 )
