@@ -71,6 +71,7 @@ class App:
             await self._rest(scope, receive, _with_headers(send, common))
             return
         elif method != "POST":
+            reply.add_header(b"allow", b"POST")
             self._refuse(reply, found, ApiError(405, f"{method} is not served here, POST is"))
         else:
             await self._generator.serve(*found, reply, receive, headers)

@@ -102,6 +102,13 @@ def _get(name: str, summary: str, kind: str = "application/json") -> Schema:
     return {"get": {"operationId": name, "summary": summary, "responses": responses}}
 
 
+def _probe(name: str, summary: str) -> Schema:
+    """Return an endpoint whose answer is its status alone."""
+    found = _get(name, summary)
+    del found["get"]["responses"]["200"]["content"]
+    return found
+
+
 def _tokenize() -> Schema:
     shared = {"model": _nullable({"type": "string"})}
     flag = _nullable({"type": "boolean"})
@@ -156,13 +163,12 @@ def document() -> Schema:
     )
     gets = (
         ("/v1/models", "listModels", "all models"),
-        ("/health", "health", "200 if tokens can be had now"),
-        ("/ready", "ready", "the same"),
-        ("/ping", "ping", "200 if this process lives"),
         ("/version", "version", "the version"),
         ("/load", "load", "requests in flight"),
         ("/tokenizer_info", "tokenizerInfo", "the tokenizer's configuration"),
     )
+    ping = _probe("ping", "200 if this process lives")
+    ping["post"] = {**ping["get"], "operationId": "pingByPost"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Slipstream", "version": __version__},
@@ -177,6 +183,9 @@ def document() -> Schema:
         "paths": {
             **{path: _post(name, text, body, flag) for path, name, text, body, flag in posts},
             **{path: _get(name, text) for path, name, text in gets},
+            "/health": _probe("health", "200 if tokens can be had now"),
+            "/ready": _probe("ready", "the same"),
+            "/ping": ping,
             "/metrics": _get("metrics", "metrics in Prometheus' format", "text/plain"),
             "/v1/models/{model}": model,
         },

@@ -50,7 +50,9 @@ async def http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return error_response(ApiError(404, f"{path[:128]} is not served", code="not_found"))
     message = f"{request.method} is not served at {path[:128]}"
-    return error_response(ApiError(error.status_code, message))
+    response = error_response(ApiError(error.status_code, message))
+    response.headers.update(error.headers or {})  # `Allow`
+    return response
 
 
 class Routes:
