@@ -148,7 +148,11 @@ _DRAWN = {*BOTH, *OWN[COMPLETIONS], *OWN[CHATS]}
 _REST = sorted(TABLE.keys() - _DRAWN)
 _LINES: tuple[bytes, ...] = (
     *(b"GET", b"GET / HTTP/9.9", b"\x16\x03\x01\x02\x00", b"POST /v1/completions", b"\r\n\r\n"),
-    *(b"GET /" + b"a" * 70_000 + b" HTTP/1.1", b"POST  /v1/completions HTTP/1.1", b"PRI * HTTP/2.0"),
+    *(
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1",
+        b"POST  /v1/completions HTTP/1.1",
+        b"PRI * HTTP/2.0",
+    ),
     *(b"GET /%ff%fe HTTP/1.1", b"GET /../../etc/passwd HTTP/1.1", b"GET http://a/ HTTP/1.1"),
 )
 _METHODS = ("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "ZZ")
@@ -235,7 +239,16 @@ class _Draft:
         if case.path == "/v1/embeddings":
             case.faults.append("model")
         if self.rarely(50):
-            fields = [*body, "temperature", "tools", "tool_choice", "model", "stream", "top_p", "zz"]
+            fields = [
+                *body,
+                "temperature",
+                "tools",
+                "tool_choice",
+                "model",
+                "stream",
+                "top_p",
+                "zz",
+            ]
             body[self.one(fields)] = self.one(_JUNK)
             case.is_changed = True
         return body
@@ -315,4 +328,3 @@ def cases(count: int, number: int) -> Iterator[Case]:
 
     collect()
     yield from found[:count]
-

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from slipstream_gateway.keys import Keys
-from slipstream_gateway.settings import MAX_BODY_BYTES, QUIET_S, Settings
+from slipstream_gateway.settings import MAX_BODY_BYTES, QUIET_S, STALL_S, Settings
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +60,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a silent stream gets a comment after so long (%(default)g)",
     )
+    parser.add_argument(
+        "--stall",
+        type=float,
+        default=STALL_S,
+        metavar="SECONDS",
+        help="a client that reads nothing for so long is disconnected (%(default)g)",
+    )
 
 
 def options_of(args: argparse.Namespace) -> list[str]:
@@ -73,7 +80,7 @@ def options_of(args: argparse.Namespace) -> list[str]:
     words += ["--tool-call-parser", args.tool_call_parser]
     words += ["--reasoning-parser", args.reasoning_parser]
     words += ["--max-body-bytes", str(args.max_body_bytes)]
-    words += ["--keep-alive", str(args.keep_alive)]
+    words += ["--keep-alive", str(args.keep_alive), "--stall", str(args.stall)]
     return [*words, *(["--allow-request-templates"] if args.allow_request_templates else [])]
 
 
@@ -134,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
         args.reasoning_parser,
         args.max_body_bytes,
         quiet_s=args.keep_alive,
+        stall_s=args.stall,
         drain_s=args.drain,
     )
     listener = server.listen(settings)

@@ -10,6 +10,7 @@ MAX_DEPTH = 100  # levels of JSON in a body
 MAX_HEADER_BYTES = 64 << 10
 MAX_PROMPTS = 512  # of one completion
 QUIET_S = 10.0
+STALL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -43,5 +44,5 @@ class Settings:
     body_s: float = 60.0
     idle_s: float = 75.0
     quiet_s: float = QUIET_S
-    stall_s: float = 60.0
+    stall_s: float = STALL_S
     drain_s: float = 4.0

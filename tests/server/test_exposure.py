@@ -4,7 +4,6 @@ The sockets are those that the kernel lists for every process of a server, not t
 configuration names.
 """
 
-import ipaddress
 import json
 import os
 import re
@@ -16,12 +15,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
+from fixtures.server.listening import listening
 from fixtures.server.serve_process import Serve, environment, living, short_directory
 from fixtures.server.support import PROMPT
 from slipstream_serve.triton import SHARED_MEMORY
@@ -29,58 +27,7 @@ from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.triton
 
-_TCP_LISTEN = "0A"
-_UNIX_ACCEPTS = 0x10000
 AUDIT = Path(__file__).with_name("audited_engine.py")
-
-
-@dataclass(frozen=True)
-class Listening:
-    """A socket that others can reach."""
-
-    kind: str  # tcp, udp or unix
-    address: str
-    port: int
-    pid: int
-
-
-def sockets_of(pid: int) -> set[int]:
-    """Inodes of a process's sockets."""
-    found = set()
-    try:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(descriptor)
-            if target.startswith("socket:["):
-                found.add(int(target[8:-1]))
-    except OSError:
-        pass  # it has ended, or a descriptor was closed meanwhile
-    return found
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """`0100007F:1F90` as the kernel writes it: 32-bit words, each in the machine's order."""
-    host, _, port = text.partition(":")
-    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
-    address = ipaddress.ip_address(b"".join(words))
-    mapped = getattr(address, "ipv4_mapped", None)  # gRPC listens on ::ffff:127.0.0.1
-    return str(mapped or address), int(port, 16)
-
-
-def listening(pids: list[int]) -> Iterator[Listening]:
-    """Every socket of these processes that accepts connections or datagrams."""
-    owners = {inode: pid for pid in pids for inode in sockets_of(pid)}
-    for name in ("tcp", "tcp6", "udp", "udp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            is_open = name.startswith("udp") or words[3] == _TCP_LISTEN
-            if is_open and int(words[9]) in owners:
-                host, port = address_of(words[1])
-                yield Listening(name[:3], host, port, owners[int(words[9])])
-    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
-        words = line.split(maxsplit=7)
-        if int(words[3], 16) & _UNIX_ACCEPTS and int(words[6]) in owners:
-            path = words[7] if len(words) > 7 else ""
-            yield Listening("unix", path, 0, owners[int(words[6])])
 
 
 def assert_exposed(pids: list[int], host: str, ports: set[int], runtime: Path, server: int) -> None:

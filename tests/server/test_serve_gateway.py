@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -9,8 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from fixtures.gateway.served import Gateway
+from fixtures.server.listening import listening
 from fixtures.server.serve_process import Serve, short_directory
 
 pytestmark = pytest.mark.triton
@@ -68,6 +71,25 @@ def test_a_gateway_is_started_watched_and_ended(repository: Path):
         assert again.json["choices"] == answer.json["choices"]
         last = pid_of(port)
     assert not Path(f"/proc/{last}").exists()
+
+
+@pytest.mark.rest
+def test_nothing_but_the_named_ports_listens(repository: Path):
+    """On loopback; of all processes of `serve`, before a request and after some of each kind."""
+    with served(repository) as (serve, gateway, shown):
+        wanted = {int(port) for port in re.findall(r"(?:localhost|127\.0\.0\.1):(\d+)", shown)}
+        port = int(gateway.address.rpartition(":")[2])
+        assert port in wanted
+        assert len(wanted) == 4  # HTTP, gRPC, metrics, OpenAI
+        for _ in range(2):
+            root = psutil.Process(serve.process.pid)
+            pids = [root.pid, *(child.pid for child in root.children(recursive=True))]
+            found = [each for each in listening(pids) if each.kind != "unix"]
+            assert {each.port for each in found} == wanted
+            assert {each.address for each in found} == {"127.0.0.1"}
+            assert [each.pid for each in found if each.port == port] == [pid_of(str(port))]
+            assert gateway.complete(prompt="a", max_tokens=2, stream=True).status == 200
+            assert gateway.get("/").status == 200
 
 
 class Stream:

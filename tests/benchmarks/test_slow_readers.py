@@ -1,0 +1,79 @@
+"""Clients that read nothing: their cost is bounded, they are ended, and no other stream waits."""
+
+import asyncio
+import importlib
+import json
+import socket
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from slipstream_serve.server import repository_root
+
+FOLDER = repository_root() / "benchmarks"
+NAMES = ("report", "limits", "rows", "paced_engine", "stream_clients", "sse_clients")
+RATE, SECONDS, STALL_S = 50, 12, 3.0
+NUM_STREAMS, NUM_SLOW, NUM_ANSWERS = 32, 8, 32
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The scripts as modules; they import each other by their plain names, as they are run."""
+    sys.path.insert(0, str(FOLDER))
+    names = (*NAMES, "stream_figures", "paced_gateway", "disconnects")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    sys.path.remove(str(FOLDER))
+    for name in names:
+        sys.modules.pop(name)
+
+
+def open_slow(bench, port: int, seed: int) -> socket.socket:
+    """A client that asks for an answer of many megabytes, and reads none of it."""
+    body = {"prompt": "a", "max_tokens": 100_000, "n": NUM_ANSWERS, "seed": seed, "stream": True}
+    body["return_token_ids"] = True
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect(("127.0.0.1", port))
+    data = json.dumps(body).encode()
+    slow.sendall(bench.sse_clients.request("127.0.0.1", "/v1/completions", data))
+    return slow
+
+
+@pytest.mark.rest
+def test_slow_readers_are_bounded_and_ended(bench, tmp_path):
+    paced = bench.paced_gateway
+    with paced.serving(1 / RATE, tmp_path, tmp_path / "log", "--stall", str(STALL_S)) as gateway:
+        asks = [[paced.Ask(seed, RATE * SECONDS)] for seed in range(NUM_STREAMS)]
+        work = paced.Slots(gateway.port, "completions", asks, 0, 120.0)
+        found: list[object] = []
+        reading = threading.Thread(
+            target=lambda: found.extend(asyncio.run(paced.receive_all(work)))
+        )
+        reading.start()
+        time.sleep(1.0)
+        before_mb, most_mb, begin_s = gateway.resident_mb(), 0.0, time.monotonic()
+        slow = [open_slow(bench, gateway.port, 1000 + number) for number in range(NUM_SLOW)]
+        while bench.disconnects.gateway_figures(gateway.port)["open_requests"] < NUM_STREAMS + 1:
+            assert time.monotonic() - begin_s < 30
+        while reading.is_alive():
+            most_mb = max(most_mb, gateway.resident_mb())
+            time.sleep(0.1)
+        bench.disconnects.wait_idle(gateway.port)  # the slow ones were cancelled, none has read
+        assert time.monotonic() - begin_s < SECONDS + 30
+        reading.join()
+        journal = bench.stream_figures.read_journal(gateway.journal)
+        for client in slow:
+            client.close()
+        bench.disconnects.check_log(gateway.log)
+    bench.disconnects.check(found, RATE * SECONDS)
+    delays = [
+        (np.repeat(stream.times_ns, stream.counts) - made_ns) / 1e6
+        for stream in found
+        for made_ns in [journal.made_ns[journal.first[stream.seed] :][: RATE * SECONDS]]
+    ]
+    # 256 KiB in the kernel, 64 KiB here, and what the engine made within the time to stall
+    assert most_mb - before_mb < NUM_SLOW * (0.5 + NUM_ANSWERS * RATE * STALL_S * 1e-3)
+    assert np.percentile(np.concatenate(delays), 99) < 1000  # ms; seconds if they waited
