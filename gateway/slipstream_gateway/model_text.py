@@ -56,6 +56,11 @@ class ModelText:
         """The bytes of every token."""
         return self.encoder.vocab
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether there is a chat template."""
+        return self.chat.source("default") is not None
+
     async def run(self, size: Sequence[str], work: Callable[[], T]) -> T:
         """Do work on texts: at once if they are short, else in another thread."""
         if is_short(size):

@@ -219,6 +219,7 @@ def _card(model: Model, name: str) -> dict[str, object]:
         "root": model.names[0],
         "parent": None,
         "max_model_len": None if model.text is None else model.text.max_model_len,
+        "has_chat_template": None if model.text is None else model.text.can_chat,
         "permission": [],
     }
 

@@ -38,8 +38,9 @@ export class Answer {
   #map = null;
   #thought = null; // the view of the reasoning
 
-  // `isJson`: the answer is held to a schema. `onGrow` runs after the page shows more of it.
-  constructor({ isJson, onGrow }) {
+  // `isJson`: the answer is held to a schema; `isPlain`: it is no markdown. `onGrow` runs after the
+  // page shows more of it.
+  constructor({ isJson, isPlain, onGrow }) {
     this.isJson = isJson;
     this.onGrow = onGrow;
     this.body = make("div", { className: "text" });
@@ -63,7 +64,7 @@ export class Answer {
       this.note,
       this.tools,
     );
-    this.view = isJson ? new Plain(this.body) : new Markdown(this.body);
+    this.view = isJson || isPlain ? new Plain(this.body) : new Markdown(this.body);
   }
 
   // Takes a choice of a chunk.

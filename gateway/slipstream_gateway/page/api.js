@@ -1,6 +1,7 @@
-// The server: its models, chat completions as a stream of chunks, its errors, the key.
+// The server: its models, completions as a stream of chunks, its errors, the key.
 
 const KEY = "slipstream.key";
+const NUM_COMPLETED = 128; // tokens, where the settings name no number
 
 // What the server refused, in its words; `param` is the field that is wrong, or null.
 export class ServerError extends Error {
@@ -35,8 +36,20 @@ export class Api {
 
   // Yields the chunks of a chat completion. An abort of the signal closes the connection, which
   // is what cancels the request on the server.
-  async *chat(body, signal) {
-    const response = await this.#fetch("v1/chat/completions", {
+  chat(body, signal) {
+    return this.#stream("v1/chat/completions", body, signal);
+  }
+
+  // Yields the chunks of a completion of `prompt`, in the form of a chat's.
+  async *complete(prompt, { messages, logprobs, top_logprobs: top, ...body }, signal) {
+    const own = { max_tokens: NUM_COMPLETED, ...body, prompt, ...(logprobs && { logprobs: top }) };
+    for await (const chunk of this.#stream("v1/completions", own, signal)) {
+      yield { ...chunk, choices: chunk.choices.map(asChat) };
+    }
+  }
+
+  async *#stream(path, body, signal) {
+    const response = await this.#fetch(path, {
       method: "POST",
       headers: { "content-type": "application/json" },
       body: JSON.stringify(body),
@@ -63,6 +76,19 @@ export class Api {
       if (response.status !== 401 || !(await this.changeKey(key ? error.message : ""))) throw error;
     }
   }
+}
+
+// A choice of a completion as one of a chat.
+function asChat({ text, logprobs, ...choice }) {
+  const content = logprobs?.tokens.map((token, at) => ({
+    token,
+    logprob: logprobs.token_logprobs[at],
+    top_logprobs: Object.entries(logprobs.top_logprobs?.[at] ?? {}).map(([token, logprob]) => ({
+      token,
+      logprob,
+    })),
+  }));
+  return { ...choice, delta: { content: text }, logprobs: content && { content } };
 }
 
 async function reach(path, options) {

@@ -9,6 +9,15 @@ import { Turn } from "./turn.js";
 const prompt = byId("prompt");
 const scroller = byId("scroller");
 const api = new Api(askForKey);
+const STARTERS = {
+  chat: [
+    "Give me three tips for better sleep.",
+    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+  ],
+  text: ["class Stack:", "def read_lines(path):", "import "],
+};
+let cards = []; // the server's models
 let turns = [];
 let edited = null; // the turn whose message is being edited
 let running = null; // { controller, turn } of the answer that is being written
@@ -68,12 +77,15 @@ async function run(turn, messages) {
   let outcome = {};
   try {
     const fields = settings.requestFields();
-    turn.start(fields.n > 1, "response_format" in fields);
+    const isPlain = !canChat();
+    turn.start({ isSeveral: fields.n > 1, isJson: "response_format" in fields, isPlain });
     announce("The answer is being written.");
-    const body = { model: byId("model").value, messages, ...fields };
     const usage = { include_usage: true, continuous_usage_stats: true };
     const stream = { stream: true, stream_options: usage };
-    for await (const chunk of api.chat({ ...body, ...stream }, controller.signal)) turn.take(chunk);
+    const body = { model: byId("model").value, messages, ...fields, ...stream };
+    const { signal } = controller;
+    const chunks = isPlain ? api.complete(turn.text, body, signal) : api.chat(body, signal);
+    for await (const chunk of chunks) turn.take(chunk);
   } catch (error) {
     outcome = controller.signal.aborted ? { isStopped: true } : { error };
     if (!(error instanceof ServerError) && !controller.signal.aborted) console.error(error);
@@ -182,9 +194,6 @@ function setUpControls() {
     kept.set("model", byId("model").value);
     showModel();
   };
-  for (const starter of document.querySelectorAll(".starter")) {
-    starter.onclick = () => send(starter.textContent);
-  }
   scroller.onscroll = () => {
     hide();
     const { scrollTop, scrollHeight, clientHeight } = scroller;
@@ -218,18 +227,31 @@ function askForKey(reason) {
   });
 }
 
+// Whether the chosen model chats; one without a chat template goes on with a text.
+function canChat() {
+  return cards.find(({ id }) => id === byId("model").value)?.has_chat_template !== false;
+}
+
 function showModel() {
+  const isChat = canChat();
   byId("empty-model").textContent = byId("model").value || "the model";
+  byId("empty-act").textContent = isChat ? "write" : "go on with";
+  byId("empty-kind").hidden = isChat;
+  prompt.placeholder = isChat ? "Write a message" : "Write the beginning of a text";
+  const starters = STARTERS[isChat ? "chat" : "text"].map((text) =>
+    make("button", { type: "button", className: "starter", onclick: () => send(text) }, text),
+  );
+  byId("starters").replaceChildren(...starters);
 }
 
 async function loadModels() {
   const select = byId("model");
   document.querySelector("#empty .fault")?.remove();
   try {
-    const models = await api.models();
-    select.replaceChildren(...models.map(({ id }) => make("option", { value: id }, id)));
+    cards = await api.models();
+    select.replaceChildren(...cards.map(({ id }) => make("option", { value: id }, id)));
     const wanted = kept.get("model");
-    if (models.some(({ id }) => id === wanted)) select.value = wanted;
+    if (cards.some(({ id }) => id === wanted)) select.value = wanted;
     showModel();
   } catch (error) {
     const again = make(

@@ -47,10 +47,10 @@ export class Turn {
     ];
   }
 
-  // `isSeveral`: more than one answer is wanted; `isJson`: they are held to a schema.
-  start(isSeveral, isJson) {
-    this.isJson = isJson;
-    this.isSeveral = isSeveral;
+  // `isSeveral`: more than one answer is wanted; `isJson`: they are held to a schema; `isPlain`:
+  // they go on with the text, and are no markdown.
+  start({ isSeveral, isJson, isPlain }) {
+    Object.assign(this, { isSeveral, isJson, isPlain });
     this.#times.sent = performance.now();
     this.element.classList.add("running");
     this.grid.classList.toggle("several", isSeveral);
@@ -72,7 +72,7 @@ export class Turn {
   }
 
   #addAnswer() {
-    const answer = new Answer({ isJson: this.isJson, onGrow: this.acts.grow });
+    const answer = new Answer({ isJson: this.isJson, isPlain: this.isPlain, onGrow: this.acts.grow });
     const index = this.answers.push(answer) - 1;
     this.grid.append(answer.element);
     if (!this.isSeveral) return this.again.before(answer.tools);

@@ -6,6 +6,7 @@ import time
 import jsonschema
 import pytest
 from fixtures.gateway.served import MODEL, serving
+from slipstream_serve.server import repository_root
 
 LONG = {"max_tokens": 1500, "n": 4, "temperature": 1.0}
 HOSTILE = [
@@ -245,6 +246,25 @@ def test_keys_alone_do_everything(chat) -> None:
         tab.press("Tab")
         reached.add(tab.run("document.activeElement.id || document.activeElement.className"))
     assert {"model", "new", "theme", "open-settings", "starter", "prompt", "send"} <= reached
+
+
+@pytest.mark.rest
+def test_a_model_without_a_chat_template_goes_on_with_the_text(tab, open_chat, tmp_path) -> None:
+    with serving(repository_root() / "model_repository", tmp_path / "log") as gateway:
+        chat = open_chat(tab, f"{gateway.url}/")
+        tab.wait("document.querySelectorAll('.starter').length === 3")
+        assert "import " in chat.texts(".starter")
+        assert not tab.run("document.querySelector('#empty-kind').hidden")
+        chat.set(max_tokens=12, seed=3, logprobs=True)
+        body = chat.send("import ")
+        assert (body["prompt"], body["logprobs"], body["max_tokens"]) == ("import ", 5, 12)
+        assert "messages" not in body
+        assert "top_logprobs" not in body
+        assert "12 tokens" in chat.text(".figures")
+        assert chat.count(".token") == 12
+        del body["stream"], body["stream_options"]
+        whole = gateway.post("/v1/completions", body).json["choices"][0]["text"]
+        assert "".join(chat.texts(".answer .plain-text")) == whole
 
 
 @pytest.mark.rest
