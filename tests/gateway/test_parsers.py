@@ -17,6 +17,7 @@ from fixtures.gateway.recorded import (
     tokens,
     tokens_of,
 )
+from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream_gateway.parsing.answers import Answers, format_of
@@ -306,7 +307,10 @@ def test_a_mebibyte_of_arguments_takes_linear_time(name):
     assert one[1] < 8 * quarter[1] + 1
 
 
-@pytest.mark.parametrize("name", [*CALLS, HARMONY])
+QUICK = ("hermes", "qwen3_coder", "pythonic", "openai")
+
+
+@pytest.mark.parametrize("name", quick_of([*CALLS, HARMONY], QUICK))
 @pytest.mark.parametrize("piece", ["{", "[", "(", "<", '{"a":', "[f(", "\n", '"', "\\"])
 def test_hundred_thousand_brackets_take_no_stack(name, piece):
     opening = {"hermes": '<tool_call>{"name": "f", "arguments": ', "pythonic": "[clock(a="}
