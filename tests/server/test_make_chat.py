@@ -1,8 +1,10 @@
 """`make chat` itself: a real model answers in a terminal, and its end leaves nothing behind."""
 
+import json
 import os
 import re
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,15 +39,27 @@ def scratch() -> Iterator[Path]:
         yield folder
 
 
-def command() -> list[str]:
+def free_ports() -> dict[str, int]:
     free = Endpoints.free()
-    ports = {
+    return {
         "HTTP_PORT": free.http_port,
         "GRPC_PORT": free.grpc_port,
         "METRICS_PORT": free.metrics_port,
         "OPENAI_PORT": Endpoints.free().http_port,
     }
+
+
+def command(ports: dict[str, int]) -> list[str]:
     return ["make", "chat", *(f"{name}={port}" for name, port in ports.items())]
+
+
+def ask(url: str, text: str) -> str:
+    body = {"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": text}]}
+    data = json.dumps(body | {"temperature": 0, "max_tokens": 32}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
 
 
 def assert_gone(scratch: Path) -> None:
@@ -54,12 +68,18 @@ def assert_gone(scratch: Path) -> None:
 
 
 def test_a_conversation(scratch: Path) -> None:
-    terminal = Terminal(command(), ROOT, {"TMPDIR": str(scratch)})
+    ports = free_ports()
+    terminal = Terminal(command(ports), ROOT, {"TMPDIR": str(scratch)})
     shown = terminal.wait("> ", START_S)
+    page = f"http://127.0.0.1:{ports['OPENAI_PORT']}"
+    assert page in shown
     assert re.search(r"ready in [\d.]+ s: SmolLM2-135M-Instruct \(LlamaForCausalLM", shown)
     terminal.type("What is the capital of France?\n")
     terminal.wait("Paris", ANSWER_S)
     terminal.wait("> ", ANSWER_S)
+    with urllib.request.urlopen(f"{page}/") as reply:
+        assert b"<html" in reply.read()
+    assert "Paris" in ask(page, "What is the capital of France?")
     terminal.type("Write a long poem about the sea.\n")
     terminal.wait("sea.\r\n", ANSWER_S)  # what was typed, shown by the terminal
     terminal.wait(" ", ANSWER_S)
@@ -75,7 +95,7 @@ def test_a_conversation(scratch: Path) -> None:
 
 
 def test_ctrl_c_at_the_prompt_ends_it(scratch: Path) -> None:
-    terminal = Terminal(command(), ROOT, {"TMPDIR": str(scratch)})
+    terminal = Terminal(command(free_ports()), ROOT, {"TMPDIR": str(scratch)})
     terminal.wait("> ", START_S)
     terminal.type("\x03")
     terminal.wait("ending ...", END_S)
@@ -86,7 +106,7 @@ def test_ctrl_c_at_the_prompt_ends_it(scratch: Path) -> None:
 
 def test_without_a_terminal_it_serves_and_says_how_to_chat(scratch: Path) -> None:
     process = subprocess.Popen(
-        command(),
+        command(free_ports()),
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(scratch)},
         stdin=subprocess.DEVNULL,
