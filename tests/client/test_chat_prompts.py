@@ -129,3 +129,13 @@ def test_the_model_sees_the_ids_of_apply_chat_template(
         )
         messages.append({"role": "assistant", "content": ANSWER})
     assert server.prompts == expected
+
+
+@pytest.mark.parametrize("lines", ["a\n/exit\nb\n", "a\n  /exit \nb\n"])
+def test_exit_ends_the_conversation(monkeypatch, lines):
+    directory, _ = checkpoint("Gemma", "none")
+    server = Server(directory, "ensemble")
+    monkeypatch.setattr(chat, "connect", lambda args: server)
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(["chat", "--plain"]) == 0
+    assert len(server.prompts) == 1

@@ -100,6 +100,15 @@ def test_garbage(tmp_path_factory, garbage: bytes, is_marked: bool, count: int) 
     assert isinstance(outcome(file), str)
 
 
+@pytest.mark.parametrize(("at", "what"), [(8, "tensors"), (16, "keys")])
+def test_counts_that_lie(data: bytes, at: int, what: str, tmp_path: Path) -> None:
+    """A file is refused by its count alone, not where it ends."""
+    file = tmp_path / "lie.gguf"
+    file.write_bytes(data[:at] + struct.pack("<Q", 1 << 40) + data[at + 8 :])
+    with pytest.raises(CheckpointError, match=rf"truncated or damaged: {1 << 40} {what} in "):
+        load(file)
+
+
 HOSTILE = st.none() | st.booleans() | st.integers(0, 2**32 - 1) | st.text(max_size=4)
 HOSTILE |= st.floats(width=32) | st.lists(st.integers(0, 9), max_size=3)
 KEYS = [
