@@ -2,9 +2,10 @@
 
     .venv/bin/python load/sdks/agents.py --codex PATH --claude PATH
 
-The model writes Python and reads no instructions: what is tried is that the real request of each
-agent is served, and that it takes the answer for a complete one. For that the model gets a context
-of 96k tokens and ends its answer with the line. Exit status 1: an agent did not complete its turn.
+The model writes Python and reads no instructions, nor tools, which the prompt leaves out: what is
+tried is that the real request of each agent is served, and that it takes the answer for a complete
+one. For that the model gets a context of 96k tokens and ends its answer with the line. Exit status
+1: an agent did not complete its turn.
 """
 
 import argparse
@@ -39,8 +40,7 @@ NAME = "ensemble"
 TEMPLATE = """\
 {% for message in messages %}# {{ message.role }}
 {{ message.content }}
-{% endfor %}# {{ tools | tojson if tools }}
-import"""
+{% endfor %}import"""
 CODEX = """\
 model = "{model}"
 model_provider = "slipstream"
