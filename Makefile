@@ -137,8 +137,9 @@ fields: install  ## the tables of docs/responses.md and openai.md, and openapi.j
 attention: install  ## the tables of docs/attention.md, on stdout
 	@$(BIN)/python -c "from slipstream.kernels.attention.table import tables; print(tables())"
 
-fuzz: install    ## REQUESTS=100000 requests drawn over the whole contract; fails on any trace of them
+fuzz: install    ## REQUESTS=100000 requests drawn over the contract, and as many over /v1; fails on any trace of them
 	@$(BIN)/python load/fuzz.py --requests $(REQUESTS)
+	@$(BIN)/python load/fuzz_v1.py --requests $(REQUESTS)
 
 figures: install ## the tables and plots of README and docs, from the newest of benchmarks/results/
 	@$(BIN)/python benchmarks/figures.py

@@ -153,8 +153,9 @@ async def _read(reader: asyncio.StreamReader, is_head: bool) -> Answer:
 def judge(case: Case, answers: list[Answer] | str) -> str:
     """Return what is wrong with the answers to a case; nothing where they are as they must be."""
     is_odd = bool(case.head or case.headers) or case.method not in ("POST", "GET")
-    if isinstance(answers, str):
-        return "" if is_odd else f"no answer: {answers}"
+    if isinstance(answers, str):  # a changed body may ask for thousands of tokens
+        is_long = case.is_changed and answers.startswith(TimeoutError.__name__)
+        return "" if is_odd or is_long else f"no answer: {answers}"
     if not case.is_changed and len(answers) != case.repeat:
         return f"{len(answers)} answers to {case.repeat} requests"
     for answer in answers:

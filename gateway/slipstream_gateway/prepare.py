@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.ids import TokenIds, pack
-from slipstream_contract.log_probs import LogProbs
+from slipstream_contract.log_probs import MODES, LogProbs
 from slipstream_contract.pairs import check_pairs
 from slipstream_contract.request import GenerateRequest, ResponseOptions, Words, split_handling
 from slipstream_contract.schemas.vllm import build_request, known_names, read_values
@@ -66,7 +66,7 @@ def read_log_probs(body: Mapping[str, Any], is_chat: bool) -> LogProbs | None:
             prompt = max(top, prompt or 0)
     if body.get("prompt_logprobs") is not None and body.get("stream"):
         raise ContractError("prompt_logprobs is given and stream is true: they come with a whole")
-    mode = read_text(body, "logprobs_mode") or ""
+    mode = read_text(body, "logprobs_mode", MODES) or ""
     return None if top is None and prompt is None else LogProbs(top=top, prompt=prompt, mode=mode)
 
 
@@ -83,7 +83,8 @@ def read_request(body: Mapping[str, Any], text: ModelText, is_chat: bool) -> Gen
         asked["max_tokens"] = text.max_model_len
     if asked.get("max_tokens") == 0 and read_flag(body, "echo") and not is_chat:
         asked["max_tokens"] = 1  # the engine makes one, which nobody sees
-    handling, _ = split_handling({name: body[name] for name in _HANDLING if body.get(name)})
+    given = {name: body[name] for name in _HANDLING if body.get(name) is not None}
+    handling, _ = split_handling(given)
     for name in _HANDLING:
         asked.pop(name, None)
     values = read_values(asked)

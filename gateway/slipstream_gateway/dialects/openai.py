@@ -9,6 +9,7 @@ import msgspec
 
 from slipstream_gateway.answer import Finish, TokenLogProb, Usage
 from slipstream_gateway.errors import ApiError, openai_body
+from slipstream_gateway.fields import read_flag
 from slipstream_gateway.sequences import PromptPart
 
 encode: Callable[[object], bytes] = msgspec.json.Encoder().encode
@@ -75,7 +76,7 @@ class Common:
         self._created = int(time.time())
         self._model = model
         self._has_usage, self._has_all_usage = stream_options(body)
-        self._has_ids = body.get("return_token_ids") is True
+        self._has_ids = read_flag(body, "return_token_ids")
         self.is_plain = not (self._has_all_usage or self._has_ids)  # chunks: nothing changes
         self._usage = Usage()
         self._prompts: Sequence[PromptPart] = ()

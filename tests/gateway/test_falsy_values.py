@@ -1,0 +1,34 @@
+"""Values that are false, but not nothing: they count, or are refused by name."""
+
+from types import SimpleNamespace
+
+import pytest
+from slipstream_gateway.prepare import read_request
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cache_salt", []),
+        ("cache_salt", {}),
+        ("priority", False),
+        ("timeout_ms", 0),
+        ("return_token_ids", {}),
+        ("return_token_ids", 0),
+        ("logprobs_mode", "zz"),
+        ("logprobs_mode", ""),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_wrong_value_is_refused(gateway, path, field, value):
+    messages = [{"role": "user", "content": "a"}]
+    prompt = {"messages": messages} if "chat" in path else {"prompt": "a"}
+    found = gateway.post(path, {**prompt, "max_tokens": 2, field: value})
+    assert found.status == 400, found.data
+    assert found.error["param"] == field
+
+
+def test_priority_0_is_the_first_one():
+    text = SimpleNamespace(defaults={}, max_model_len=100)
+    request = read_request({"prompt": "a", "priority": 0}, text, False)
+    assert request.urgency.priority == 0
