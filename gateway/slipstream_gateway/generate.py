@@ -4,7 +4,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 from slipstream import wire
@@ -27,8 +27,16 @@ from slipstream_gateway.settings import MAX_PROMPTS, Settings
 _log = logging.getLogger(__name__)
 _MAX_ID = 128
 _BUDGET = "thinking_token_budget"  # agents send one to any model
+_STRANGE = 1 << 30  # bytes
 _REQUIRED = ("messages", "prompt")  # errors name them although a body lacks them
 _MAX_SHOWN = 20  # unknown fields in the header
+
+
+class Arrival(NamedTuple):
+    """When a request came, by `time.monotonic_ns()`, and the bytes of its body."""
+
+    time_ns: int
+    num_bytes: int
 
 
 @runtime_checkable
@@ -70,8 +78,9 @@ class Generator:
         arrival_ns = time.monotonic_ns()
         body: dict[str, Any] = {}
         try:
-            body = parse_object(await read_body(receive, headers, self._settings))
-            started = await self._start(dialect, at, reply, body, arrival_ns)
+            data = await read_body(receive, headers, self._settings)
+            body = parse_object(data)
+            started = await self._start(dialect, at, reply, body, Arrival(arrival_ns, len(data)))
         except GoneError:
             return
         except ContractError as error:
@@ -96,7 +105,7 @@ class Generator:
             reply.refuse(error, dialect.error(error))
 
     async def _start(
-        self, dialect: Dialect, at: str, reply: Reply, given: dict[str, Any], arrival_ns: int
+        self, dialect: Dialect, at: str, reply: Reply, given: dict[str, Any], arrival: Arrival
     ) -> Exchange | bytes:
         """Return the exchange, or the body of a response that needs no engine."""
         if self.is_draining:
@@ -111,7 +120,7 @@ class Generator:
         self._note_ignored(reply, ignored)
         if not isinstance(dialect, Counting):
             model.engine.raise_if_full()
-        prepared = await self._prepare(body, at, text)
+        prepared = await self._prepare(body, at, text, arrival.num_bytes)
         if isinstance(dialect, Counting):
             return dialect.counted(len(prepared.requests[0].token_ids))
         name = body.get("model") or model.names[0]
@@ -122,7 +131,7 @@ class Generator:
         exchange.fields = body
         exchange.is_named_tool = prepared.is_named_tool
         submits = [
-            _submit(model, request, f"{request_id}-{i}" if i else request_id, arrival_ns)
+            _submit(model, request, f"{request_id}-{i}" if i else request_id, arrival.time_ns)
             for i, request in enumerate(prepared.requests)
         ]
         model.engine.raise_if_full(max(len(each.token_ids) for each in submits))
@@ -136,13 +145,12 @@ class Generator:
         self._metrics.start(at)
         return exchange
 
-    async def _prepare(self, body: dict[str, Any], at: str, text: ModelText) -> Prepared:
-        size = [str(value) for name in ("messages", "prompt", "tools") if (value := body.get(name))]
+    async def _prepare(self, body: dict[str, Any], at: str, text: ModelText, size: int) -> Prepared:
         if at == COMPLETION:
             return await text.run(size, lambda: prepare_completion(body, text, MAX_PROMPTS))
         has_own = self._settings.has_request_templates
         if has_own and body.get("chat_template"):
-            size.append(" " * (1 << 16))  # code of a stranger: never in this thread
+            size = _STRANGE  # code of a stranger: never in this thread
         return await text.run(size, lambda: prepare_chat(body, text, has_own))
 
     def _note_ignored(self, reply: Reply, names: list[str]) -> None:

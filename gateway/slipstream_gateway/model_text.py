@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream import wire
-from slipstream.bridge.text import is_short
 from slipstream_contract.errors import ContractError
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.chat import ChatTemplate
@@ -20,6 +19,7 @@ from slipstream_gateway.settings import Settings
 from slipstream_gateway.token_texts import TokenTexts
 
 T = TypeVar("T")
+_SHORT_BYTES = 2000  # of texts that are encoded in less time than another thread needs to wake
 # As vLLM, from generation_config.json: what requests get that do not say.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -61,9 +61,9 @@ class ModelText:
         """Whether there is a chat template."""
         return self.chat.source("default") is not None
 
-    async def run(self, size: Sequence[str], work: Callable[[], T]) -> T:
+    async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Do work on texts: at once if they are short, else in another thread."""
-        if is_short(size):
+        if num_bytes <= _SHORT_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 

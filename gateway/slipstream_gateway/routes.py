@@ -122,7 +122,7 @@ class Routes:
         """Return the token ids of a prompt, or of messages."""
         body = await self._body(request)
         text = self._models.find(body.get("model")).ready_text()
-        ids = await text.run([str(body)], lambda: _token_ids(body, text))
+        ids = await text.run(_size(request), lambda: _token_ids(body, text))
         answer: dict[str, object] = {
             "count": len(ids),
             "max_model_len": text.max_model_len,
@@ -143,7 +143,7 @@ class Routes:
             message = f"tokens has {len(ids)} ids, at most {_MAX_IDS} are served"
             raise ApiError(400, message, "tokens")
         text.check_ids("tokens", ids)
-        shown = await text.run([" " * len(ids)], lambda: text.decode(ids))
+        shown = await text.run(_size(request), lambda: text.decode(ids))
         return json_response({"prompt": shown})
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -197,6 +197,12 @@ class Routes:
     async def _body(self, request: Request) -> dict[str, Any]:
         headers: Mapping[bytes, bytes] = dict(request.scope["headers"])
         return parse_object(await read_body(request.receive, headers, self._settings))
+
+
+def _size(request: Request) -> int:
+    """Return the bytes of a body as its header has them; a body in chunks counts as long."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdigit() else 1 << 20
 
 
 def _token_ids(body: Mapping[str, Any], text: ModelText) -> list[int]:
