@@ -6,6 +6,7 @@ and unload others, by Triton's own API, and a repair must bring back what was lo
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from slipstream_runtime.repairs import Repairs
 from slipstream_serve.triton import ServeError, TritonServer
 
 LOOK_S = 1.0  # between two looks at what clients have loaded
+_COUNT = re.compile(r"\bcount\s*:\s*(\d{1,4})\b")
 _ANSWER_S = 1.0  # below `supervise.MAX_GAP_S`: a server that hangs must not hide it
 
 
@@ -37,6 +39,18 @@ def chosen(repository: Path, models: Sequence[str], names: Sequence[str]) -> lis
             raise ServeError(f"--load {name}: {repository} has no such model; it has {there}")
         found |= dict.fromkeys(members.get(name, [name]))
     return list(found)
+
+
+def num_instances(model: Path) -> int:
+    """Return how many processes the config.pbtxt of a model's folder asks for; 0: it does not say.
+
+    It says so for all models that compose writes.
+    """
+    try:
+        text = (model / "config.pbtxt").read_text(errors="replace")
+    except OSError:
+        return 0
+    return sum(int(number) for number in _COUNT.findall(text))
 
 
 class Loaded:

@@ -28,7 +28,7 @@ from slipstream_runtime.vitals import remove_dead
 from slipstream_serve.exits import Exits
 from slipstream_serve.hangs import ServerWatch
 from slipstream_serve.pulse import Pulse, contract_of
-from slipstream_serve.served import Loaded, RepairCounts
+from slipstream_serve.served import Loaded, RepairCounts, num_instances
 from slipstream_serve.spare import Spare
 from slipstream_serve.triton import (
     ENDING_S,
@@ -358,21 +358,28 @@ class Repairer:
         if not self._server.has_open_control or is_running(pid):
             return False
         self._loaded.look(is_due=True)
-        names = [_INSTANCE_SUFFIX.sub("", stub) for stub in self._server.stubs().values()]
-        return model not in self._loaded.models or names.count(model) >= self._num_processes[model]
+        is_loaded = model in self._loaded.models
+        return not is_loaded or self._count_processes()[model] >= self._num_processes[model]
 
     def _adopt(self) -> None:
         """Watch the processes of the models that are loaded now."""
-        names = [_INSTANCE_SUFFIX.sub("", stub) for stub in self._server.stubs().values()]
         known, self._num_processes = self._num_processes, Counter()
-        for model, number in Counter(names).items():
-            if model in self._loaded.models:
-                self._num_processes[model] = known.get(model, number)
+        for model, number in self._count_processes().items():
+            if model in self._loaded.models:  # some may be unloaded and not have ended yet
+                most = num_instances(self._server.repository / model) or number
+                self._num_processes[model] = known.get(model, min(number, most))
         self._see_processes()
         for model in self._pulses.keys() - self._num_processes.keys():
             self._pulses.pop(model).close()
         for model in self._num_processes.keys() - self._pulses.keys():
             self._pulses[model] = self._pulse(model)
+
+    def _count_processes(self) -> Counter[str]:
+        """Return how many processes each model has, without those that a repair has replaced."""
+        stubs = self._server.stubs().items()
+        return Counter(
+            _INSTANCE_SUFFIX.sub("", stub) for pid, stub in stubs if pid not in self._leaving
+        )
 
     def _pulse(self, model: str) -> Pulse:
         server = self._server

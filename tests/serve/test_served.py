@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from slipstream_runtime import repairs
 from slipstream_serve.pulse import contract_of
-from slipstream_serve.served import RepairCounts, chosen
+from slipstream_serve.served import RepairCounts, chosen, num_instances
 from slipstream_serve.triton import Endpoints, ServeError, TritonServer
 
 
@@ -75,3 +75,18 @@ def test_repairs_are_counted_with_the_engine_of_the_model(repository, tmp_path):
         assert found == {"": {"model": 2, "server": 1}, "engine-chat": {"model": 2, "server": 1}}
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    ("config", "number"),
+    [
+        ("instance_group [\n  { count: 2 kind: KIND_CPU }\n]\n", 2),
+        ("instance_group [{ count: 1 }, { count: 3 }]", 4),
+        ("instance_group [ { kind: KIND_CPU } ]", 0),
+        ("", 0),
+    ],
+)
+def test_processes_that_a_model_asks_for(tmp_path, config, number):
+    (tmp_path / "config.pbtxt").write_text(config)
+    assert num_instances(tmp_path) == number
+    assert num_instances(tmp_path / "nowhere") == 0
