@@ -17,7 +17,7 @@ _STATUS = {
     Code.INTERNAL: 500,
 }
 _FULL = ("max_waiting", "max_waiting_tokens")
-_CONTEXT = re.compile(r"the context (of the model )?has \d")  # of errors about a prompt's length
+_CONTEXT = re.compile(r"the context (?:of the model )?has (\d+)")  # of errors about a prompt's length
 _TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which agents compact their context
 _CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
 _RETRY = re.compile(r"retry_after_ms: (\d+)")
@@ -64,8 +64,12 @@ def api_error(error: ContractError, fields: Container[str] = ()) -> ApiError:
     if status in (429, 503):
         said = _RETRY.search(error.message)
         retry_ms = int(said[1]) if said is not None else _DOWN_MS
-    code = _TOO_LONG if _CONTEXT.search(error.message) else _CODES.get(status)
-    return ApiError(status, error.message, param, code, retry_ms)
+    context = _CONTEXT.search(error.message)
+    if context is None:
+        return ApiError(status, error.message, param, _CODES.get(status), retry_ms)
+    # OpenAI's words, which tools look for in the message to see that they must shorten a prompt.
+    message = f"{error.message}. This model's maximum context length is {context[1]} tokens."
+    return ApiError(status, message, param, _TOO_LONG, retry_ms)
 
 
 def openai_error(error: ApiError) -> dict[str, object]:

@@ -19,7 +19,9 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 # Forms of an answer. A small model writes calls and reasoning only where a guide says so.
-_CALL = r'<tool_call>\{"name": "get_weather", "arguments": \{"city": "[A-Z][a-z]{2,8}"\}\}</tool_call>'
+_CALL = (
+    r'<tool_call>\{"name": "get_weather", "arguments": \{"city": "[A-Z][a-z]{2,8}"\}\}</tool_call>'
+)
 CALL = {"structured_outputs": {"regex": _CALL}}
 CALLS = {"structured_outputs": {"regex": f"[a-z]{{3,9}}{_CALL}\\n{_CALL}"}}
 THINK = {"structured_outputs": {"regex": r"<think>[a-z ]{3,20}</think>[a-z]{3,9}"}}
@@ -33,6 +35,7 @@ class Target:
     Attributes:
         url: of the gateway, without `/v1`.
         has_tools: the model calls tools when it must.
+        plain: URL of a gateway for which the model has no reasoning, for calls that must come.
         triton: URL of Triton's HTTP endpoint, for tools that speak to it; empty: there is none.
         checkpoint: the folder of the model's checkpoint.
     """
@@ -41,6 +44,7 @@ class Target:
     model: str
     key: str
     has_tools: bool
+    plain: str = ""
     triton: str = ""
     checkpoint: str = ""
 
@@ -49,10 +53,17 @@ class Target:
         """Return the base URL of OpenAI's SDKs."""
         return f"{self.url}/v1"
 
+    @property
+    def plain_base(self) -> str:
+        """Return the same of the gateway without reasoning."""
+        return f"{self.plain}/v1"
+
     def get(self, path: str) -> bytes:
         """Return the body of a response to GET."""
         headers = {"authorization": f"Bearer {self.key}"}
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers)) as got:
+        with urllib.request.urlopen(
+            urllib.request.Request(self.url + path, headers=headers)
+        ) as got:
             return bytes(got.read())
 
     def wait_idle(self) -> None:
@@ -78,13 +89,17 @@ def check_call(name: str | None, arguments: Any) -> None:
     assert found["city"], found
 
 
-def expect(error: type[Exception], call: Callable[[], object], says: str) -> str:
-    """Return the message of the error that a call must raise."""
-    message = None
+def raised(error: type[Exception], call: Callable[[], object]) -> Exception:
+    """Return the error that a call must raise."""
     try:
         call()
     except error as caught:
-        message = str(caught)
-    assert message is not None, f"no {error.__name__}"
+        return caught
+    raise AssertionError(f"no {error.__name__}")
+
+
+def expect(error: type[Exception], call: Callable[[], object], says: str) -> str:
+    """Return the message of the error that a call must raise."""
+    message = str(raised(error, call))
     assert says in message, f"{message} does not say {says}"
     return message[:90]

@@ -26,7 +26,7 @@ def run(name: str, check: Callable[[], object]) -> bool:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)
         lines = ", ".join(f"{Path(each.filename).name}:{each.lineno}" for each in last[-4:])
-        message = " ".join(str(error).split())[:300]
+        message = " ".join(str(error).split())[:700]
         print(f"FAIL {name}: {type(error).__name__}: {message} ({lines})", flush=True)
         return False
     shown = "" if found is None else f": {' '.join(str(found).split())[:200]}"
@@ -39,6 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tool", help="NAME of a file with_NAME.py")
     parser.add_argument("--url", required=True)
+    parser.add_argument("--plain-url", default="", help="a gateway without reasoning, for calls")
     parser.add_argument("--model", required=True)
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--tools", action="store_true", help="the model calls tools when it must")
@@ -51,6 +52,7 @@ def main() -> int:
         options.model,
         options.api_key,
         options.tools,
+        options.plain_url or options.url,
         options.triton,
         options.checkpoint,
     )

@@ -188,8 +188,8 @@ class _Checks:
         message = self.client.messages.create(
             messages=[{"role": "user", "content": "What is the weather in Paris?"}],
             tools=[TOOL],
-            tool_choice={"type": "any"},
-            **{**self.fixed, "max_tokens": 100},
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            **{**self.fixed, "max_tokens": 300},
         )
         assert message.stop_reason == "tool_use"
         uses = [block for block in message.content if block.type == "tool_use"]

@@ -46,9 +46,15 @@ class _Checks:
         self.target = target
 
     def _chat(self, **options: Any) -> ChatOpenAI:
-        kept: Any = {"temperature": 0, "max_completion_tokens": 24, "max_retries": 0, **options}
         target = self.target
-        return ChatOpenAI(base_url=target.base, api_key=target.key, model=target.model, **kept)
+        kept: Any = {
+            "base_url": target.base,
+            "temperature": 0,
+            "max_completion_tokens": 24,
+            "max_retries": 0,
+            **options,
+        }
+        return ChatOpenAI(api_key=target.key, model=target.model, **kept)
 
     def invoke(self) -> str:
         answer = self._chat().invoke(PROMPT)
@@ -175,6 +181,7 @@ class _Checks:
 
     def forced(self) -> None:
         for choice in ("any", "get_weather"):
-            chat = self._chat(max_completion_tokens=100)
-            answer: Any = chat.bind_tools([get_weather], tool_choice=choice).invoke(PROMPT)
+            chat = self._chat(max_completion_tokens=300, base_url=self.target.plain_base)
+            bound = chat.bind_tools([get_weather], tool_choice=choice, parallel_tool_calls=False)
+            answer: Any = bound.invoke(PROMPT)
             check_call(answer.tool_calls[0]["name"], answer.tool_calls[0]["args"])

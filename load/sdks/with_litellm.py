@@ -163,6 +163,7 @@ class _Checks:
         assert answer.choices[0].message.content
 
     def forced(self) -> None:
-        options = {**self.fixed, "max_tokens": 100, "tools": [TOOL], "tool_choice": "required"}
+        options = {**self.fixed, "max_tokens": 300, "tools": [TOOL], "tool_choice": "required"}
+        options |= {"api_base": self.target.plain_base, "parallel_tool_calls": False}
         call = self.call(messages=USER, **options).choices[0].message.tool_calls[0]
         check_call(call.function.name, call.function.arguments)

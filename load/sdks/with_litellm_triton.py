@@ -43,7 +43,9 @@ class _Checks:
 
     async def run_async(self) -> None:
         whole: Any = await litellm.acompletion(**self.options)
-        assert whole.choices[0].message.content == self.call(**self.options).choices[0].message.content
+        assert (
+            whole.choices[0].message.content == self.call(**self.options).choices[0].message.content
+        )
 
     def stream(self) -> str:
         chunks = list(self.call(stream=True, **self.options))
