@@ -8,7 +8,7 @@ import sys
 import venv
 from pathlib import Path
 
-from table import ENVIRONMENTS
+from table import ALONE, ENVIRONMENTS
 
 HERE = Path(__file__).parent
 _MARK = "made"  # holds the digest of what was installed
@@ -24,13 +24,16 @@ class Environments:
     def python(self, name: str) -> Path:
         """Return the Python of an environment, which is made if it is not there, or is another."""
         home = self.folder / name
-        wanted = ENVIRONMENTS[name]
+        alone = ALONE.get(name, ())
+        wanted = ENVIRONMENTS[name] + alone
         if not _is_made(home, wanted):
             print(f"installing {', '.join(wanted)} into {home}", file=sys.stderr, flush=True)
             shutil.rmtree(home, ignore_errors=True)
             venv.create(home, with_pip=True)
             pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-            _call([*pip, "--disable-pip-version-check", *wanted])
+            _call([*pip, "--disable-pip-version-check", *ENVIRONMENTS[name]])
+            if alone:
+                _call([*pip, "--disable-pip-version-check", "--no-deps", *alone])
             _mark(home, wanted)
         return home / "bin" / "python"
 

@@ -161,34 +161,35 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.names) - set(TOOLS):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(TOOLS)}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the server
     environments = Environments(options.folder)
     names = options.names or list(TOOLS)
     for name in names:  # before the server, which would wait
         environments.version(TOOLS[name].environment, TOOLS[name].package)
     commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    report: dict[str, Any] = {
+    about = {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(
-            commit, capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": subprocess.check_output(commit, text=True).strip(),
         "cores": len(os.sched_getaffinity(0)),
         "model": MODEL,
-        "tools": {},
     }
+    report: dict[str, Any] = {}  # of tools that are not run now, it keeps what it says
+    if options.report.is_file():
+        report = json.loads(options.report.read_bytes())
     with serving() as server:
         for name in names:
             print(f"{name} {TOOLS[name].what}", flush=True)
             found = run_tool(TOOLS[name], server, environments, options.only)
-            report["tools"][name] = found
+            report[name] = {**about, **found}
+            options.report.parent.mkdir(parents=True, exist_ok=True)
+            options.report.write_text(json.dumps(report, indent=1) + "\n")
             for check in found["checks"]:
                 print(f"  {check['result']} {check['check']}", flush=True)
             if not found["has_passed"]:
                 print(f"  FAIL {name}\n{found['stderr']}", flush=True)
-    options.report.parent.mkdir(parents=True, exist_ok=True)
-    options.report.write_text(json.dumps(report, indent=1) + "\n")
-    tools = report["tools"].values()
-    print(f"{sum(tool['has_passed'] for tool in tools)} of {len(tools)} tools: {options.report}")
-    return 0 if all(tool["has_passed"] for tool in tools) else 1
+    results = [report[name]["has_passed"] for name in names]
+    print(f"{sum(results)} of {len(results)} tools: {options.report}")
+    return 0 if all(results) else 1
 
 
 if __name__ == "__main__":

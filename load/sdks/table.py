@@ -11,9 +11,19 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "lm_eval": ("lm_eval[api]==0.4.13", "transformers==5.23.0", "pydantic"),
     "guidellm": ("guidellm==0.8.1",),
     "aiperf": ("aiperf==0.13.0",),
+    "vllm": (
+        *("torch==2.13.0", "transformers==5.23.0", "aiohttp", "tqdm", "numpy", "pillow", "regex"),
+        *("pybase64", "datasets", "pydantic", "msgspec", "cloudpickle", "pyzmq", "psutil"),
+        *("cachetools", "requests", "pandas", "cbor2", "oss-harmony", "openai", "uvloop"),
+        *("py-cpuinfo", "prometheus_client", "apache-tvm-ffi==0.1.11", "fastapi"),
+        *("partial-json-parser", "llguidance", "einops"),
+    ),
     "node": (NODE,),
 }
 """Packages of each environment of Python."""
+
+ALONE: dict[str, tuple[str, ...]] = {"vllm": ("vllm==0.33.0", "xgrammar==0.2.8")}
+"""Packages that are installed without theirs, most of which are for GPUs and not needed here."""
 
 
 @dataclass(frozen=True)
@@ -62,5 +72,6 @@ TOOLS: dict[str, Tool] = {
     "guidellm": Tool(
         "guidellm", "guidellm", "guidellm", "`guidellm run` on three endpoints, streamed"
     ),
+    "vllm": Tool("vllm", "vllm", "vllm", "`vllm bench serve`, its client alone"),
     "aiperf": Tool("aiperf", "aiperf", "aiperf", "`aiperf profile` on three endpoints, streamed"),
 }

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from checks import CALL, CODE, PROMPT, THINK, Checks, Target, check_call, expect
+from checks import CODE, PROMPT, THINK, Checks, Target, check_call, expect
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
@@ -38,10 +38,15 @@ class _Checks:
         self.tool = FunctionTool.from_defaults(get_weather)
 
     def _model(self, is_chat: bool = True, **options: Any) -> OpenAILike:
-        kept: Any = {"temperature": 0, "max_tokens": 24, "max_retries": 0, **options}
+        kept: Any = {
+            "api_base": self.target.base,
+            "temperature": 0,
+            "max_tokens": 24,
+            "max_retries": 0,
+            **options,
+        }
         return OpenAILike(
             model=self.target.model,
-            api_base=self.target.base,
             api_key=self.target.key,
             is_chat_model=is_chat,
             is_function_calling_model=True,
@@ -87,15 +92,15 @@ class _Checks:
         assert all(len(tops) == 2 for tops in answer.logprobs)
 
     def calls(self) -> str:
-        model = self._forced(**CALL)
-        answer = model.chat_with_tools([self.tool], user_msg=PROMPT)
+        model = self._model(strict=True, max_tokens=300, api_base=self.target.plain_base)
+        answer = model.chat_with_tools([self.tool], user_msg=PROMPT, tool_required=True)
         (call,) = model.get_tool_calls_from_response(answer)
         check_call(call.tool_name, call.tool_kwargs)
         return str(call.tool_kwargs)
 
     def stream_calls(self) -> None:
-        model = self._forced(**CALL)
-        *_, last = model.stream_chat_with_tools([self.tool], user_msg=PROMPT)
+        model = self._model(strict=True, max_tokens=300, api_base=self.target.plain_base)
+        *_, last = model.stream_chat_with_tools([self.tool], user_msg=PROMPT, tool_required=True)
         (call,) = model.get_tool_calls_from_response(last)
         check_call(call.tool_name, call.tool_kwargs)
 
