@@ -17,7 +17,7 @@ _STATUS = {
     Code.INTERNAL: 500,
 }
 _FULL = ("max_waiting", "max_waiting_tokens")
-_CONTEXT = re.compile(r"the context (?:of the model )?has (\d+)")  # of errors about a prompt's length
+_CONTEXT = re.compile(r"the context (?:of the model )?has (\d+)")  # of a prompt that is too long
 _TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which agents compact their context
 _CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
 _RETRY = re.compile(r"retry_after_ms: (\d+)")
