@@ -165,8 +165,8 @@ def judge(case: Case, answers: list[Answer] | str) -> str:
 
 
 def _fault(case: Case, answer: Answer, is_odd: bool) -> str:
-    if answer.status >= 500:
-        return "internal"
+    if answer.status >= 500:  # an engine may be busy for the second that a health check waits
+        return "" if (case.path, answer.status) == ("/health", 503) else "internal"
     if answer.status >= 400:
         return _refusal(case, answer, is_odd)
     if case.is_changed:

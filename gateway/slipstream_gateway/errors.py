@@ -21,7 +21,7 @@ _CONTEXT = re.compile(r"the context (?:of the model )?has (\d+)")  # of a prompt
 _TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which agents compact their context
 _CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
 _RETRY = re.compile(r"retry_after_ms: (\d+)")
-_FIELD = re.compile(r"\w+")
+_FIELD = re.compile(r"(\w+)(?: or (\w+))?")  # such as `embedding_bias or logit_bias: ...`
 _DOWN_MS = 1000  # an engine that is down is back after some time like this, or longer
 
 
@@ -59,7 +59,8 @@ def api_error(error: ContractError, fields: Container[str] = ()) -> ApiError:
     """
     status = 429 if error.reason in _FULL else _STATUS[error.code]
     word = _FIELD.match(error.message)
-    param = word[0] if word is not None and word[0] in fields else None
+    named = () if word is None else word.groups()
+    param = next((name for name in named if name and name in fields), None)
     retry_ms = None
     if status in (429, 503):
         said = _RETRY.search(error.message)

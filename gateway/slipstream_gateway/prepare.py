@@ -146,12 +146,12 @@ def encode(
 
 
 def _truncate(token_ids: TokenIds, body: Mapping[str, Any], room: int) -> TokenIds:
+    side = read_text(body, "truncation_side", ("left", "right")) or "left"
     size = read_whole(body, "truncate_prompt_tokens", -1, (1 << 31) - 1)
     if size is None:
         return token_ids
     if size == 0:
         raise ContractError("truncate_prompt_tokens is 0, which leaves no prompt")
-    side = read_text(body, "truncation_side", ("left", "right")) or "left"
     size = room if size == -1 else size
     return token_ids[-size:] if side == "left" else token_ids[:size]
 

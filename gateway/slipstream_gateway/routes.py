@@ -74,7 +74,6 @@ class Routes:
             ("/health", self.health),
             ("/v1/health", self.health),
             ("/ready", self.ready),
-            ("/ping", self.ping),
             ("/version", self.version),
             ("/load", self.load),
             ("/metrics", self.show_metrics),
@@ -89,7 +88,7 @@ class Routes:
         return [
             *(Route(path, _guarded(handler), methods=["GET"]) for path, handler in get),
             *(Route(path, _guarded(handler), methods=["POST"]) for path, handler in post),
-            Route("/ping", _guarded(self.ping), methods=["POST"]),
+            Route("/ping", _guarded(self.ping), methods=["GET", "POST"]),
         ]
 
     # --- models ---------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from slipstream_gateway.prepare import read_request
         ("return_token_ids", 0),
         ("logprobs_mode", "zz"),
         ("logprobs_mode", ""),
+        ("truncation_side", "up"),
+        ("logit_bias", {"4096": 1}),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

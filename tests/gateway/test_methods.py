@@ -13,6 +13,7 @@ from slipstream_gateway import openapi
         ("TRACE", "/v1/messages", {"POST"}),
         ("DELETE", "/tokenize", {"POST"}),
         ("TRACE", "/health", {"GET", "HEAD"}),
+        ("OPTIONS", "/ping", {"GET", "HEAD", "POST"}),
     ],
 )
 def test_a_refused_method_comes_with_the_allowed_ones(gateway, method, path, allowed):
