@@ -18,6 +18,7 @@ from slipstream_gateway.sequences import Answering, Piece, PromptPart, finish_of
 _log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
+_NO_BEAM = wire.Beam([], [], 0.0)
 _JOIN = 256  # tokens of an answer that is not streamed are read in parts of this size
 
 
@@ -59,6 +60,7 @@ class Shape:
     is_streaming: bool
     per_prompt: int
     block_size: int  # tokens, of the engine's cache
+    is_search: bool = False  # all beams of a prompt end together, with one message
 
 
 class Exchange:
@@ -109,29 +111,32 @@ class Exchange:
     # --- from the engine ---------------------------------------------------------------------
 
     def put(self, index: int, tokens: wire.Tokens) -> None:
-        """Add tokens of an answer; of a beam search, of all answers."""
+        """Add tokens of an answer; of a beam search, of all answers from `index` on."""
         finished = tokens.finished
         if finished is not None:
-            self._num_running -= len(self._answers) if tokens.beams is not None else 1
+            self._num_running -= self._shape.per_prompt if self._shape.is_search else 1
             if finished.reason is wire.FinishReason.ERROR:
                 self.fail(ApiError(500, finished.error or "the engine failed"))
                 return
             if finished.reason is wire.FinishReason.DEADLINE:
                 message = finished.error or "the request took too long"
                 self._failure = ApiError(504, message, code="deadline_exceeded")
-        if tokens.beams is not None:
-            self._put_beams(tokens, tokens.beams)
+        if self._shape.is_search:
+            self._put_beams(index, tokens)
             return
         self._num_pending += len(tokens.token_ids)
         self._answers[index].put(tokens)
         self._fresh[index] = None
 
-    def _put_beams(self, tokens: wire.Tokens, beams: Sequence[wire.Beam]) -> None:
+    def _put_beams(self, first: int, tokens: wire.Tokens) -> None:
+        """Take a search that has ended: one that never ran, or was cut, has fewer beams."""
         if tokens.finished is None:
             return
-        for index, beam in enumerate(beams[: len(self._answers)]):
-            piece = self._answers[index].take_beam(beam, tokens.finished)
-            self._beams.append((index, piece))
+        beams = tokens.beams or []
+        for place in range(self._shape.per_prompt):
+            beam = beams[place] if place < len(beams) else _NO_BEAM
+            piece = self._answers[first + place].take_beam(beam, tokens.finished)
+            self._beams.append((first + place, piece))
 
     @property
     def is_urgent(self) -> bool:

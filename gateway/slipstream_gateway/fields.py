@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import Bounds
 from slipstream_contract.sampling import FIELDS as SAMPLING
-from slipstream_contract.schemas.vllm import known_names
+from slipstream_contract.schemas.vllm import known_names, refused_names
 
 from slipstream_gateway.errors import ApiError
 
@@ -126,7 +126,11 @@ _OWN = (
     Field("return_tokens_as_token_ids", "log probs name tokens as `token_id:N`", _FLAG),
     Field("request_id", "part of the answer's id, and in the request log", _TEXT),
     Field("priority", "0 is admitted first, 9 last; 5 without it", _COUNT),
-    Field("timeout_ms", "time after which the request is ended", _COUNT),
+    Field(
+        "timeout_ms",
+        "time after which the request is ended",
+        {"type": "integer", "minimum": 1},
+    ),
     Field("cache_salt", "only requests with the same salt share cached prompts", _TEXT),
     *(
         Field(name, text, use=Use.HARMLESS)
@@ -193,8 +197,12 @@ def _sampling() -> list[Field]:
             schema = _contract_schema(asked.bounds, entry.kind)
             fields.append(Field(asked.name, entry.field.help, schema))
     described = own | {field.name for field in fields}
-    for name in sorted(known_names() - described):
+    refused = refused_names()
+    for name in sorted(known_names() - described - refused.keys()):
         fields.append(Field(name, "as of `vllm_model` ([sampling](sampling.md))"))
+    for name in sorted(refused.keys() - described):
+        why = "no engine here has it, or it is started with it"
+        fields.append(Field(name, why, use=Use.REFUSED, neutral=refused[name]))
     return fields
 
 

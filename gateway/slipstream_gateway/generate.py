@@ -126,7 +126,9 @@ class Generator:
         name = body.get("model") or model.names[0]
         request_id = _read_id(body)
         writer = dialect.writer({**given, "request_id": request_id}, name)
-        shape = Shape(prepared.is_streaming, prepared.per_prompt, model.config.block_size)
+        is_search = prepared.requests[0].sampling.beams is not None
+        block_size = model.config.block_size
+        shape = Shape(prepared.is_streaming, prepared.per_prompt, block_size, is_search)
         exchange = Exchange(reply, dialect, writer, prepared.answers, shape, self._close)
         exchange.fields = body
         exchange.is_named_tool = prepared.is_named_tool

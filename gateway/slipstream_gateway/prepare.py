@@ -19,7 +19,7 @@ from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.sequences import Answering, LogProbReader, PromptPart, whole_text
 
 MAX_TOP = 20
-_HANDLING = ("priority", "timeout_ms", "timeout", "cache_salt")
+_HANDLING = ("priority", "timeout_ms", "cache_salt")
 _SHOWN = ("logprobs", "prompt_logprobs")  # read here, by OpenAI's rules
 
 

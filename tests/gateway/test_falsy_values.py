@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from slipstream_contract.schemas.vllm import refused_names
+from slipstream_gateway.fields import TABLE, Use
 from slipstream_gateway.prepare import read_request
 
 
@@ -34,3 +36,15 @@ def test_priority_0_is_the_first_one():
     text = SimpleNamespace(defaults={}, max_model_len=100)
     request = read_request({"prompt": "a", "priority": 0}, text, False)
     assert request.urgency.priority == 0
+
+
+def test_the_table_says_of_no_field_that_it_works_if_the_contract_refuses_it():
+    wrong = [name for name in refused_names() if TABLE[name].use is not Use.REFUSED]
+    assert wrong == ["truncate_prompt_tokens"]  # served here, and not by `vllm_model`
+
+
+def test_a_timeout_in_other_units_is_not_read():
+    """`timeout` is what SDKs have for seconds; the contract's is in microseconds."""
+    text = SimpleNamespace(defaults={}, max_model_len=100)
+    request = read_request({"prompt": "a", "timeout": 30}, text, False)
+    assert request.urgency.timeout_ns == 0

@@ -155,6 +155,26 @@ def test_a_beam_search(gateway: Gateway, is_streaming: bool):
     assert texts == [choice["text"] for choice in gateway.complete(**body).json["choices"]]
 
 
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_beam_search_of_several_prompts(gateway: Gateway, is_streaming: bool):
+    prompts = [PROMPT, "def read(path):\n"]
+    body = {"max_tokens": 3, "n": 2, "use_beam_search": True}
+    alone = [c["text"] for p in prompts for c in complete(gateway, prompt=p, **body)["choices"]]
+    found = gateway.complete(prompt=prompts, **body, stream=is_streaming)
+    assert found.status == 200, found.data
+    chunks = found.chunks if is_streaming else [found.json]
+    parts = [part for chunk in chunks for part in chunk["choices"]]
+    assert ["".join(p["text"] for p in parts if p["index"] == i) for i in range(4)] == alone
+
+
+def test_a_beam_search_whose_time_is_over(gateway: Gateway):
+    """Wherever the search is then: a message without beams ends all answers."""
+    body = {"max_tokens": 400, "n": 3, "use_beam_search": True, "ignore_eos": True}
+    for timeout_ms in (1, 300):
+        found = gateway.complete(prompt=[PROMPT, "def f():"], **body, timeout_ms=timeout_ms)
+        assert found.status == 504, found.data
+
+
 def test_the_best_of_several(gateway: Gateway):
     found = complete(gateway, n=1, best_of=3, logprobs=0)
     assert len(found["choices"]) == 1

@@ -70,6 +70,11 @@ def known_names() -> frozenset[str]:
     return _SERVED | _LATER.keys() | frozenset(_OF_ENGINE) | openai_names.NAMES
 
 
+def refused_names() -> dict[str, tuple[object, ...]]:
+    """Return names that vLLM has and no request may use -> values that ask for nothing."""
+    return _LATER | dict.fromkeys(_OF_ENGINE, (None,))
+
+
 def vllm_request(
     inputs: Mapping[str, NDArray[Any]], parameters: Mapping[str, object]
 ) -> GenerateRequest:
