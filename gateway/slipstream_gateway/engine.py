@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 BRIDGE = "openai"  # the engine's name for this connection
 _LOST = ApiError(503, "a message of the engine was lost; try again", retry_after_ms=50)
 _SHARE = 0.22  # of a core, that writing may take
-_LONGEST_S = 0.04  # between two rounds of writing, whatever they cost
+_LONGEST_S = 0.025  # between two rounds of writing, whatever they cost
 _GONE = ApiError(503, "the engine ended; try again", retry_after_ms=1000)
 
 
