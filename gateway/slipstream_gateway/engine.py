@@ -14,6 +14,7 @@ from slipstream.bridge.connection import Connection
 from slipstream_contract.errors import Code, ContractError
 from slipstream_runtime.admission import LoadFile, path_of
 from slipstream_runtime.directory import Runtime
+from slipstream_runtime.processes import num_cores
 
 from slipstream_gateway.errors import ApiError, api_error
 from slipstream_gateway.exchange import Exchange
@@ -22,9 +23,19 @@ _log = logging.getLogger(__name__)
 
 BRIDGE = "openai"  # the engine's name for this connection
 _LOST = ApiError(503, "a message of the engine was lost; try again", retry_after_ms=50)
-_SHARE = 0.22  # of a core, that writing may take
-_LONGEST_S = 0.025  # between two rounds of writing, whatever they cost
 _GONE = ApiError(503, "the engine ended; try again", retry_after_ms=1000)
+
+
+class Pace(NamedTuple):
+    """How far apart rounds of writing are."""
+
+    share: float  # of a core, that writing may take
+    longest_s: float  # between two rounds, whatever they cost
+
+
+FEW_CORES = Pace(0.22, 0.025)  # clients and engine need them more: delay buys processor time
+MANY_CORES = Pace(0.5, 0.005)
+PACE = FEW_CORES if num_cores() <= 4 else MANY_CORES
 
 
 class Route(NamedTuple):
@@ -161,8 +172,8 @@ class Engine:
         """Handle all that has come, and write what is urgent; the rest when a round is due.
 
         A round writes once for each exchange that has something new. Its cost is that of its
-        writes, so tokens are joined where rounds would take more than a share of a core: a few
-        milliseconds on a slow machine with hundreds of streams, and nothing for a few streams.
+        writes, so tokens are joined where rounds would take more than a share of a core (`PACE`): a
+        few milliseconds on a slow machine with hundreds of streams, and nothing for a few.
         """
         with self._lock:
             self._is_due = False
@@ -194,7 +205,8 @@ class Engine:
     def _delay(self, cost_s: float) -> None:
         """Put off the next round after work that cost so much processor time."""
         now_s = self._loop.time()
-        self._next_s = min(max(self._next_s, now_s) + cost_s / _SHARE, now_s + _LONGEST_S)
+        due_s = max(self._next_s, now_s) + cost_s / PACE.share
+        self._next_s = min(due_s, now_s + PACE.longest_s)
 
     def flush(self, exchange: Exchange) -> None:
         """Write what an exchange has; a fault in it ends this exchange alone."""

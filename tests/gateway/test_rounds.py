@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream import wire
 from slipstream_contract.vocab import TokenBytes
+from slipstream_gateway import engine as engines
 from slipstream_gateway.engine import Engine, Route
 from slipstream_gateway.sequences import Answering, PromptPart
 from slipstream_gateway.token_texts import TokenTexts
@@ -41,8 +42,10 @@ class Costly:
         self.num_waiting = 0
 
 
+@pytest.mark.parametrize("pace", [engines.FEW_CORES, engines.MANY_CORES])
 @pytest.mark.parametrize("is_urgent", [False, True])
-def test_a_round_waits_for_what_it_costs(tmp_path, is_urgent):
+def test_a_round_waits_for_what_it_costs(tmp_path, monkeypatch, is_urgent, pace):
+    monkeypatch.setattr(engines, "PACE", pace)
     exchange, num_steps = Costly(is_urgent), 60
 
     async def run() -> float:
@@ -65,7 +68,7 @@ def test_a_round_waits_for_what_it_costs(tmp_path, is_urgent):
     if is_urgent:
         assert exchange.num_writes == num_steps
     else:
-        assert exchange.num_writes <= 0.3 * seconds / COST_S + 2
+        assert exchange.num_writes <= 1.3 * pace.share * seconds / COST_S + 2
 
 
 IDS = st.integers(0, VOCAB.size - 1)
