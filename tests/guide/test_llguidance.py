@@ -8,6 +8,7 @@ import pytest
 from fixtures.guide.real import CHECKPOINT, VOCAB_SIZE, compiler, follows, guide, ids_of, vocabulary
 from slipstream.guide.interface import GuideError
 from slipstream.guide.llguidance import Compiler
+from slipstream_contract.guide import Guide
 
 AB = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]'
 OLDER_TAG = {
@@ -67,6 +68,28 @@ def test_a_guide_is_what_it_says(wanted, legal, illegal):
         assert follows(wanted, ids_of(text)) == (True, True), text
     for text in illegal:
         assert not follows(wanted, ids_of(text))[1], text
+
+
+def is_text(wanted: Guide, text: str) -> bool:
+    return follows(wanted, ids_of(text))[1]
+
+
+@pytest.mark.parametrize("form", ["{0}a", "b{0}", "{0}", "a{0}{0}b"])
+def test_a_choice_may_have_any_mark(form: str):
+    """Some marks have another meaning after a backslash than without one."""
+    texts = [form.format(chr(code)) for code in range(32, 127)]
+    for text in texts:
+        assert is_text(guide("choice", json.dumps([text])), text), text
+    whole = guide("choice", json.dumps(texts))
+    assert all(is_text(whole, text) for text in texts)
+    assert not is_text(whole, form.format("éx"))
+
+
+@pytest.mark.parametrize("mark", "<>&~-^#/")
+def test_a_schema_may_exclude_any_mark(mark: str):
+    schema = guide("json_schema", json.dumps({"type": "string", "not": {"enum": [f"{mark}b"]}}))
+    assert is_text(schema, f'"{mark}c"')
+    assert not is_text(schema, f'"{mark}b"')
 
 
 @pytest.mark.parametrize(

@@ -115,5 +115,8 @@ _LOWER: dict[GuideKind, Callable[[str, GuideOptions], str]] = {
 
 
 def regex_of_choices(choices: list[str]) -> str:
-    """Return an expression of these texts, of which thousands compile."""
-    return "|".join(re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text) for text in choices)
+    """Return an expression of these texts, of which thousands compile.
+
+    A backslash makes `<` and `>` boundaries of words, and other marks themselves.
+    """
+    return "|".join(re.sub(r"([!-/:;=?@\[-`{-~])", r"\\\1", text) for text in choices)

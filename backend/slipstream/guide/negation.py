@@ -61,7 +61,7 @@ def without(words: set[str]) -> str:
 
 def _escaped(character: str) -> str:
     is_mark = character.isascii() and not character.isalnum() and character.isprintable()
-    return f"\\{character}" if is_mark and character != " " else character
+    return f"\\{character}" if is_mark and character not in " <>" else character
 
 
 def _beside(*types: str) -> list[Schema]:
