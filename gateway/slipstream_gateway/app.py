@@ -109,9 +109,10 @@ class App:
     def _preflight(self, headers: Mapping[bytes, bytes]) -> tuple[Header, ...]:
         if not self._allowed_origin(headers):
             return ()
+        wanted = headers.get(b"access-control-request-headers")  # SDKs have dozens of their own
         return (
             (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-            (b"access-control-allow-headers", _ALLOWED),
+            (b"access-control-allow-headers", wanted or _ALLOWED),
             (b"access-control-max-age", b"600"),
         )
 

@@ -171,7 +171,10 @@ class Models:
         return models if len(models) == 1 else tuple(m for m in models if m.is_loaded)
 
     def find(self, name: object) -> Model:
-        """Return the model of that name; without a name the only one. Raises ApiError."""
+        """Return the model of that name; without a name the only one.
+
+        A deployment's own name goes before public names, which several may share. Raises ApiError.
+        """
         models = self.all
         if name is None or name == "":
             if len(models) == 1:
@@ -179,9 +182,13 @@ class Models:
             raise ApiError(400, f"model is missing: it is one of {self._known()}", "model")
         if not isinstance(name, str):
             raise ApiError(400, f"model is {name!r:.64}, not a text", "model")
-        for model in models:
-            if name in model.names:
-                return model
+        own = [model for model in models if model.deployment.name == name]
+        found = own or [model for model in models if name in model.names]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            those = ", ".join(model.deployment.name for model in found)
+            raise ApiError(400, f"model {name!r:.128} is the name of several: {those}", "model")
         message = f"model {name!r:.128} does not exist; there are {self._known()}"
         raise ApiError(404, message, "model", "model_not_found")
 

@@ -59,6 +59,9 @@ def test_preflights_need_no_key_and_name_the_allowed_origin_alone(locked: Gatewa
     assert found.status == 204
     assert found.headers["access-control-allow-origin"] == ORIGIN
     assert "authorization" in found.headers["access-control-allow-headers"]
+    own = {**asked, "access-control-request-headers": "authorization,x-stainless-os"}
+    of_sdk = locked.request("OPTIONS", "/v1/chat/completions", None, own).headers
+    assert of_sdk["access-control-allow-headers"] == "authorization,x-stainless-os"
     other = locked.request("OPTIONS", "/v1/models", None, {**asked, "origin": "https://evil"})
     assert "access-control-allow-origin" not in other.headers
     key = {"x-api-key": "first"}
