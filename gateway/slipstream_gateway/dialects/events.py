@@ -9,6 +9,8 @@ import msgspec
 from slipstream_gateway.answer import CallArguments, Delta, Reasoning, Text
 from slipstream_gateway.errors import ApiError
 
+_WORD = re.compile(r"\w+")
+
 encode = msgspec.json.Encoder().encode
 
 
@@ -23,7 +25,8 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     `names` maps fields of the chat completion to those of the dialect. An error that says no field
     is about the first word of its message, if that is one.
     """
-    param = error.param or error.message.partition(" ")[0]
+    word = _WORD.match(error.message)
+    param = error.param or (word[0] if word is not None else "")
     if param not in names:
         return error
     name = names[param]
