@@ -36,6 +36,7 @@ def test_a_repository_has_every_model_and_is_the_same_again(checkpoint, tmp_path
     assert run(checkpoint, tmp_path, "--check") == 0
 
 
+@pytest.mark.rest
 def test_another_process_with_another_hash_seed_writes_the_same_bytes(checkpoint, tmp_path):
     run(checkpoint, tmp_path / "here")
     command = [sys.executable, "-m", "slipstream_client.cli", "compose"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from slipstream_serve.server import repository_root
 
-FOLDERS = ("backend", "ensemble", "preprocessing", "postprocessing")
+FOLDERS = ("backend", "ensemble", "gateway", "preprocessing", "postprocessing")
 WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "strftime"}
 # The files that may read it, and why.
 TOLD = {
@@ -13,7 +13,11 @@ TOLD = {
     "backend/slipstream/engine/loop.py": "StepOutputs.made_ns",
     "backend/slipstream/engine/reports.py": "lines of the request log",
     "backend/slipstream/engine/telemetry.py": "the start",
+    "ensemble/slipstream_serve/gateway.py": "lines of its output",
     "ensemble/slipstream_serve/supervise.py": "lines of its output",
+    "gateway/slipstream_gateway/dialects/openai.py": "`created` of answers",
+    "gateway/slipstream_gateway/dialects/responses_writer.py": "`created_at` of answers",
+    "gateway/slipstream_gateway/models.py": "`created` of models",
     "preprocessing/slipstream_preprocessing/chat.py": "chat templates that ask for the date",
 }
 

@@ -39,7 +39,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "stop": 3}, "stop"),
     ({"prompt": "a", "stop_token_ids": [5000]}, "stop_token_ids"),
     ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
-    ({"prompt": "a", "logit_bias": {"5000": 1}}, None),
+    ({"prompt": "a", "logit_bias": {"5000": 1}}, "logit_bias"),
     ({"prompt": "a", "stream": "yes"}, "stream"),
     ({"prompt": "a", "echo": 1}, "echo"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),

@@ -21,6 +21,7 @@ def open_to_templates(gateway_repository: Path, tmp_path_factory) -> Iterator[Ga
         yield gateway
 
 
+@pytest.mark.rest
 def test_what_may_loop_for_ever_is_killed():
     template = ForeignTemplate("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, {})
     begin = time.monotonic()

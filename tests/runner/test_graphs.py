@@ -194,6 +194,7 @@ def check_padding(runner: ModelRunner, batch: Batch, shape: StepShape) -> None:
     assert padded.argmax(-1).tolist() == plain.argmax(-1).tolist()
 
 
+@pytest.mark.rest
 @settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
@@ -211,6 +212,7 @@ def test_padding_decodes_changes_nothing(
     check_padding(tables, untold, StepShape(count, count, count, count, 0))
 
 
+@pytest.mark.rest
 @settings(max_examples=20, deadline=None)
 @given(
     num_decodes=st.integers(0, 4),

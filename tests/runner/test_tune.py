@@ -188,10 +188,11 @@ def test_what_was_found_before_an_interrupt_is_kept(
     ("config", "said"),
     [
         ({"device": "cpu"}, "there is no NVIDIA GPU to tune for"),
-        pytest.param({"dtype": "int8"}, "dtype = 'int8'", marks=pytest.mark.rest),
-        pytest.param({"typo": 1}, "typo", marks=pytest.mark.rest),
+        ({"dtype": "int8"}, "dtype = 'int8'"),
+        ({"typo": 1}, "typo"),
     ],
 )
+@pytest.mark.rest
 def test_what_cannot_be_tuned(config: dict[str, object], said: str, checkpoint: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "slipstream.runner.tune"],

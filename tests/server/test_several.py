@@ -14,14 +14,13 @@ from fixtures.server.metrics_page import Page, settled, wait_for
 from fixtures.server.serve_process import Serve, short_directory
 from fixtures.server.several import FOUR_TIMES, write_several
 from fixtures.server.support import PROMPT, Client, RequestError, serving, text
-from fixtures.tiers import quick_of
 from slipstream_client.cli import main
 from slipstream_runtime.processes import is_running
 from slipstream_serve.server import server_directory
 from slipstream_serve.triton import Endpoints, TritonServer
 from tritonclient.utils import InferenceServerException
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
 LONG = {"text_input": PROMPT, "max_tokens": 400, "stream": True, "end_id": -1}
 EACH = ("", "chat_")
@@ -109,7 +108,6 @@ def test_health_tells_the_engines_apart(two, capsys):
     assert "no model of code is loaded" in capsys.readouterr().err
 
 
-@pytest.mark.rest
 def test_metrics_tell_the_engines_apart(two):
     url = two.server.endpoints.metrics
     before = settled(url, lambda page: len(page.labels("slipstream_steps_total")) == 2)
@@ -146,7 +144,7 @@ def test_the_list_of_models(two, several, capsys):
     assert capsys.readouterr().out.startswith("name      model        checkpoint")
 
 
-@pytest.mark.parametrize("killed", quick_of(EACH, ["chat_"]))
+@pytest.mark.parametrize("killed", EACH)
 def test_a_crash_of_one_engine_touches_no_stream_of_the_other(two, killed):
     names = ("ensemble", "chat") if killed else ("chat", "ensemble")
     expected = text(two.stream(names[0], **LONG))
@@ -208,7 +206,6 @@ def wait_until(condition, timeout_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.rest
 def test_models_go_and_come_while_others_stream(serve, several, capsys):
     client = client_of(serve, several)
     assert control(several, serve, capsys)[0]["engine"] == "not loaded"
@@ -238,7 +235,6 @@ def test_models_go_and_come_while_others_stream(serve, several, capsys):
     assert status != 200  # it was never loaded
 
 
-@pytest.mark.rest
 def test_a_repair_brings_back_what_was_loaded_and_no_more(serve, several, capsys):
     client = client_of(serve, several)
     control(several, serve, capsys, "--load", "chat")
@@ -265,7 +261,6 @@ def test_a_repair_brings_back_what_was_loaded_and_no_more(serve, several, capsys
     assert counts == {"model": 1, "server": 1}
 
 
-@pytest.mark.rest
 def test_an_engine_that_cannot_fit_is_refused_with_the_figures(serve, several, capsys):
     path = several / "chat_tensorrt_llm" / "1" / "model.json"
     kept = path.read_text()

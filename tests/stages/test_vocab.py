@@ -223,6 +223,7 @@ def test_directories_that_hold_no_tokenizer(tmp_path: Path) -> None:
         TokenBytes.load(tmp_path)
 
 
+@pytest.mark.rest
 def test_a_large_vocabulary(tmp_path: Path) -> None:
     spec = json.loads(byte_level_bpe().to_str())
     vocab = {f"Ġpiece{index:06d}é": index for index in range(128_000)}
