@@ -80,6 +80,12 @@ class Runtime:
         """Return the `slipstream_runtime.vitals` file of one process of a model."""
         return self.directory / f"vitals-{model}-{pid}"
 
+    def remove_process_files(self) -> None:
+        """Remove the files of all models' processes, which have ended with their server."""
+        for pattern in ("in-flight-*", "vitals-*"):
+            for file in self.directory.glob(pattern):
+                file.unlink(missing_ok=True)
+
     @property
     def repairs(self) -> Path:
         """The file of `slipstream_runtime.repairs`: of this engine's models, and of the server."""

@@ -45,9 +45,15 @@ from slipstream_serve.workarounds.triton_24_10.http_notes import ENOUGH
 DEMO_PROMPT = "class Counter(dict):\n    def __init__(self, "
 DEMO_TOKENS = 56
 _START_INTERVAL_S = 0.05
+_ABORTS = (-signal.SIGABRT, -signal.SIGSEGV)  # exit codes
+_MAX_ABORTS = 2  # while it starts
 _LOG_ENTRY = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ \S+ (?P<level>[A-Z]+) (?P<text>.*)")
 _BAR = re.compile(r"\d%\|")
 _BANNER_MARK = ": KV cache of "  # in the engine's log
+
+
+class _AbortedError(ServeError):
+    """A tritonserver that crashed by itself while it started, as a busy machine can make it."""
 
 
 class _Interrupted(BaseException):
@@ -211,18 +217,31 @@ def _supervise(server: TritonServer, start_timeout_s: float) -> NoReturn:
 
 
 def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
-    """Start the server and return once it is ready; show the engine's progress.
+    """Start the server and return once it is ready; one that aborts is started again.
 
     Returns each engine's banner: model, dtype, size of the cache, how many sequences fit.
     """
+    for _ in range(_MAX_ABORTS):
+        try:
+            return _start(server, models, deadline)
+        except _AbortedError as error:
+            print(f"{error}: starting it again", flush=True)
+            server.runtime.remove_process_files()
+    return _start(server, models, deadline)
+
+
+def _start(server: TritonServer, models: list[str], deadline: float) -> str:
+    """Start the server once, and show the engine's progress. Raises ServeError."""
     server.start()
     engines = [_EngineLog(runtime.log, sys.stderr) for runtime in _runtimes(server, models)]
     while not server.is_ready():
         if server.engine_errors() or server.exit_code is not None:
             # Kill it: it has no clients yet, and would take seconds to notice that it cannot start.
-            reason = server.reason()
+            reason, has_aborted = server.reason(), server.exit_code in _ABORTS
             server.kill()
-            raise ServeError(reason)
+            raise (_AbortedError if has_aborted and not server.engine_errors() else ServeError)(
+                reason
+            )
         if time.monotonic() > deadline:
             raise ServeError(f"no token could be generated in time: see {server.log}")
         for engine in engines:

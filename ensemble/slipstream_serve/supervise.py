@@ -322,9 +322,7 @@ class Repairer:
         server.runtime.stopping.unlink(missing_ok=True)
         self._restart_s, self._num_lost = 0.0, 0
         self._leaving.clear()
-        for pattern in ("in-flight-*", "vitals-*"):
-            for file in server.runtime.directory.glob(pattern):
-                file.unlink(missing_ok=True)
+        server.runtime.remove_process_files()
         if server.has_open_control:
             server.models = sorted(self._loaded.models)
         server.start()

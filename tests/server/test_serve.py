@@ -127,6 +127,22 @@ def test_a_signal_while_starting_ends_it_too(tmp_path: Path, scratch: Path, dela
     serve.assert_gone()
 
 
+@pytest.mark.rest
+def test_a_server_that_aborts_while_it_starts_is_started_again(
+    tmp_path: Path, scratch: Path
+) -> None:
+    serve = Serve(write_model(tmp_path), scratch)
+    assert serve.process.stdout is not None
+    serve.process.stdout.readline()  # "starting ..."
+    while not any("--http-port=" in line for line in serve.processes()):
+        time.sleep(0.01)
+    os.kill(serve.pid("--http-port="), signal.SIGABRT)
+    serve.wait_ready()
+    assert echo(serve)
+    assert serve.end(signal.SIGTERM) < 30
+    serve.assert_gone()
+
+
 def echo(serve: Serve) -> bytes:
     with urllib.request.urlopen(serve.url("/v2/models/echo/generate"), b'{"IN": "to"}') as reply:
         return reply.read()
