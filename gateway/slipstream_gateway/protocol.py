@@ -1,6 +1,7 @@
 """The HTTP protocol of the server: uvicorn's, with bounds on headers in bytes and in time."""
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from slipstream_gateway.errors import ApiError, openai_body
 from slipstream_gateway.settings import MAX_HEADER_BYTES
 
 _KEY = "slipstream.connection"
+_UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
 
 class Protocol(HttpToolsProtocol):
@@ -38,7 +40,7 @@ class Protocol(HttpToolsProtocol):
         if self._deadline is None and self._is_between_requests:
             self._deadline = self.loop.call_later(self.header_s, self.transport.close)
         is_header = self._deadline is not None
-        super().data_received(data)
+        super().data_received(_without_upgrade(data) if is_header else data)
         if is_header and self._deadline is not None:
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
@@ -79,6 +81,15 @@ class Protocol(HttpToolsProtocol):
             b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
         )
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Return a request whose header `upgrade` has another name: there is nothing to upgrade to.
+
+    Java's HttpClient offers h2c with each request, and the parser would leave the body unread.
+    """
+    head, end, body = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + body
 
 
 def connection_of(scope: Mapping[str, Any]) -> Protocol:

@@ -69,6 +69,19 @@ def test_a_connection_serves_many_requests(gateway: Gateway):
             assert (b"[DONE]" in found.read()) == is_streaming
 
 
+def test_an_offer_to_upgrade_is_passed_over(gateway: Gateway):
+    """As Java's HttpClient sends it."""
+    offer = {
+        "Connection": "Upgrade, HTTP2-Settings",
+        "Upgrade": "h2c",
+        "HTTP2-Settings": "AAMAAABk",
+    }
+    body = {"prompt": "a", "max_tokens": 3, "seed": 1}
+    found = gateway.post("/v1/completions", body, offer)
+    assert found.status == 200
+    assert found.json["choices"] == gateway.complete(**body).json["choices"]
+
+
 def test_requests_sent_at_once_are_answered_in_order(gateway: Gateway):
     bodies = [{"prompt": "a", "max_tokens": size, "ignore_eos": True} for size in (4, 2)]
     data = b""
