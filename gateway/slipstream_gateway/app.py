@@ -95,8 +95,9 @@ class App:
             common += [
                 (b"access-control-allow-origin", allowed),
                 (b"access-control-expose-headers", _EXPOSED),
-                (b"vary", b"origin"),
             ]
+        if self._settings.allowed_origins:
+            common.append((b"vary", b"origin"))
         return common
 
     def _allowed_origin(self, headers: Mapping[bytes, bytes]) -> bytes:

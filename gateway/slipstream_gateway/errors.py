@@ -5,6 +5,7 @@ from collections.abc import Container
 
 import msgspec
 from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.guide import VLLM_NAMES
 
 _STATUS = {
     Code.INVALID_ARGUMENT: 400,
@@ -22,6 +23,8 @@ _TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which agents compact 
 _CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
 _RETRY = re.compile(r"retry_after_ms: (\d+)")
 _FIELD = re.compile(r"(\w+)(?: or (\w+))?")  # such as `embedding_bias or logit_bias: ...`
+_GUIDE = "the guide is refused"
+_GUIDES = ("response_format", *sorted(VLLM_NAMES), "tools")  # fields that make one
 _DOWN_MS = 1000  # an engine that is down is back after some time like this, or longer
 
 
@@ -60,7 +63,8 @@ def api_error(error: ContractError, fields: Container[str] = ()) -> ApiError:
     status = 429 if error.reason in _FULL else _STATUS[error.code]
     word = _FIELD.match(error.message)
     named = () if word is None else word.groups()
-    param = next((name for name in named if name and name in fields), None)
+    names = _GUIDES if error.message.startswith(_GUIDE) else named
+    param = next((name for name in names if name and name in fields), None)
     retry_ms = None
     if status in (429, 503):
         said = _RETRY.search(error.message)

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,8 +193,19 @@ class Models:
         message = f"model {name!r:.128} does not exist; there are {self._known()}"
         raise ApiError(404, message, "model", "model_not_found")
 
+    def named(self) -> list[tuple[Model, str]]:
+        """Return each name by which `find` reaches a model, with the model."""
+        pairs = [(model, name) for model in self.all for name in model.names]
+        own = {model.deployment.name for model, _ in pairs}
+        count = Counter(name for _, name in pairs)
+        return [
+            (model, name)
+            for model, name in pairs
+            if name == model.deployment.name or (count[name] == 1 and name not in own)
+        ]
+
     def _known(self) -> str:
-        return ", ".join(dict.fromkeys(name for model in self.all for name in model.names))
+        return ", ".join(name for _, name in self.named())
 
     def close(self) -> None:
         """End all connections."""

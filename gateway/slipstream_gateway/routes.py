@@ -94,8 +94,8 @@ class Routes:
     # --- models ---------------------------------------------------------------------------------
 
     async def list_models(self, request: Request) -> Response:
-        """List all names."""
-        shown = [_card(model, name) for model in self._models.all for name in model.names]
+        """List all names by which requests reach a model."""
+        shown = [_card(model, name) for model, name in self._models.named()]
         return json_response({"object": "list", "data": shown})
 
     async def show_model(self, request: Request) -> Response:

@@ -32,3 +32,10 @@ def test_a_public_name_of_several_is_refused_with_their_own():
         found.find("same")
     assert (caught.value.status, caught.value.param) == (400, "model")
     assert found.find("b").deployment.name == "b"
+
+
+def test_the_names_that_are_listed_are_those_that_are_found():
+    found = models(a="same", b="same", c="b", d="only")
+    listed = [(model.deployment.name, name) for model, name in found.named()]
+    assert listed == [("a", "a"), ("b", "b"), ("c", "c"), ("d", "only"), ("d", "d")]
+    assert all(found.find(name).deployment.name == own for own, name in listed)
