@@ -38,8 +38,9 @@ def load(path: Path) -> object:
     with as_directory(path) as (directory, _):
         info = describe(directory)
         check_tensors(directory)
-        load_tokenizer(directory)
-        TokenBytes.load(directory)
+        if (directory / "tokenizer.json").is_file():  # a file need not have one
+            load_tokenizer(directory)
+            TokenBytes.load(directory)
         return info
 
 
