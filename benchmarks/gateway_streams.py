@@ -29,7 +29,7 @@ from paced_engine import expected_bytes
 from paced_gateway import PATHS, Ask, PacedGateway, Slots, receive, serving
 from report import RESULTS, commit
 from slipstream_serve.server import repository_root
-from stream_clients import Received
+from stream_clients import Received, lengths_of
 from stream_figures import Handed, figures, has_many_cores, read_journal
 
 OUT = repository_root() / "benchmarks" / "out"
@@ -46,18 +46,11 @@ _NS = 1_000_000_000
 
 
 def slots_of(num_streams: int, rate: int, seconds: float) -> list[list[Ask]]:
-    """Return what is asked; in a long row a slot's streams follow one another.
-
-    Each slot begins its next one at another time.
-    """
+    """Return what is asked; in a long row a slot's streams follow one another."""
     total, longest = round(seconds * rate), _SESSION_S * rate
     slots = []
     for number in range(num_streams):
-        lengths = [total]
-        if total > longest:
-            first = max(4, longest * (number + 1) // num_streams)
-            rest = max(4, total - first)
-            lengths = [first, *[longest] * (rest // longest), max(4, rest % longest)]
+        lengths = lengths_of(number, num_streams, total, longest)
         seeds = (number + num_streams * turn for turn in range(len(lengths)))
         slots.append([Ask(*each) for each in zip(seeds, lengths, strict=True)])
     return slots

@@ -56,6 +56,18 @@ class Load:
     is_greedy: bool = False  # and without an early end
 
 
+def lengths_of(slot: int, num_slots: int, total: int, longest: int) -> list[int]:
+    """Return the tokens of each stream of a slot, one after another, `total` or some more in all.
+
+    A stream has `longest` at most; each slot begins its next one at another time.
+    """
+    if total <= longest:
+        return [total]
+    first = max(4, longest * (slot + 1) // num_slots)
+    rest = max(4, total - first)
+    return [first, *[longest] * (rest // longest), max(4, rest % longest)]
+
+
 _Raw = tuple[int, int, list[tuple[int, bytes]], str]  # seed, opened, responses, error
 
 

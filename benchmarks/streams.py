@@ -35,7 +35,7 @@ from slipstream_compose.compose import compose, write
 from slipstream_runtime.processes import num_cores
 from slipstream_serve.server import repository_root, server_directory
 from slipstream_serve.triton import Endpoints, TritonServer
-from stream_clients import Load, Prompt, Received, receive
+from stream_clients import Load, Prompt, Received, lengths_of, receive
 from stream_figures import (
     ROWS,
     Handed,
@@ -191,11 +191,7 @@ class Plan:
         total, longest = round(seconds * rate), round(_SESSION_S * rate)
         slots = []
         for number in range(num_streams):
-            lengths = [total]
-            if total > longest:
-                first = max(4, longest * (number + 1) // num_streams)
-                rest = max(4, total - first)
-                lengths = [first, *[longest] * (rest // longest), max(4, rest % longest)]
+            lengths = lengths_of(number, num_streams, total, longest)
             slots.append(
                 [
                     Prompt(number + num_streams * turn, _PROMPT, length)

@@ -46,7 +46,7 @@ class PageError(Exception):
 
 
 class Page:
-    """One tab with storage of its own."""
+    """A tab with storage of its own."""
 
     def __init__(self, chromium: "Chromium", session: str) -> None:
         self._chromium, self._session = chromium, session

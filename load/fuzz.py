@@ -11,10 +11,8 @@ the same answer all along; and in the end every block must be free.
 tritonserver 24.10 itself can crash (crashes.py): that is counted apart, and a new server goes on.
 """
 
-import argparse
 import asyncio
 import collections
-import json
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ from crashes import Watch
 from fuzz_cases import GENERATING, Case, Given, cases
 from fuzz_judge import judge
 from fuzz_send import Sender
-from serving import REPORTS, about
+from serving import REPORTS, fuzz
 from slipstream_client import SlipstreamClient
 from slipstream_compose.compose import compose, write
 from slipstream_runtime.processes import num_cores
@@ -212,22 +210,5 @@ def run(requests: int, number: int, log: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """0 where nothing is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--requests", type=int, default=2000, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--output", type=Path, help="the result, as JSON")
-    args = parser.parse_args()
-    result = about() | run(args.requests, args.seed, REPORTS / "fuzz-tritonserver.log")
-    for problem in result["problems"]:
-        print(f"fuzz: {problem}", file=sys.stderr)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n")
-    return 1 if result["problems"] else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fuzz(__doc__.split("\n", 1)[0], run, REPORTS / "fuzz-tritonserver.log"))

@@ -7,7 +7,7 @@ request parameter, or in what Triton itself looks at (types, shapes, missing and
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fuzz_fields import (
@@ -27,6 +27,7 @@ from slipstream_contract.declarations import DType
 from slipstream_contract.inputs import NUMPY
 from slipstream_contract.tensors import ALIASES, MODELS
 
+T = TypeVar("T")
 GENERATING = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm", "vllm_model")
 STAGES = ("preprocessing", "postprocessing")
 ANY = ("",)  # every error holds it: Triton refuses some things without their name
@@ -392,7 +393,12 @@ def _cases(draw: Any) -> Case:
 
 def cases(count: int, number: int) -> Iterator[Case]:
     """So many requests; the same for the same number, in any process."""
-    found: list[Case] = []
+    return drawn(_cases(), count, number)
+
+
+def drawn(strategy: st.SearchStrategy[T], count: int, number: int) -> Iterator[T]:
+    """So many examples of a strategy; the same for the same number, in any process."""
+    found: list[T] = []
 
     @seed(number)
     @settings(
@@ -403,8 +409,8 @@ def cases(count: int, number: int) -> Iterator[Case]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(_cases())
-    def collect(case: Case) -> None:
+    @given(strategy)
+    def collect(case: T) -> None:
         found.append(case)
 
     collect()

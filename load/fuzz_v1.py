@@ -9,7 +9,6 @@ hold a path or a traceback, or be long; the log may hold no traceback; a canary 
 answer all along; in the end no request is open and every block of the engine is free.
 """
 
-import argparse
 import asyncio
 import collections
 import contextlib
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_v1_cases import CHATS, COMPLETIONS, Case, cases
-from serving import about
+from serving import REPORTS, fuzz
 from slipstream_compose.compose import compose, write
 from slipstream_runtime.processes import num_cores
 from slipstream_serve.server import repository_root
@@ -305,23 +304,5 @@ def run(requests: int, number: int, log: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Command line; 0 where nothing is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--requests", type=int, default=2000, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--output", type=Path, help="the result, as JSON")
-    args = parser.parse_args()
-    reports = repository_root() / "benchmarks" / "out"
-    result = about() | run(args.requests, args.seed, reports / f"fuzz-v1-{os.getpid()}.log")
-    for problem in result["problems"]:
-        print(f"fuzz: {problem}", file=sys.stderr)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n")
-    return 1 if result["problems"] else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fuzz(__doc__.split("\n", 1)[0], run, REPORTS / f"fuzz-v1-{os.getpid()}.log"))

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fuzz_cases import VOCABULARY
+from fuzz_cases import VOCABULARY, drawn
 from fuzz_fields import VLLM
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from slipstream_gateway.fields import TABLE, Use
 
@@ -160,7 +159,7 @@ _METHODS = ("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNEC
 
 @dataclass
 class Case:
-    """One request. Of each of `faults`, the error's param or message must hold the name."""
+    """A request; the param of its error must be one of `faults`, if there are any."""
 
     method: str = "POST"
     path: str = COMPLETIONS
@@ -311,20 +310,4 @@ def _cases(draw: Any) -> Case:
 
 def cases(count: int, number: int) -> Iterator[Case]:
     """So many requests; the same for the same number, in any process."""
-    found: list[Case] = []
-
-    @seed(number)
-    @settings(
-        max_examples=count,
-        backend="no-constants",
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(_cases())
-    def collect(case: Case) -> None:
-        found.append(case)
-
-    collect()
-    yield from found[:count]
+    return drawn(_cases(), count, number)

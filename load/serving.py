@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,23 @@ def about() -> dict[str, Any]:
     """When, of what and where something was measured."""
     cores = len(os.sched_getaffinity(0))
     return {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "cores": cores}
+
+
+def fuzz(title: str, run: Callable[[int, int, Path], dict[str, Any]], log: Path) -> int:
+    """Run the command of a fuzzer, `run(requests, seed, log)`; return 0 where nothing is wrong."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--requests", type=int, default=2000, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--output", type=Path, help="the result, as JSON")
+    args = parser.parse_args()
+    result = about() | run(args.requests, args.seed, log)
+    for problem in result["problems"]:
+        print(f"fuzz: {problem}", file=sys.stderr)
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n")
+    return 1 if result["problems"] else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from types import FrameType
 
 import msgspec
 from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
+from slipstream_runtime.processes import end
 from slipstream_runtime.turns import Standstill, path_of
 
 from slipstream.config import EngineConfig
@@ -194,7 +195,7 @@ class Supervisor:
             self._look_if_ready()
             return engine.wait() if not self._is_server_gone(0) else None
         finally:
-            _terminate(engine)
+            end(engine, _END_S)
             self._runtime.socket.unlink(missing_ok=True)
 
     def _look_if_ready(self) -> None:
@@ -240,16 +241,6 @@ def _die_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return prepare
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _kill_stuck(engine: subprocess.Popen[bytes], seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import subprocess
 from pathlib import Path
 
 MAX_INSTANCES = 8  # processes of one model; their shared files have a place for each
@@ -12,6 +13,17 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def end(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    """End a child process that may have ended: SIGTERM, after `patience_s` SIGKILL."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def is_running(pid: int) -> bool:

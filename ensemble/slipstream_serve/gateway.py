@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream_runtime.directory import VARIABLE, Runtime
+from slipstream_runtime.processes import end
 
 from slipstream_serve.spawn import signals_blocked, spawn
 from slipstream_serve.triton import ServeError
@@ -89,15 +90,8 @@ class GatewayProcess:
         """End it: running answers get a few seconds."""
         self._is_ending.set()
         self._thread.join()
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if self._process is not None:
+            end(self._process, _END_S)
 
     @property
     def pid(self) -> int:

@@ -13,7 +13,7 @@ from slipstream_gateway.answer import Answer, Usage
 from slipstream_gateway.dialects.dialect import Dialect, Writer
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.reply import Reply
-from slipstream_gateway.sequences import Answering, Piece, PromptPart, finish_of
+from slipstream_gateway.sequences import Answering, News, PromptPart, finish_of
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Exchange:
         self._num_open = len(answers)  # without their last event
         self._num_pending = 0  # tokens
         self._failure: ApiError | None = None  # to be sent after the last tokens
-        self._beams: list[tuple[int, Piece]] = []  # of a search that has ended
+        self._beams: list[tuple[int, News]] = []  # of a search that has ended
         prompts = [answer.prompt for answer in answers[:: shape.per_prompt]]
         self.usage.prompt = sum(len(prompt.token_ids) for prompt in prompts)
         self._detailed = writer if isinstance(writer, Detailed) else None
@@ -202,7 +202,7 @@ class Exchange:
         self.reply.start()
         return self._writer.start(self.usage.prompt)
 
-    def _take(self) -> Iterable[tuple[int, Piece]]:
+    def _take(self) -> Iterable[tuple[int, News]]:
         """Take what is new of every answer that has news, in order, and count it."""
         self._num_pending = 0
         fresh, self._fresh = self._fresh, {}
@@ -217,7 +217,7 @@ class Exchange:
             self._count(index, piece)
         return taken
 
-    def _count(self, index: int, piece: Piece) -> None:
+    def _count(self, index: int, piece: News) -> None:
         usage = self.usage
         usage.completion += len(piece.token_ids)
         if piece.token_ids and not self.times.first_token_s:
@@ -232,7 +232,7 @@ class Exchange:
                 reused = perf.kv_reused_blocks * self._shape.block_size
                 usage.cached += min(reused, piece.finished.num_input_tokens)
 
-    def _event(self, index: int, piece: Piece) -> bytes:
+    def _event(self, index: int, piece: News) -> bytes:
         if self._detailed is not None:
             self._detailed.note(index, piece.token_ids)
         data = self._writer.write(index, piece.deltas, piece.log_probs)

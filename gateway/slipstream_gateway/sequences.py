@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 from slipstream import wire
 from slipstream.bridge.log_probs import LEAST, LogProbTexts, Place, places_of
-from slipstream.bridge.pieces import Piece as BridgePiece
+from slipstream.bridge.pieces import Piece
 from slipstream_contract.log_probs import WHOLE, LogProbs
 from slipstream_contract.vocab import TokenBytes
 from slipstream_postprocessing.detokenize import detokenize
@@ -95,7 +95,7 @@ class PromptPart:
         if self.values is None:
             return None
         texts = LogProbTexts(self._wanted, self._vocab, self.token_ids)
-        data = texts.prompt(BridgePiece([], [], 0, None, (self.values,)))
+        data = texts.prompt(Piece([], [], 0, None, (self.values,)))
         return None if data is None else msgspec.Raw(data)
 
     def take(self, values: wire.Values) -> None:
@@ -105,7 +105,7 @@ class PromptPart:
             self.log_probs = self._reader.read_prompt(values, self.token_ids)
 
 
-class Piece(msgspec.Struct):
+class News(msgspec.Struct):
     """What is new of one answer."""
 
     deltas: list[Delta]
@@ -150,9 +150,9 @@ class Answering:
             return False
         return not self.prompt.is_awaited or self._pending[-1].finished is not None
 
-    def take(self) -> Piece:
+    def take(self) -> News:
         """Take all that has come."""
-        piece = Piece([], [], [])
+        piece = News([], [], [])
         if self._is_fresh:
             self._is_fresh = False
             if self.prompt.is_echoed:
@@ -165,7 +165,7 @@ class Answering:
         self._pending = []
         return piece
 
-    def take_beam(self, beam: wire.Beam, finished: wire.Finished) -> Piece:
+    def take_beam(self, beam: wire.Beam, finished: wire.Finished) -> News:
         """Take a whole beam as the answer; `finished` is that of the search."""
         reason = beam.reason or finished.reason
         end = msgspec.structs.replace(
@@ -177,7 +177,7 @@ class Answering:
         self._pending = [tokens]
         return self.take()
 
-    def _add(self, piece: Piece, tokens: wire.Tokens) -> None:
+    def _add(self, piece: News, tokens: wire.Tokens) -> None:
         ids, is_last = tokens.token_ids, tokens.finished is not None
         piece.token_ids += ids
         if self._parser is None:
@@ -197,7 +197,7 @@ class Answering:
                 pairs = zip(ids, tokens.log_probs, strict=True)
                 piece.log_probs += [self._reader.plain(*pair) for pair in pairs]
 
-    def _parse(self, piece: Piece, tokens: wire.Tokens) -> None:
+    def _parse(self, piece: News, tokens: wire.Tokens) -> None:
         """Feed the parser token by token, so that no chunking can change what it counts."""
         parser, decoder = self._parser, self._decoder
         assert parser is not None
@@ -212,7 +212,7 @@ class Answering:
                 self._note(piece, parser.feed([NO_TOKEN], [text]))
             self._note(piece, parser.finish())
 
-    def _note(self, piece: Piece, deltas: Sequence[Delta], is_token: bool = False) -> None:
+    def _note(self, piece: News, deltas: Sequence[Delta], is_token: bool = False) -> None:
         for delta in deltas:
             self._is_reasoning = isinstance(delta, Reasoning)
             self.has_calls |= not isinstance(delta, Text | Reasoning)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - markers have letters that only look like ASCII
-"""One recorded answer of each family, at any chunking; hostile and malformed answers."""
+"""Recorded answers of each family, at any chunking; hostile and malformed answers."""
 
 import json
 import time

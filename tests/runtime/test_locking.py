@@ -1,4 +1,4 @@
-"""One process of a server at a time."""
+"""Test that a lock of a server lets in a single process at a time."""
 
 import subprocess
 import sys
