@@ -4,7 +4,7 @@ import json
 
 import pytest
 from fixtures.gateway.recorded import CHOICE, TOOLS, parsed, parts, tokens_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.parsing.answers import Answers, template_format
@@ -158,6 +158,15 @@ PIECES = [
 ]
 
 
+def is_call(value: object) -> bool:
+    """Tell whether what transformers read as a function names one and has arguments."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and isinstance(value.get("arguments"), dict)
+    )
+
+
 @pytest.mark.parametrize("name", SPECS)
 @settings(max_examples=300)
 @given(
@@ -165,6 +174,7 @@ PIECES = [
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     thinks=st.booleans(),
 )
+@example(pieces=["<tool_call>", "{}"], sizes=[1], thinks=False)
 def test_it_reads_what_transformers_reads(name, pieces, sizes, thinks):
     anchor = {"json": "<|im_start|>assistant\n", "tags": "<|im_start|>assistant\n"}
     prompt = {"marked": "<|turn>model\n", "listed": "<a>"}.get(name, anchor.get(name))
@@ -183,10 +193,8 @@ def test_it_reads_what_transformers_reads(name, pieces, sizes, thinks):
     for _, value in (each for each in values if each[0] == "tool_calls"):
         listed = value if isinstance(value, list) else [value]
         functions = [each["function"] for each in listed]
-        if not all(
-            isinstance(each, dict) and isinstance(each["arguments"], dict) for each in functions
-        ):
-            return
+        if not all(map(is_call, functions)):
+            return  # ours is text
         calls += [(each["name"], each["arguments"]) for each in functions]
     assert whole.text == "".join(value for field, value in values if field == "content")
     thoughts = "".join(
