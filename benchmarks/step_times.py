@@ -1,0 +1,154 @@
+"""What a step takes on a GPU, from recorded figures: for simulations of the scheduler.
+
+Recorded are, in `results/step-h100.json` and `step-h200.json`, both engines in one sitting: steps
+of 1, 32, 128 and 256 decodes, of 16 decodes behind 16,384 tokens, and prompts of 2,048 tokens. They
+fix, for a shape and an engine,
+
+- `rest`: GEMMs, head, norms and gaps of a step of n tokens: the decodes less their reads of the
+  cache, straight lines between them, and from where that is more n times what a token of a prompt
+  costs;
+- reads of the cache, at the rate that 16 decodes behind 16,384 tokens had;
+- attention of chunks: operations over `CHUNK_RATE`, as the kernel has it behind 8,192 tokens.
+
+On an H200 that gives 23.5 ms for 255 decodes behind 704 tokens and a chunk of 576, and 57.1 with a
+chunk of 2,048; measured were 22.9 and 57.0.
+
+Nothing is recorded of other shapes but single figures, so they are made: limits of the shape
+(`limits.py`) over the share of the limit that the recorded shape has at that number of tokens, and
+the time that launching needs where that is more.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from limits import CARDS, Model
+from shapes import SHAPES
+
+RESULTS = Path(__file__).parent / "results"
+RECORDED = "llama-3.1-8b"
+CHUNK_RATE = 600e12  # operations a second of a chunk's attention, measured on an H200
+_CONTEXTS = {1: 256, 32: 256, 128: 256, 256: 192}  # mean context of the recorded decodes
+_LONG = (16, 16_384)  # decodes, and their context, of the row `long-context`
+_PROMPT = 2048
+
+# A step never takes less than its launches, in ms: of decodes, which replay a graph, and of others.
+# One row of the 1B shape takes ours 0.95 ms and vLLM 2.1; both are also what bounds it there.
+LAUNCHES = {"slipstream": (0.3, 3.0), "vllm": (2.1, 5.0)}
+# Added to first tokens of vLLM, for the processes between: alone, one prompt of 128 tokens takes
+# 19 to 26 ms, of which a step is 7; most of that is not counted, to be on the safe side.
+FIRST_MS = {"slipstream": 0.5, "vllm": 2.0}
+
+_MORE: dict[str, dict[str, Any]] = {  # head_dim is the hidden size over the heads, unless given
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+    },
+    "14b": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 17408,
+        "vocab_size": 151936,
+    },
+}
+SIZES = {"8b": SHAPES[RECORDED], **_MORE}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Times of steps of one engine on one card and shape.
+
+    Args:
+        rest: (tokens, ms) of all but attention, by tokens.
+        token_ms: of a prompt's token in a large step, attention excluded.
+        read_ms: of a cached token, in a decode.
+        pair_ms: of a query and a key, in a chunk.
+        launches: least ms of a step of decodes, and of any other.
+        first_ms: what a first token takes longer.
+    """
+
+    rest: tuple[tuple[int, float], ...]
+    token_ms: float
+    read_ms: float
+    pair_ms: float
+    launches: tuple[float, float]
+    first_ms: float
+
+    def rest_ms(self, num_tokens: int) -> float:
+        """Return the time of all but attention of a step of so many tokens."""
+        at = bisect_left(self.rest, (num_tokens, 0.0))
+        if at == len(self.rest):
+            return max(self.rest[-1][1], num_tokens * self.token_ms)
+        if at == 0:
+            return self.rest[0][1]
+        (low, low_ms), (high, high_ms) = self.rest[at - 1 : at + 1]
+        return low_ms + (high_ms - low_ms) * (num_tokens - low) / (high - low)
+
+    def step_ms(self, num_decodes: int, context: int, chunks: Iterable[tuple[int, int]]) -> float:
+        """Return the time of a step.
+
+        Args:
+            num_decodes: rows of one token.
+            context: tokens before all of these together.
+            chunks: first position and number of tokens of each.
+        """
+        num_tokens, pairs, before = num_decodes, 0.0, 0
+        for start, size in chunks:
+            num_tokens += size
+            pairs += size * (start + size / 2)
+            before += start
+        has_chunks = num_tokens > num_decodes
+        attention = context * self.read_ms + max(pairs * self.pair_ms, before * self.read_ms)
+        return max(self.launches[has_chunks], self.rest_ms(num_tokens) + attention)
+
+
+def recorded(card: str, engine: str) -> StepTimes:
+    """Return the times of the recorded shape; `engine` is slipstream or vllm."""
+    table = json.loads((RESULTS / f"step-{card.lower()}.json").read_text())
+    side = "ours" if engine == "slipstream" else "peer"
+    figures = {row["row"]: row[side] for row in table["rows"]}
+    model = Model(SIZES["8b"], CARDS[card])
+    pair_ms = 1e3 * model.operations_a_pair / CHUNK_RATE
+    num_long, context = _LONG
+    decodes = {n: figures[f"decode-bs{n}"] for n in _CONTEXTS}
+    # The line through 1 and 32 rows is near enough to 16 rows without a cache.
+    base_ms = decodes[1] + (decodes[32] - decodes[1]) * (num_long - 1) / 31
+    read_ms = (figures["long-context"] - base_ms) / (num_long * (context - _CONTEXTS[1]))
+    rest = tuple((n, ms - n * _CONTEXTS[n] * read_ms) for n, ms in decodes.items())
+    token_ms = 1e3 / figures["prefill"] - _PROMPT / 2 * pair_ms
+    return StepTimes(rest, token_ms, read_ms, pair_ms, LAUNCHES[engine], FIRST_MS[engine])
+
+
+def times_of(shape: str, card: str = "H100", engine: str = "slipstream") -> StepTimes:
+    """Return the times of a shape of `SIZES`, made from the recorded one's if need be."""
+    known = recorded(card, engine)
+    if shape == "8b":
+        return known
+    model, base = both = Model(SIZES[shape], CARDS[card]), Model(SIZES["8b"], CARDS[card])
+
+    def scaled(num_tokens: int) -> float:
+        own, recorded_s = (sum(w.seconds for w in m.products(num_tokens, num_tokens)) for m in both)
+        return own / recorded_s
+
+    floor = known.launches[0]
+    rest = tuple((n, max(floor, ms * scaled(n))) for n, ms in known.rest)
+    layers = model.in_layers / base.in_layers
+    return StepTimes(
+        rest,
+        known.token_ms * layers,
+        known.read_ms * model.kv_bytes / base.kv_bytes,
+        known.pair_ms * model.operations_a_pair / base.operations_a_pair,
+        known.launches,
+        known.first_ms,
+    )
