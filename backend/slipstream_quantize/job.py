@@ -1,0 +1,202 @@
+"""Quantise a checkpoint block by block, each behind the quantised ones before it."""
+
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from slipstream.models.files import read_json
+from torch import Tensor
+from tqdm import tqdm
+
+from slipstream_quantize.formats import config_of, tensors_of
+from slipstream_quantize.gptq import gptq
+from slipstream_quantize.grid import Fitted, Grid, output_error
+from slipstream_quantize.observe import ROUNDINGS, Probe, Seen, round_blocks
+from slipstream_quantize.opened import Opened, Place, Running
+from slipstream_quantize.recipe import Recipe
+from slipstream_quantize.smooth import awq_scales, divide_norm, smooth_scales
+from slipstream_quantize.writer import Writer
+
+
+@dataclass
+class Report:
+    """What was made and what it lost.
+
+    Attributes:
+        errors: of each layer, squared error of outputs over their square; without a text, of its
+            weights.
+    """
+
+    scheme: str
+    recipe: dict[str, Any]
+    errors: dict[str, float] = field(default_factory=dict)
+    smoothed: list[str] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+    calibration: str = ""
+    calibration_tokens: int = 0
+    measured_on: str = ""
+    bits_per_byte_before: float | None = None
+    bits_per_byte_after: float | None = None
+
+
+class Job:
+    """A checkpoint and a recipe.
+
+    Args:
+        opened: the checkpoint; its layers compute what the quantised ones would, afterwards.
+        recipe: what is made.
+        text: token ids `[s, length]` to calibrate with, if the recipe needs them.
+        writer: gets the tensors of each block; None: nothing is written.
+    """
+
+    def __init__(
+        self, opened: Opened, recipe: Recipe, text: Tensor | None, writer: Writer | None = None
+    ) -> None:
+        assert text is not None or not recipe.needs_text, "activations decide"
+        self._opened = opened
+        self._recipe = recipe
+        self._grid = Grid(recipe, opened.dtype)
+        self._writer = writer
+        self._running = Running(opened, text) if text is not None and recipe.needs_text else None
+        self._rounding = ROUNDINGS.get(recipe.activations)
+        if recipe.format == "fp8":
+            self._rounding = round_blocks
+        self.errors: dict[str, float] = {}
+        self.smoothed: list[str] = []
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Quantise all blocks."""
+        sums = self._running.embedded() if self._running else []
+        is_shown = sys.stderr.isatty()
+        blocks = self._opened.blocks
+        with tqdm(blocks, "quantising", unit="block", disable=not is_shown) as bar:
+            for i, places in enumerate(bar):
+                seen = self._watch(i, places, sums)
+                if self._recipe.smooth:
+                    self._smooth(places, seen)
+                for place, each in zip(places, seen, strict=True):
+                    self._quantise(place.probe, each)
+                if self._running and i + 1 < len(blocks):
+                    for part in sums:
+                        self._running.block(i, part)
+
+    def _watch(self, i: int, places: list[Place], sums: list[Tensor]) -> list[Seen | None]:
+        """Run a block as it is; return what its layers read."""
+        if self._running is None:
+            return [None] * len(places)
+        seen = [Seen() for _ in places]
+        for place, each in zip(places, seen, strict=True):
+            place.probe.seen = each
+        for part in sums:
+            self._running.block(i, part.clone())
+        for place in places:
+            place.probe.seen = None
+        return [each.finish() for each in seen]
+
+    def _smooth(self, places: list[Place], seen: list[Seen | None]) -> None:
+        """Move scales between the layers of a block; `seen` is of the new inputs afterwards."""
+        for at, place in enumerate(places):
+            one = seen[at]
+            assert one is not None, "a recipe that smooths has a text"
+            if place.norm is None and place.rows is None:
+                continue
+            weight = place.probe.values.float()
+            if self._recipe.smooth == "weights":
+                scales = awq_scales(weight, one, self._grid)
+            else:
+                assert self._rounding is not None, "activations are rounded"
+                scales = smooth_scales(weight, one, self._grid, self._rounding)
+            if bool((scales == 1).all()):
+                continue
+            if place.norm is not None:
+                scales = divide_norm(place.norm, scales, self._opened.dtype)
+            else:
+                divide_rows(place, scales)
+            place.probe.values.copy_(weight * scales)
+            seen[at] = one.divided(scales)
+            self.smoothed += place.probe.names
+
+    def _quantise(self, probe: Probe, seen: Seen | None) -> None:
+        """Round the weights of a layer, in place, and hand their tensors to the writer."""
+        weight = probe.values.float().clone()
+        second = None if seen is None else seen.second
+        fitted = self._fit(weight, second, probe.sizes)
+        if self._recipe.gptq:
+            assert second is not None, "GPTQ has a text"
+            q = gptq(weight, second, self._grid, fitted)
+        else:
+            q = self._grid.round(weight, fitted)
+        rounded = self._grid.values(q, fitted)
+        probe.values.copy_(rounded)
+        probe.rounding = self._rounding
+        parts = (
+            torch.split(x, probe.sizes) for x in (weight, rounded, q, fitted.scale, fitted.zero)
+        )
+        for name, before, after, codes, scale, zero in zip(probe.names, *parts, strict=True):
+            whole = output_error(before, second)
+            self.errors[name] = output_error(before - after, second) / (whole or 1.0)
+            if self._writer:
+                own = Fitted(scale, zero, fitted.overall)
+                tensors = tensors_of(codes, own, self._recipe, self._opened.dtype)
+                stored = self._opened.plan.model.tensors.stored(name)
+                self._writer.add({f"{stored}.{key}": each for key, each in tensors.items()})
+
+    def _fit(self, weight: Tensor, second: Tensor | None, sizes: list[int]) -> Fitted:
+        """Fit; blocks of rows start anew in each matrix."""
+        if self._recipe.format != "fp8":
+            return self._grid.fit(weight, second)
+        found = [self._grid.fit(part) for part in torch.split(weight, sizes)]
+        return Fitted(torch.cat([f.scale for f in found]), torch.cat([f.zero for f in found]))
+
+
+def divide_rows(place: Place, scales: Tensor) -> None:
+    """Divide the results that a layer's inputs are made of, in the layer before."""
+    assert place.rows is not None, "inputs come from rows"
+    before, rows = place.rows
+    before.values[rows] /= scales[:, None].to(before.values.dtype)
+    if before.bias is not None:
+        before.bias[rows] /= scales.to(before.bias.dtype)
+
+
+def write_rest(opened: Opened, writer: Writer) -> None:
+    """Write what is not quantised: embedding, head, norms, biases, scales of a cache."""
+    source, stored = opened.source, opened.plan.model.tensors.stored
+    done = {f"{name}.weight" for probe in opened.probes for name in probe.names}
+    kept = {name: tensor for name, tensor in source.tensors.items() if name not in done}
+    writer.add({stored(name): tensor.to(opened.dtype) for name, tensor in kept.items()})
+    writer.add({stored(name): torch.tensor([each]) for name, each in source.numbers.items()})
+
+
+def write(opened: Opened, directory: Path, recipe: Recipe, report: Report, writer: Writer) -> None:
+    """Write the tensors that stay, the configuration and the report."""
+    write_rest(opened, writer)
+    config = read_json(directory / "config.json")
+    for key in ("torch_dtype", "quantization_config"):
+        config.pop(key, None)
+    config["dtype"] = str(opened.dtype).removeprefix("torch.")
+    model = opened.plan.model
+    head = model.tensors.stored("lm_head")
+    config["quantization_config"] = config_of(recipe, [head], model.fp8_cache)
+    source = opened.source
+    report.bytes_before = sum(x.numel() for x in source.tensors.values()) * opened.dtype.itemsize
+    report.bytes_after = writer.num_bytes
+    writer.finish(directory, config, asdict(report))
+
+
+class Clock:
+    """Measures seconds, and those of all processors."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), time.process_time()
+
+    def read(self, report: Report) -> None:
+        """Write them into a report."""
+        report.seconds = round(time.perf_counter() - self._start[0], 1)
+        report.processor_seconds = round(time.process_time() - self._start[1], 1)

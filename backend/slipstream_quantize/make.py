@@ -1,0 +1,96 @@
+"""The whole of `slipstream quantize`: read, calibrate, measure, quantise, write, report."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from slipstream.models.gguf.unpack import as_directory
+from torch import Tensor
+
+from slipstream_quantize.job import Clock, Job, Report, write
+from slipstream_quantize.measure import bits_per_byte
+from slipstream_quantize.opened import Opened
+from slipstream_quantize.recipe import LENGTH, MEASURED, SAMPLES, Recipe, settled
+from slipstream_quantize.text import default_texts, pieces, read_texts, tokenizer_of
+from slipstream_quantize.writer import Writer
+
+_WORST = 5  # layers that the report names
+
+
+def make(args: argparse.Namespace) -> list[str]:
+    """Make the checkpoint that the options of `cli.py` ask for; return the report's lines."""
+    clock = Clock()
+    writer = Writer(args.output)
+    try:
+        with as_directory(args.checkpoint) as (directory, _):
+            opened = Opened(directory, args.device, args.dtype)
+            recipe = recipe_of(opened, args.scheme, args.group_size, args.symmetric)
+            report = Report(args.scheme, asdict(recipe))
+            text = _calibration(args, opened, directory, recipe, report)
+            measured = _measured(args, opened, directory, report)
+            if measured is not None:
+                report.bits_per_byte_before = measured_bits(opened, directory, measured)
+            job = Job(opened, recipe, text, writer)
+            job.run()
+            report.errors, report.smoothed = job.errors, job.smoothed
+            if measured is not None:
+                report.bits_per_byte_after = measured_bits(opened, directory, measured)
+            clock.read(report)
+            write(opened, directory, recipe, report, writer)
+    finally:
+        writer.discard()
+    return list(lines_of(report, args.output))
+
+
+def recipe_of(opened: Opened, scheme: str, group: int | None, symmetric: bool) -> Recipe:
+    """Return the recipe for the matrices of a checkpoint; raises `ConfigError`."""
+    return settled(scheme, group, symmetric, [p.values.shape[1] for p in opened.probes])
+
+
+def measured_bits(opened: Opened, directory: Path, measured: Tensor) -> float:
+    """Return bits a byte on the pieces `[s, length]`."""
+    return bits_per_byte(opened, tokenizer_of(directory), measured)
+
+
+def _calibration(
+    args: argparse.Namespace, opened: Opened, directory: Path, recipe: Recipe, report: Report
+) -> Tensor | None:
+    if not recipe.needs_text:
+        return None
+    texts = read_texts(args.calibration) if args.calibration else default_texts(False)
+    report.calibration = str(args.calibration or "texts that come with Python")
+    length = args.sample_length or min(LENGTH, opened.plan.max_model_len)
+    most = args.samples or SAMPLES[opened.plan.device.type]
+    found = pieces(tokenizer_of(directory), texts, length, most, report.calibration)
+    report.calibration_tokens = found.numel()
+    return found
+
+
+def _measured(
+    args: argparse.Namespace, opened: Opened, directory: Path, report: Report
+) -> Tensor | None:
+    if args.no_measure:
+        return None
+    texts = read_texts(args.measure) if args.measure else default_texts(True)
+    report.measured_on = str(args.measure or "other texts that come with Python")
+    length = min(LENGTH, opened.plan.max_model_len)
+    return pieces(tokenizer_of(directory), texts, length, MEASURED, report.measured_on)
+
+
+def lines_of(report: Report, output: Path) -> Iterator[str]:
+    """Write a report for a terminal."""
+    size = f"{report.bytes_before / 1e6:,.1f} MB -> {report.bytes_after / 1e6:,.1f} MB"
+    yield f"{output}: {report.scheme}, {size}"
+    if report.calibration:
+        yield f"calibrated with {report.calibration_tokens:,} tokens of {report.calibration}"
+    kind = "outputs" if report.calibration else "weights"
+    mean = sum(report.errors.values()) / len(report.errors)
+    yield f"squared error of {kind}, in parts of their square: {mean:.2e} in the mean; most:"
+    worst = sorted(report.errors.items(), key=lambda item: -item[1])[:_WORST]
+    yield from (f"  {name}: {error:.2e}" for name, error in worst)
+    before, after = report.bits_per_byte_before, report.bits_per_byte_after
+    if before is not None and after is not None:
+        change = f"{after / before - 1:+.2%}"
+        yield f"bits a byte: {before:.4f} -> {after:.4f} ({change}) on {report.measured_on}"
+    yield f"{report.seconds:.0f} s, {report.processor_seconds:.0f} s of processors"

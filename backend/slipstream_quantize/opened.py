@@ -1,0 +1,197 @@
+"""A checkpoint opened for changes: a plain decoder, each of whose linear layers is a `Probe`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from slipstream.config import EngineConfig
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.layers.attention import AttentionInputs, StepRows
+from slipstream.layers.decoder import Block, Decoder
+from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
+from slipstream.layers.norm import Norm
+from slipstream.layers.residual import Residual
+from slipstream.models.decoder import build_decoder
+from slipstream.models.hf import weights_dtype
+from slipstream.models.registry import family_of
+from slipstream.models.weights import FileSource, Weights
+from slipstream.runner.plan import Plan, settle_here
+from torch import Tensor
+
+from slipstream_quantize.observe import Probe
+
+BLOCK_SIZE = 32  # tokens of a block of the cache
+TOKENS = 4096  # of a step, at least one piece
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A linear layer of a block, with what makes its inputs.
+
+    Attributes:
+        probe: the layer.
+        norm: before it, whose factors may change with its columns; None: no norm.
+        rows: of the layer before whose results it reads one by one; None: none.
+    """
+
+    probe: Probe
+    norm: Norm | None
+    rows: tuple[Probe, slice] | None
+
+
+class Recording(FileSource):
+    """Remembers each tensor that it reads, in the memory where the decoder has it."""
+
+    def __init__(self, directory: Path, device: torch.device, plan: Plan) -> None:
+        super().__init__(directory, device, plan.model.tensors)
+        self.tensors: dict[str, Tensor] = {}
+        self.numbers: dict[str, float] = {}
+        self.together: dict[int, list[str]] = {}  # address -> names of what lies there
+
+    def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
+        """Read and remember."""
+        super().fill(names, outs)
+        self.tensors |= zip(names, outs, strict=True)
+        self.together[outs[0].data_ptr()] = list(names)
+
+    def number(self, name: str) -> float:
+        """Read a scale and remember it."""
+        self.numbers[name] = super().number(name)
+        return self.numbers[name]
+
+
+class Opened:
+    """A checkpoint in memory.
+
+    Attributes:
+        dtype: of the tensors that are written.
+        plan: how the decoder runs.
+        decoder: without fusion.
+        source: its tensors and numbers by the decoder's names.
+    """
+
+    def __init__(self, directory: Path, device: str = "auto", dtype: str = "auto") -> None:
+        config = EngineConfig(checkpoint=str(directory), device=device, block_size=BLOCK_SIZE)
+        plan = settle_here(config)
+        name = dtype if dtype != "auto" else plan.model.dtype or weights_dtype(directory)
+        self.dtype: torch.dtype = getattr(torch, name)
+        if plan.device.type == "cuda" and self.dtype == torch.float32:
+            raise ConfigError("--dtype float32 on a GPU: attention needs float16 or bfloat16 there")
+        if plan.device.type == "cuda":
+            plan = settle_here(msgspec.structs.replace(config, dtype=name))
+        self.plan = plan
+        self.source = Recording(directory, plan.device, plan)
+        weights = Weights(self.source, plan.device, plan.dtype)
+        build = family_of(plan.model.architecture).build or build_decoder
+        self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
+        weights.finish()
+        self.blocks = [self._places(block) for block in self.decoder.blocks]
+
+    @property
+    def probes(self) -> Iterator[Probe]:
+        """All layers, in order."""
+        return (place.probe for block in self.blocks for place in block)
+
+    def _places(self, block: Block) -> list[Place]:
+        """Put probes into a block; return its places in the order in which they run."""
+        found: list[Place] = []
+        for layer, norm in ((block.attention, block.input_norm), (block.mlp, block.mlp_norm)):
+            before: Probe | None = None
+            for place in list(vars(layer).values()):
+                if isinstance(place, NormLinear | GatedLinear):
+                    before = place.linear = self._probe(place.linear)
+                    found.append(Place(before, norm, None))
+                elif isinstance(place, LinearAdd):
+                    probe = place.linear = self._probe(place.linear)
+                    found.append(Place(probe, None, self._feeding(before, probe)))
+        if not found:
+            raise CheckpointError(
+                f"{self.plan.model.architecture}: its blocks have no linear layers that are known"
+            )
+        return found
+
+    def _probe(self, linear: Linear) -> Probe:
+        matrix = linear.matrix
+        if matrix is None or matrix.scales is not None:
+            raise CheckpointError("the checkpoint has quantised weights: quantise the original")
+        names = self.source.together[matrix.values.data_ptr()]
+        sizes = [self.source.tensors[name].shape[0] for name in names]
+        return Probe(linear, [name.removesuffix(".weight") for name in names], sizes)
+
+    def _feeding(self, before: Probe | None, probe: Probe) -> tuple[Probe, slice] | None:
+        """Return the rows whose results are, times a factor, the inputs of `probe` one by one.
+
+        They are the last matrix of the layer before: values (where every head has its own), or
+        what a gate multiplies. Scales of a cache are of the values as they are.
+        """
+        inputs = probe.values.shape[1]
+        if before is None or before.sizes[-1] != inputs or self.source.numbers:
+            return None
+        last = before.values.shape[0]
+        return before, slice(last - inputs, last)
+
+
+class Running:
+    """Runs an opened checkpoint over pieces of text, a block at a time or whole.
+
+    Args:
+        opened: the checkpoint.
+        pieces: token ids `[s, length]`, s pieces of the same length.
+        kv_cache_dtype: of the cache, as the engine's option.
+    """
+
+    def __init__(self, opened: Opened, pieces: Tensor, kv_cache_dtype: str = "auto") -> None:
+        config = msgspec.structs.replace(opened.plan.config, kv_cache_dtype=kv_cache_dtype)
+        self._opened = opened
+        self._plan = settle_here(config)
+        self._pieces = pieces.to(self._plan.device)
+        length = pieces.shape[1]
+        if length > self._plan.max_model_len:
+            raise ConfigError(
+                f"pieces of {length} tokens are longer than the context, {self._plan.max_model_len}"
+            )
+        self._at_once = max(1, TOKENS // length)
+        self._blocks = -(-length // BLOCK_SIZE)
+        shape = self._plan.kv.layer_shape(self._blocks * min(self._at_once, len(pieces)))
+        self._cache = torch.zeros(shape, dtype=self._plan.cache_dtype, device=self._plan.device)
+
+    def embedded(self) -> list[Tensor]:
+        """Return the sums before the first block, of some pieces each: `[tokens, hidden]`."""
+        return [
+            self._opened.decoder.embedding(part.flatten())
+            for part in torch.split(self._pieces, self._at_once)
+        ]
+
+    def block(self, i: int, sums: Tensor) -> None:
+        """Apply block `i` to the sums of some pieces, in place."""
+        block, window = self._opened.decoder.blocks[i], self._plan.model.windows[i]
+        count = len(sums) // self._pieces.shape[1]
+        block(Residual(sums), self._inputs(count, window), self._cache)
+
+    def logits(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield `[s, length, vocab]` of some pieces, and their token ids."""
+        parts = torch.split(self._pieces, self._at_once)
+        for part, sums in zip(parts, self.embedded(), strict=True):
+            for i in range(len(self._opened.decoder.blocks)):
+                self.block(i, sums)
+            for ids, each in zip(part, torch.split(sums, part.shape[1]), strict=True):
+                yield ids, self._opened.decoder.logits(Residual(each)).float()
+
+    def _inputs(self, count: int, window: int) -> AttentionInputs:
+        """Return the inputs of attention for so many pieces, each of them a chunk."""
+        length, device = self._pieces.shape[1], self._plan.device
+        tables = torch.arange(count * self._blocks, dtype=torch.int32, device=device)
+        positions = torch.arange(length, device=device).repeat(count)
+        firsts = torch.arange(count, device=device) * self._blocks * BLOCK_SIZE
+        rows = StepRows(
+            positions=positions,
+            slots=positions + firsts.repeat_interleave(length),
+            block_tables=tables.view(count, -1),
+            query_starts=torch.arange(count + 1, dtype=torch.int32, device=device) * length,
+            lengths=torch.full((count,), length, dtype=torch.int32, device=device),
+            num_decodes=0,
+            max_queries=length,
+        )
+        return AttentionInputs.of(self._plan.attention, self._cache, rows, window)

@@ -1,0 +1,180 @@
+"""Grids: the nearest number is taken, and a searched range is never worse than the whole."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream_quantize.gptq import gptq
+from slipstream_quantize.grid import E2M1, Fitted, Grid, output_error
+from slipstream_quantize.observe import Seen
+from slipstream_quantize.recipe import RECIPES, Recipe
+from slipstream_quantize.smooth import awq_candidates, awq_scales, bounded
+from torch import Tensor
+
+KINDS = {
+    name: replace(RECIPES[name], group=RECIPES[name].group and 16)
+    for name in ("fp8", "int8", "int4", "w4a8", "nvfp4")
+}
+
+
+def grid_of(recipe: Recipe) -> Grid:
+    return Grid(recipe, torch.bfloat16)
+
+
+def matrix(seed: int, n: int = 12, k: int = 48) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n, k, generator=generator)
+    return weight * torch.rand(n, 1, generator=generator).pow(3) + 0.01
+
+
+def inputs(seed: int, k: int = 48, count: int = 200) -> Tensor:
+    """Correlated rows of which some columns are large."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, k // 3, generator=generator) @ torch.randn(
+        k // 3, k, generator=generator
+    )
+    sizes = torch.rand(k, generator=generator).pow(4) * 20 + 0.05
+    return (x + 0.3 * torch.randn(count, k, generator=generator)) * sizes
+
+
+def seen_of(x: Tensor) -> Seen:
+    seen = Seen()
+    seen.add(x)
+    return seen.finish()
+
+
+def numbers(recipe: Recipe) -> Tensor:
+    if recipe.kind == "int":
+        top = 2 ** (recipe.bits - 1)
+        return torch.arange(-top, top).float()
+    if recipe.kind == "e2m1":
+        return torch.tensor([*E2M1, *(-x for x in E2M1)])
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return every[every.isfinite()]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=10)
+def test_each_weight_becomes_the_nearest_number(name: str, seed: int) -> None:
+    grid, weight = grid_of(KINDS[name]), matrix(seed)
+    fitted = grid.fit(weight)
+    q = grid.round(weight, fitted)
+    scale, zero = (grid.columns(each, weight.shape[1]) for each in fitted[:2])
+    off = (weight - (q - zero) * scale).abs()
+    every = (numbers(KINDS[name]) - zero[..., None]) * scale[..., None]
+    nearest = (every - weight[..., None]).abs().amin(-1)
+    assert torch.allclose(off, nearest, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["int4", "w4a8", "nvfp4"])
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=10)
+def test_searched_ranges_are_never_worse(name: str, seed: int) -> None:
+    grid, weight = grid_of(KINDS[name]), matrix(seed)
+    whole, searched = grid.fit(weight, clips=False), grid.fit(weight)
+    before, after = (
+        (weight - grid.values(grid.round(weight, fitted), fitted)).pow(2).sum()
+        for fitted in (whole, searched)
+    )
+    assert after <= before
+    assert not torch.equal(whole.scale, searched.scale)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=10)
+def test_ranges_by_inputs_have_less_error_of_outputs_in_each_group(seed: int) -> None:
+    grid, weight = grid_of(KINDS["int4"]), matrix(seed)
+    second = seen_of(inputs(seed)).second
+    blocks = second * torch.block_diag(*[torch.ones(16, 16)] * 3)
+    by_weights, by_inputs = grid.fit(weight), grid.fit(weight, second)
+    errors = [
+        output_error(weight - grid.values(grid.round(weight, fitted), fitted), blocks)
+        for fitted in (by_weights, by_inputs)
+    ]
+    assert errors[1] <= errors[0] * (1 + 1e-5)
+
+
+def test_empty_groups_and_equal_weights() -> None:
+    for recipe in KINDS.values():
+        for value in (0.0, 3.0, -3.0):
+            grid, weight = grid_of(recipe), torch.full((2, 32), value)
+            fitted = grid.fit(weight)
+            got = grid.values(grid.round(weight, fitted), fitted)
+            assert torch.allclose(got, weight, rtol=0.01)
+
+
+def plain_gptq(weight: Tensor, second: Tensor, grid: Grid, fitted: Fitted) -> Tensor:
+    """Round columns one by one; solve anew for the others after each (Hassibi and Stork, 1993)."""
+    weight, k = weight.double().clone(), weight.shape[1]
+    order = torch.argsort(second.diagonal(), descending=True, stable=True).tolist()
+    second = second.double() + 0.01 * second.diagonal().double().mean() * torch.eye(k).double()
+    scale, zero = (grid.columns(each, k).double() for each in fitted[:2])
+    q = torch.zeros(weight.shape)
+    for at, column in enumerate(order):
+        q[:, column] = grid.snap(weight[:, column], scale[:, column], zero[:, column]).float()
+        off = weight[:, column] - (q[:, column] - zero[:, column]) * scale[:, column]
+        left = order[at + 1 :]
+        if left:
+            rest = second[left][:, left]
+            weight[:, left] += off[:, None] * torch.linalg.solve(rest, second[left, column])
+    return q
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "nvfp4"])
+def test_gptq_is_the_plain_algorithm(name: str) -> None:
+    grid, weight, second = grid_of(KINDS[name]), matrix(3), seen_of(inputs(3)).second
+    fitted = grid.fit(weight, second)
+    got, expected = gptq(weight, second, grid, fitted), plain_gptq(weight, second, grid, fitted)
+    assert (got == expected).float().mean() > 0.99  # ties of fp32 and fp64
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20)
+def test_gptq_has_less_error_on_correlated_inputs(seed: int) -> None:
+    grid, weight, second = grid_of(KINDS["int4"]), matrix(seed), seen_of(inputs(seed)).second
+    fitted = grid.fit(weight)
+    errors = [
+        output_error(weight - grid.values(q, fitted), second)
+        for q in (grid.round(weight, fitted), gptq(weight, second, grid, fitted))
+    ]
+    assert errors[1] < errors[0]
+
+
+def test_gptq_of_independent_inputs_is_rounding() -> None:
+    grid, weight = grid_of(KINDS["int4"]), matrix(5)
+    fitted = grid.fit(weight)
+    got = gptq(weight, torch.diag(torch.rand(48) + 0.1), grid, fitted)
+    assert torch.equal(got, grid.round(weight, fitted))
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_gptq_with_inputs_that_are_never_seen(count: int) -> None:
+    grid, weight = grid_of(KINDS["int4"]), matrix(6)
+    x = inputs(6, count=count)
+    x[:, ::5] = 0
+    q = gptq(weight, seen_of(x).second, grid, grid.fit(weight))
+    assert q.isfinite().all()
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=10)
+def test_awq_is_never_worse_than_rounding(seed: int) -> None:
+    grid, weight, seen = grid_of(KINDS["int4"]), matrix(seed), seen_of(inputs(seed))
+    errors = []
+    for scales in (torch.ones(48), awq_scales(weight, seen, grid)):
+        fitted = grid.fit(weight * scales, clips=False)
+        rounded = grid.values(grid.round(weight * scales, fitted), fitted) / scales
+        errors.append(output_error(weight - rounded, seen.second))
+    assert errors[1] <= errors[0]
+
+
+def test_awq_of_equal_inputs_and_weights_is_rounding() -> None:
+    grid, ones = grid_of(KINDS["int4"]), torch.ones(48)
+    for scales in awq_candidates(torch.ones(4, 48), ones, grid):
+        assert torch.allclose(scales, ones)
+    seen = seen_of(torch.eye(48))
+    assert torch.equal(awq_scales(torch.ones(4, 48), seen, grid), ones)
+    assert torch.equal(bounded(torch.full((4,), 7.0)), torch.ones(4))

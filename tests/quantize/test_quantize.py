@@ -1,0 +1,206 @@
+"""`slipstream quantize`: scales move without a change, files are whole, wrong inputs are named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.models.checkpoints import edit_config, rewrite
+from fixtures.quantize import tiny
+from fixtures.tiers import quick_of
+from safetensors.torch import load_file
+from slipstream_client.cli import main
+from slipstream_quantize.job import divide_rows
+from slipstream_quantize.opened import Opened, Running
+from slipstream_quantize.recipe import RECIPES
+from slipstream_quantize.smooth import divide_norm
+from slipstream_quantize.text import CALIBRATION, MEASURED, default_texts
+from slipstream_quantize.writer import Writer
+
+TEXT = "".join(f"{i} bottles of ink stand on the wall, {i * i} of them full.\n" for i in range(99))
+FAMILIES = {
+    "mha": ("llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "gqa, tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 4}),
+    "gemma3": ("gemma3", {"num_key_value_heads": 4, "sliding_window": 16}),
+}
+QUICK = ("mha", "gemma3")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def quantize(directory: Path, output: Path, scheme: str, *options: str) -> int:
+    where = ["--checkpoint", str(directory), "--output", str(output), "--scheme", scheme]
+    return main(["quantize", *where, "--device", "cpu", *options])
+
+
+def logits(opened: Opened) -> torch.Tensor:
+    ids = torch.arange(3 * 40).view(3, 40) * 7 % 256
+    with torch.inference_mode():
+        return torch.stack([each for _, each in Running(opened, ids).logits()])
+
+
+@pytest.mark.parametrize("family", quick_of(FAMILIES, QUICK))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scales_that_move_change_nothing(family: str, dtype: str, tmp_path: Path) -> None:
+    """Norms are rounded to the dtype of the files, and what is multiplied is what they became."""
+    name, overrides = FAMILIES[family]
+    opened = Opened(tiny.checkpoint(tmp_path, name, **overrides), "cpu", dtype)
+    before = logits(opened)
+    generator, moved = torch.Generator().manual_seed(0), 0
+    with torch.inference_mode():
+        for place in (place for block in opened.blocks for place in block):
+            values = place.probe.values
+            scales = torch.rand(values.shape[1], generator=generator) * 4 + 0.2
+            if place.norm is not None:
+                scales = divide_norm(place.norm, scales, opened.dtype)
+            elif place.rows is not None:
+                divide_rows(place, scales)
+            else:
+                continue
+            values.copy_(values * scales)
+            moved += 1
+    heads = overrides.get("num_key_value_heads", 2)
+    assert moved == 2 * (4 if heads == 4 else 3)
+    assert (logits(opened) - before).abs().max() <= 1e-4 * before.abs().max()
+
+
+@pytest.mark.parametrize("scheme", RECIPES)
+def test_each_scheme_writes_a_checkpoint(
+    scheme: str, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tiny.checkpoint(tmp_path / "original", "llama")
+    options = ["--measure", str(text)]
+    if RECIPES[scheme].needs_text:
+        options += ["--calibration", str(text), "--samples", "4", "--sample-length", "64"]
+    assert quantize(directory, tmp_path / "out", scheme, *options) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    report = json.loads((tmp_path / "out" / "quantize_report.json").read_text())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    original = load_file(directory / "model.safetensors")
+    recipe = RECIPES[scheme]
+    method = "fp8" if scheme == "fp8-block" else "compressed-tensors"
+    assert config["quantization_config"]["quant_method"] == method
+    assert len(report["errors"]) == 14
+    assert 0 < max(report["errors"].values()) < 0.2
+    assert 0.9 < report["bits_per_byte_after"] / report["bits_per_byte_before"] < 1.1
+    assert report["bytes_after"] == sum(x.numel() * x.itemsize for x in tensors.values())
+    assert {name for name in original if "proj" not in name} <= tensors.keys()
+    assert bool(report["smoothed"]) == bool(recipe.smooth)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert "bits a byte" in capsys.readouterr().out
+
+
+def test_better_recipes_have_less_error(tmp_path: Path, text: Path) -> None:
+    directory = tiny.checkpoint(tmp_path / "original", "llama")
+
+    def made(scheme: str) -> Opened:
+        output = tmp_path / scheme
+        assert quantize(directory, output, scheme, "--no-measure", *options[scheme]) == 0
+        return json.loads((output / "quantize_report.json").read_text())["errors"]
+
+    how = ["--calibration", str(text), "--samples", "16", "--sample-length", "64"]
+    options = {"int8-sq": how, "gptq": how, "awq": how, "awq-gptq": how}
+    means = {name: sum(made(name).values()) for name in options}
+    assert means["int8-sq"] < means["awq-gptq"] <= means["awq"]
+    assert means["gptq"] <= means["awq"]
+
+
+def test_shards_and_what_is_beside_weights(tmp_path: Path) -> None:
+    directory = tiny.checkpoint(tmp_path / "original", "llama")
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    (directory / "weights.bin").write_bytes(b"old")
+    writer = Writer(tmp_path / "out", shard_bytes=3000)
+    tensors = {f"t{i}": torch.full((i + 1, 100), float(i)) for i in range(6)}
+    writer.add(tensors)
+    writer.finish(directory, {"a": 1}, {})
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert "chat_template.jinja" in files
+    assert "weights.bin" not in files
+    assert set(index["weight_map"]) == set(tensors)
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "out" / file)[name], tensors[name])
+    assert index["metadata"]["total_size"] == sum(x.numel() * 4 for x in tensors.values())
+
+
+def test_default_texts_do_not_overlap() -> None:
+    assert not set(CALIBRATION) & set(MEASURED)
+    ours, measured = (
+        {line.strip() for text in default_texts(x) for line in text.splitlines()}
+        for x in (False, True)
+    )
+    long = {line for line in measured if len(line) >= 40}
+    assert len(long & ours) < 0.002 * len(long)  # sources share a few
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--group-size", "48"], "--group-size 48 does not divide the 64 inputs of a matrix"),
+        (["--samples", "3"], "--scheme int4 needs no text"),
+        (["--calibration", "x.txt"], "--scheme int4 needs no text"),
+        (["--no-measure", "--measure", "x"], "exclude each other"),
+        (["--scheme", "fp8", "--symmetric"], "--symmetric: --scheme fp8 has no groups"),
+        (
+            ["--scheme", "int8", "--group-size", "32"],
+            "--group-size 32: --scheme int8 has no groups",
+        ),
+        (["--scheme", "gptq", "--calibration", "none.txt"], "none.txt: cannot be read: No such"),
+        (["--scheme", "gptq", "--sample-length", "129"], "129 tokens are longer than the"),
+        (["--scheme", "gptq", "--sample-length", "9"], "pieces of 9 tokens"),
+    ],
+)
+def test_wrong_options(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tiny.checkpoint(tmp_path / "original", "llama")
+    assert quantize(directory, tmp_path / "out", "int4", *options) == 1
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["original"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"too short", "9 tokens, a piece needs 64"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"words": 1}', "line 2 is no object with a string `text`"),
+        ("a.jsonl", b"[1", "line 1 is no object"),
+    ],
+)
+def test_wrong_texts(
+    name: str, content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tiny.checkpoint(tmp_path / "original", "llama")
+    path = tmp_path / name
+    path.write_bytes(content)
+    options = ["--calibration", str(path), "--sample-length", "64"]
+    assert quantize(directory, tmp_path / "out", "gptq", *options) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tiny.checkpoint(tmp_path / "original", "llama")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    assert quantize(directory, tmp_path / "full", "int8") == 1
+    assert "is there already, and not an empty directory" in capsys.readouterr().err
+    (directory / "tokenizer.json").unlink()
+    assert quantize(directory, tmp_path / "out", "gptq") == 1
+    assert "no tokenizer.json" in capsys.readouterr().err
+    key = "model.layers.0.mlp.up_proj.weight"
+    rewrite(directory, lambda tensors: tensors[key].fill_(float("nan")))
+    assert quantize(directory, tmp_path / "out", "int8", "--no-measure") == 1
+    assert f"tensor {key} holds NaN" in capsys.readouterr().err
+    edit_config(directory, quantization_config={"quant_method": "awq", "bits": 4})
+    assert quantize(directory, tmp_path / "out", "int8", "--no-measure") == 1
+    assert "quantization_config" in capsys.readouterr().err
+    assert quantize(tmp_path / "none", tmp_path / "out", "int8") == 1
+    assert "no such directory" in capsys.readouterr().err
