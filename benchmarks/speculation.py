@@ -3,7 +3,8 @@
 Offline, over random weights. Prints one JSON object, with tokens per second of each case and their
 ratio to those of the same requests without speculation:
 
-    nothing repeats     prompt lookup is on, prompts and outputs are random: at least 0.98
+    nothing repeats     prompts and outputs are random, and so are the weights of drafters that
+                        have any, so that no draft is right: at least 0.98 with each drafter
     accepted 0.7        each draft is right with probability 0.7 (synthetic): 2.3 at batch 1, 2.0 at
                         8, 1.4 at 32
     repeats             prompt lookup over outputs that repeat: at least 2 at batch 1 and 4
@@ -14,29 +15,36 @@ the steps that serve requests.
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import random_drafts
 import torch
 import workloads
 from engine import build
+from msgspec.structs import replace
 from shapes import SHAPES
 from slipstream import wire
-from slipstream.core.drafts import Proposal
+from slipstream.core.drafts import Drafter, Proposal
 from slipstream.core.sequence import Sequence
-from slipstream.drafting.costs import StepTimes
+from slipstream.drafting.forced import WithForced
 from slipstream.drafting.lookup import PromptLookup
 from slipstream.drafting.speculator import Speculator
+from slipstream.drafting.suffix import SuffixDrafts
+from slipstream.engine.device_drafts import DeviceDrafts
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 TOKEN = 77  # of outputs that repeat
+DRAFTERS = ("lookup", "suffix", *random_drafts.NAMES)
 BATCHES = (1, 8, 32, 128, 256)
 GOALS = {
     **{("nothing repeats", batch): 0.98 for batch in BATCHES},
@@ -63,10 +71,15 @@ class Synthetic:
         """Hold nothing."""
 
 
-def engine_of(base: Engine, speculator: Speculator | None, max_rows: int) -> Engine:
+def engine_of(
+    base: Engine,
+    speculator: Speculator | None,
+    device_drafts: DeviceDrafts | None = None,
+) -> Engine:
     """Return an engine over the same runner."""
+    max_rows = 0 if speculator is None else 256
     limits = Limits(256, 4096, 4096, kv_cache_reuse=False, max_num_rows=max_rows)
-    return Engine(limits, base._runner, None, speculation=speculator)
+    return Engine(limits, base._runner, None, speculation=speculator, device_drafts=device_drafts)
 
 
 def rate(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> float:
@@ -87,31 +100,88 @@ def rate(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> 
 
 
 def compare(
-    base: Engine,
-    make: "type[Synthetic] | type[PromptLookup]",
-    arguments: tuple[float, ...],
+    plain: Engine,
+    drafted: Engine,
     prompts: list[list[int]],
     sampling: SamplingParams,
-    args: argparse.Namespace,
+    repeat: int,
 ) -> dict[str, float]:
-    """Measure both sides by turns; the medians."""
-    plain, drafted, accepted = [], [], []
-    times = StepTimes()  # as a server has them that has run for a while
-    for _ in range(args.repeat + 1):
-        plain.append(rate(engine_of(base, None, 0), prompts, sampling))
-        speculator = Speculator(make(*arguments), args.num_draft_tokens, times)
-        engine = engine_of(base, speculator, 256)
-        drafted.append(rate(engine, prompts, sampling))
-        counts = engine._scheduler.draft_counts
-        accepted.append(counts.total("accepted_tokens") / max(1, counts.total("drafted_tokens")))
-    a, b = statistics.median(plain[1:]), statistics.median(drafted[1:])
+    """Measure both sides by turns; the medians. The first turn is for what a server has learned."""
+    rates: list[tuple[float, float]] = []
+    for turn in range(repeat + 1):
+        own = replace(sampling, seed=turn)  # else the texts of one turn are those of the next
+        rates.append((rate(plain, prompts, own), rate(drafted, prompts, own)))
+    counts = drafted._scheduler.draft_counts
+    a, b = (statistics.median(side) for side in zip(*rates[1:], strict=True))
+    accepted = counts.total("accepted_tokens") / max(1, counts.total("drafted_tokens"))
     return {
         "plain_tok_s": round(a, 1),
         "tok_s": round(b, 1),
         "ratio": round(b / a, 3),
-        "accepted": round(statistics.median(accepted[1:]), 3),
-        "lowest_ratio": round(min(y / x for x, y in zip(plain[1:], drafted[1:], strict=True)), 3),
+        "accepted": round(accepted, 3),
+        "lowest_ratio": round(min(y / x for x, y in rates[1:]), 3),
     }
+
+
+class Bench:
+    """The engines of one run, and its cases."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.cases = args, list[dict[str, object]]()
+        self.base = self._build("lookup")
+        self.sampled = SamplingParams(max_tokens=args.max_tokens, temperature=1.0)
+        self.same = SamplingParams(
+            max_tokens=args.max_tokens, temperature=0.0, bias=((TOKEN, 100.0),)
+        )
+
+    def _build(self, speculation: str, **options: object) -> Engine:
+        args = self.args
+        tokens = max(args.batches) * (args.num_input + args.max_tokens + 64)
+        options |= {"speculation": speculation, "num_draft_tokens": args.num_draft_tokens}
+        return build(args.shape, args.dtype, 4096, kv_cache_tokens=tokens, **options)
+
+    def run(
+        self, case: str, name: str, drafted: Engine, sampling: SamplingParams, batch: int
+    ) -> None:
+        """Measure a case at a batch size, print and keep it."""
+        prompts = workloads.decode(batch, num_input=self.args.num_input).prompts
+        plain = engine_of(self.base, None)
+        figures = compare(plain, drafted, prompts, sampling, self.args.repeat)
+        goal = GOALS.get((case, batch))
+        self.cases.append({"case": case, "drafter": name, "batch": batch, **figures, "goal": goal})
+        print(json.dumps(self.cases[-1]), flush=True)
+
+    def host(self, drafter: Drafter) -> Engine:
+        """Return an engine over the plain runner, with drafts made on the host."""
+        return engine_of(self.base, Speculator(drafter, self.args.num_draft_tokens))
+
+    def nothing_repeats(self, name: str) -> None:
+        """Measure a drafter that is never right."""
+        batches = self.args.batches
+        if name in random_drafts.NAMES:
+            with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as directory:
+                random_drafts.write_draft(name, self.args.shape, Path(directory))
+                base = self._build(name, draft_checkpoint=directory)
+            most = min(self.args.num_draft_tokens, 4)
+            for batch in batches:
+                drafts = DeviceDrafts(name, most, has_cache=name != "medusa")
+                drafted = engine_of(base, Speculator(WithForced(drafts), most), drafts)
+                self.run("nothing repeats", name, drafted, self.sampled, batch)
+            del base, drafted, drafts
+            gc.unfreeze()
+            gc.collect()
+            torch.cuda.empty_cache()
+            return
+        for batch in batches:
+            made = PromptLookup() if name == "lookup" else SuffixDrafts()
+            self.run("nothing repeats", name, self.host(made), self.sampled, batch)
+
+    def right(self) -> None:
+        """Measure drafts that are right, by chance or always."""
+        for batch in (b for b in self.args.batches if b <= 32):
+            self.run("accepted 0.7", "synthetic", self.host(Synthetic(0.7)), self.same, batch)
+        for batch in (b for b in (1, 4) if b <= max(self.args.batches)):
+            self.run("repeats", "lookup", self.host(PromptLookup()), self.same, batch)
 
 
 def main() -> int:
@@ -123,30 +193,22 @@ def main() -> int:
     parser.add_argument("--num-input", type=int, default=128)
     parser.add_argument("--num-draft-tokens", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
+    parser.add_argument("--drafters", nargs="*", default=DRAFTERS, choices=DRAFTERS)
+    parser.add_argument("--only-wrong", action="store_true", help="leave out drafts that are right")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    options = {"speculation": "lookup", "num_draft_tokens": args.num_draft_tokens}
-    base = build(args.shape, args.dtype, 4096, **options)
-    sampled = SamplingParams(max_tokens=args.max_tokens, temperature=1.0, seed=5)
-    same = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, bias=((TOKEN, 100.0),))
-    cases = [("nothing repeats", PromptLookup, (), sampled, args.batches)]
-    cases += [("accepted 0.7", Synthetic, (0.7,), same, [b for b in args.batches if b <= 32])]
-    cases += [("repeats", PromptLookup, (), same, [b for b in (1, 4) if b <= max(args.batches)])]
-    results = []
-    for name, make, arguments, sampling, batches in cases:
-        for batch in batches:
-            prompts = workloads.decode(batch, num_input=args.num_input).prompts
-            figures = compare(base, make, arguments, prompts, sampling, args)
-            goal = GOALS.get((name, batch))
-            results.append({"case": name, "batch": batch, **figures, "goal": goal})
-            print(json.dumps(results[-1]), flush=True)
+    bench = Bench(args)
+    for name in args.drafters:
+        bench.nothing_repeats(name)
+    if not args.only_wrong:
+        bench.right()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     about = {"shape": args.shape, "device": device, "num_draft_tokens": args.num_draft_tokens}
-    print(json.dumps({**about, "cases": results}))
+    print(json.dumps({**about, "cases": bench.cases}))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
+        args.output.write_text(json.dumps({**about, "cases": bench.cases}, indent=1) + "\n")
     return 0
 
 

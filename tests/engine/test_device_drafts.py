@@ -1,12 +1,16 @@
 """Drafts of the device through the engine: tokens, log probs and endings are those without."""
 
+import time
 from pathlib import Path
 
 import pytest
 from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
 from fixtures.models.drafters import EveryDraft, save_eagle3, save_medusa
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
-from slipstream.engine.device_drafts import DeviceDrafts
+from slipstream.drafting.speculator import Speculator
+from slipstream.engine.device_drafts import DeviceDrafts, Wakefulness
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.drafts import Drafts
@@ -78,3 +82,104 @@ def check(found: dict, expected: dict) -> None:
     ]
     for a, b in zip(found.values(), expected.values(), strict=True):
         assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
+
+
+@settings(max_examples=40)
+@given(
+    num_rows=st.integers(1, 64),
+    most=st.integers(1, 16),
+    right=st.sampled_from([0.0, 0.1, 0.25]),
+    rng=st.randoms(use_true_random=False),
+)
+def test_a_drafter_that_is_wrong_is_asked_for_little(num_rows, most, right, rng) -> None:
+    wakefulness, asked = Wakefulness(), []
+    for _ in range(20_000):
+        asked.append(wakefulness.count(most, num_rows, is_on=False))
+        for _ in range(num_rows if asked[-1] else 0):
+            wakefulness.judge(rng.random() < right)
+    assert sum(map(bool, asked)) < 0.03 * len(asked)
+    assert sum(map(bool, asked[-8000:])) < 0.02 * 8000
+    assert asked.index(0) <= 100
+
+
+@given(num_rows=st.integers(1, 64), most=st.integers(1, 16), num_wrong=st.integers(0, 10**4))
+def test_a_drafter_that_turns_right_is_heard_again(num_rows, most, num_wrong) -> None:
+    wakefulness = Wakefulness()
+
+    def step(is_right: bool) -> int:
+        count = wakefulness.count(most, num_rows, is_on=False)
+        for _ in range(num_rows if count else 0):
+            wakefulness.judge(is_right)
+        return count
+
+    for _ in range(num_wrong):
+        step(is_right=False)
+    counts = [step(is_right=True) for _ in range(4096 + 200)]
+    assert max(counts) == most
+    assert wakefulness.count(most, num_rows, is_on=True) == most
+
+
+def test_what_does_not_pay_for_many_rows_is_tried_again_for_few() -> None:
+    wakefulness = Wakefulness()
+    while wakefulness.count(4, 40, is_on=False):
+        for _ in range(40):
+            wakefulness.judge(is_right=True)
+    assert wakefulness.count(4, 21, is_on=False) == 0
+    assert wakefulness.count(4, 20, is_on=False) > 0
+
+
+@pytest.mark.parametrize("kind", ["medusa", "draft"])
+def test_chains_are_made_where_they_are_of_use(kind, target, tmp_path) -> None:
+    draft = target
+    if kind == "medusa":
+        save_medusa(draft := tmp_path)
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_tokens": 2048}
+    runner = make_runner(
+        target, speculation=kind, draft_checkpoint=str(draft), num_draft_tokens=3, **settings
+    )
+    drafter, made = runner._drafting.drafter, []
+    logits = drafter.logits
+
+    def counted(number, token_ids):
+        made.append(number)
+        return logits(number, token_ids)
+
+    drafter.logits = counted
+    device = DeviceDrafts(kind, 3, has_cache=kind != "medusa")
+    asker, speculation = Asker(runner, LIMITS), Speculator(device, 3)
+    asker.engine = Engine(LIMITS, runner, None, speculation=speculation, device_drafts=device)
+    for prompt in random_prompts([5, 9]):
+        asker.submit(prompt, SamplingParams(max_tokens=150, temperature=0.0))
+    asker.drain()
+    num_steps = asker.engine.num_steps
+    if kind == "medusa":
+        assert set(made) <= {0}, "chains of which the first draft is never right"
+        assert 0 < len(made) < 0.3 * num_steps
+    else:
+        assert max(made) == 2
+
+
+def test_the_time_of_a_step_without_drafts_is_without_that_of_the_drafter(target, tmp_path) -> None:
+    save_medusa(tmp_path)
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_tokens": 2048}
+    runner = make_runner(
+        target, speculation="medusa", draft_checkpoint=str(tmp_path), num_draft_tokens=3, **settings
+    )
+    logits, noted = runner._drafting.drafter.logits, []
+
+    def slow(number, token_ids):
+        time.sleep(0.1)
+        return logits(number, token_ids)
+
+    runner._drafting.drafter.logits = slow
+    device = DeviceDrafts("medusa", 3, has_cache=False)
+    asker, speculation = Asker(runner, LIMITS), Speculator(device, 3)
+    speculation.step_took = lambda batch, took_ns: noted.append(
+        (any(row.num_drafts for row in batch.rows), took_ns)
+    )
+    asker.engine = Engine(LIMITS, runner, None, speculation=speculation, device_drafts=device)
+    asker.submit([5, 6, 7], SamplingParams(max_tokens=12, temperature=0.0))
+    asker.drain()
+    of_drafting = [took_ns for asks, took_ns in noted if asks]
+    assert len(of_drafting) > 5
+    assert 0 < min(of_drafting) < 0.1e9, "most of them last some ms beside the drafter's 100"

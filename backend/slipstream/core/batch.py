@@ -151,6 +151,7 @@ class Sampled:
     # Sample number -> drafts of what follows that sample, of rows that asked for some. Of several
     # rows of a sequence, that which samples the first token that the next row does not have.
     drafts: Mapping[int, list[int]] = field(default_factory=dict)
+    draft_ns: int = 0  # of the step's time, what the drafter on the device took
 
     def part(self, numbers: slice) -> "Sampled":
         """Return the entries of some rows."""

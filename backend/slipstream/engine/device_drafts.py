@@ -1,15 +1,71 @@
-"""Drafts that the device makes right behind a step's samples: asked for by rows, kept till used."""
+"""Drafts that the device makes right behind a step's samples: asked for by rows, kept till used.
 
-from collections.abc import Mapping
+A chain of drafts costs a pass of the drafter each, verified or not, so it is asked for where it is
+used. While drafts are verified, rows ask for whole chains. Before, they ask for one draft, which is
+compared with the token that comes: the drafter listens. If too few are right, or nothing is
+verified for long, the drafter sleeps for some steps, and steps of decodes cost what they cost
+without it; then it listens again, and sleeps twice as long if that was in vain.
+
+A drafter with a cache misses the tokens of steps that it sleeps through. Sequences that ran then
+ask for nothing more, as their drafts would be wrong.
+"""
+
 from collections.abc import Sequence as Many
 
 from msgspec.structs import replace
 
-from slipstream.core.batch import Batch, Row
+from slipstream.core.batch import Batch, Row, Sampled
 from slipstream.core.drafts import Proposal, can_have_drafts
 from slipstream.core.sequence import Sequence, SequenceStatus
 
 _MAX_ROWS = 64  # of a step that asks: beyond, rows of drafts cost as much as they bring
+_ENOUGH = 12  # judged drafts, to see that too few are right
+_LONGEST = 96  # judged drafts in a row, none of which was verified
+_RIGHT = 0.4  # of the judged, for listening to go on; for whole chains a little more
+_SLEEP, _MAX_SLEEP = 128, 4096  # steps
+
+
+class Wakefulness:
+    """Whether rows ask for no draft, one or whole chains."""
+
+    def __init__(self) -> None:
+        """Start with listening."""
+        self._num_judged = self._num_right = 0
+        self._num_asleep = 0  # steps to sleep from now on
+        self._next_sleep = _SLEEP
+        self._num_rows = 0  # of the newest step that asked
+        self._wakes_at = 0  # rows of a step, or fewer: drafts that did not pay may pay there
+
+    def count(self, most: int, num_rows: int, is_on: bool) -> int:
+        """Return how many drafts each row of the next step asks for.
+
+        Args:
+            most: of a chain.
+            num_rows: that sample.
+            is_on: drafts of this drafter are verified.
+        """
+        if is_on:
+            self._num_judged = self._num_right = self._num_asleep = 0
+            self._next_sleep = _SLEEP
+        elif self._num_asleep and num_rows > self._wakes_at:
+            self._num_asleep -= 1
+            return 0
+        self._num_asleep, self._num_rows = 0, num_rows
+        is_hopeful = self._num_judged >= 4 and 2 * self._num_right >= self._num_judged
+        return most if is_on or is_hopeful else min(most, 1)
+
+    def judge(self, is_right: bool) -> None:
+        """Note what became of a draft that was not verified."""
+        if self._num_asleep:
+            return  # it was made before
+        self._num_judged += 1
+        self._num_right += is_right
+        is_bad = self._num_judged >= _ENOUGH and self._num_right < _RIGHT * self._num_judged
+        if is_bad or self._num_judged >= _LONGEST:
+            self._num_judged = self._num_right = 0
+            self._num_asleep = self._next_sleep
+            self._next_sleep = min(2 * self._next_sleep, _MAX_SLEEP)
+            self._wakes_at = 0 if is_bad else self._num_rows // 2
 
 
 class DeviceDrafts:
@@ -18,33 +74,71 @@ class DeviceDrafts:
     Args:
         name: of the drafter on the device.
         max_drafts: of a sequence in a step.
+        has_cache: of tokens, which it has to see all of.
     """
 
-    def __init__(self, name: str, max_drafts: int) -> None:
+    def __init__(self, name: str, max_drafts: int, has_cache: bool = True) -> None:
         self._name = name
         self._max_drafts = max_drafts
+        self._has_cache = has_cache
+        self._wakefulness = Wakefulness()
+        self._left_behind = -1  # the newest sequence of which a token was missed
         self._found: dict[int, tuple[int, list[int]]] = {}  # number of tokens before; drafts
 
-    def ask(self, rows: list[Row]) -> list[Row]:
-        """Return the rows of a step, which now ask for drafts where these can be verified."""
-        if sum(row.samples for row in rows) > _MAX_ROWS:
+    def ask(self, rows: list[Row], decodes: Many[Sequence]) -> list[Row]:
+        """Return the rows of a step, which now ask for drafts where these are of use.
+
+        Args:
+            rows: of the step; those of `decodes` come first.
+            decodes: sequences of which the step computes one token, and drafts of it.
+        """
+        can = [row.samples and can_have_drafts(row.sampling) for row in rows]
+        num_samples, count = sum(row.samples for row in rows), 0
+        if num_samples <= _MAX_ROWS:
+            is_on = self._is_on(decodes)
+            count = self._wakefulness.count(self._max_drafts, num_samples, is_on)
+        asks = [able and self._has_all(row) for able, row in zip(can, rows, strict=True)]
+        if not count or not any(asks):
+            # Prompts are followed in any case: their blocks are found again by other sequences.
+            if all(row.samples and len(row.token_ids) == 1 for row in rows):
+                ids = (row.sequence_id for row, able in zip(rows, can, strict=True) if able)
+                self._left_behind = max(ids, default=self._left_behind)
             return rows
-        count = self._max_drafts
         return [
-            replace(row, num_drafts=count) if row.samples and can_have_drafts(row.sampling) else row
-            for row in rows
+            replace(row, num_drafts=count) if wants else row
+            for row, wants in zip(rows, asks, strict=True)
         ]
 
-    def take(
-        self, batch: Batch, samplers: Many[Sequence | None], drafts: Mapping[int, list[int]]
-    ) -> None:
-        """Keep the drafts of a step, by number of the sample before them."""
+    def _is_on(self, decodes: Many[Sequence]) -> bool:
+        """Return whether drafts of this drafter are verified; others make drafts, too."""
+        return any(
+            sequence.is_speculating
+            and sequence.draft is not None
+            and sequence.draft.drafter == self._name
+            for sequence in decodes
+        )
+
+    def _has_all(self, row: Row) -> bool:
+        """Return whether the drafter saw all tokens of a row's sequence."""
+        return not self._has_cache or row.sequence_id > self._left_behind
+
+    def take(self, batch: Batch, samplers: Many[Sequence | None], sampled: Sampled) -> None:
+        """Judge the drafts of the step before by a step's samples, and keep those of this one."""
         rows = [row for row in batch.rows if row.samples]
-        for number, found in drafts.items():
+        if not batch.num_drafts:
+            self._judge(rows, sampled.token_ids)
+        for number, found in sampled.drafts.items():
             sequence, row = samplers[number], rows[number]
             if sequence is not None and sequence.status is not SequenceStatus.FINISHED:
                 num_known = row.num_prompt + row.num_outputs + 1
                 self._found[sequence.id] = (num_known, found)
+
+    def _judge(self, rows: list[Row], token_ids: list[int]) -> None:
+        """Compare the samples of rows with the drafts of them, none of which was verified."""
+        for row, token_id in zip(rows, token_ids, strict=True):
+            num_known, drafts = self._found.get(row.sequence_id, (-1, []))
+            if drafts and num_known == row.num_prompt + row.num_outputs:
+                self._wakefulness.judge(drafts[0] == token_id)
 
     def propose(self, sequence: Sequence, k: int) -> Proposal:
         """Return at most `k` drafts of what follows the known tokens, if the last step made any."""

@@ -26,7 +26,7 @@ def choose(
     """
     name, most = config.speculation, config.num_draft_tokens
     if num_device_drafts:
-        drafts = DeviceDrafts(name, num_device_drafts)
+        drafts = DeviceDrafts(name, num_device_drafts, has_cache=name != "medusa")
         return Speculator(WithForced(drafts), num_device_drafts), drafts
     if name == "none":
         return None, None

@@ -242,7 +242,10 @@ class Scheduler:
         """
         self.cache.complete()
         took_ns = self._prefill_budget.finish_step()
-        self._verification.step_took(batch, took_ns)
+        # A step without drafts is known by what it takes where none are made behind it, either.
+        self._verification.step_took(
+            batch, took_ns if batch.num_drafts else took_ns - sampled.draft_ns
+        )
         now = monotonic_ns()
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         owners = self._launched.popleft()
@@ -263,7 +266,7 @@ class Scheduler:
         if batch.may_have_tops:
             _hand_over(samplers, sampled)
         if self._device_drafts is not None:
-            self._device_drafts.take(batch, samplers, sampled.drafts)
+            self._device_drafts.take(batch, samplers, sampled)
         drafted = take_runs(batch, samplers) if batch.num_drafts else ()
         self._telemetry.tokens_sampled(
             [s for s in samplers if s is not None and s.status is not finished], now
@@ -365,7 +368,7 @@ class Scheduler:
             num_samples += row.samples
             rows.append(row)
         if self._device_drafts is not None:
-            rows = self._device_drafts.ask(rows)
+            rows = self._device_drafts.ask(rows, decodes)
         self._launched.append([*owners, *(sequence for sequence, _ in chunks)])
         has_tops, has_masks = self._running.num_with_tops > 0, self._has_masks(rows)
         num_drafts = num_decodes - len(decodes)

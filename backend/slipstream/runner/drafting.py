@@ -8,6 +8,7 @@ that agrees with the model says its tokens. Penalties and edits are left out: th
 a draft is right, never a token.
 """
 
+from time import monotonic_ns
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,41 @@ class _Asked(NamedTuple):
     capacities: list[int]  # tokens that the tables of each have room for
 
 
+class _Clock:
+    """Time on the device between two points of its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * self._is_cuda)]  # type: ignore[no-untyped-call]
+        self._start_ns = self._took_ns = 0
+        self._has_run = False
+
+    def reset(self) -> None:
+        """Start anew from nothing."""
+        self._took_ns, self._has_run = 0, False
+
+    def start(self) -> None:
+        """Set the first point."""
+        self._has_run = True
+        if self._is_cuda:
+            self._events[0].record()
+        else:
+            self._start_ns = monotonic_ns()
+
+    def stop(self) -> None:
+        """Set the second."""
+        if self._is_cuda:
+            self._events[1].record()
+        else:
+            self._took_ns = monotonic_ns() - self._start_ns
+
+    def took_ns(self) -> int:
+        """Return the time between; the device has passed both points."""
+        if self._is_cuda and self._has_run:
+            return int(1e6 * self._events[0].elapsed_time(self._events[1]))
+        return self._took_ns
+
+
 class Drafting:
     """The drafter of a runner, and its buffers.
 
@@ -112,6 +148,7 @@ class Drafting:
         if device.type == "cuda":
             self._mirror = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
         self._asked: list[_Asked | None] = [None, None]
+        self._clocks = [_Clock(device), _Clock(device)]
 
     @property
     def num_pinned_bytes(self) -> int:
@@ -145,11 +182,27 @@ class Drafting:
         groups = groups_of(batch)
         # A step of decodes that ask for nothing leaves the drafter behind: it costs nothing, and
         # what these sequences ask for later is drafted worse.
-        if groups or batch.num_decodes < len(batch.rows):
-            self.drafter.follow(inputs.token_ids, rows)
+        clock = self._clocks[half]
+        clock.reset()
         self._asked[half] = None
-        if not groups:
+        if not groups and batch.num_decodes == len(batch.rows):
             return
+        clock.start()
+        self.drafter.follow(inputs.token_ids, rows)
+        if groups:
+            self._make(half, groups, arrays, inputs, counts, results)
+        clock.stop()
+
+    def _make(
+        self,
+        half: int,
+        groups: list[_Group],
+        arrays: StepArrays,
+        inputs: StepInputs,
+        counts: Tensor,
+        results: Tensor,
+    ) -> None:
+        """Make the chains of these groups; see `run`."""
         capacities = [len(g.rows[0].tables[self._table]) * self._block_size for g in groups]
         self._asked[half] = _Asked(groups, capacities)
         places, tables = self._arrays(groups, capacities, arrays)
@@ -235,6 +288,10 @@ class Drafting:
             sampling[:, RESULT] = -1
             logits = self.drafter.logits(0, zeros)
             sample_tokens(logits, SamplingInputs(sampling, self._edits), counts, self._samples)
+
+    def took_ns(self, half: int) -> int:
+        """Return what the drafter took of a step that is complete."""
+        return self._clocks[half].took_ns()
 
     def read(self, half: int) -> dict[int, list[int]]:
         """Return the drafts of a step that is complete, by number of the sample before them."""

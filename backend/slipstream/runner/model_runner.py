@@ -242,10 +242,11 @@ class ModelRunner:
     def _read(self, first: int, size: int, asks: list[Ask], beside: Beside | None) -> Sampled:
         """Return the results of a completed step, which begin at `first`."""
         samples = self._results.read(first, size)
-        drafts = {} if self._drafting is None else self._drafting.read(int(first > 0))
+        drafting, half = self._drafting, int(first > 0)
+        drafts = ({}, 0) if drafting is None else (drafting.read(half), drafting.took_ns(half))
         tops = self._tops.read(asks, first) if asks else {}
         values = ({}, {}) if beside is None else beside.read()
-        return Sampled(*samples, tops, *values, drafts)
+        return Sampled(*samples, tops, *values, *drafts)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
