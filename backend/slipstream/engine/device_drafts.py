@@ -1,7 +1,7 @@
 """Drafts that the device makes right behind a step's samples: asked for by rows, kept till used.
 
-A chain of drafts costs a pass of the drafter each, verified or not, so it is asked for where it is
-used. While drafts are verified, rows ask for whole chains. Before, they ask for one draft, which is
+A chain of drafts costs a pass of the drafter each, verified or not, so it is made where it is used.
+While drafts are verified, rows ask for whole chains. Before, they ask for one draft, which is
 compared with the token that comes: the drafter listens. If too few are right, or nothing is
 verified for long, the drafter sleeps for some steps, and steps of decodes cost what they cost
 without it; then it listens again, and sleeps twice as long if that was in vain.
