@@ -20,7 +20,7 @@ from slipstream.core.sequence import Sequence, SequenceStatus
 
 _MAX_ROWS = 64  # of a step that asks: beyond, rows of drafts cost as much as they bring
 _ENOUGH = 12  # judged drafts, to see that too few are right
-_LONGEST = 96  # judged drafts in a row, none of which was verified
+_LISTEN = 16  # steps that ask, without a draft that is verified
 _RIGHT = 0.4  # of the judged, for listening to go on; for whole chains a little more
 _SLEEP, _MAX_SLEEP = 128, 4096  # steps
 
@@ -30,7 +30,7 @@ class Wakefulness:
 
     def __init__(self) -> None:
         """Start with listening."""
-        self._num_judged = self._num_right = 0
+        self._num_asked = self._num_judged = self._num_right = 0  # steps; drafts
         self._num_asleep = 0  # steps to sleep from now on
         self._next_sleep = _SLEEP
         self._num_rows = 0  # of the newest step that asked
@@ -45,12 +45,13 @@ class Wakefulness:
             is_on: drafts of this drafter are verified.
         """
         if is_on:
-            self._num_judged = self._num_right = self._num_asleep = 0
+            self._num_asked = self._num_judged = self._num_right = self._num_asleep = 0
             self._next_sleep = _SLEEP
         elif self._num_asleep and num_rows > self._wakes_at:
             self._num_asleep -= 1
             return 0
         self._num_asleep, self._num_rows = 0, num_rows
+        self._num_asked += 1
         is_hopeful = self._num_judged >= 4 and 2 * self._num_right >= self._num_judged
         return most if is_on or is_hopeful else min(most, 1)
 
@@ -61,8 +62,8 @@ class Wakefulness:
         self._num_judged += 1
         self._num_right += is_right
         is_bad = self._num_judged >= _ENOUGH and self._num_right < _RIGHT * self._num_judged
-        if is_bad or self._num_judged >= _LONGEST:
-            self._num_judged = self._num_right = 0
+        if is_bad or self._num_asked >= _LISTEN:
+            self._num_asked = self._num_judged = self._num_right = 0
             self._num_asleep = self._next_sleep
             self._next_sleep = min(2 * self._next_sleep, _MAX_SLEEP)
             self._wakes_at = 0 if is_bad else self._num_rows // 2
