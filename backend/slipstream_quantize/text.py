@@ -5,11 +5,11 @@ of its library to calibrate with, the other half and other sources to measure on
 and Python, not a sample of the web: name your own text for a model that does something else.
 """
 
-import importlib
 import json
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from slipstream.errors import CheckpointError, ConfigError
@@ -25,7 +25,6 @@ _LONG = 40  # characters of a line that is in two texts only if one repeats the 
 
 def default_texts(is_measured: bool) -> list[str]:
     """Return the texts to measure on, or those to calibrate with; none is in both."""
-    topics = importlib.import_module("pydoc_data.topics").topics
     library = Path(sysconfig.get_path("stdlib"))
     names = MEASURED if is_measured else CALIBRATION
     sources = [(library / name).read_text() for name in names if (library / name).is_file()]

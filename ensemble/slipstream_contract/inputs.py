@@ -281,8 +281,8 @@ def to_whole(field: str, value: object) -> int:
 
 
 def to_number(field: str, value: object) -> float:
-    """Return a number; a text of one counts. Raises ContractError."""
-    if isinstance(value, int | float | np.number | str | np.bool_):
+    """Return a number; a text of one counts, true and false do not. Raises ContractError."""
+    if isinstance(value, int | float | np.number | str) and not isinstance(value, bool):
         try:
             return float(value)
         except (ValueError, OverflowError):

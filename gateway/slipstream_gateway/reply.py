@@ -32,6 +32,7 @@ class Reply:
         self._start_s = time.perf_counter()
         self._transport = self._connection.transport
         self._is_stream = False
+        self._has_chunks = scope["http_version"] != "1.0"  # which ends a body with the connection
         self.is_started = False
         self.is_ended = False
         self.status = 0
@@ -54,6 +55,8 @@ class Reply:
         assert not self.is_started
         self.is_started, self.status = True, status
         self._is_stream = headers is STREAM_HEADERS
+        if self._is_stream and not self._has_chunks:
+            self._connection.cycle.chunked_encoding = False
         message = {
             "type": "http.response.start",
             "status": status,
@@ -64,10 +67,13 @@ class Reply:
     def write(self, data: bytes, is_last: bool = False) -> None:
         """Send a part of the body; of a stream, as one chunk."""
         self.is_ended = is_last
-        if self._is_stream and not is_last:  # as the server would, at a third of its cost
+        if self._is_stream and data:  # as the server would, at a third of its cost
             if not self._transport.is_closing():
-                self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-            return
+                chunk = b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunks else data
+                self._transport.write(chunk)
+            if not is_last:
+                return
+            data = b""
         _push(self._send({"type": "http.response.body", "body": data, "more_body": not is_last}))
 
     def respond(self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:

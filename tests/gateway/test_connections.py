@@ -16,10 +16,12 @@ from slipstream_gateway.settings import MAX_HEADER_BYTES
 LONG = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
 
 
-def send(gateway: Gateway, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+def send(
+    gateway: Gateway, body: dict[str, Any], path: str = "/v1/completions", version: str = "1.1"
+) -> socket.socket:
     data = json.dumps(body).encode()
     client = gateway.socket()
-    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/{version}\r\nhost: a\r\ncontent-length: {len(data)}\r\n\r\n"
     client.sendall(head.encode() + data)
     return client
 
@@ -29,6 +31,25 @@ def wait_open(gateway: Gateway, count: int, timeout_s: float = 60.0) -> None:
     while gateway.get("/load").json["server_load"] != count:
         assert time.monotonic() - begin < timeout_s, gateway.figures()
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_client_of_http_1_0_gets_bytes_until_the_connection_ends(gateway, is_streaming):
+    """As `curl -0` and `ab` expect: such clients do not know chunks."""
+    body = {"prompt": "a", "max_tokens": 5, "temperature": 0, "stream": is_streaming}
+    with send(gateway, body, version="1.0") as client:
+        head, _, data = b"".join(iter(lambda: client.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    whole = gateway.complete(**body | {"stream": False}).json["choices"]
+    if is_streaming:
+        assert data.endswith(b"data: [DONE]\n\n")
+        lines = data.decode().split("\n\n")
+        assert all(line.startswith("data: ") for line in lines[:-1])
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-2]]
+        assert "".join(texts) == whole[0]["text"]
+    else:
+        assert json.loads(data)["choices"] == whole
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
