@@ -1,15 +1,18 @@
 """Read the body of a request: bounded in bytes, in time and in depth."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from slipstream_contract.errors import clip
 
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.settings import MAX_DEPTH, Settings
 
 Receive = Any  # ASGI's
+_NAMED = 64  # characters of a field's name in an error
 
 
 class GoneError(Exception):
@@ -61,7 +64,21 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
         _check_depth(value)
+    _refuse_twins(data)
     return value
+
+
+def _refuse_twins(data: bytes) -> None:
+    """Raise ApiError where an object has a key twice: one of the values would be dropped."""
+    json.loads(data, object_pairs_hook=_without_twins, parse_int=len, parse_float=len)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> None:
+    names: set[str] = set()
+    for name, _ in pairs:
+        if name in names:
+            raise ApiError(400, f"{clip(name)} is given twice in the body", name[:_NAMED])
+        names.add(name)
 
 
 def _check_depth(value: object) -> None:

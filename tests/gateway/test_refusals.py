@@ -140,6 +140,9 @@ def test_chats(gateway: Gateway, body: dict[str, Any], param: str | None, is_str
         (b'{"prompt": "\\ud800"}', "not JSON"),
         (b'{"a":' * 200 + b"1" + b"}" * 200, "nested"),
         (b"[" * 100_000, ""),
+        (b'{"prompt": "a", "max_tokens": 1, "prompt": "a"}', "'prompt' is given twice"),
+        (b'{"prompt": "a", "logit_bias": {"5": 1, "\\u0035": 2}}', "'5' is given twice"),
+        (b'{"prompt": "a", "tools": [1e99, {"a": {}, "b": {}, "a": 99}]}', "twice"),
     ],
 )
 def test_bodies_that_are_no_objects(gateway: Gateway, data: bytes, words: str):
