@@ -122,12 +122,15 @@ def slipstream(trace: Trace, times: StepTimes, limits: Limits) -> Answers:
     while sent < len(arrivals) or engine.has_work:
         if not engine.has_work:
             runner.now_s = max(runner.now_s, arrivals[sent].due_s)
-        while sent < len(arrivals) and arrivals[sent].due_s <= runner.now_s:
+        due_s = runner.now_s + engine.slack_ns() / NS
+        while sent < len(arrivals) and arrivals[sent].due_s <= due_s:
             each = arrivals[sent]
+            runner.now_s = max(runner.now_s, each.due_s)
             sampling = SamplingParams(max_tokens=each.num_output, temperature=0.0)
             message = Submit(sent, prompt[: each.num_input], sampling, runner.clock() or 1)
             engine.submit(b"simulated", message)
             sent += 1
+        runner.now_s = max(runner.now_s, due_s)
         for tokens in engine.step().get(b"simulated", ()):
             times_of = answers.times[tokens.request]
             first_s = times.first_ms / 1e3 if not times_of else 0.0

@@ -35,9 +35,10 @@ _CONTEXTS = {1: 256, 32: 256, 128: 256, 256: 192}  # mean context of the recorde
 _LONG = (16, 16_384)  # decodes, and their context, of the row `long-context`
 _PROMPT = 2048
 
-# A step never takes less than its launches, in ms: of decodes, which replay a graph, and of others.
-# One row of the 1B shape takes ours 0.95 ms and vLLM 2.1; both are also what bounds it there.
-LAUNCHES = {"slipstream": (0.3, 3.0), "vllm": (2.1, 5.0)}
+# A step never takes less than its launches, in ms: of at most `GRAPHS` tokens, which replay graphs,
+# and of others. One row of the 1B shape takes ours 0.95 ms and vLLM 2.1. The second is a guess.
+LAUNCHES = {"slipstream": (0.3, 3.0), "vllm": (2.1, 3.0)}
+GRAPHS = 512
 # Added to first tokens of vLLM, for the processes between: alone, one prompt of 128 tokens takes
 # 19 to 26 ms, of which a step is 7; most of that is not counted, to be on the safe side.
 FIRST_MS = {"slipstream": 0.5, "vllm": 2.0}
@@ -74,7 +75,7 @@ class StepTimes:
         token_ms: of a prompt's token in a large step, attention excluded.
         read_ms: of a cached token, in a decode.
         pair_ms: of a query and a key, in a chunk.
-        launches: least ms of a step of decodes, and of any other.
+        launches: least ms of a step of at most `GRAPHS` tokens, and of a larger one.
         first_ms: what a first token takes longer.
     """
 
@@ -108,9 +109,8 @@ class StepTimes:
             num_tokens += size
             pairs += size * (start + size / 2)
             before += start
-        has_chunks = num_tokens > num_decodes
         attention = context * self.read_ms + max(pairs * self.pair_ms, before * self.read_ms)
-        return max(self.launches[has_chunks], self.rest_ms(num_tokens) + attention)
+        return max(self.launches[num_tokens > GRAPHS], self.rest_ms(num_tokens) + attention)
 
 
 def recorded(card: str, engine: str) -> StepTimes:

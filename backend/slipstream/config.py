@@ -16,6 +16,7 @@ LOAD_FORMATS = ("safetensors", "random")
 DEVICE_DRAFTERS = ("draft", "medusa", "eagle3")  # that need weights
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 SPECULATIONS = ("none", "lookup", "suffix", "auto", "forced", "synthetic", *DEVICE_DRAFTERS)
+MAX_TARGET_ITL = 60_000  # ms
 MIN_STUCK_AFTER_S = 3  # an idle engine turns, and is looked at, once a second
 
 
@@ -205,13 +206,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "for; more are refused"
         ),
     ] = 1 << 26
+    target_itl: Annotated[
+        float | None,
+        _field(
+            "milliseconds that a step with running streams may take: prompts that are not long "
+            "get what streams leave of it, or the whole step once they have waited for too long",
+            "five times what streams alone take",
+        ),
+    ] = None
     long_prompt_tokens: Annotated[
-        int,
+        int | None,
         _field(
             "a prompt of more tokens is computed beside running streams in chunks that about "
-            "double the time of their step"
+            "double the time of their step",
+            "those that take more than 32 steps of the streams",
         ),
-    ] = 1024
+    ] = None
 
 
 def help_of(name: str) -> str:

@@ -160,6 +160,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     for name, kind, metavar in (
         ("memory_share", float, "SHARE"),
         ("gpu_hour_price", float, "PRICE"),
+        ("target_itl", float, "MS"),
         ("request_log", str, "FILE"),
         ("thinking_end", str, "TEXT"),
         ("logits_processors", str, "LIST"),
@@ -190,6 +191,7 @@ def run(args: argparse.Namespace) -> int:
         "kv_cache_host_bytes",
         "memory_share",
         "gpu_hour_price",
+        "target_itl",
         "request_log",
         *edits,
         *more,

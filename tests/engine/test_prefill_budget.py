@@ -1,98 +1,36 @@
 """Isolation: what a long prompt does to the streams beside it, in the measured times of a GPU."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from fixtures.engine.client import Client
-from fixtures.engine.counting import Counted, CountingRunner
 from fixtures.engine.hashed import Words
+from fixtures.engine.timed import (
+    CPU,
+    DEAR_CPU,
+    DEAR_H200,
+    H200,
+    MS,
+    VERY_LONG_H200,
+    Costs,
+    TimedRunner,
+)
 from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.batch import Batch, Sampled
+from slipstream.core.batch import Batch
 from slipstream.engine.engine import Engine
 from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.sampling import SamplingParams
 
-MS = 1_000_000
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Times in ms that make up a step: a fixed part, each decode, each chunk token, each chunk."""
-
-    step: float
-    decode: float
-    token: float
-    max_in_flight: int
-    budget: int
-    length: int  # of the long prompt
-    chunk: float = 0.0
-    growth: float = 0.0  # of a token's cost, from the prompt's first one to its last
-
-    def of(self, num_decodes: int, chunks: list[tuple[int, int]]) -> float:
-        """Return the time of a step; `chunks` are (first position, number of tokens)."""
-        took = self.step + self.decode * num_decodes + self.chunk * bool(chunks)
-        for start, num_tokens in chunks:
-            took += self.token * num_tokens * (1 + self.growth * start / self.length)
-        return took
-
-    @property
-    def alone(self) -> float:
-        """The time of the long prompt's tokens, without the fixed parts of steps."""
-        return self.token * self.length * (1 + self.growth / 2)
-
-
-# An 8B model in bf16 on an H200 (benchmarks/results/step-h200.json), and a small one on a CPU.
-H200 = Costs(3.7, 0.021, 1000 / 42_000, 2, 4096, 32_768)
-CPU = Costs(2.0, 0.2, 0.25, 1, 2048, 2_047)
-# With fixed costs of a chunk, and costs that grow with the context, as on two cores.
-DEAR_H200 = replace(H200, chunk=0.8, growth=1.0)
-DEAR_CPU = Costs(3.2, 0.2, 0.11, 1, 2048, 2_047, chunk=1.0, growth=1.0)
-VERY_LONG_H200 = replace(DEAR_H200, length=131_072, growth=5.0)
-
-
-class TimedStep(Counted):
-    """A step that starts when those before it have ended, and takes its time."""
-
-    end_ns = 0
-
-    def wait(self) -> Sampled:
-        runner = self._runner
-        assert isinstance(runner, TimedRunner)
-        runner.now_ns = max(runner.now_ns, self.end_ns)
-        return super().wait()
-
-
-class TimedRunner(CountingRunner):
-    """A runner whose steps take the time that they cost, by a simulated clock."""
-
-    def __init__(self, costs: Costs) -> None:
-        super().__init__(4096, 32, 80_000, costs.max_in_flight)
-        self.now_ns = 1_000 * MS
-        self.free_ns = 0
-        self.costs = costs
-
-    def clock(self) -> int:
-        return self.now_ns
-
-    def launch(self, batch: Batch) -> Counted:
-        super().launch(batch)
-        step = TimedStep(self, self.in_flight.pop().batch, None)
-        self.in_flight.append(step)
-        chunks = [(row.start, len(row.token_ids)) for row in batch.rows[batch.num_decodes :]]
-        took = self.costs.of(batch.num_decodes, chunks)
-        step.end_ns = self.free_ns = max(self.now_ns, self.free_ns) + int(took * MS)
-        return step
-
 
 class Streams:
     """Requests that decode, and the times at which their tokens were sent."""
 
-    def __init__(self, costs: Costs, long_prompt_tokens: int = 1024) -> None:
+    def __init__(self, costs: Costs, long_prompt_tokens: int | None = 1024) -> None:
         self.runner = TimedRunner(costs)
         limits = Limits(300, costs.budget, long_prompt_tokens=long_prompt_tokens)
         engine = Engine(limits, self.runner, Words(), clock=self.runner.clock)
@@ -121,7 +59,9 @@ class Streams:
         return gaps[len(gaps) * 99 // 100] / MS
 
 
-def beside(costs: Costs, num_streams: int, long_prompt_tokens: int = 1024) -> tuple[float, float]:
+def beside(
+    costs: Costs, num_streams: int, long_prompt_tokens: int | None = 1024
+) -> tuple[float, float]:
     """Return how much a long prompt delays a stream's tokens, and streams its first token."""
     streams = Streams(costs, long_prompt_tokens)
     for _ in range(num_streams):
@@ -142,8 +82,11 @@ def beside(costs: Costs, num_streams: int, long_prompt_tokens: int = 1024) -> tu
 
 @pytest.mark.parametrize("costs", [H200, CPU], ids=["H200", "CPU"])
 @pytest.mark.parametrize("num_streams", quick_of([1, 8, 32], [1, 8]))
-def test_a_long_prompt_at_most_doubles_the_time_to_the_next_token(costs, num_streams):
-    stretch, delay = beside(costs, num_streams)
+@pytest.mark.parametrize("long_prompt_tokens", [1024, None])
+def test_a_long_prompt_at_most_doubles_the_time_to_the_next_token(
+    costs, num_streams, long_prompt_tokens
+):
+    stretch, delay = beside(costs, num_streams, long_prompt_tokens)
     assert 1.4 < stretch <= 2.0
     assert delay < 3.5  # three sevenths of every step are the prompt's
 

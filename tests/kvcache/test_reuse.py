@@ -331,7 +331,7 @@ def test_a_copy_into_released_blocks_is_not_made_and_its_source_is_free() -> Non
     ask(client, PROMPT)
     scheduler = client.engine._scheduler
     number = client.submit([*PROMPT[:14], 50], greedy(3))
-    scheduler._admission.admit_waiting(StepDraft(64, None, 0, [], scheduler._prefill_budget, 1024))
+    scheduler._admission.admit_waiting(StepDraft(64, [], 0, scheduler._prefill_budget))
     assert len(scheduler.cache._copies) == 1
     client.engine.check_integrity()
     client.engine.cancel(client.name, number)

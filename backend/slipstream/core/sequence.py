@@ -128,6 +128,7 @@ class Sequence:
         "num_void",
         "outputs",
         "prompt",
+        "queued_ns",
         "request",
         "sample",
         "sampling",
@@ -191,6 +192,7 @@ class Sequence:
         self.num_sent = 0
         self.num_preemptions = 0
         self.ending: Ending | None = None
+        self.queued_ns = 0  # by the scheduler's clock
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
         self.last_token_ns = 0

@@ -16,20 +16,21 @@ _MAX_DEFERRED_A_STEP = 64  # each costs a search for its prompt
 
 
 class Admission:
-    """The way from waiting to running; a prompt of more than `long_tokens` tokens is long."""
+    """The way from waiting to running."""
 
-    def __init__(self, running: RunningSet, long_tokens: int) -> None:
+    def __init__(self, running: RunningSet) -> None:
         self._running = running
         self._waiting = running.waiting
         self._cache = running.cache
-        self._long_tokens = long_tokens
 
     def admit_waiting(self, draft: StepDraft) -> None:
         """Admit sequences, and add their tokens, while there are room for them and a budget."""
         num_deferred, running, tier = 0, self._running, self._cache.tier
-        while draft.budget and running.has_slot:
+        while running.has_slot:
             sequence = self._waiting.head()
             if sequence is None or running.groups.must_wait(sequence):
+                return
+            if not draft.has_room_for(sequence):
                 return
             num_running = len(running.sequences)
             if not tier.has_room((num_running + 1) * self._cache.window.num_tables):
@@ -46,7 +47,7 @@ class Admission:
                 for each in started:
                     is_ready = each.guide is None or each.guide.can_run(each.num_pending)
                     if is_ready and each.id not in tier.not_arrived:
-                        draft.add_tokens(each)
+                        draft.offer(each)
             else:
                 return
 
@@ -61,8 +62,8 @@ class Admission:
         """
         if (leader := match.leader) is None or sequence.num_deferrals == MAX_DEFERRALS:
             return None
-        is_long, is_slow = (s.num_tokens > self._long_tokens for s in (sequence, leader))
-        is_idle = is_long and draft.long_budget == 0
+        is_long, is_slow = (draft.prefill_budget.is_long(s.num_tokens) for s in (sequence, leader))
+        is_idle = is_long and not draft.has_room_for_long
         is_most = 2 * match.num_leader_tokens >= leader.num_tokens - leader.num_computed
         is_much = is_idle and 4 * match.num_leader_tokens >= sequence.num_tokens
         return leader if is_slow <= is_long and (is_most or is_much) else None

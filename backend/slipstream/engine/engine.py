@@ -28,6 +28,7 @@ from slipstream.engine.deadlines import Deadlines
 from slipstream.engine.device_drafts import DeviceDrafts
 from slipstream.engine.gauges import Gauges
 from slipstream.engine.guides import Guides, MaskTaker
+from slipstream.engine.launch_lead import LaunchLead
 from slipstream.engine.reports import RequestLog
 from slipstream.engine.request_checks import RequestBounds
 from slipstream.engine.request_ids import RequestIds
@@ -136,6 +137,7 @@ class Engine:
         self._next_sequence_id = 0
         self._failed: set[tuple[bytes, int]] = set()  # requests that failed since a step succeeded
         self._bisection = Bisection()
+        self._launch_lead = LaunchLead(clock)
         self._last_step = 0.0  # time.monotonic()
         self._num_received = 0  # requests, refused ones included
         self._num_received_tokens = 0  # of their prompts
@@ -172,10 +174,9 @@ class Engine:
         self._num_received_tokens += len(message.token_ids)
         self._request_ids.refuse_duplicate(bridge, message.model, message.request_id)
         self._bounds.validate(message)
-        asked = message.sampling.logits_processors
-        processors = start_processors(self._edit_context.processors, asked) if asked else ()
-        self.load().raise_if_full(len(message.token_ids))
         sampling = message.sampling
+        processors = start_processors(self._edit_context.processors, sampling.logits_processors)
+        self.load().raise_if_full(len(message.token_ids))
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = make_request(bridge, message)
         request.edit_context, request.processors = self._edit_context, processors
@@ -233,6 +234,12 @@ class Engine:
         for number in gone:
             self.cancel(bridge, number, CancelCause.BRIDGE)
         return len(gone)
+
+    def slack_ns(self) -> float:
+        """Return how long the next `step` can wait for requests, in ns; see `LaunchLead`."""
+        if len(self._flights) != 1 or self._scheduler.needs_results or self._bisection:
+            return 0.0
+        return self._launch_lead.slack_ns(self._scheduler.earliest_end_ns())
 
     def step(self) -> dict[bytes, list[Tokens]]:
         """Launch ahead, commit the oldest step; return the new tokens for each bridge."""
@@ -310,11 +317,11 @@ class Engine:
                 continue  # it ended; its number may be in use again
             is_waiting = not request.sequences[0].first_scheduled_ns
             num_tokens = sum(max(s.num_outputs, s.num_sent) for s in request.sequences)
-            timeout_ns = request.message.timeout_ns
+            asked_ms, late_ms = request.message.timeout_ns / 1e6, (now_ns - deadline_ns) / 1e6
+            so_far = "it was waiting" if is_waiting else f"{num_tokens} tokens were generated"
             error = (
-                f"{(now_ns - deadline_ns + timeout_ns) / 1e6:.0f} ms have passed, of "
-                f"{timeout_ns / 1e6:.12g} asked for by timeout_ms or timeout; "
-                + ("it was waiting" if is_waiting else f"{num_tokens} tokens were generated")
+                f"{asked_ms + late_ms:.0f} ms have passed, of {asked_ms:.12g} asked for by "
+                f"timeout_ms or timeout; {so_far}"
             )
             ending = Ending(FinishReason.DEADLINE, error=error)
             self._end_early(request, ending, CancelCause.DEADLINE, 0)
@@ -328,6 +335,7 @@ class Engine:
             only = self._bisection.current()
             if only is not None and self._flights:
                 return
+            decided_ns = self._clock()
             batch = self._schedule(only)
             if self.fatal is not None or (batch is None and only is None):
                 return
@@ -338,6 +346,7 @@ class Engine:
             try:
                 launched = self._runner.launch(batch)
                 self._flights.append(_StepInFlight(batch, launched, None))
+                self._launch_lead.launched(decided_ns)
                 if batch.has_masks and self._guides is not None and self._guides.num_active:
                     self._guides.launched(batch, launched)
             except Exception as error:

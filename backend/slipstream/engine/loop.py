@@ -54,6 +54,7 @@ _log = logging.getLogger(__name__)
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_UNSENT = 16_384  # messages to one bridge; one further behind is disconnected
 _MAX_FRAMES = 1024  # read between two steps, so that a flood of messages cannot stop generation
+_MS = 1_000_000  # in ns
 _IDLE_MS = 1000  # an idle loop checks this often whether its parent is alive
 _SILENCE_S = 5.0  # bridges ping every second; one silent for longer is probed
 
@@ -108,6 +109,10 @@ class EngineLoop:
         self._turns.count()
         if self._engine.has_work or self._socket.poll(idle_ms):
             self._receive()
+            while (slack_ns := self._engine.slack_ns()) >= _MS and self._socket.poll(
+                int(slack_ns / _MS)
+            ):
+                self._receive()
             self._publish_load()
         if self._engine.has_work:
             outputs = self._engine.step()
@@ -287,6 +292,7 @@ def limits_of(config: EngineConfig, plan: "Plan") -> Limits:
         config.max_logits_bytes,
         plan.max_drafted_rows,
         guide_in_thinking=config.guide_in_thinking,
+        target_itl_ns=round((config.target_itl or 0) * _MS),
     )
 
 

@@ -1,13 +1,18 @@
-"""Limit the tokens of long prompts in a step that also decodes: the prefill budget.
+"""Limit the prompts in a step that also decodes: the prefill budget.
 
 Every running stream gets its next token from every step, so whatever else a step computes delays
-all streams. A short prompt does so for a step or two; a long one, in chunks as large as the step
-allows, would do so for many in a row. Beside decodes, its chunks are therefore cut so that a step
-takes less than twice the time of the decodes alone: streams run at half their speed for a while,
-instead of standing still. If several long prompts wait, each gets as much: no single one disturbs
-the others then, and steps with fewer tokens would use the device worse.
+all streams. What a step may take is its **target**: a time that the operator sets, or `_STEP` times
+what decodes alone take. Prompts get what is left of it. If a prompt has waited for more than
+`_PATIENCE` times its own computation and a target, more come than a target has room for: then the
+step may be as large as steps can be, which computes prompts at the least cost.
 
-Both times are measured, so the same rule fits any model and device: the time of a step of decodes
+A **long** prompt, one that takes more than `_LONG` times the decodes or has more tokens than the
+operator says, would fill many targets in a row. Its chunks are cut so that a step takes less than
+twice the time of the decodes alone, however long it waits: streams run at half their speed for a
+while, instead of standing still. If several long prompts wait, each gets as much: no single one
+disturbs the others then, and steps with fewer tokens would use the device worse.
+
+All times are measured, so the same rule fits any model and device: the time of a step of decodes
 (median of the last few), and the time that a token of a cut chunk adds (one of the highest of the
 last few). The latter includes fixed costs of a chunk, and grows with the context. A smaller chunk
 has to bear the same fixed costs with fewer tokens, so each token costs more: where even the
@@ -24,6 +29,10 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+_STEP = 5.0  # decodes' times that a step may take, unless there is a target
+_PATIENCE = 4.0
+_LONG = 32.0  # decodes' times
+_LONG_TOKENS = 1024  # the same, until both times are measured
 _FIRST = 64  # tokens, until both times are measured
 _MIN = 4  # tokens; chunks are multiples of it
 _MANY = 256  # tokens of chunks; a step with at least these is large
@@ -32,6 +41,9 @@ _DEAREST = 2.0
 _NUM_SAMPLES = 7
 _HIGH = 3  # the third highest sample counts
 _PROBE_EVERY = 32  # of this many cut steps, one has decodes alone, to measure these
+_NOTHING_MEASURED_NS = 20_000.0  # of a token, until it is measured: prompts are in order by it
+_EARLY = 0.9  # of the time that chunks take, by which a step may end early
+_NO_BOUND = 1 << 62
 
 
 class PrefillBudget:
@@ -40,27 +52,87 @@ class PrefillBudget:
     Args:
         clock: time in ns.
         doubles_at: context in tokens at which a token costs twice as much as without; 0: none.
+        target_ns: what a step with decodes may take; 0: by what decodes take.
+        long_tokens: a prompt with more is long; None: by what it takes.
     """
 
-    def __init__(self, clock: Callable[[], int], doubles_at: int = 0) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], int],
+        doubles_at: int = 0,
+        target_ns: int = 0,
+        long_tokens: int | None = None,
+    ) -> None:
         self._clock = clock
         self._doubles_at = doubles_at
+        self._fixed_target_ns = target_ns
+        self._long_tokens = long_tokens
         # For each step in flight: start, decodes, tokens of chunks, whether `take` cut these.
         self._started: deque[tuple[int, int, int, bool]] = deque()
         self._ended_ns = 0  # end of the last step
         self._decodes_ns: deque[int] = deque(maxlen=_NUM_SAMPLES)
+        self._num_decodes: deque[int] = deque(maxlen=_NUM_SAMPLES)  # of the same steps
         # Cost of a token: in large steps, or the largest so far; and in steps that were cut.
         self._token_ns: deque[float] = deque(maxlen=_NUM_SAMPLES)
         self._cut_ns: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self._large: deque[tuple[int, int]] = deque(maxlen=_NUM_SAMPLES)  # tokens, time of a step
         self._largest = 0
         self._num_long = 0
         self._is_cut = False  # whether the next step is
         self._num_cut = _PROBE_EVERY - 1  # the first cut step measures decodes alone
 
+    # --- what is measured ----------------------------------------------------------------------
+
     @property
     def token_ns(self) -> float | None:
         """Time in ns of a prompt token in a large step; None: not measured yet."""
         return median(self._token_ns) if self._token_ns else None
+
+    @property
+    def _is_measured(self) -> bool:
+        return bool(self._decodes_ns) and bool(self._token_ns)
+
+    def work_ns(self, num_tokens: int) -> float:
+        """Return the time that so many tokens of a prompt take in large steps, in ns."""
+        return num_tokens * (self.token_ns or _NOTHING_MEASURED_NS)
+
+    @property
+    def longest_ns(self) -> float:
+        """Time in ns of the longest prompt that is not long."""
+        if self._long_tokens is not None or not self._is_measured:
+            return self.work_ns(self._long_tokens or _LONG_TOKENS)
+        return _LONG * median(self._decodes_ns)
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Return whether a prompt of so many tokens is long."""
+        if self._long_tokens is not None:
+            return num_tokens > self._long_tokens
+        return self.work_ns(num_tokens) > self.longest_ns
+
+    def earliest_end_ns(self) -> float:
+        """Return when the steps in flight can have ended, by the clock; 0: not known.
+
+        A step takes at least as long as one with fewer tokens did, and at least its tokens' part of
+        what one with more did. Of the last decodes the least counts, of the last large steps one of
+        the highest, with a margin.
+        """
+        if not self._started or not self._decodes_ns:
+            return 0.0
+        end_ns = float(max(self._started[0][0], self._ended_ns))
+        for _, num_decodes, num_tokens, _ in self._started:
+            of_decodes = [
+                took_ns * min(1.0, num_decodes / number)
+                for took_ns, number in zip(self._decodes_ns, self._num_decodes, strict=True)
+            ]
+            total = num_decodes + num_tokens
+            of_large = [took_ns * min(1.0, total / number) for number, took_ns in self._large]
+            least_ns = min(of_decodes)
+            if num_tokens >= _MANY and of_large:
+                least_ns = max(least_ns, _EARLY * sorted(of_large)[-_HIGH:][0])
+            end_ns += least_ns
+        return end_ns
+
+    # --- steps ---------------------------------------------------------------------------------
 
     def start_step(self, num_decodes: int, num_chunk_tokens: int) -> None:
         """Note that a step is about to be launched."""
@@ -78,10 +150,13 @@ class PrefillBudget:
         self._ended_ns = now_ns
         if not num_tokens:
             self._decodes_ns.append(took_ns)
+            self._num_decodes.append(num_decodes)
             return took_ns
         decodes_ns = median(self._decodes_ns) if num_decodes and self._decodes_ns else 0
         if is_cut:
             self._cut_ns.append(max(took_ns - decodes_ns, took_ns / 8) / num_tokens)
+        if num_tokens >= _MANY:
+            self._large.append((num_decodes + num_tokens, took_ns))
         if num_tokens >= min(self._largest, _MANY):
             if self._largest < min(num_tokens, _MANY):
                 self._token_ns.clear()
@@ -93,6 +168,26 @@ class PrefillBudget:
         """Discard all steps that were launched and have not ended."""
         self._started.clear()
         self._ended_ns = self._clock()
+
+    # --- what prompts get ----------------------------------------------------------------------
+
+    @property
+    def target_ns(self) -> float:
+        """Time in ns that a step with decodes may take while no prompt is overdue."""
+        if self._fixed_target_ns or not self._decodes_ns:
+            return float(self._fixed_target_ns)
+        return _STEP * median(self._decodes_ns)
+
+    def is_overdue(self, queued_ns: int, work_ns: float) -> bool:
+        """Return whether a prompt that takes `work_ns` in all has waited for too long."""
+        return self._clock() - queued_ns > _PATIENCE * (work_ns + self.target_ns)
+
+    def room(self) -> int:
+        """Return how many tokens of prompts have room in a step with decodes."""
+        if not self._is_measured:
+            return _NO_BOUND
+        left_ns = self.target_ns - median(self._decodes_ns)
+        return max(_MIN, int(left_ns / max(1.0, self.work_ns(1))))
 
     def take(self, num_long: int, start: int = 0) -> int:
         """Return how many tokens of `num_long` long prompts the next step may compute.
@@ -106,7 +201,7 @@ class PrefillBudget:
             self._cut_ns.clear()
         if self._num_cut % _PROBE_EVERY == 0:
             return 0
-        if not self._decodes_ns or not self._token_ns:
+        if not self._is_measured:
             return num_long * _FIRST
         cost_ns = median(self._token_ns)
         if self._cut_ns:

@@ -53,12 +53,13 @@ class Limits:
     max_num_batched_tokens: int = 2048
     max_waiting: int = 4096
     max_waiting_tokens: int = 2_097_152
-    long_prompt_tokens: int = 1024
+    long_prompt_tokens: int | None = None  # None: by the time that it takes
     kv_cache_reuse: bool = True
     logprobs_mode: str = "raw_logprobs"  # of requests that do not say
     max_logits_bytes: int = 1 << 26  # of one request
     max_num_rows: int = 0  # of a step that has drafts, its decodes included; 0: max_num_seqs
     guide_in_thinking: bool = False  # of requests that do not say
+    target_itl_ns: int = 0  # of a step that decodes; 0: by the time of decodes
 
 
 class Scheduler:
@@ -81,8 +82,11 @@ class Scheduler:
         speculation: Speculation | None = None,
         device_drafts: DeviceDrafts | None = None,
     ) -> None:
-        self._prefill_budget = prefill_budget = PrefillBudget(clock, attention_doubles_at)
+        self._prefill_budget = prefill_budget = PrefillBudget(
+            clock, attention_doubles_at, limits.target_itl_ns, limits.long_prompt_tokens
+        )
         pool = (num_blocks, block_size, limits.kv_cache_reuse, clock)
+        self._clock = clock
         self.cache = KVCache(*pool, window, mover, lambda: prefill_budget.token_ns)
         self._telemetry = telemetry or Telemetry()
         self._device_drafts = device_drafts
@@ -91,14 +95,13 @@ class Scheduler:
         self._verification = Verification(speculation, *parts)
         self.guides: Guides | None = None  # where the model can guide
         self._max_tokens = limits.max_num_batched_tokens
-        self._long_tokens = limits.long_prompt_tokens
         # No more sequences run than the budget has tokens: every decode fits into every step.
         max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
         shared = (self.cache, self.waiting, self._telemetry, self.finish)
         self._running = RunningSet(max_running, *shared)
         self._groups = self._running.groups
-        self._admission = Admission(self._running, self._long_tokens)
+        self._admission = Admission(self._running)
         self._last_decodes: list[Sequence] | None = None  # of the last step, if it had no chunks
         self._launched: deque[list[Sequence]] = deque()  # rows' sequences of steps in flight
         self._changed: dict[int, Sequence] = {}
@@ -143,10 +146,17 @@ class Scheduler:
         """Whether sequences run that have no step before the last one's results: beams, drafts."""
         return bool(self._groups) or self._verification.is_active
 
+    def earliest_end_ns(self) -> float:
+        """Return when the steps in flight can have ended, by the clock; 0: not known."""
+        return self._prefill_budget.earliest_end_ns()
+
     def add(self, request: Request) -> None:
         """Queue all sequences of a new request."""
         if request.sampling.drafts is not None:
             self._verification.add(request.sequences)
+        queued_ns = self._clock()
+        for sequence in request.sequences:
+            sequence.queued_ns = queued_ns
         first, *siblings = request.sequences
         self.waiting.add(first)
         for sibling in siblings:
@@ -207,20 +217,13 @@ class Scheduler:
         decodes, prefills = _split(running)
         if self._verification.is_active:
             decodes = together(decodes, running)
-        num_long = sum(s.num_tokens > self._long_tokens for s in prefills)
-        long_budget = None if decodes else max_tokens
-        draft = StepDraft(
-            max_tokens - len(decodes),
-            long_budget,
-            num_long,
-            decodes,
-            self._prefill_budget,
-            self._long_tokens,
-        )
+        num_long = sum(self._prefill_budget.is_long(s.num_tokens) for s in prefills)
+        draft = StepDraft(max_tokens - len(decodes), decodes, num_long, self._prefill_budget)
         for sequence in prefills:
-            draft.add_tokens(sequence)
+            draft.offer(sequence)
         if only is None and num_preemptions == self._running.num_preemptions:
             self._admission.admit_waiting(draft)
+        draft.fill()
         if not decodes and not draft.chunks:
             return None
         has_drafts = False

@@ -1,36 +1,122 @@
-"""Collect what a step computes, within its budgets of tokens."""
+"""Collect what a step computes: decodes, then prompts by due time, within its budgets of tokens.
 
+A prompt is due `STRETCH` times its own computation after it was queued; the earliest due time goes
+first. So a short prompt goes before a long one that came a little earlier, and a prompt whose
+computation takes w is overtaken only by those that come less than `STRETCH * w` after it: that is
+all the harm. What is left to compute counts, so a prompt comes nearer to its turn with each chunk.
+A level of priority counts as much as the longest prompt that is not long.
+
+Beside decodes all prompts together get what `PrefillBudget.room` says, unless one is overdue, and
+the long ones of them what `PrefillBudget.take` says. Where nothing decodes, the first may take the
+whole step.
+"""
+
+from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slipstream.core.sequence import Sequence
 from slipstream.engine.prefill_budget import PrefillBudget
+
+STRETCH = 4
+
+
+@dataclass(slots=True, order=True)
+class _Claim:
+    """Tokens that a prompt may get at most, and its place among others."""
+
+    due_ns: float
+    id: int
+    num_tokens: int = field(compare=False)
+    sequence: Sequence = field(compare=False)
+    is_long: bool = field(compare=False)
 
 
 @dataclass(slots=True)
 class StepDraft:
     """A step while it is being scheduled."""
 
-    budget: int  # tokens that it can still take
-    long_budget: int | None  # of long prompts; None: not taken from `PrefillBudget` yet
-    num_long: int  # long prompts in prefill
+    budget: int  # tokens that it can take beside the decodes
     decodes: list[Sequence]
+    num_long: int  # long prompts in prefill
     prefill_budget: PrefillBudget
-    long_tokens: int  # a prompt with more is long
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    long_budget: int | None = None  # of long prompts; None: not taken from `PrefillBudget` yet
+    _claims: list[_Claim] = field(default_factory=list)  # in their order
+    _num_claimed: int = 0
+    _room: int = 0  # tokens of all prompts
 
-    def add_tokens(self, sequence: Sequence) -> None:
-        """Add as many tokens of a sequence to the step as the budgets allow."""
+    def __post_init__(self) -> None:
+        self._room = self.budget
+        if self.decodes:
+            self._room = min(self.budget, self.prefill_budget.room())
+        else:
+            self.long_budget = self.budget
+
+    def due_ns(self, sequence: Sequence) -> float:
+        """Return when a prompt is due, by the scheduler's clock."""
+        work_ns = self.prefill_budget.work_ns(sequence.num_tokens - sequence.num_scheduled)
+        level_ns = sequence.request.message.priority * self.prefill_budget.longest_ns
+        return sequence.queued_ns + STRETCH * (work_ns + level_ns)
+
+    def has_room_for(self, sequence: Sequence) -> bool:
+        """Return whether a prompt would get tokens."""
+        self._widen_for(sequence)
+        if self._num_claimed < self._room:
+            return True
+        if sum(num_tokens for _, num_tokens in self._grants()) < self._room:
+            return True
+        return bool(self._claims) and self.due_ns(sequence) < self._claims[-1].due_ns
+
+    @property
+    def has_room_for_long(self) -> bool:
+        """Whether another long prompt would get tokens; True while none has come."""
+        taken = sum(num_tokens for claim, num_tokens in self._grants() if claim.is_long)
+        return self.long_budget is None or taken < self.long_budget
+
+    def offer(self, sequence: Sequence) -> None:
+        """Let a prompt claim as many tokens as the budgets allow."""
         num_left = sequence.num_tokens - sequence.num_scheduled
         num_tokens = min(num_left, self.budget, sequence.cache.capacity - sequence.num_scheduled)
-        if num_left > 1 and sequence.num_tokens > self.long_tokens:
-            if self.long_budget is None:
-                self.long_budget = self.prefill_budget.take(
-                    max(1, self.num_long), sequence.num_scheduled
-                )
-            num_tokens = min(num_tokens, self.long_budget)
-            self.long_budget -= num_tokens
-        if num_tokens == num_left == 1:
-            self.decodes.append(sequence)  # a single token that samples is a decode
-        elif num_tokens:
-            self.chunks.append((sequence, num_tokens))
-        self.budget -= num_tokens
+        if num_tokens <= 0:
+            return
+        is_long = num_left > 1 and self.prefill_budget.is_long(sequence.num_tokens)
+        self._widen_for(sequence)
+        if is_long and self.long_budget is None:
+            start = sequence.num_scheduled
+            self.long_budget = self.prefill_budget.take(max(1, self.num_long), start)
+        claim = _Claim(self.due_ns(sequence), sequence.id, num_tokens, sequence, is_long)
+        insort(self._claims, claim)
+        self._num_claimed += num_tokens
+        if self._num_claimed > self._room:
+            self._claims = [claim for claim, num_tokens in self._grants() if num_tokens]
+            self._num_claimed = sum(claim.num_tokens for claim in self._claims)
+
+    def _widen_for(self, sequence: Sequence) -> None:
+        """Let prompts have the whole step if one that is not long has waited for too long."""
+        budget = self.prefill_budget
+        if self._room == self.budget or budget.is_long(sequence.num_tokens):
+            return
+        if budget.is_overdue(sequence.queued_ns, budget.work_ns(sequence.num_tokens)):
+            self._room = self.budget
+
+    def _grants(self) -> Iterator[tuple[_Claim, int]]:
+        """Yield the claims in their order, and what each gets."""
+        room, long_budget = self._room, self.long_budget or 0
+        for claim in self._claims:
+            num_tokens = min(claim.num_tokens, room)
+            if claim.is_long:
+                num_tokens = min(num_tokens, long_budget)
+                long_budget -= num_tokens
+            room -= num_tokens
+            yield claim, num_tokens
+
+    def fill(self) -> None:
+        """Give prompts their tokens, in their order."""
+        for claim, num_tokens in self._grants():
+            sequence = claim.sequence
+            if num_tokens == sequence.num_tokens - sequence.num_scheduled == 1:
+                self.decodes.append(sequence)  # a single token that samples is a decode
+            elif num_tokens:
+                self.chunks.append((sequence, num_tokens))
+            self.budget -= num_tokens

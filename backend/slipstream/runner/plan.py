@@ -15,6 +15,7 @@ from slipstream import quant
 from slipstream.config import (
     BLOCK_SIZES,
     LOAD_FORMATS,
+    MAX_TARGET_ITL,
     MIN_STUCK_AFTER_S,
     SPECULATIONS,
     EngineConfig,
@@ -347,9 +348,14 @@ def _check_fields(config: EngineConfig) -> None:
         "max_num_batched_tokens",
         "max_waiting",
         "max_waiting_tokens",
-        "long_prompt_tokens",
     ):
         _at_least(config, field, 1)
+    if config.long_prompt_tokens is not None:
+        _at_least(config, "long_prompt_tokens", 1)
+    if config.target_itl is not None and not 0 < config.target_itl <= MAX_TARGET_ITL:
+        raise ConfigError(
+            f"target_itl = {config.target_itl} is not above 0 and at most {MAX_TARGET_ITL} ms"
+        )
     _at_least(config, "num_draft_tokens", 1)
     _at_least(config, "suffix_tokens", 0)
     if config.num_draft_tokens > MAX_DRAFT_TOKENS:
