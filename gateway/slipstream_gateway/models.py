@@ -21,7 +21,7 @@ from slipstream_contract.shares import memory_share
 from slipstream_runtime.directory import Runtime
 from slipstream_runtime.stub import rest_collector
 
-from slipstream_gateway.engine import Engine
+from slipstream_gateway.engine_client import EngineClient
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.settings import Settings
@@ -82,7 +82,7 @@ class Model:
         is_expected = around.is_alone or runtime.socket.exists()
         self._seen_s = time.monotonic() if is_expected else -_GONE_S  # when there was an engine
         self._starter = SupervisorStarter(runtime, config, os.getpid())
-        self.engine = Engine(
+        self.engine = EngineClient(
             runtime,
             around.loop,
             self._starter.ensure if around.is_alone else _start_nothing,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream import wire
 from slipstream_contract.vocab import TokenBytes
-from slipstream_gateway import engine as engines
-from slipstream_gateway.engine import Engine, Route
+from slipstream_gateway import engine_client
+from slipstream_gateway.engine_client import EngineClient, Route
 from slipstream_gateway.sequences import Answering, PromptPart
 from slipstream_gateway.token_texts import TokenTexts
 from slipstream_runtime.directory import Runtime
@@ -42,16 +42,16 @@ class Costly:
         self.num_waiting = 0
 
 
-@pytest.mark.parametrize("pace", [engines.FEW_CORES, engines.MANY_CORES])
+@pytest.mark.parametrize("pace", [engine_client.FEW_CORES, engine_client.MANY_CORES])
 @pytest.mark.parametrize("is_urgent", [False, True])
 def test_a_round_waits_for_what_it_costs(tmp_path, monkeypatch, is_urgent, pace):
-    monkeypatch.setattr(engines, "PACE", pace)
+    monkeypatch.setattr(engine_client, "PACE", pace)
     exchange, num_steps = Costly(is_urgent), 60
 
     async def run() -> float:
         runtime = Runtime(tmp_path, "m")
         runtime.home.mkdir()
-        engine = Engine(runtime, asyncio.get_running_loop(), lambda: None)
+        engine = EngineClient(runtime, asyncio.get_running_loop(), lambda: None)
         engine.routes[1] = Route(exchange, 0)  # type: ignore[arg-type]
         begin_s = time.monotonic()
         for step in range(num_steps):

@@ -45,7 +45,7 @@ class Route(NamedTuple):
     first: int
 
 
-class Engine:
+class EngineClient:
     """The connection to one engine and its successors.
 
     The event loop's thread calls it, but for the methods of the `Listener`.
