@@ -10,10 +10,7 @@ import gc
 import json
 import os
 import re
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +20,7 @@ import psutil
 from paced_engine import write_python
 from slipstream_compose.compose import compose, write
 from slipstream_runtime.processes import num_cores
+from slipstream_serve.gateway_alone import gateway_alone, wait_ready
 from slipstream_serve.server import repository_root
 from sse_clients import Client, request
 from stream_clients import Received
@@ -33,7 +31,6 @@ _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _TEXT = re.compile(rb'"(?:text|content)":"([a-zA-Z0-9]+)"')
 _DONE = b"data: [DONE]"
 _PROMPT = "def main():\n    "
-_START_S = 120.0
 _NS = 1_000_000_000
 
 
@@ -86,34 +83,12 @@ def serving(
         environment["SLIPSTREAM_PYTHON"] = str(python)
     template.write_text(_TEMPLATE)
     write(compose(CHECKPOINT, scratch / "models", {}, cores=num_cores()))
-    command = [sys.executable, "-m", "slipstream_client.cli", "gateway", "--port", "0"]
-    command += ["--model-repository", str(scratch / "models"), "--chat-template", str(template)]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [*command, *options], env=environment, stdout=sink, stderr=subprocess.STDOUT
-        )
-    try:
-        port = _wait(process, log)
+    options = ("--chat-template", str(template), *options)
+    with gateway_alone(scratch / "models", log, *options, environment=environment) as found:
+        process, address = found
+        wait_ready(process, address, log)
+        port = int(address.rpartition(":")[2])
         yield PacedGateway(port, psutil.Process(process.pid), journal, log)
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        process.kill()
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path) -> int:
-    """Return the port of a gateway once it can generate. Raises SystemExit."""
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        found = re.search(r"listening on http://\S+?:(\d+)/", log.read_text(errors="replace"))
-        if found:
-            url = f"http://127.0.0.1:{found[1]}/health"
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-                return int(found[1])
-        time.sleep(0.1)
-    raise SystemExit(f"the gateway did not start:\n{log.read_text(errors='replace')[-4000:]}")
 
 
 # --- clients -------------------------------------------------------------------------------------

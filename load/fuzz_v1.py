@@ -15,11 +15,9 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +27,7 @@ from fuzz_v1_cases import CHATS, COMPLETIONS, Case, cases
 from serving import REPORTS, fuzz
 from slipstream_compose.compose import compose, write
 from slipstream_runtime.processes import num_cores
+from slipstream_serve.gateway_alone import gateway_alone, wait_ready
 from slipstream_serve.server import repository_root
 
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
@@ -67,36 +66,20 @@ class Books:
 
 @contextlib.contextmanager
 def serving(scratch: Path, log: Path) -> Iterator[int]:
-    """Run a gateway with the real engine of the default model; its port. Raises SystemExit."""
+    """Run a gateway with the real engine of the default model; its port.
+
+    Raises ServeError, SystemExit.
+    """
     options: dict[str, object] = {"kv_cache_tokens": 8192, "deterministic": True}
     write(compose(CHECKPOINT, scratch / "models", options, cores=num_cores()))
     template = scratch / "chat.jinja"
     template.write_text(_TEMPLATE)
-    command = [sys.executable, "-m", "slipstream_client.cli", "gateway", "--port", "0"]
-    command += ["--model-repository", str(scratch / "models"), "--chat-template", str(template)]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
-    try:
-        yield _wait(process, log)
+    with gateway_alone(scratch / "models", log, "--chat-template", str(template)) as found:
+        process, address = found
+        wait_ready(process, address, log)
+        yield int(address.rpartition(":")[2])
         if process.poll() is not None:
             raise SystemExit(f"the gateway has ended: {log.read_text()[-4000:]}")
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        process.kill()
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path) -> int:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        found = re.search(r"listening on http://\S+?:(\d+)/", log.read_text(errors="replace"))
-        if found:
-            url = f"http://127.0.0.1:{found[1]}/health"
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-                return int(found[1])
-        time.sleep(0.1)
-    raise SystemExit(f"the gateway did not start: {log.read_text(errors='replace')[-4000:]}")
 
 
 # --- one request ---------------------------------------------------------------------------------
