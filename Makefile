@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots perf locust overload isolation agreement sdks soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots perf locust overload isolation agreement sdks soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -81,6 +81,9 @@ bench-gpu: install ## the GPU table: ours, and vLLM where it can be imported; en
 
 guided-bench: install ## ARGS="FOLDER" of JSON schemas, as JSONSchemaBench's: accepted, refused, invalid, mask times
 	@$(BIN)/python benchmarks/guided.py $(ARGS)
+
+accuracy: install ## what weights in fewer bits cost on three models, in all caches: docs/quantization.md; hours on two cores
+	@$(BIN)/python benchmarks/accuracy.py $(ARGS)
 
 kv-accuracy: install ## what a KV cache in fewer bits costs: the table of docs/quantization.md
 	@$(BIN)/python benchmarks/kv_accuracy.py $(ARGS)

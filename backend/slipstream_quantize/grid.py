@@ -58,7 +58,7 @@ class Grid:
         """Return the nearest `q`, fp32; all shapes broadcast."""
         x = weight / scale
         if self.recipe.kind == "int":
-            return (x.round() + zero).clamp(self.low, self.high)
+            return x.round_().add_(zero).clamp_(self.low, self.high)
         if self.recipe.kind == "e4m3":
             return x.clamp(self.low, self.high).to(E4M3).float()
         table = torch.tensor(E2M1, device=x.device)
@@ -93,10 +93,11 @@ class Grid:
         if not (clips and self.recipe.clips):
             return best
         parts = None if second is None else self._diagonal(second)
-        least = self._errors(weight, best, parts)
+        grouped = self._grouped(weight)
+        least = self._errors(grouped, best, parts)
         for part in torch.linspace(1.0, SMALLEST_RANGE, STEPS)[1:].tolist():
             found = self._fitted(low, high, part, overall)
-            errors = self._errors(weight, found, parts)
+            errors = self._errors(grouped, found, parts)
             is_better = errors < least
             least = torch.where(is_better, errors, least)
             scale = torch.where(is_better, found.scale, best.scale)
@@ -152,9 +153,10 @@ class Grid:
         blocks = second.view(k // size, size, k // size, size)
         return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
-    def _errors(self, weight: Tensor, fitted: Fitted, parts: Tensor | None) -> Tensor:
+    def _errors(self, grouped: Tensor, fitted: Fitted, parts: Tensor | None) -> Tensor:
         """Return the squared errors of groups, `[n, groups]`."""
-        off = self._grouped(weight - self.values(self.round(weight, fitted), fitted))
+        scale, zero = fitted.scale[..., None], fitted.zero[..., None]
+        off = self.snap(grouped, scale, zero).sub_(zero).mul_(scale).sub_(grouped)
         if parts is None:
             return off.pow(2).sum(-1)
         if parts.ndim == 2:

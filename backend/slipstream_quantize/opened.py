@@ -88,11 +88,19 @@ class Opened:
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
         weights.finish()
         self.blocks = [self._places(block) for block in self.decoder.blocks]
+        self._round_others()
 
     @property
     def probes(self) -> Iterator[Probe]:
         """All layers, in order."""
         return (place.probe for block in self.blocks for place in block)
+
+    def _round_others(self) -> None:
+        """Round to `dtype` what is written in it: all but the matrices of blocks."""
+        matrices = {f"{name}.weight" for probe in self.probes for name in probe.names}
+        for name, tensor in self.source.tensors.items():
+            if name not in matrices:
+                tensor.copy_(tensor.to(self.dtype))
 
     def _places(self, block: Block) -> list[Place]:
         """Put probes into a block; return its places in the order in which they run."""
@@ -170,14 +178,18 @@ class Running:
         count = len(sums) // self._pieces.shape[1]
         block(Residual(sums), self._inputs(count, window), self._cache)
 
-    def logits(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `[s, length, vocab]` of some pieces, and their token ids."""
+    def sums(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each piece's token ids, `[length]`, and its sums behind the last block."""
         parts = torch.split(self._pieces, self._at_once)
         for part, sums in zip(parts, self.embedded(), strict=True):
             for i in range(len(self._opened.decoder.blocks)):
                 self.block(i, sums)
-            for ids, each in zip(part, torch.split(sums, part.shape[1]), strict=True):
-                yield ids, self._opened.decoder.logits(Residual(each)).float()
+            yield from zip(part, torch.split(sums, part.shape[1]), strict=True)
+
+    def logits(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each piece's token ids, `[length]`, and its logits, `[length, vocab]` fp32."""
+        for ids, sums in self.sums():
+            yield ids, self._opened.decoder.logits(Residual(sums)).float()
 
     def _inputs(self, count: int, window: int) -> AttentionInputs:
         """Return the inputs of attention for so many pieces, each of them a chunk."""

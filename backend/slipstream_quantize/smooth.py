@@ -18,6 +18,7 @@ Rounding = Callable[[Tensor], Tensor]
 RATIOS = [step / 10 for step in range(1, 11)]
 ALPHAS = [step / 10 for step in range(3, 10)]
 _LEAST = 1e-4
+_MOST_ROWS = 512  # of weights whose outputs are compared, evenly from all
 _MOST = 2.0**15  # of a scale and its inverse: 16-bit norms can hold the quotients
 
 
@@ -43,9 +44,10 @@ def awq_scales(weight: Tensor, seen: Seen, grid: Grid) -> Tensor:
     They are powers of the mean size of inputs, alone and over one of the size of weights.
     """
     best = torch.ones_like(seen.mean)
-    least = _error(weight, best, seen, grid)
+    rows = weight[:: -(-len(weight) // _MOST_ROWS)]
+    least = _error(rows, best, seen, grid)
     for scales in awq_candidates(weight, seen.mean, grid):
-        error = _error(weight, scales, seen, grid)
+        error = _error(rows, scales, seen, grid)
         if error < least:
             best, least = scales, error
     return best

@@ -1,0 +1,1 @@
+"""Run lm-eval's tasks on a checkpoint: `slipstream eval`. Runs offline; no server imports it."""
