@@ -64,24 +64,23 @@ _OF_ENGINE: dict[str, Callable[[str, Engine], bool]] = {
     "eagle_choices": _is_same("eagle_choices"),
 }
 
-# Key -> where the same is said here.
+# Key -> where the same is said here; {} is the file with the engine's settings.
 _INSTEAD = {
-    "enable_kv_cache_reuse": "kv_cache_reuse in tensorrt_llm/1/model.json",
-    "max_tokens_in_paged_kv_cache": "kv_cache_tokens in tensorrt_llm/1/model.json",
-    "kv_cache_free_gpu_mem_fraction": "kv_cache_tokens in tensorrt_llm/1/model.json",
-    "max_attention_window_size": "attention_window in tensorrt_llm/1/model.json",
-    "sink_token_length": "sink_tokens in tensorrt_llm/1/model.json",
-    "kv_cache_host_memory_bytes": "kv_cache_host_bytes in tensorrt_llm/1/model.json",
-    "tensorrt_llm_draft_model_name": "speculation to draft, and draft_checkpoint, in "
-    "tensorrt_llm/1/model.json",
-    "medusa_choices": "the same medusa_choices in tensorrt_llm/1/model.json",
-    "eagle_choices": "the same eagle_choices in tensorrt_llm/1/model.json",
+    "enable_kv_cache_reuse": "kv_cache_reuse in {}",
+    "max_tokens_in_paged_kv_cache": "kv_cache_tokens in {}",
+    "kv_cache_free_gpu_mem_fraction": "kv_cache_tokens in {}",
+    "max_attention_window_size": "attention_window in {}",
+    "sink_token_length": "sink_tokens in {}",
+    "kv_cache_host_memory_bytes": "kv_cache_host_bytes in {}",
+    "tensorrt_llm_draft_model_name": "speculation to draft, and draft_checkpoint, in {}",
+    "medusa_choices": "the same medusa_choices in {}",
+    "eagle_choices": "the same eagle_choices in {}",
     **dict.fromkeys(
         ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
-        "speculation and num_draft_tokens in tensorrt_llm/1/model.json, or this in requests",
+        "speculation and num_draft_tokens in {}, or this in requests",
     ),
-    "gpt_model_path": "checkpoint in tensorrt_llm/1/model.json",
-    "hf_model_path": "checkpoint in tensorrt_llm/1/model.json",
+    "gpt_model_path": "checkpoint in {}",
+    "hf_model_path": "checkpoint in {}",
 }
 
 
@@ -90,10 +89,16 @@ def is_unset(name: str, value: str) -> bool:
     return value in ("", "${" + name + "}")
 
 
-def refuse_unserved(model: str, parameters: Mapping[str, str], engine: Engine) -> None:
+def refuse_unserved(model: str, parameters: Mapping[str, str], engine: Engine, file: str) -> None:
     """Check that every parameter is honoured or without effect. Raises ValueError for the first.
 
-    Other keys in capitals are the server's own. `engine`: settings of the engine, where known.
+    Other keys in capitals are the server's own.
+
+    Args:
+        model: whose parameters these are.
+        parameters: as they are written.
+        engine: settings of the engine, where known.
+        file: where these are, for messages.
     """
     for name, value in parameters.items():
         if name in SERVED or is_unset(name, value):
@@ -102,13 +107,13 @@ def refuse_unserved(model: str, parameters: Mapping[str, str], engine: Engine) -
         if value.lower() in known or (is_true is not None and is_true(value, engine)):
             continue
         if known or is_true is not None or not name.isupper():
-            advice = _advice(name, value, known)
+            advice = _advice(name, value, known).replace("{}", file)
             raise ValueError(f"{model}: parameter {name} is {value[:64]!r}: {advice}")
 
 
 def _advice(name: str, value: str, known: tuple[str, ...]) -> str:
     if name == "decoding_mode" and value.lower() in _DRAFTERS:
-        return f"set speculation to {_DRAFTERS[value.lower()]} in tensorrt_llm/1/model.json"
+        return f"set speculation to {_DRAFTERS[value.lower()]} in {{}}"
     if name in _INSTEAD:
         return f"set {_INSTEAD[name]}"
     if known:

@@ -27,7 +27,8 @@ class StageParameters:
         self._texts = {name: given[name].get("string_value", "").strip() for name in given}
         if self._texts.get(_ENGINE_NAME) == self.engine_model:  # what is done anyway
             del self._texts[_ENGINE_NAME]
-        refuse_unserved(self.model, self._texts, self.engine())
+        file = f"{self.engine_model}/1/model.json"
+        refuse_unserved(self.model, self._texts, self.engine(), file)
 
     def text(self, name: str, default: str = "") -> str:
         """Return a parameter as it is written."""

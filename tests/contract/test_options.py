@@ -20,8 +20,8 @@ def arguments(**parameters: str) -> dict[str, str]:
 
 def test_placeholders_and_nothing_are_defaults():
     placeholders = {name: f"${{{name}}}" for name in (*SERVED, *NEUTRAL, "lora_cache_max", "any")}
-    refuse_unserved("m", placeholders, {})
-    refuse_unserved("m", dict.fromkeys(placeholders, ""), {})
+    refuse_unserved("m", placeholders, {}, "FILE")
+    refuse_unserved("m", dict.fromkeys(placeholders, ""), {}, "FILE")
     parameters = StageParameters(arguments(skip_special_tokens="${skip_special_tokens}"))
     assert parameters.flag("skip_special_tokens", True)
 
@@ -29,8 +29,8 @@ def test_placeholders_and_nothing_are_defaults():
 def test_what_asks_for_nothing_loads():
     for name, values in NEUTRAL.items():
         for value in values:
-            refuse_unserved("m", {name: value}, {})
-    refuse_unserved("m", {"EXECUTION_ENV_PATH": "/env", "max_beam_width": "1"}, {})
+            refuse_unserved("m", {name: value}, {}, "FILE")
+    refuse_unserved("m", {"EXECUTION_ENV_PATH": "/env", "max_beam_width": "1"}, {}, "FILE")
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,19 @@ def test_what_the_engine_does_loads(speculation, name, value, tmp_path):
     engine["speculation"] = engine[name] = "none"
     (folder / "model.json").write_text(json.dumps({"wiring": "composed", "engine": engine}))
     with pytest.raises(ValueError, match=f"parameter {name} is .*: set "):
+        StageParameters(given)
+
+
+def test_advice_names_the_file_of_a_named_deployment(tmp_path):
+    model = tmp_path / "chat_tensorrt_llm"
+    (model / "1").mkdir(parents=True)
+    (model / "1" / "model.json").write_text('{"engine": {}}')
+    config = {"parameters": {"sink_token_length": {"string_value": "4"}}}
+    given = {
+        "model_config": json.dumps(config),
+        "model_repository": str(model),
+        "model_version": "1",
+        "model_name": "chat_tensorrt_llm",
+    }
+    with pytest.raises(ValueError, match="set sink_tokens in chat_tensorrt_llm/1/model.json"):
         StageParameters(given)

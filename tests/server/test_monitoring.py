@@ -42,7 +42,7 @@ COMPOSE = read(ROOT / "docker-compose.yml")
 RULES = read(FOLDER / "alerts.yml")["groups"][0]["rules"]
 # Names that others chose: with a colon, counters without `_total`, and histograms as counters.
 COMPATIBLE = ("nv_", "vllm:")
-_NAME = re.compile(r"\b(?:slipstream|vllm|nv)[_:][a-z0-9_]+")
+_NAME = re.compile(r"(?<!\?)\b(?:slipstream|vllm|nv)[_:][a-z0-9_]+")
 
 
 @pytest.fixture(scope="session")
@@ -116,9 +116,11 @@ def test_the_dashboard_is_whole():
         for target in panel["targets"]:
             assert target["datasource"]["uid"] == panel["datasource"]["uid"] == "$datasource"
             assert 'instance=~"$instance"' in target["expr"]
+            assert "nv_" in target["expr"] or "engine" in target["expr"]
     assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {
         "datasource",
         "instance",
+        "engine",
     }
 
 
@@ -213,7 +215,9 @@ class Prometheus:
 
     def has_data(self, expression: str) -> bool:
         """Whether it is a number somewhere."""
-        concrete = expression.replace("$__rate_interval", "1m").replace("$instance", ".*")
+        concrete = expression.replace("$__rate_interval", "1m")
+        for variable in ("$instance", "$engine", "${engine}"):
+            concrete = concrete.replace(variable, ".*")
         result = self.get("query", query=concrete)["result"]
         return any(sample["value"][1] != "NaN" for sample in result)
 
