@@ -108,5 +108,5 @@ def test_advice_names_the_file_of_a_named_deployment(tmp_path):
         "model_version": "1",
         "model_name": "chat_tensorrt_llm",
     }
-    with pytest.raises(ValueError, match="set sink_tokens in chat_tensorrt_llm/1/model.json"):
+    with pytest.raises(ValueError, match=r"set sink_tokens in chat_tensorrt_llm/1/model\.json"):
         StageParameters(given)

@@ -1,7 +1,9 @@
 """Test that a lock of a server lets in a single process at a time."""
 
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -39,3 +41,16 @@ def test_one_that_is_killed_holds_nothing(tmp_path):
             pass
     with locked(None):
         pass
+
+
+def test_one_that_waits_says_for_which_process(tmp_path, caplog):
+    with hold(tmp_path / "lock", 600) as process:
+        timer = threading.Timer(1.2, process.kill)
+        timer.start()
+        with locked(tmp_path / "lock", report_s=0.5):
+            pass
+        timer.join()
+    lines = [record.message for record in caplog.records]
+    assert len(lines) >= 2
+    assert all(f"pid {process.pid} has" in line for line in lines)
+    assert (tmp_path / "lock").read_text() == str(os.getpid())
