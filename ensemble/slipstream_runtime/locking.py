@@ -21,7 +21,7 @@ def locked(path: Path | None, report_s: float = _REPORT_S) -> Iterator[None]:
     """Run the block while this process has the lock of a file, made if missing; None: at once.
 
     The file holds the process id of the last holder. One that waits logs it again and again: a
-    holder that hangs cannot be told from one that is slow, but it can be named. The end of the
+    holder that hangs looks like one that is slow, but it can be named. The end of the
     holder releases the lock, too. Raises OSError if the file cannot be made.
     """
     if path is None:
