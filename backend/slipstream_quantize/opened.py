@@ -105,6 +105,7 @@ class Opened:
     def _places(self, block: Block) -> list[Place]:
         """Put probes into a block; return its places in the order in which they run."""
         found: list[Place] = []
+        # Scales of a cache are of the values as they are: none move into attention's output then.
         for layer, norm in ((block.attention, block.input_norm), (block.mlp, block.mlp_norm)):
             before: Probe | None = None
             for place in list(vars(layer).values()):
@@ -113,7 +114,9 @@ class Opened:
                     found.append(Place(before, norm, None))
                 elif isinstance(place, LinearAdd):
                     probe = place.linear = self._probe(place.linear)
-                    found.append(Place(probe, None, self._feeding(before, probe)))
+                    feeding = _feeding(before, probe)
+                    is_scaled = layer is block.attention and bool(self.source.numbers)
+                    found.append(Place(probe, None, None if is_scaled else feeding))
         if not found:
             raise CheckpointError(
                 f"{self.plan.model.architecture}: its blocks have no linear layers that are known"
@@ -128,17 +131,18 @@ class Opened:
         sizes = [self.source.tensors[name].shape[0] for name in names]
         return Probe(linear, [name.removesuffix(".weight") for name in names], sizes)
 
-    def _feeding(self, before: Probe | None, probe: Probe) -> tuple[Probe, slice] | None:
-        """Return the rows whose results are, times a factor, the inputs of `probe` one by one.
 
-        They are the last matrix of the layer before: values (where every head has its own), or
-        what a gate multiplies. Scales of a cache are of the values as they are.
-        """
-        inputs = probe.values.shape[1]
-        if before is None or before.sizes[-1] != inputs or self.source.numbers:
-            return None
-        last = before.values.shape[0]
-        return before, slice(last - inputs, last)
+def _feeding(before: Probe | None, probe: Probe) -> tuple[Probe, slice] | None:
+    """Return the rows whose results are, times a factor, the inputs of `probe` one by one.
+
+    They are the last matrix of the layer before: values (where every head has its own), or what a
+    gate multiplies.
+    """
+    inputs = probe.values.shape[1]
+    if before is None or before.sizes[-1] != inputs:
+        return None
+    last = before.values.shape[0]
+    return before, slice(last - inputs, last)
 
 
 class Running:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.models.checkpoints import edit_config, rewrite
+from fixtures.models import static_scales
+from fixtures.models.checkpoints import edit_config, make_model, rewrite
+from fixtures.models.gguf_files import write_gguf
 from fixtures.quantize import tiny
 from fixtures.tiers import quick_of
 from safetensors.torch import load_file
@@ -110,6 +112,41 @@ def test_better_recipes_have_less_error(tmp_path: Path, text: Path) -> None:
     means = {name: sum(made(name).values()) for name in options}
     assert means["int8-sq"] < means["awq-gptq"] <= means["awq"]
     assert means["gptq"] <= means["awq"]
+
+
+def test_scales_of_a_cache_are_kept_and_true(tmp_path: Path, text: Path) -> None:
+    directory = tiny.checkpoint(tmp_path / "original", "llama", num_key_value_heads=4)
+    static_scales.add(directory, static_scales.scales())
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    how = {"quant_method": "compressed-tensors", "kv_cache_scheme": cache}
+    edit_config(directory, quantization_config=how)
+    options = ["--calibration", str(text), "--samples", "4", "--sample-length", "64"]
+    assert quantize(directory, tmp_path / "out", "awq", "--no-measure", *options) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    report = json.loads((tmp_path / "out" / "quantize_report.json").read_text())
+    assert config["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name, scale in static_scales.scales().items():
+        assert float(tensors[name]) == pytest.approx(float(scale))
+    # A scale of values holds for those that were calibrated, so none moves out of them.
+    assert not any("o_proj" in name for name in report["smoothed"])
+    assert any("down_proj" in name for name in report["smoothed"])
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    model = make_model("llama", **tiny.SIZES)
+    path = tmp_path / "model.gguf"
+    write_gguf(model, "llama", path, "Q8_0")
+    assert quantize(path, tmp_path / "out", "int8", "--no-measure") == 0
+    with_gguf, again = tmp_path / "out" / "gguf.json", tmp_path / "out" / "config.json"
+    assert not with_gguf.exists()
+    assert json.loads(again.read_text())["architectures"] == ["LlamaForCausalLM"]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj"
+    scale, words = tensors[f"{name}.weight_scale"], tensors[f"{name}.weight_packed"]
+    got = (words.view(torch.uint8).view(64, 64).float() - 128) * scale.float()
+    expected = dict(model.named_parameters())[f"{name}.weight"]
+    assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 def test_shards_and_what_is_beside_weights(tmp_path: Path) -> None:
