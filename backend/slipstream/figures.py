@@ -32,6 +32,12 @@ _TRT_LLM_LENGTHS: _Bounds = (10, 50, 100, 500, 1000)
 DRAFTERS = ("lookup", "suffix", "forced", "client", "synthetic", "draft", "medusa", "eagle3")
 DRAFT_POSITIONS = (*map(str, range(1, 9)), "later")  # in a step, from 1
 EVICTIONS = ("below", "usual", "above")  # by retention priority, compared with the default
+# What a first token waits for: the way to the engine, the queue, the step in flight; then, while
+# its prompt is computed, its own chunks, those of others, decodes, and the host.
+FIRST_TOKEN_PARTS = (
+    *("received", "queue", "step_before"),
+    *("own_chunks", "other_prompts", "streams", "host"),
+)
 GAUGES = (  # those of requests exclude probes
     "running",  # sequences
     "waiting",
@@ -59,6 +65,7 @@ GAUGES = (  # those of requests exclude probes
 COUNTERS: dict[str, Iterable[str]] = {
     "steps": (),
     "step_s": ("host", "device"),
+    "first_token_wait_s": FIRST_TOKEN_PARTS,
     "prompt_tokens": (),
     "output_tokens": (),
     "preemptions": (),

@@ -87,6 +87,11 @@ _SINGLE_COUNTERS = {
 }
 _SPLIT_COUNTERS = {
     "step_seconds": ("Time of steps, by who was waited for", "part", "step_s"),
+    "first_token_wait_seconds": (
+        "What first tokens waited for, all together",
+        "part",
+        "first_token_wait_s",
+    ),
     "finished_sequences": ("Sequences that ended, by why", "reason", "finished"),
     "cancels": ("Requests ended before their end, by why", "cause", "cancels"),
     "evicted_blocks": (

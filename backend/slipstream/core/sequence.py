@@ -81,6 +81,22 @@ class Request:
         return self.message.sampling
 
 
+@dataclass(slots=True)
+class FirstWait:
+    """Totals of the engine's steps before a sequence's first one, and its own part since, in ns.
+
+    `launched_ns` and `begin_ns` are of that step, by the scheduler's clock.
+    """
+
+    launched_ns: int
+    begin_ns: int
+    streams_ns: float
+    chunks_ns: float
+    host_ns: float
+    own_ns: float = 0.0
+    parts_s: dict[str, float] | None = None  # what its first token waited for, once it is there
+
+
 class Sequence:
     """The sequence with number `index` of a request.
 
@@ -100,6 +116,7 @@ class Sequence:
         "ending",
         "first_scheduled_ns",
         "first_token_ns",
+        "first_wait",
         "guide",
         "id",
         "index",
@@ -193,6 +210,7 @@ class Sequence:
         self.num_preemptions = 0
         self.ending: Ending | None = None
         self.queued_ns = 0  # by the scheduler's clock
+        self.first_wait: FirstWait | None = None  # once a chunk of it was computed
         self.first_scheduled_ns = 0
         self.first_token_ns = 0
         self.last_token_ns = 0

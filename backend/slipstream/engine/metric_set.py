@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence as Many
 
 from slipstream.core.sequence import Request, Sequence
+from slipstream.engine.first_tokens import FirstTokens
 from slipstream.figures import HISTOGRAMS, counter_names
 
 _MAX_SAMPLES = 4096  # kept of each kind; a reader that never comes must not fill memory
@@ -35,7 +36,8 @@ class Histogram:
 class MetricSet:
     """Counters, histograms and samples since the start. Times are by the clock of `wire.Perf`."""
 
-    def __init__(self, gpu_hour_price: float) -> None:
+    def __init__(self, gpu_hour_price: float, first_tokens: FirstTokens) -> None:
+        self._first_tokens = first_tokens
         self.counters = dict.fromkeys(counter_names(), 0.0)
         self.histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
         self.cancel_to_free_s: deque[float] = deque(maxlen=_MAX_SAMPLES)
@@ -73,6 +75,8 @@ class MetricSet:
         self.histograms["first_token_s"].add((now_ns - arrival_ns) / 1e9)
         self.histograms["queue_s"].add((begin_ns - arrival_ns) / 1e9)
         self.histograms["prefill_s"].add((now_ns - begin_ns) / 1e9)
+        for part, seconds in self._first_tokens.parts_s(sequence).items():
+            self.counters[f"first_token_wait_s:{part}"] += seconds
 
     def sequence_finished(self, sequence: Sequence, num_outputs: int) -> None:
         """Count a sequence that has ended with `num_outputs` tokens."""

@@ -29,6 +29,8 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+from slipstream.engine.first_tokens import StepSpan
+
 _STEP = 5.0  # decodes' times that a step may take, unless there is a target
 _PATIENCE = 4.0
 _LONG = 32.0  # decodes' times
@@ -139,19 +141,17 @@ class PrefillBudget:
         self._started.append((self._clock(), num_decodes, num_chunk_tokens, self._is_cut))
         self._is_cut = False
 
-    def finish_step(self) -> int:
-        """Note the end of the oldest step, which ran since its launch or the end before it.
-
-        Returns how long it took, in ns.
-        """
+    def finish_step(self) -> StepSpan:
+        """Note the end of the oldest step, which ran since its launch or the end before it."""
         started_ns, num_decodes, num_tokens, is_cut = self._started.popleft()
         now_ns = self._clock()
-        took_ns = now_ns - max(started_ns, self._ended_ns)
+        begin_ns = max(started_ns, self._ended_ns)
+        took_ns = now_ns - begin_ns
         self._ended_ns = now_ns
         if not num_tokens:
             self._decodes_ns.append(took_ns)
             self._num_decodes.append(num_decodes)
-            return took_ns
+            return StepSpan(started_ns, begin_ns, now_ns, took_ns)
         decodes_ns = median(self._decodes_ns) if num_decodes and self._decodes_ns else 0
         if is_cut:
             self._cut_ns.append(max(took_ns - decodes_ns, took_ns / 8) / num_tokens)
@@ -162,7 +162,7 @@ class PrefillBudget:
                 self._token_ns.clear()
             self._largest = max(self._largest, num_tokens)
             self._token_ns.append(max(took_ns - decodes_ns, took_ns / 2) / num_tokens)
-        return took_ns
+        return StepSpan(started_ns, begin_ns, now_ns, decodes_ns)
 
     def discard_steps(self) -> None:
         """Discard all steps that were launched and have not ended."""

@@ -9,9 +9,10 @@ import json
 import logging
 import logging.handlers
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from slipstream.core.sequence import Request
+from slipstream.core.sequence import Request, Sequence
 from slipstream.engine.telemetry import Telemetry
 from slipstream.wire import Status
 
@@ -100,11 +101,22 @@ def describe(request: Request, telemetry: Telemetry, now_ns: int) -> dict[str, o
         "cancel_cause": request.cause,
         "queue_s": _seconds(min(started) - arrival_ns) if started else None,
         "first_token_s": _seconds(min(first) - arrival_ns) if first else None,
+        "first_token_wait_s": _first_parts(sequences),
         "end_to_end_s": _seconds(now_ns - arrival_ns),
         "num_preemptions": sum(each.num_preemptions for each in sequences),
         "device_s": round(sum(each.device_s for each in sequences), 6),
         "cost": sum(map(telemetry.cost, sequences)),
     }
+
+
+def _first_parts(sequences: Iterable[Sequence]) -> dict[str, float] | None:
+    """Return what the first of all first tokens waited for, by `figures.FIRST_TOKEN_PARTS`."""
+    started = [each for each in sequences if each.first_token_ns and each.first_wait is not None]
+    if not started:
+        return None
+    wait = min(started, key=lambda each: each.first_token_ns).first_wait
+    assert wait is not None
+    return {name: round(seconds, 6) for name, seconds in (wait.parts_s or {}).items()}
 
 
 def _seconds(duration_ns: int) -> float:

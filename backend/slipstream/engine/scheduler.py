@@ -244,7 +244,8 @@ class Scheduler:
         Returns the sequences of its rows.
         """
         self.cache.complete()
-        took_ns = self._prefill_budget.finish_step()
+        span = self._prefill_budget.finish_step()
+        took_ns = span.took_ns
         # A step without drafts is known by what it takes where none are made behind it, either.
         self._verification.step_took(
             batch, took_ns if batch.num_drafts else took_ns - sampled.draft_ns
@@ -252,6 +253,7 @@ class Scheduler:
         now = monotonic_ns()
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         owners = self._launched.popleft()
+        self._telemetry.first_tokens.step_ended(span, batch, owners)
         samplers: list[Sequence | None] = []  # None: the row was void
         for number, values in sampled.prompts.items():
             owners[number].take_prompt(values)

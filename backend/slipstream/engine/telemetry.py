@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slipstream.core.batch import Batch
 from slipstream.core.sequence import Request, Sequence
+from slipstream.engine.first_tokens import FirstTokens
 from slipstream.engine.metric_set import MetricSet
 from slipstream.wire import Figures, FinishReason
 
@@ -28,7 +29,9 @@ class Telemetry:
     ) -> None:
         """Start with zeros; `memory` returns bytes of device memory, and of pinned host memory."""
         self.num_probes = 0  # requests that have not ended
-        self._clients, self._probes = MetricSet(gpu_hour_price), MetricSet(gpu_hour_price)
+        self.first_tokens = FirstTokens()
+        parts = (gpu_hour_price, self.first_tokens)
+        self._clients, self._probes = MetricSet(*parts), MetricSet(*parts)
         self._price = gpu_hour_price
         self._memory = memory
         self._start_s = time.time()
