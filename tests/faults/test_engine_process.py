@@ -1,5 +1,6 @@
 """Faults of the engine's process alone, without a server: on a GPU they are real ones."""
 
+import contextlib
 import queue
 import subprocess
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from fixtures.faults.planter import VICTIM, plant, write_python
 from fixtures.server.support import CHECKPOINT
 from slipstream import wire
@@ -33,16 +35,16 @@ class Answer:
 class House:
     """An engine's process that takes orders, and a bridge of its own."""
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, lock: Path | None = None, **changes) -> None:
         self.orders = folder / "orders"
-        self.orders.mkdir()
-        self._folder = folder
+        self.orders.mkdir(parents=True)
+        self._folder, self._lock = folder, lock
         config = EngineConfig(
             checkpoint=str(CHECKPOINT),
             device=device,
             deterministic=device == "cuda",
             dtype="auto" if device == "cuda" else "float32",
-            kv_cache_tokens=8192,
+            **{"kv_cache_tokens": 8192, **changes},
         )
         (folder / "config.json").write_bytes(msgspec.json.encode(config))
         write_python(folder / "python", self.orders)
@@ -59,6 +61,8 @@ class House:
             "--config",
             str(self._folder / "config.json"),
         ]
+        if self._lock is not None:
+            words += ["--memory-lock", str(self._lock)]
         command = [str(self._folder / "python"), *words, "--socket", self.address]
         with (self._folder / "log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log)
@@ -149,6 +153,32 @@ def test_nan_in_one_row(house: House) -> None:
     for first in (200, 300):  # in the blocks that held NaN
         assert house.collect(house.ask(first, victim=True)) == want
     house.check_idle()
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_engines_that_share_a_device_answer_as_one_alone_does(tmp_path: Path, device: str) -> None:
+    shares = {"a": 0.2, "b": 0.3}
+    tokens = {} if device == "cuda" else {"kv_cache_tokens": 8192}
+    with contextlib.ExitStack() as stack:
+        houses = []
+        for name, share in shares.items():  # they start at once
+            changes = {"memory_share": share, "kv_cache_tokens": None, **tokens}
+            house = House(tmp_path / name, device, tmp_path / "memory.lock", **changes)
+            houses.append(house)
+            stack.callback(house.close)
+        answers = [house.ask(0) for house in houses]  # side by side
+        first, second = (house.collect(each) for house, each in zip(houses, answers, strict=True))
+        assert first == second
+        assert all(len(answer.token_ids) == 48 for answer in first)
+        for house in houses:
+            house.check_idle()
+        if device == "cuda":
+            used = [house.connection.request_status(10).kv_blocks_total for house in houses]
+            assert used[0] < used[1]
+            assert torch.cuda.mem_get_info()[0] > 0.4 * torch.cuda.mem_get_info()[1]
+        houses[0].process.kill()
+        houses[0].process.wait()
+        assert houses[1].collect(houses[1].ask(100)) == second
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

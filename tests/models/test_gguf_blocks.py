@@ -74,3 +74,19 @@ def test_what_was_added_is_taken_off_in_fp32(tmp_path) -> None:
     buffer.fill_(1.001)  # bfloat16 has no such number
     restore(entry, buffer, out)
     assert float(out) == pytest.approx(0.001, rel=2**-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_gpu_makes_the_same_values(kind: str) -> None:
+    rng, form = np.random.default_rng(5), QUANTISED[kind]
+    raw = torch.from_numpy(rng.integers(0, 64, (4099, form.num_bytes), dtype=np.uint8))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        here, there = (
+            torch.empty(4099, form.elements, dtype=dtype, device=device)
+            for device in ("cpu", "cuda")
+        )
+        blocks.dequantise(raw, form, here)
+        blocks.dequantise(raw.cuda(), form, there)
+        assert torch.equal(here, there.cpu())
