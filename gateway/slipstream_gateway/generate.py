@@ -1,5 +1,6 @@
 """Serve the endpoints that generate: from a body to an exchange with the engine."""
 
+import json
 import logging
 import secrets
 import time
@@ -159,9 +160,9 @@ class Generator:
         """Name fields that have no effect in a header, and log each once."""
         if not names:
             return
-        shown = [msgspec.json.encode(name[:64]).decode() for name in names[:_MAX_SHOWN]]
-        value = ", ".join(shown).encode("ascii", "backslashreplace")
-        reply.add_header(b"x-slipstream-ignored", value)
+        shown = ", ".join(json.dumps(name[:64]) for name in names[:_MAX_SHOWN])
+        shown = shown.replace("\x7f", "\\u007f")  # JSON has it as it is, a header may not
+        reply.add_header(b"x-slipstream-ignored", shown.encode("ascii"))
         for name in names:
             if name not in self._known_unknown and len(self._known_unknown) < 1000:
                 self._known_unknown.add(name)

@@ -48,7 +48,9 @@ class Environments:
             shutil.rmtree(home, ignore_errors=True)
             home.mkdir(parents=True)
             shutil.copy(HERE / "node" / "package.json", home)
-            _call([str(binaries / "npm"), "install", "--silent", "--no-audit", "--no-fund"], home)
+            (npm,) = binaries.parent.glob("lib/node_modules/npm/bin/npm-cli.js")
+            install = ["install", "--silent", "--no-audit", "--no-fund"]  # not by the PATH's node
+            _call([str(binaries / "node"), str(npm), *install], home)
             _mark(home, wanted)
         for script in (HERE / "node").glob("*.mjs"):  # imports look beside the script
             shutil.copy(script, home)

@@ -176,6 +176,19 @@ def test_unknown_fields_are_named_in_a_header(gateway: Gateway):
     assert "x-slipstream-ignored" not in gateway.complete(prompt="a", max_tokens=1).headers
 
 
+@settings(max_examples=200)
+@given(names=st.lists(st.text(max_size=70), max_size=3, unique=True), is_streaming=st.booleans())
+def test_any_name_of_an_unknown_field_fits_into_the_header(
+    gateway: Gateway, names: list[str], is_streaming: bool
+):
+    names = [f"?{name}" for name in ["\x7f\r\n", *names]]
+    body = {"prompt": "a", "max_tokens": 1, "stream": is_streaming, **dict.fromkeys(names, 1)}
+    found = gateway.complete(**body)
+    assert found.status == 200
+    shown = json.loads(f"[{found.headers['x-slipstream-ignored']}]")
+    assert shown == [name[:64] for name in dict.fromkeys(names)]
+
+
 def test_a_body_that_is_too_long_is_refused_before_it_is_read(gateway: Gateway):
     with gateway.socket() as client:
         client.sendall(
