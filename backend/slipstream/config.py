@@ -43,10 +43,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantization: Annotated[
         str,
         _field(
-            "fp8: weights and activations in e4m3, made from the checkpoint at start; a GPU needs "
-            "compute capability 8.9 or newer, a CPU computes it slowly"
+            "auto: as the checkpoint has them; none: 16 bits, whatever it has; fp8: weights and "
+            "activations in e4m3, made from 16 bits at start; a GPU needs compute capability 8.9 "
+            "or newer, a CPU computes it slowly"
         ),
-    ] = "none"
+    ] = "auto"
     load_format: Annotated[
         str, _field("safetensors, or random: weights drawn at start, for benchmarks")
     ] = "safetensors"

@@ -43,7 +43,7 @@ def write(directory: Path, **changes: object) -> Path:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types ="),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method = "),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config.quant_method = "),
         (MISTRAL | {"sliding_window": 0}, "sliding_window = 0"),
         (MISTRAL | {"layer_types": ["sliding_attention"]}, "is not a list of 2 kinds"),
         (MISTRAL | {"layer_types": ["full_attention", "chunked"]}, "has kinds other than"),

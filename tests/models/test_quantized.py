@@ -164,7 +164,7 @@ def test_the_engine_generates_in_fp8() -> None:
 @pytest.mark.parametrize(
     ("sizes", "changes", "words"),
     [
-        ({}, {"quantization": "int4"}, "quantization = 'int4' is not one of none, fp8"),
+        ({}, {"quantization": "int5"}, "quantization = 'int5' is not one of auto, none, fp8"),
         ({}, {"device": "cuda"}, "intermediate_size = 177"),
         ({"intermediate_size": 40_000}, {"device": "cuda"}, "at most 32768"),
         ({}, {"device": "cuda", "dtype": "float32"}, "needs dtype float16 or bfloat16"),

@@ -89,7 +89,7 @@ def test_a_gate_that_no_gemm_fuses_and_random_weights(
     ("changes", "arguments", "words"),
     [
         ({}, ("--architecture", "sm_1"), "--architecture sm_1: not one of cpu, sm_80"),
-        ({"quantization": "int5"}, (), "quantization = 'int5' is not one of none, fp8"),
+        ({"quantization": "int5"}, (), "quantization = 'int5' is not one of auto, none, fp8"),
         ({"checkpoint": "/nowhere"}, (), "/nowhere: no such directory"),
     ],
 )

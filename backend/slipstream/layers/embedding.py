@@ -7,12 +7,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream import quant
+from slipstream.errors import CheckpointError
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.dims import Dims
 from slipstream.layers.linear import Linear, NormLinear
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
+from slipstream.quant.matrix import write
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +56,16 @@ def embedding_and_head(
     it has two that differ, they are not tied, whatever config.json says, as in transformers 5.
     """
     below, above = w.at("model.embed_tokens"), w.at("lm_head")
+    if is_tied and w.is_quantised("lm_head"):
+        raise CheckpointError(
+            "config.json: tie_word_embeddings = true, but lm_head has quantised tensors of its own"
+        )
     is_one = is_tied and not (below.has("weight") and above.has("weight"))
     source = above if is_one and above.has("weight") else below
     embedding = Embedding(source, dims.vocab_size, dims.hidden_size, scale)
     if is_one:
         return embedding, Head(embedding.weight, w.deterministic)
-    weight = above.tensor("weight", dims.vocab_size, dims.hidden_size)
+    weight = _head_weight(w, above, dims)
     # Where only shapes are checked there are no numbers to compare.
     if is_tied and (weight.is_meta or torch.equal(weight, embedding.weight)):
         weight = embedding.weight
@@ -69,3 +75,14 @@ def embedding_and_head(
             "model.embed_tokens.weight: each is used as it is"
         )
     return embedding, Head(weight, w.deterministic)
+
+
+def _head_weight(w: WeightSource, head: WeightSource, dims: Dims) -> Tensor:
+    """Read the head's own matrix; a quantised one is dequantised."""
+    found = w.quantized("lm_head", dims.vocab_size, dims.hidden_size)
+    if found is None:
+        return head.tensor("weight", dims.vocab_size, dims.hidden_size)
+    w.note(f"the head's weights of {found}: dequantised as they are loaded")
+    out = torch.empty(dims.vocab_size, dims.hidden_size, dtype=w.dtype, device=w.device)
+    write(found, out)
+    return out

@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.quant.matrix import QuantMatrix
+
 
 class WeightSource(Protocol):
     """A checkpoint's tensors below a prefix; each comes in the engine's dtype, on its device."""
@@ -13,6 +15,10 @@ class WeightSource(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the tensors."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model."""
 
     @property
     def quantization(self) -> str:
@@ -36,3 +42,12 @@ class WeightSource(Protocol):
 
     def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
         """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
+
+    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
+        """The matrix `name`, `[rows, inputs]`, if the checkpoint has it quantised."""
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the checkpoint has the matrix `name` quantised."""
+
+    def note(self, text: str) -> None:
+        """Have the start say this of a matrix; what is said of several is said once."""

@@ -203,7 +203,8 @@ def weights_dtype(directory: Path) -> str:
     """Return the floating dtype of most bytes of the weights, for a config.json without one."""
     sizes: dict[str, int] = {}
     for entry in tensor_entries(directory).values():
-        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.end - entry.begin
+        if entry.dtype in _DTYPES:
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.end - entry.begin
     dtype = _DTYPES.get(max(sizes, key=lambda name: sizes[name], default=""), "float32")
     return "float32" if dtype == "float64" else dtype
 

@@ -20,9 +20,11 @@ from slipstream.errors import CheckpointError
 from slipstream.models.axes import TensorNames
 from slipstream.models.entries import TensorEntry
 from slipstream.models.files import SINGLE, tensor_entries
+from slipstream.models.formats.registry import Formats
 from slipstream.models.gguf.restore import buffer_for, restore
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.models.reading import Region, TensorReader
+from slipstream.quant.matrix import QuantMatrix
 
 _log = logging.getLogger(__name__)
 _DTYPES = {
@@ -30,6 +32,14 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+}
+_STORED = _DTYPES | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
 }
 _MOST = 64  # exponent of the largest scale and of the inverse of the smallest: quotients stay exact
 
@@ -46,8 +56,32 @@ class Source(Protocol):
     def number(self, name: str) -> float:
         """Return a scale; raises `CheckpointError` if it is absent or out of range."""
 
+    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
+        """Read the matrix `name` if it is quantised; raises `CheckpointError` if it is wrong."""
+
+    def is_quantised(self, name: str) -> bool:
+        """Return whether the matrix `name` is quantised."""
+
+    def note(self, text: str) -> None:
+        """Say this when all is read, once."""
+
     def finish(self) -> None:
         """Raise `CheckpointError` if a tensor was never read."""
+
+
+class _Unquantised:
+    """A source without quantised matrices."""
+
+    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
+        """Return None."""
+        return None
+
+    def is_quantised(self, name: str) -> bool:
+        """Return False."""
+        return False
+
+    def note(self, text: str) -> None:
+        """Nothing is to be said."""
 
 
 class _Checkpoint:
@@ -58,6 +92,40 @@ class _Checkpoint:
         self._tensors = tensors
         self._entries = tensor_entries(directory, single)
         self._unread = set(self._entries)
+        self._formats = Formats(directory, self)
+        self._notes: dict[str, int] = {}
+
+    def entry(self, name: str) -> TensorEntry | None:
+        """Return the place of a tensor by the checkpoint's name."""
+        return self._entries.get(name)
+
+    def raw(self, name: str) -> Tensor:
+        """Return a tensor as it is stored, by the checkpoint's name: its shape alone."""
+        self._unread.discard(name)
+        entry = self._entries[name]
+        if entry.dtype not in _STORED:
+            raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
+        return torch.empty(entry.shape, dtype=_STORED[entry.dtype], device="meta")
+
+    def raw_bytes(self, name: str) -> bytes:
+        """Read a tensor's bytes, by the checkpoint's name."""
+        self._unread.discard(name)
+        entry = self._entries[name]
+        with entry.file.open("rb") as file:
+            file.seek(entry.begin)
+            return file.read(entry.end - entry.begin)
+
+    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
+        """Read a matrix that the checkpoint has quantised, with all that belongs to it."""
+        return self._formats.load(self._tensors.stored(name), rows, inputs)
+
+    def is_quantised(self, name: str) -> bool:
+        """Return whether the checkpoint has the matrix quantised."""
+        return self._formats.is_quantised(self._tensors.stored(name))
+
+    def note(self, text: str) -> None:
+        """Count what is said of matrices; `finish` logs it."""
+        self._notes[text] = self._notes.get(text, 0) + 1
 
     def has(self, name: str) -> bool:
         """Return whether a file has the tensor."""
@@ -90,9 +158,7 @@ class _Checkpoint:
         entry = self._take(name, entry.shape if entry else ())
         if entry.dtype in QUANTISED:
             raise CheckpointError(f"{entry.file}: tensor {stored} is {entry.dtype}: no scale is")
-        with entry.file.open("rb") as file:
-            file.seek(entry.begin)
-            number = bytearray(file.read(entry.end - entry.begin))
+        number = bytearray(self.raw_bytes(stored))
         scale = torch.frombuffer(number, dtype=_DTYPES[entry.dtype]).float().item()
         if not 2.0**-_MOST <= scale <= 2.0**_MOST:
             raise CheckpointError(
@@ -127,6 +193,7 @@ class FileSource(_Checkpoint):
         self, directory: Path, device: torch.device, tensors: TensorNames, single: str = SINGLE
     ) -> None:
         super().__init__(directory, tensors, single)
+        self._device = device
         self._reader = TensorReader(device)
         self._extremes: list[Tensor] = []  # minimum and maximum of each tensor
         self._read: list[tuple[str, Path]] = []  # their names and files
@@ -140,6 +207,15 @@ class FileSource(_Checkpoint):
             leave=False,
             disable=not sys.stderr.isatty(),
         )
+
+    def raw(self, name: str) -> Tensor:
+        """Read a tensor as it is stored, by the checkpoint's name."""
+        out = torch.empty_like(super().raw(name), device=self._device)
+        entry = self._entries[name]
+        self._reader.read([Region(name, entry.file, entry.begin, out.dtype)], [out])
+        self._num_bytes += entry.end - entry.begin
+        self._bar.update(entry.end - entry.begin)
+        return out
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Copy the tensors into `outs`, converting their dtypes."""
@@ -170,6 +246,8 @@ class FileSource(_Checkpoint):
         self._reader.close()
         super().finish()
         self._check_finite()
+        for text, count in self._notes.items():
+            _log.info("%s (%d)", text, count)
         seconds = time.perf_counter() - self._start
         size = self._num_bytes / 1e9
         _log.info("loaded %.2f GB in %.1f s (%.2f GB/s)", size, seconds, size / seconds)
@@ -187,7 +265,7 @@ class FileSource(_Checkpoint):
                 )
 
 
-class RandomSource:
+class RandomSource(_Unquantised):
     """Seeded normal values of any shape: mean 1 for norms, else 0, standard deviation 0.02."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
@@ -212,7 +290,7 @@ class RandomSource:
         _log.info("sampled random weights")
 
 
-class SizeSource:
+class SizeSource(_Unquantised):
     """Counts the elements of matrices, without data or files."""
 
     def __init__(self) -> None:
@@ -244,7 +322,7 @@ class Weights:
         source: Source,
         device: torch.device,
         dtype: torch.dtype,
-        quantization: str = "none",
+        quantization: str = "auto",
         deterministic: bool = False,
         prefix: str = "",
     ) -> None:
@@ -259,6 +337,11 @@ class Weights:
     def device(self) -> torch.device:
         """The device of the tensors."""
         return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors."""
+        return self._dtype
 
     @property
     def quantization(self) -> str:
@@ -283,6 +366,18 @@ class Weights:
     def number(self, name: str) -> float:
         """Read the scale in a tensor of one element, above zero."""
         return self._source.number(self._prefix + name)
+
+    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
+        """Read the matrix `name`, `[rows, inputs]`, if the source has it quantised."""
+        return self._source.quantized(self._prefix + name, rows, inputs)
+
+    def is_quantised(self, name: str) -> bool:
+        """Return whether the source has the matrix `name` quantised."""
+        return self._source.is_quantised(self._prefix + name)
+
+    def note(self, text: str) -> None:
+        """Have the source say this when all is read, once."""
+        self._source.note(text)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Read a tensor, which must have this shape."""

@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slipstream.quant.scheme import MatrixSource, Scheme
 
+_HELPERS = {"forms", "matrix", "rounding", "scheme"}  # modules of the package that are no schemes
 _registered: "dict[str, Scheme]" = {}  # beside the modules
 
 
 @functools.cache
 def _modules() -> frozenset[str]:
     """Find the modules of this package that are schemes."""
-    return frozenset(module.name for module in pkgutil.iter_modules(__path__)) - {"scheme"}
+    return frozenset(module.name for module in pkgutil.iter_modules(__path__)) - _HELPERS
 
 
 def names() -> tuple[str, ...]:
-    """List all schemes: `none`, which keeps weights in the dtype of the model, then the others."""
-    return ("none", *sorted((_modules() | _registered.keys()) - {"none"}))
+    """List all schemes: `auto`, the checkpoint's own; `none`, the model's dtype; the others."""
+    first = ("auto", "none")
+    return (*first, *sorted((_modules() | _registered.keys()) - set(first)))
 
 
 def register(scheme: "Scheme") -> None:

@@ -1,4 +1,4 @@
-"""Weights in the dtype of the model."""
+"""Weights in the dtype of the model, whatever the checkpoint has."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
+from slipstream.quant.auto import dequantised
 from slipstream.quant.scheme import MatrixSource, Scheme
 
 
@@ -18,8 +19,12 @@ class Unquantized(Scheme):
     def read(
         self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
     ) -> Matrix:
-        """Read `NAME.weight` of all names."""
-        return Matrix(w.packed([f"{name}.weight" for name in names], outputs, inputs))
+        """Read `NAME.weight` of all names; quantised ones are dequantised."""
+        sizes = list(zip(names, outputs, strict=True))
+        parts = [w.quantized(name, rows, inputs) for name, rows in sizes]
+        if not any(parts):
+            return Matrix(w.packed([f"{name}.weight" for name in names], outputs, inputs))
+        return Matrix(dequantised(w, sizes, parts, inputs))
 
     def matmul(self, x: Tensor, weights: Matrix, bias: Tensor | None) -> Tensor:
         """`x W^T + b`, rounded once."""

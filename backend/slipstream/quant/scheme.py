@@ -7,15 +7,31 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from slipstream.quant.matrix import QuantMatrix
+
 
 class MatrixSource(Protocol):
     """Tensors of a checkpoint below a prefix; each comes in the engine's dtype, on its device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model."""
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
 
     def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
         """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
+
+    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
+        """The matrix `name`, `[rows, inputs]`, if the checkpoint has it quantised."""
+
+    def note(self, text: str) -> None:
+        """Have the start say this of a matrix; what is said of several is said once."""
 
 
 class Scheme(ABC):

@@ -26,6 +26,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import AttentionBackend, backend_for
 from slipstream.kernels.cache.kv_spec import KVSpec
 from slipstream.kernels.runtime import jit
+from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.decoder import Sizes, sizes
 from slipstream.models.hf import ignored_keys, read_config, weights_dtype
 from slipstream.models.model_config import ModelConfig
@@ -156,7 +157,7 @@ class Plan:
                 length += f" with the first {self.window.num_sinks}"
         dtype = str(self.dtype).removeprefix("torch.")
         scheme = self.config.quantization
-        dtype += "" if scheme == "none" else f", {scheme} weights"
+        dtype += "" if scheme in ("auto", "none") else f", {scheme} weights"
         cache = "" if self.cache_dtype == self.dtype else f"{self.kv.format_name}, "
         host = f", {self.tokens_of(num_slots):,} tokens more in host memory" if num_slots else ""
         return (
@@ -227,6 +228,12 @@ def _check_scheme(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Raise `ConfigError` if the scheme cannot have the device, the dtype or the matrices."""
+    found = None if config.load_format == "random" else quantization_of(Path(config.checkpoint))
+    if found is not None and config.quantization not in ("auto", "none"):
+        raise ConfigError(
+            f"quantization = {config.quantization!r}, but the checkpoint's weights are quantised "
+            f"({found[0]}): auto serves them as they are, none in 16 bits"
+        )
     d = model.dims
     inputs = {
         "hidden_size": d.hidden_size,

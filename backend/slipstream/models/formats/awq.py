@@ -1,0 +1,88 @@
+"""AutoAWQ: 4 bits by groups with zeros, in the packing of its GEMM or of its GEMV kernels."""
+
+import torch
+
+from slipstream.models.formats.format import Format, Row, listed
+from slipstream.models.formats.module import FLOATS, Module, num_words, unpack, without
+from slipstream.models.reader import Reader, words
+from slipstream.quant.matrix import Kind, QuantMatrix, halves
+
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds column i of eight
+_BITS = 4
+VERSIONS = ("gemm", "gemv")
+
+
+class Awq(Format):
+    """`W[n, k] = (q - z) * s`; norms and rows before a matrix have AWQ's scales already."""
+
+    methods = ("awq",)
+    title = "AutoAWQ"
+    rows = (
+        Row("gemm", "`qweight` i32 `[K, N/8]`, interleaved columns; groups, zeros", "W4"),
+        Row("gemv", "`qweight` i32 `[N, K/8]`; padded groups, zeros", "W4"),
+    )
+    keys = words(
+        "bits w_bit group_size q_group_size zero_point version backend modules_to_not_convert "
+        "do_fuse fuse_max_seq_len modules_to_fuse exllama_config"
+    )
+
+    def __init__(self, config: Reader) -> None:
+        super().__init__(config)
+        bits = "bits" if config.has("bits") else "w_bit"
+        if config.whole(bits, _BITS) != _BITS:
+            raise config.refusal(bits, "is not 4")
+        self._version = str(config.get("version") or "gemm").lower()
+        if self._version not in VERSIONS:
+            raise config.refusal("version", f"is not one of {', '.join(VERSIONS)}")
+        self._group_key = "group_size" if config.has("group_size") else "q_group_size"
+        value = config.get(self._group_key)
+        self._group = 0 if value == -1 else config.whole(self._group_key, 128)
+        self._has_zeros = config.flag("zero_point", default=True)
+        self._excluded = listed(config, "modules_to_not_convert")
+
+    def excludes(self, name: str) -> str:
+        """Return `modules_to_not_convert` where a name in it is part of the module's."""
+        is_out = any(each in name for each in self._excluded)
+        return "modules_to_not_convert" if is_out else ""
+
+    def holds(self, module: Module) -> bool:
+        """Whether there are packed weights."""
+        return module.has("qweight")
+
+    def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
+        """Read it; a group that does not divide the inputs has no place in this format."""
+        group = self._group or inputs
+        if inputs % group:
+            raise self.config.refusal(self._group_key, f"does not divide {inputs} inputs")
+        module.drop("g_idx", "not used: AWQ keeps the order of inputs")
+        if self._version == "gemv":
+            return self._gemv(module, outputs, inputs, group)
+        groups = inputs // group
+        words_ = module.take("qweight", ("I32",), (inputs, num_words(outputs, _BITS)))
+        codes = _columns(words_, outputs).T
+        scales = module.take("scales", FLOATS, (groups, outputs)).T.contiguous()
+        zeros = None
+        if module.has("qzeros") or self._has_zeros:
+            packed = module.take("qzeros", ("I32",), (groups, num_words(outputs, _BITS)))
+            zeros = without(_columns(packed, outputs).T.contiguous(), 8)
+        return QuantMatrix(Kind.W4, halves(codes), scales, group, inputs, zeros=zeros)
+
+    def _gemv(self, module: Module, outputs: int, inputs: int, group: int) -> QuantMatrix:
+        """Read rows in natural order; groups are padded to whole words."""
+        groups = inputs // group
+        multiple = {64: 2, 32: 4}.get(group, 1)
+        width = -(-num_words(groups, _BITS) // multiple) * multiple
+        words_ = module.take("qweight", ("I32",), (outputs, num_words(inputs, _BITS)))
+        codes = unpack(words_, _BITS, inputs)
+        scales = module.take("scales", FLOATS, (outputs, width * 8))[:, :groups].contiguous()
+        zeros = None
+        if module.has("qzeros") or self._has_zeros:
+            packed = module.take("qzeros", ("I32",), (outputs, width))
+            zeros = without(unpack(packed, _BITS, groups).contiguous(), 8)
+        return QuantMatrix(Kind.W4, halves(codes), scales, group, inputs, zeros=zeros)
+
+
+def _columns(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """Unpack `[n, words]` into `[n, count]` columns in their order."""
+    values = unpack(packed, _BITS, packed.shape[-1] * 8)
+    return values.view(len(values), -1, 8)[..., list(_ORDER)].flatten(1)[:, :count]

@@ -1,0 +1,114 @@
+"""bitsandbytes: nf4 (with double quantisation or without) and int8."""
+
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.formats.format import Format, Row, is_part, listed
+from slipstream.models.formats.module import FLOATS, Module
+from slipstream.models.reader import Reader, words
+from slipstream.quant.matrix import Kind, QuantMatrix, halves
+
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+_FP4 = "weight.quant_state.bitsandbytes__fp4"
+
+
+class BitsAndBytes(Format):
+    """Blocks of the flattened matrix with a table of 16 numbers, or rows of 8 bits."""
+
+    methods = ("bitsandbytes",)
+    title = "bitsandbytes"
+    rows = (
+        Row("nf4, double quantised too", "`weight` u8, `absmax` by 64", "F4 with its table"),
+        Row("int8", "`weight` i8, `SCB` by row", "W8"),
+    )
+    keys = words(
+        "_load_in_4bit _load_in_8bit load_in_4bit load_in_8bit bnb_4bit_compute_dtype "
+        "bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant "
+        "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules "
+        "llm_int8_threshold"
+    )
+
+    def __init__(self, config: Reader) -> None:
+        super().__init__(config)
+        self._is_4 = config.flag("load_in_4bit", default=False)
+        if self._is_4 == config.flag("load_in_8bit", default=False):
+            raise config.refusal("load_in_4bit", "and load_in_8bit are not one true, one false")
+        if self._is_4 and config.get("bnb_4bit_quant_type") != "nf4":
+            raise config.refusal("bnb_4bit_quant_type", "is not implemented; nf4 is")
+        if self._is_4 and config.get("bnb_4bit_quant_storage") not in (None, "uint8"):
+            raise config.refusal("bnb_4bit_quant_storage", "is not uint8")
+        self._excluded = listed(config, "llm_int8_skip_modules")
+
+    def excludes(self, name: str) -> str:
+        """Return `llm_int8_skip_modules` where it has the module or one around it."""
+        is_out = any(is_part(each, name) for each in self._excluded)
+        return "llm_int8_skip_modules" if is_out else ""
+
+    def holds(self, module: Module) -> bool:
+        """Whether there are scales of blocks or of rows."""
+        return module.has("weight.absmax") or module.has("SCB") or module.has(_FP4)
+
+    def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
+        """Read it; raises `CheckpointError` if it is not of the bits that are configured."""
+        key = "load_in_4bit" if self._is_4 else "load_in_8bit"
+        if module.has("SCB") == self._is_4:
+            raise self.config.refusal(key, f"is not what the tensors of {module.name} are")
+        if self._is_4:
+            return _nf4(module, outputs, inputs)
+        codes = module.take("weight", ("I8",), (outputs, inputs))
+        scales = module.take("SCB", FLOATS, (outputs,)).float()[:, None] / 127
+        module.drop("weight_format", "rows, as everywhere but on a GPU of before 2020")
+        return QuantMatrix(Kind.W8, codes, scales, inputs, inputs)
+
+
+def _state(module: Module) -> dict[str, Any]:
+    """Read the JSON object beside the weights; raises `CheckpointError`."""
+    if not module.has(_STATE):
+        raise module.refusal(_STATE, "is missing: fp4 and others are not implemented")
+    try:
+        state = json.loads(module.text(_STATE))
+    except ValueError:
+        raise module.refusal(_STATE, "is not valid JSON") from None
+    names = ("quant_type", "blocksize", "shape")
+    if not isinstance(state, dict) or any(name not in state for name in names):
+        raise module.refusal(_STATE, f"has not all of {', '.join(names)}")
+    return state
+
+
+def _nf4(module: Module, outputs: int, inputs: int) -> QuantMatrix:
+    """Read blocks; where they straddle rows, each weight is given its own scale's group."""
+    state = _state(module)
+    block = state["blocksize"]
+    if state["quant_type"] != "nf4" or list(state["shape"]) != [outputs, inputs]:
+        raise module.refusal(_STATE, f"is not of nf4 and [{outputs}, {inputs}]")
+    if type(block) is not int or block < 1:
+        raise module.refusal(_STATE, f"has blocksize {block!r:.20}")
+    count = outputs * inputs
+    packed = module.take("weight", ("U8",), (-(-count // 2), 1), (-(-count // 2),))
+    flat = packed.flatten()
+    codes = torch.stack([flat >> 4, flat & 15], 1).flatten()[:count].view(outputs, inputs)
+    table = module.take("weight.quant_map", FLOATS, (16,)).float()
+    scales = _absmax(module, state, -(-count // block))
+    if inputs % block:  # the common part of both: a group lies in one block
+        group = math.gcd(inputs, block)
+        scales = scales.repeat_interleave(block // group)[: count // group]
+        block = group
+    scales = scales.view(outputs, -1).contiguous()
+    return QuantMatrix(Kind.F4, halves(codes), scales, block, inputs, table=table)
+
+
+def _absmax(module: Module, state: dict[str, Any], blocks: int) -> Tensor:
+    """Return the scales of blocks, fp32, which may be quantised themselves."""
+    if not module.has("weight.nested_absmax"):
+        return module.take("weight.absmax", FLOATS, (blocks,)).float()
+    size, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    if type(size) is not int or size < 1 or not isinstance(offset, int | float):
+        raise module.refusal(_STATE, "has no nested_blocksize and nested_offset")
+    codes = module.take("weight.absmax", ("U8",), (blocks,))
+    table = module.take("weight.nested_quant_map", FLOATS, (256,)).float()
+    above = module.take("weight.nested_absmax", FLOATS, (-(-blocks // size),)).float()
+    return table[codes.long()] * above.repeat_interleave(size)[:blocks] + offset

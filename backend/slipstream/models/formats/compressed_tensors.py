@@ -1,0 +1,296 @@
+"""compressed-tensors, which llm-compressor and `slipstream quantize` write.
+
+A group of modules has one scheme; what tensors a module has, says how it is packed.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.models.formats.format import Format, Row, is_part, listed, matches
+from slipstream.models.formats.module import (
+    FLOATS,
+    Module,
+    check_numbers,
+    num_groups,
+    num_words,
+    over_rows,
+    unpack,
+    without,
+)
+from slipstream.models.reader import Reader, words
+from slipstream.quant.matrix import Kind, QuantMatrix, halves
+
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+_HARMLESS = words(
+    "observer observer_kwargs dynamic actorder scale_dtype zp_dtype num_bits type symmetric "
+    "strategy group_size block_structure"
+)
+_BYTES = ("U8", "F8_E8M0")  # of exponents
+
+
+class Scheme(NamedTuple):
+    """What a group says of its weights; `at` reads the object, for refusals."""
+
+    at: Reader
+    bits: int
+    is_float: bool
+    is_symmetric: bool
+    strategy: str
+    group: int | None
+    block: tuple[int, int] | None
+
+
+class CompressedTensors(Format):
+    """Reads the formats of `FORMATS`."""
+
+    methods = ("compressed-tensors",)
+    title = "compressed-tensors"
+    rows = (
+        Row("pack-quantized", "`weight_packed` i32, 2 to 8 bits, groups or rows, zeros", "W4, W8"),
+        Row("int-quantized, naive-quantized", "`weight` i8", "W8"),
+        Row("float-quantized", "`weight` e4m3; tensor, rows, blocks", "F8"),
+        Row("nvfp4-pack-quantized", "`weight_packed` u8, e4m3 scales by 16", "F4"),
+        Row("mxfp4-pack-quantized", "`weight_packed` u8, powers of two by 32", "F4"),
+    )
+    keys = words("config_groups format ignore global_compression_ratio targets")
+
+    def __init__(self, config: Reader) -> None:
+        super().__init__(config)
+        if config.has("format") and config.get("format") not in FORMATS:
+            raise config.refusal("format", f"is not one of {', '.join(FORMATS)}")
+        self._ignored = listed(config, "ignore")
+        groups = config.child("config_groups")
+        self._groups = [self._group(groups.child(name)) for name in groups.data]
+
+    def _group(self, group: Reader) -> tuple[list[str], Scheme | None]:
+        if group.has("format") and group.get("format") not in FORMATS:
+            raise group.refusal("format", f"is not one of {', '.join(FORMATS)}")
+        if group.child("output_activations").data:
+            raise group.refusal("output_activations", "is not implemented")
+        scheme = self._scheme(group.child("weights")) if group.has("weights") else None
+        return listed(group, "targets"), scheme
+
+    @staticmethod
+    def _scheme(at: Reader) -> Scheme:
+        for key, value in at.data.items():
+            if key not in _HARMLESS and value not in (None, False, {}, [], ""):
+                raise at.refusal(key, "is not implemented for weights")
+        if at.data.get("dynamic") not in (None, False):
+            raise at.refusal("dynamic", "is not false, but weights are quantised")
+        is_float = at.data.get("type", "int") == "float"
+        if at.data.get("type", "int") not in ("int", "float"):
+            raise at.refusal("type", "is not int or float")
+        block = at.data.get("block_structure")
+        if isinstance(block, str):
+            block = [int(each) for each in block.split("x") if each.isdecimal()]
+        if block is not None and not (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(type(each) is int and each > 0 for each in block)
+        ):
+            raise at.refusal("block_structure", "is not two whole numbers")
+        group = at.data.get("group_size")
+        group = None if group in (None, -1) else at.whole("group_size")
+        strategy = str(at.data.get("strategy") or ("group" if group else "tensor"))
+        known = ("tensor", "channel", "group", "block", "tensor_group")
+        if strategy not in known:
+            raise at.refusal("strategy", f"is not one of {', '.join(known)}")
+        bits, symmetric = at.whole("num_bits", 8, 8), at.flag("symmetric", default=True)
+        sizes = None if block is None else (block[0], block[1])
+        return Scheme(at, bits, is_float, symmetric, strategy, group, sizes)
+
+    def excludes(self, name: str) -> str:
+        """Return `ignore` or `config_groups`, where they leave the module out."""
+        if any(self._names("ignore", each, name) for each in self._ignored):
+            return "ignore"
+        return "" if self._scheme_of(name) else "config_groups"
+
+    def _names(self, key: str, pattern: str, name: str) -> bool:
+        if pattern.startswith("re:"):
+            return matches(self.config, key, pattern[3:], name)
+        return pattern == "Linear" or is_part(pattern, name)
+
+    def _scheme_of(self, name: str) -> Scheme | None:
+        """Return the scheme of the first group that names the module, those by class last."""
+        ordered = sorted(self._groups, key=lambda group: "Linear" in group[0])
+        for targets, scheme in ordered:
+            if any(self._names("config_groups", each, name) for each in targets):
+                return scheme
+        return None
+
+    def holds(self, module: Module) -> bool:
+        """Whether there are packed weights, or weights with scales."""
+        return module.has("weight_packed") or module.has("weight_scale")
+
+    def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
+        """Read it by its tensors, which its group must describe."""
+        scheme = self._scheme_of(module.name)
+        assert scheme is not None, "`check` refuses such"
+        module.drop_activations()
+        read: dict[str, Callable[[Module, Scheme, int, int], QuantMatrix]] = {
+            "I8": _integers,
+            "F8_E4M3": _e4m3,
+        }
+        if module.dtype("weight_packed") == "I32":
+            return _packed(module, scheme, outputs, inputs)
+        if module.has("weight_packed"):
+            return _e2m1(module, scheme, outputs, inputs)
+        if module.dtype("weight") not in read:
+            known = "I8 or F8_E4M3, or there is a weight_packed"
+            raise module.refusal("weight", f"is {module.dtype('weight') or 'missing'}, not {known}")
+        return read[module.dtype("weight")](module, scheme, outputs, inputs)
+
+
+def _check(scheme: Scheme, module: Module, bits: tuple[int, ...], is_float: bool) -> None:
+    """Raise `CheckpointError` if tensors are of other numbers than the group says."""
+    if scheme.bits not in bits:
+        raise scheme.at.refusal("num_bits", f"is not what the tensors of {module.name} have")
+    if scheme.is_float != is_float:
+        raise scheme.at.refusal("type", f"is not what the tensors of {module.name} have")
+
+
+def _group_of(scheme: Scheme, inputs: int, default: int | None = None) -> int:
+    """Return the inputs of a group."""
+    if scheme.strategy in ("group", "tensor_group"):
+        return scheme.group or default or inputs
+    return inputs
+
+
+def _scales(module: Module, scheme: Scheme, outputs: int, inputs: int) -> tuple[Tensor, int]:
+    """Read scales, spread over rows, and the inputs of a group."""
+    if scheme.strategy == "block":
+        if scheme.block is None:
+            raise scheme.at.refusal("block_structure", "is missing for blocks")
+        rows, group = scheme.block
+        shape = (num_groups(outputs, rows), num_groups(inputs, group))
+        return over_rows(module.take("weight_scale", FLOATS, shape), outputs, rows), group
+    group = _group_of(scheme, inputs)
+    shapes: list[tuple[int, ...]] = [(outputs, num_groups(inputs, group))]
+    if scheme.strategy == "channel":
+        shapes.append((outputs,))
+    elif scheme.strategy == "tensor":
+        shapes = [(1,), (), (1, 1)]
+    return over_rows(module.take("weight_scale", FLOATS, *shapes), outputs), group
+
+
+def _zeros(module: Module, scheme: Scheme, outputs: int, groups: int) -> Tensor | None:
+    """Read zeros of packed weights, as the codes are, or of integers; None: there are none."""
+    part, bits = "weight_zero_point", scheme.bits
+    if scheme.is_symmetric:
+        module.drop(part, "not used: the scheme is symmetric")
+        return None
+    if module.dtype(part) == "I32":
+        packed = module.take(part, ("I32",), (num_words(outputs, bits), groups))
+        return unpack(packed.T, bits, outputs).T.int() - (1 << (bits - 1))
+    shapes: list[tuple[int, ...]] = [(outputs, groups)]
+    if scheme.strategy == "tensor":
+        shapes = [(1,), (), (1, 1)]
+    elif scheme.strategy == "channel":
+        shapes.append((outputs,))
+    return over_rows(module.take(part, ("I8",), *shapes), outputs).int()
+
+
+def _packed(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantMatrix:
+    """Read pack-quantized: codes and zeros have half of their range added."""
+    _check(scheme, module, (2, 3, 4, 5, 6, 7, 8), is_float=False)
+    bits = scheme.bits
+    dense, loose = ((outputs, num_words(inputs, bits, each)) for each in (True, False))
+    words_ = module.take("weight_packed", ("I32",), dense, loose)
+    module.drop("weight_shape", "not needed: config.json has the shapes")
+    codes = unpack(words_, bits, inputs, is_dense=words_.shape == torch.Size(dense))
+    return _of_integers(module, scheme, codes.int() - (1 << (bits - 1)), outputs, inputs)
+
+
+def _integers(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantMatrix:
+    """Read int-quantized and naive-quantized."""
+    _check(scheme, module, (2, 3, 4, 5, 6, 7, 8), is_float=False)
+    codes = module.take("weight", ("I8",), (outputs, inputs))
+    return _of_integers(module, scheme, codes, outputs, inputs)
+
+
+def _of_integers(
+    module: Module, scheme: Scheme, codes: Tensor, outputs: int, inputs: int
+) -> QuantMatrix:
+    """Return signed codes with their scales and zeros, in 4 bits if they fit."""
+    scales, group = _scales(module, scheme, outputs, inputs)
+    zeros = _zeros(module, scheme, outputs, num_groups(inputs, group))
+    order = None
+    if module.has("weight_g_idx"):
+        codes, order = ordered(module, "weight_g_idx", codes, group)
+    if scheme.bits > 4:
+        kept = None if zeros is None else without(zeros.to(torch.int8), 0)
+        return QuantMatrix(
+            Kind.W8, codes.to(torch.int8), scales, group, inputs, zeros=kept, order=order
+        )
+    kept = None if zeros is None else without((zeros + 8).to(torch.uint8), 8)
+    four = halves(codes + 8)
+    return QuantMatrix(Kind.W4, four, scales, group, inputs, zeros=kept, order=order)
+
+
+def ordered(module: Module, part: str, codes: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
+    """Sort codes `[n, k]` by the group of each input; None where they are in order already.
+
+    Raises `CheckpointError` if groups are not of `group` inputs.
+    """
+    inputs = codes.shape[1]
+    places = module.take(part, ("I32", "I64"), (inputs,))
+    if places.is_meta:
+        return codes, None
+    wanted = torch.arange(inputs, device=places.device) // group
+    places = places.long()
+    if torch.equal(places, wanted) or not bool(places.any()):  # zeros: not in use
+        return codes, None
+    order = torch.argsort(places, stable=True)
+    if not torch.equal(places[order], wanted):
+        raise module.refusal(part, f"has groups that are not of {group} inputs")
+    return codes[:, order].contiguous(), order
+
+
+def _e4m3(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantMatrix:
+    """Read float-quantized."""
+    _check(scheme, module, (8,), is_float=True)
+    codes = module.take("weight", ("F8_E4M3",), (outputs, inputs))
+    check_numbers(module, "weight", codes)
+    scales, group = _scales(module, scheme, outputs, inputs)
+    module.drop("weight_zero_point", "not used: the scheme is symmetric")
+    return QuantMatrix(Kind.F8, codes, scales, group, inputs)
+
+
+def _e2m1(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantMatrix:
+    """Read nvfp4 and mxfp4, which differ in their scales."""
+    _check(scheme, module, (4,), is_float=True)
+    codes = module.take("weight_packed", ("U8",), (outputs, inputs // 2))
+    module.drop("weight_shape", "not needed: config.json has the shapes")
+    if module.has("weight_global_scale"):
+        group = _group_of(scheme, inputs, 16)
+        shape = (outputs, num_groups(inputs, group))
+        scales = module.take("weight_scale", ("F8_E4M3",), shape)
+        check_numbers(module, "weight_scale", scales)
+        overall = module.take("weight_global_scale", FLOATS, (1,), (), (1, 1)).float().reshape(1)
+        if not overall.is_meta and not bool(overall > 0):
+            raise module.refusal("weight_global_scale", "is no scale: not above 0")
+        outer = overall.reciprocal().expand(outputs).contiguous()
+        return QuantMatrix(Kind.F4, codes, scales, group, inputs, outer=outer)
+    group = _group_of(scheme, inputs, 32)
+    scales = module.take("weight_scale", _BYTES, (outputs, num_groups(inputs, group)))
+    return QuantMatrix(Kind.F4, codes, powers(module, scales), group, inputs)
+
+
+def powers(module: Module, exponents: Tensor) -> Tensor:
+    """Return the powers of two that e8m0 bytes stand for, which bfloat16 holds."""
+    exponents = exponents.view(torch.uint8)
+    if not exponents.is_meta and bool((exponents == 255).any()):
+        raise module.refusal("weight_scale", "holds NaN")
+    return torch.exp2(exponents.float() - 127).to(torch.bfloat16)

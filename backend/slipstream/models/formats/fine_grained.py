@@ -1,0 +1,67 @@
+"""Hugging Face's `fp8`: e4m3 with a scale for each block of 128 x 128, or for a whole matrix."""
+
+from slipstream.models.formats.format import Format, Row, is_part, listed
+from slipstream.models.formats.module import FLOATS, Module, check_numbers, num_groups, over_rows
+from slipstream.models.reader import Reader, words
+from slipstream.quant.matrix import Kind, QuantMatrix
+
+
+class FineGrained(Format):
+    """`W = q * weight_scale_inv`, despite the name; blocks begin anew in each matrix."""
+
+    methods = ("fp8",)
+    title = "Hugging Face `fp8`"
+    rows = (
+        Row("blocks", "`weight` e4m3, `weight_scale_inv` `[N/128, K/128]`", "F8"),
+        Row("matrices", "`weight` e4m3, one `weight_scale` or one for each output", "F8"),
+    )
+    keys = words(
+        "fmt weight_block_size activation_scheme modules_to_not_convert ignored_layers scale_fmt "
+        "dequantize"
+    )
+
+    def __init__(self, config: Reader) -> None:
+        super().__init__(config)
+        for key, known in {
+            "fmt": (None, "e4m3"),
+            "activation_scheme": (None, "dynamic", "static"),
+            "scale_fmt": (None, "ue8m0", "float"),
+        }.items():
+            if config.get(key) not in known:
+                raise config.refusal(key, f"is not {' or '.join(map(str, known[1:]))}")
+        block = config.get("weight_block_size")
+        is_block = (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(type(each) is int and each > 0 for each in block)
+        )
+        if block is not None and not is_block:
+            raise config.refusal("weight_block_size", "is not two whole numbers")
+        self._block = (block[0], block[1]) if is_block and isinstance(block, list) else None
+        self._excluded = {
+            key: listed(config, key) for key in ("modules_to_not_convert", "ignored_layers")
+        }
+
+    def excludes(self, name: str) -> str:
+        """Return the list that has the module, or one around it."""
+        found = [key for key, each in self._excluded.items() if any(is_part(e, name) for e in each)]
+        return found[0] if found else ""
+
+    def holds(self, module: Module) -> bool:
+        """Whether the weights are e4m3."""
+        return module.dtype("weight") == "F8_E4M3"
+
+    def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
+        """Read it; scales of blocks are spread over rows."""
+        codes = module.take("weight", ("F8_E4M3",), (outputs, inputs))
+        check_numbers(module, "weight", codes)
+        module.drop_activations()
+        module.drop("activation_scale", "not used: rows have a scale for each token")
+        part = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
+        if self._block is None:
+            scales = module.take(part, FLOATS, (), (1,), (1, 1), (outputs, 1), (outputs,))
+            return QuantMatrix(Kind.F8, codes, over_rows(scales, outputs), inputs, inputs)
+        rows, group = self._block
+        shape = (num_groups(outputs, rows), num_groups(inputs, group))
+        scales = over_rows(module.take(part, FLOATS, shape), outputs, rows)
+        return QuantMatrix(Kind.F8, codes, scales, group, inputs)

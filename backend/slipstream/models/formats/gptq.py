@@ -1,0 +1,115 @@
+"""GPTQ as AutoGPTQ and GPTQModel store it, versions 1 and 2; also AutoRound's in that layout."""
+
+import torch
+
+from slipstream.models.formats.compressed_tensors import ordered
+from slipstream.models.formats.format import Format, Row, matches
+from slipstream.models.formats.module import FLOATS, Module, num_groups, num_words, unpack, without
+from slipstream.models.reader import Reader, words
+from slipstream.quant.matrix import Kind, QuantMatrix, halves
+
+BITS = (2, 3, 4, 8)
+VERSIONS = ("gptq", "gptq_v2")
+_METHODS = ("gptq", "auto-round")
+_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq", "autoround:exllama", "auto_gptq")
+
+
+class Gptq(Format):
+    """`W = s * (q - z)`; version 1 stores `z - 1`, whose place may be another by `g_idx`."""
+
+    methods = _METHODS
+    title = "GPTQ"
+    rows = (
+        Row("gptq (v1), gptq_v2", "`qweight` i32 `[K b/32, N]`, 2, 3, 4 bits; groups, zeros", "W4"),
+        Row("the same", "8 bits", "W8"),
+        Row("desc_act, static_groups", "`g_idx` i32: sorted once, inputs follow", "W4, W8"),
+    )
+    keys = words(
+        "bits group_size desc_act sym checkpoint_format format static_groups true_sequential "
+        "damp_percent damp_auto_increment lm_head dynamic meta pack_dtype model_name_or_path "
+        "model_file_base_name is_marlin_format quantizer use_exllama exllama_config dataset "
+        "tokenizer model_seqlen block_name_to_quantize module_name_preceding_first_block "
+        "batch_size pad_token_id max_input_length cache_block_outputs modules_in_block_to_quantize "
+        "use_cuda_fp16 disable_exllama backend packing_format data_type iters seqlen nsamples lr "
+        "minmax_lr autoround_version enable_quanted_input enable_minmax_tuning amp "
+        "low_gpu_mem_usage train_bs scale_dtype gradient_accumulate_steps"
+    )
+
+    def __init__(self, config: Reader) -> None:
+        super().__init__(config)
+        key = "checkpoint_format" if config.has("checkpoint_format") else "format"
+        stored = str(config.get(key) or "gptq")
+        packing = config.get("packing_format")
+        if packing is not None and packing not in _PACKINGS:
+            raise config.refusal("packing_format", f"is not one of {', '.join(_PACKINGS)}")
+        if stored not in (*VERSIONS, *_PACKINGS) or config.get("is_marlin_format"):
+            wrong = "is_marlin_format" if config.get("is_marlin_format") else key
+            raise config.refusal(wrong, f"is not implemented; {' or '.join(VERSIONS)} is")
+        self._added = 0 if stored == "gptq_v2" else 1
+        if config.has("pack_dtype") and config.get("pack_dtype") != "int32":
+            raise config.refusal("pack_dtype", "is not int32")
+        self._desc_act = config.flag("desc_act", default=False)
+        self._static = config.flag("static_groups", default=False)
+        self._dynamic = config.child("dynamic")
+        self._settings(config)
+
+    @staticmethod
+    def _settings(at: Reader, over: Reader | None = None) -> tuple[int, int]:
+        """Return bits and inputs of a group (0: all), of the first object that has them."""
+
+        def of(key: str) -> Reader:
+            return over if over is not None and over.has(key) else at
+
+        bits = of("bits").whole("bits", 4)
+        if bits not in BITS:
+            raise of("bits").refusal("bits", f"is not one of {', '.join(map(str, BITS))}")
+        is_all = of("group_size").get("group_size") == -1
+        return bits, 0 if is_all else of("group_size").whole("group_size", 128)
+
+    def _rule(self, name: str) -> tuple[str, Reader | None]:
+        """Return the first rule of `dynamic` for a module: "-" leaves it out, "+" overrides."""
+        for rule in self._dynamic.data:
+            sign, pattern = ("-", rule[2:]) if rule.startswith("-:") else ("+", rule)
+            pattern = pattern.removeprefix("+:")
+            if matches(self._dynamic, rule, pattern, name):
+                return sign, None if sign == "-" else self._dynamic.child(rule)
+        return "", None
+
+    def excludes(self, name: str) -> str:
+        """Return `dynamic` where a rule leaves the module out."""
+        return "dynamic" if self._rule(name)[0] == "-" else ""
+
+    def holds(self, module: Module) -> bool:
+        """Whether there are packed weights."""
+        return module.has("qweight")
+
+    def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
+        """Read it, and sort inputs by their groups if they are not."""
+        bits, group = self._settings(self.config, self._rule(module.name)[1])
+        group = group or inputs
+        groups, mask = num_groups(inputs, group), (1 << bits) - 1
+        words_ = module.take("qweight", ("I32",), (num_words(inputs, bits), outputs))
+        codes = unpack(words_.T, bits, inputs)
+        scales = module.take("scales", FLOATS, (groups, outputs)).T.contiguous()
+        packed = module.take("qzeros", ("I32",), (groups, num_words(outputs, bits)))
+        zeros = (unpack(packed, bits, outputs).T.int() + self._added) & mask
+        order = None
+        if module.has("g_idx"):
+            codes, order = ordered(module, "g_idx", codes, group)
+        if order is not None and not (self._desc_act or self._static):
+            raise self.config.refusal("desc_act", f"is not true, but {module.name}.g_idx sorts")
+        _drop_bias(module, outputs)
+        if bits == 8:
+            kept = without((zeros - 128).to(torch.int8).contiguous(), 0)
+            eight = (codes.int() - 128).to(torch.int8).contiguous()
+            return QuantMatrix(Kind.W8, eight, scales, group, inputs, zeros=kept, order=order)
+        kept = without(zeros.to(torch.uint8).contiguous(), 8)
+        return QuantMatrix(Kind.W4, halves(codes), scales, group, inputs, zeros=kept, order=order)
+
+
+def _drop_bias(module: Module, outputs: int) -> None:
+    """Leave out a bias of zeros, which AutoGPTQ writes for models that have none."""
+    if module.has("bias"):
+        bias = module.take("bias", FLOATS, (outputs,))
+        if bool(bias.is_meta) or not bool(bias.any()):
+            module.drop("bias", "of zeros: not needed")

@@ -1,0 +1,162 @@
+"""NVIDIA ModelOpt: fp8, int8, int4 AWQ and FP4 checkpoints, old and new configurations."""
+
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
+
+from slipstream.models.formats.compressed_tensors import powers
+from slipstream.models.formats.format import Format, Row, listed
+from slipstream.models.formats.module import FLOATS, Module, check_numbers, num_groups, over_rows
+from slipstream.models.reader import Reader, words
+from slipstream.quant.matrix import Kind, QuantMatrix, halves
+
+# quant_algo -> the dtype of weights, by which tensors are read.
+ALGORITHMS = {
+    "FP8": "F8_E4M3",
+    "FP8_PER_CHANNEL_PER_TOKEN": "F8_E4M3",
+    "FP8_PB_WO": "F8_E4M3",
+    "W8A8_SQ_PER_CHANNEL": "I8",
+    "INT8_SQ": "I8",
+    "W8A16": "I8",
+    "W4A16_AWQ": "U8",
+    "INT4_AWQ": "U8",
+    "W4A8_AWQ": "U8",
+    "NVFP4": "U8",
+    "NVFP4_AWQ": "U8",
+    "W4A16_NVFP4": "U8",
+    "W4A8_NVFP4_FP8": "U8",
+    "MXFP4": "U8",
+    "W4A8_MXFP4_FP8": "U8",
+}
+_INT4 = ("W4A16_AWQ", "INT4_AWQ", "W4A8_AWQ")
+_BLOCK = 128
+
+
+class ModelOpt(Format):
+    """`W = q * weight_scale (* weight_scale_2)` behind `x * pre_quant_scale`."""
+
+    methods = ("modelopt", "modelopt_fp4")
+    title = "ModelOpt"
+    rows = (
+        Row("FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO", "`weight` e4m3", "F8"),
+        Row("W8A8_SQ_PER_CHANNEL, W8A16", "`weight` i8, `pre_quant_scale`", "W8"),
+        Row("W4A16_AWQ, W4A8_AWQ", "`weight` u8 `[N/2, K]`, `pre_quant_scale`", "W4"),
+        Row("NVFP4, NVFP4_AWQ, W4A8_NVFP4_FP8", "`weight` u8 `[N, K/2]`, e4m3 scales", "F4"),
+        Row("MXFP4, W4A8_MXFP4_FP8", "`weight` u8 `[N, K/2]`, powers of two", "F4"),
+    )
+    keys = words(
+        "quant_algo kv_cache_quant_algo group_size exclude_modules ignore has_zero_point "
+        "pre_quant_scale quantized_layers config_groups"
+    )
+
+    def __init__(self, config: Reader) -> None:
+        super().__init__(config)
+        if config.get("has_zero_point"):
+            raise config.refusal("has_zero_point", "is not implemented")
+        self._layers = config.child("quantized_layers")
+        self._algorithm = self._checked(config)
+        for name in self._layers.data:
+            self._checked(self._layers.child(name))
+        self._excluded = {key: listed(config, key) for key in ("exclude_modules", "ignore")}
+
+    def _checked(self, at: Reader) -> str:
+        name = at.get("quant_algo")
+        if name in (None, "MIXED_PRECISION"):
+            return ""
+        if name not in ALGORITHMS:
+            raise at.refusal("quant_algo", f"is not one of {', '.join(ALGORITHMS)}")
+        return str(name)
+
+    def excludes(self, name: str) -> str:
+        """Return the key that leaves the module out; `*` stands for anything."""
+        for key, patterns in self._excluded.items():
+            for each in patterns:
+                if fnmatchcase(name, each) or name.startswith(f"{each}."):
+                    return key
+        if not self._algorithm and self._layers.data and name not in self._layers.data:
+            return "quantized_layers"
+        return ""
+
+    def holds(self, module: Module) -> bool:
+        """Whether the weights are bytes."""
+        return module.dtype("weight") in ("F8_E4M3", "I8", "U8")
+
+    def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
+        """Read it by the dtypes of its weights and scales."""
+        at = self.config
+        if module.name in self._layers.data:
+            at = self._layers.child(module.name)
+        algorithm = self._checked(at) or self._algorithm
+        dtype = module.dtype("weight")
+        if algorithm and ALGORITHMS[algorithm] != dtype:
+            raise at.refusal("quant_algo", f"is not what {module.name}.weight is: {dtype}")
+        is_4 = dtype == "U8"
+        is_integer = is_4 and module.dtype("weight_scale") in FLOATS
+        if algorithm and is_4 and is_integer != (algorithm in _INT4):
+            raise at.refusal("quant_algo", f"is not what the scales of {module.name} are")
+        module.drop_activations()
+        factors = None
+        if module.has("pre_quant_scale"):
+            factors = module.take("pre_quant_scale", FLOATS, (inputs,)).float()
+        read = _fp4 if is_4 and not is_integer else _by_dtype
+        matrix = read(module, at, self.config, outputs, inputs)
+        return matrix if factors is None else replace(matrix, factors=factors)
+
+
+def _group(at: Reader, config: Reader, default: int) -> int:
+    """Return `group_size` of a layer, of all layers, or in a group of the newer configuration."""
+    for each in (at, config):
+        if each.get("group_size"):
+            return each.whole("group_size")
+    groups = config.child("config_groups")
+    for name in groups.data:
+        found = groups.child(name).child("weights")
+        if found.has("group_size"):
+            return found.whole("group_size")
+    return default
+
+
+def _by_dtype(module: Module, at: Reader, config: Reader, outputs: int, inputs: int) -> QuantMatrix:
+    """Read e4m3, 8 bits, or 4 bits."""
+    dtype = module.dtype("weight")
+    if dtype == "U8":
+        group = min(_group(at, config, _BLOCK), inputs)
+        packed = module.take("weight", ("U8",), (-(-outputs // 2), inputs))
+        both = torch.stack([packed & 15, packed >> 4], 1).flatten(0, 1)[:outputs]
+        scales = module.take("weight_scale", FLOATS, (outputs, num_groups(inputs, group)))
+        module.drop("weight_scale_2", "not used: it scales int4 to e4m3, which is not needed")
+        return QuantMatrix(Kind.W4, halves(both ^ 8), scales.contiguous(), group, inputs)
+    codes = module.take("weight", ("F8_E4M3", "I8"), (outputs, inputs))
+    if dtype == "F8_E4M3":
+        check_numbers(module, "weight", codes)
+    blocks = (num_groups(outputs, _BLOCK), num_groups(inputs, _BLOCK))
+    shapes = [(), (1,), (1, 1), (outputs,), (outputs, 1), blocks, (blocks[0], 1, blocks[1], 1)]
+    scales = module.take("weight_scale", FLOATS, *shapes)
+    kind = Kind.F8 if dtype == "F8_E4M3" else Kind.W8
+    is_blocks = scales.numel() > 1 and scales.numel() == blocks[0] * blocks[1]
+    is_blocks = is_blocks and scales.shape[0] != outputs
+    if is_blocks:
+        spread = over_rows(scales.reshape(blocks), outputs, _BLOCK)
+        return QuantMatrix(kind, codes, spread, _BLOCK, inputs)
+    return QuantMatrix(kind, codes, over_rows(scales, outputs), inputs, inputs)
+
+
+def _fp4(module: Module, at: Reader, config: Reader, outputs: int, inputs: int) -> QuantMatrix:
+    """Read NVFP4, whose second scale multiplies, and MXFP4."""
+    codes = module.take("weight", ("U8",), (outputs, inputs // 2))
+    if module.dtype("weight_scale") == "F8_E4M3":
+        group = _group(at, config, 16)
+        shape = (outputs, num_groups(inputs, group))
+        scales = module.take("weight_scale", ("F8_E4M3",), shape)
+        check_numbers(module, "weight_scale", scales)
+        second = module.take("weight_scale_2", FLOATS, (), (1,)).float().reshape(1)
+        outer = second.expand(outputs).contiguous()
+        return QuantMatrix(Kind.F4, codes, scales, group, inputs, outer=outer)
+    group = _group(at, config, 32)
+    shape = (outputs, num_groups(inputs, group))
+    scales = powers(module, module.take("weight_scale", ("U8", "F8_E8M0"), shape))
+    if not module.has("weight_scale_2"):
+        return QuantMatrix(Kind.F4, codes, scales, group, inputs)
+    module.drop("weight_scale_2", "not used: it scales FP4 to e4m3, which is not needed")
+    return QuantMatrix(Kind.F4, codes, scales, group, inputs)

@@ -1,0 +1,147 @@
+"""The tensors that a checkpoint has of one matrix, and what its formats share."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import CheckpointError
+from slipstream.models.entries import TensorEntry
+
+FLOATS = ("F32", "F16", "BF16")
+_WORD = 32
+
+
+class RawSource(Protocol):
+    """Tensors as a file stores them, by its own names."""
+
+    def entry(self, name: str) -> TensorEntry | None:
+        """The place of a tensor; None: there is none."""
+
+    def raw(self, name: str) -> Tensor:
+        """Read a tensor as it is stored, to the source's device."""
+
+    def raw_bytes(self, name: str) -> bytes:
+        """Read a small tensor's bytes, whatever the device."""
+
+    def note(self, text: str) -> None:
+        """Have the start say this."""
+
+
+class Module:
+    """A matrix `[outputs, inputs]` of a checkpoint by the parts of its name.
+
+    Args:
+        name: in the checkpoint, without `.weight`.
+        source: the files.
+    """
+
+    def __init__(self, name: str, source: RawSource) -> None:
+        self.name = name
+        self.note = source.note
+        self._source = source
+
+    def has(self, part: str) -> bool:
+        """Whether there is such a tensor."""
+        return self._source.entry(f"{self.name}.{part}") is not None
+
+    def dtype(self, part: str) -> str:
+        """Name its dtype; empty: there is no such tensor."""
+        entry = self._source.entry(f"{self.name}.{part}")
+        return "" if entry is None else entry.dtype
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        """Return its shape, () if there is none."""
+        entry = self._source.entry(f"{self.name}.{part}")
+        return () if entry is None else entry.shape
+
+    def take(self, part: str, dtypes: Sequence[str], *shapes: Sequence[int]) -> Tensor:
+        """Read a tensor of one of these dtypes and shapes; raises `CheckpointError` for others."""
+        entry = self._source.entry(f"{self.name}.{part}")
+        if entry is None:
+            raise self.refusal(part, "is missing")
+        if entry.dtype not in dtypes:
+            raise self.refusal(part, f"is {entry.dtype}, not {' or '.join(dtypes)}")
+        if entry.shape not in {tuple(shape) for shape in shapes}:
+            known = " or ".join(str(list(shape)) for shape in shapes)
+            raise self.refusal(part, f"is {list(entry.shape)}, not {known}")
+        tensor = self._source.raw(f"{self.name}.{part}")
+        if entry.dtype in FLOATS and not tensor.is_meta and not bool(tensor.isfinite().all()):
+            raise self.refusal(part, "holds NaN or infinity")
+        return tensor
+
+    def drop(self, part: str, why: str) -> None:
+        """Leave out a tensor that serving does not need; the start says so once."""
+        if self.has(part):
+            self._source.raw_bytes(f"{self.name}.{part}")
+            self.note(f"{part}: {why}")
+
+    def drop_activations(self) -> None:
+        """Leave out static scales of activations: rows have their own, made at each step."""
+        for part in ("input_scale", "input_global_scale"):
+            if self.has(part):
+                scale = self.take(part, FLOATS, (), (1,), (1, 1))
+                if not scale.is_meta and not bool((scale > 0).all()):
+                    raise self.refusal(part, "is no scale: not above 0")
+        why = "read and not used: activations are not rounded, or by each token's own scale"
+        for part in ("input_scale", "input_global_scale", "input_zero_point"):
+            self.drop(part, why)
+
+    def text(self, part: str) -> bytes:
+        """Read the bytes of a small tensor."""
+        return self._source.raw_bytes(f"{self.name}.{part}")
+
+    def refusal(self, part: str, why: str) -> CheckpointError:
+        """Return an error that names file, tensor and reason."""
+        entry = self._source.entry(f"{self.name}.{part}") or self._source.entry(self.name)
+        where = f"{entry.file}: " if entry is not None else ""
+        return CheckpointError(f"{where}tensor {self.name}.{part} {why}")
+
+
+def unpack(words: Tensor, bits: int, count: int, is_dense: bool = True) -> Tensor:
+    """Take the first `count` values from words of 32 bits along the last dimension, as u8.
+
+    The first is in the lowest bits. Dense values may straddle two words; else a word has as many as
+    fit.
+    """
+    mask = (1 << bits) - 1
+    if _WORD % bits == 0 or not is_dense:
+        shifts = torch.arange(_WORD // bits, device=words.device, dtype=torch.int32) * bits
+        values = (words[..., None] >> shifts) & mask
+        return values.flatten(-2)[..., :count].to(torch.uint8)
+    at = torch.arange(count, device=words.device) * bits
+    word, shift = at // _WORD, at % _WORD
+    unsigned = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 1))
+    both = unsigned[..., word] | (unsigned[..., word + 1] << _WORD)
+    return ((both >> shift) & mask).to(torch.uint8)
+
+
+def num_words(count: int, bits: int, is_dense: bool = True) -> int:
+    """Return how many words `count` values take."""
+    return -(-count * bits // _WORD) if is_dense else -(-count // (_WORD // bits))
+
+
+def num_groups(inputs: int, group: int) -> int:
+    """Return how many groups inputs have, the last perhaps shorter."""
+    return -(-inputs // group)
+
+
+def over_rows(scales: Tensor, outputs: int, block: int = 1) -> Tensor:
+    """Spread scales of `[rows or blocks of rows, groups]`, or of a whole tensor, over all rows."""
+    if scales.numel() == 1 and block == 1:
+        return scales.reshape(1, 1).expand(outputs, 1).contiguous()
+    if block == 1:
+        return scales.reshape(outputs, -1).contiguous()
+    return scales.repeat_interleave(block, 0)[:outputs].contiguous()
+
+
+def without(zeros: Tensor, value: int) -> Tensor | None:
+    """Return zeros, or None where all are the one that needs no saying."""
+    return None if not zeros.is_meta and bool((zeros == value).all()) else zeros
+
+
+def check_numbers(module: Module, part: str, codes: Tensor) -> None:
+    """Raise `CheckpointError` if e4m3 holds NaN."""
+    if not codes.is_meta and bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise module.refusal(part, "holds NaN")

@@ -1,0 +1,77 @@
+"""Choose the format of a checkpoint: by what its configuration names, or by its tensors."""
+
+from pathlib import Path
+
+from slipstream.models.cache_scheme import quantization_of
+from slipstream.models.formats.awq import Awq
+from slipstream.models.formats.bitsandbytes import BitsAndBytes
+from slipstream.models.formats.compressed_tensors import CompressedTensors
+from slipstream.models.formats.fine_grained import FineGrained
+from slipstream.models.formats.format import Format
+from slipstream.models.formats.gptq import Gptq
+from slipstream.models.formats.modelopt import ModelOpt
+from slipstream.models.formats.module import Module, RawSource
+from slipstream.quant.matrix import QuantMatrix
+
+FORMATS: tuple[type[Format], ...] = (
+    CompressedTensors,
+    Awq,
+    Gptq,
+    ModelOpt,
+    FineGrained,
+    BitsAndBytes,
+)
+_QUANTISED = (
+    "qweight",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_inv",
+    "SCB",
+    "weight.absmax",
+)
+_HEAD = "lm_head"
+
+
+class Formats:
+    """The format of a directory, and matrices by it.
+
+    Args:
+        directory: of the checkpoint.
+        source: its tensors.
+    """
+
+    def __init__(self, directory: Path, source: RawSource) -> None:
+        self._directory, self._source = directory, source
+        self._format = self._chosen(directory)
+
+    @staticmethod
+    def _chosen(directory: Path) -> Format | None:
+        found = quantization_of(directory)
+        if found is None:
+            return None
+        method, config = found
+        return next(each for each in FORMATS if method in each.methods)(config)
+
+    def load(self, name: str, outputs: int, inputs: int) -> QuantMatrix | None:
+        """Read the matrix `name` (the checkpoint's name) if it is quantised.
+
+        Raises `CheckpointError` if tensors are wrong, or contradict the configuration.
+        """
+        module = Module(name, self._source)
+        if self._format is None:
+            part = next((each for each in _QUANTISED if module.has(each)), None)
+            if part is not None:
+                raise module.refusal(
+                    part, f"is of quantised weights, but {self._directory} has no config of them"
+                )
+            return None
+        is_held = self._format.holds(module)
+        if is_held or name != _HEAD:  # heads in 16 bits need no saying
+            self._format.check(module)
+        return self._format.load(module, outputs, inputs) if is_held else None
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether the matrix `name` is."""
+        if self._format is None:
+            return False
+        return self._format.holds(Module(name, self._source))

@@ -1,0 +1,71 @@
+"""Weights as the checkpoint has them: quantised ones stay so where a GEMM here takes them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.gemm.op import Around, Matrix
+from slipstream.quant.forms import Packed, form_of, product
+from slipstream.quant.matrix import QuantMatrix, stack, write
+from slipstream.quant.scheme import MatrixSource, Scheme
+
+
+class Auto(Scheme):
+    """The checkpoint's own scheme, matrix by matrix; 16 bits where it has none."""
+
+    name = "auto"
+
+    def read(
+        self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
+    ) -> Matrix | Packed:
+        """Read the matrices `names`; those that differ in form are dequantised together."""
+        sizes = list(zip(names, outputs, strict=True))
+        parts = [w.quantized(name, rows, inputs) for name, rows in sizes]
+        found = [part for part in parts if part is not None]
+        if not found:
+            return Matrix(w.packed([f"{name}.weight" for name in names], outputs, inputs))
+        whole = stack(found) if len(found) == len(parts) else None
+        form = None if whole is None else form_of(whole, w.device, w.dtype)
+        if whole is not None and form is not None:
+            w.note(f"weights of {whole}: {form.name}")
+            return form.make(whole)
+        kinds = " and ".join(sorted({str(part) for part in found}))
+        dtype = str(w.dtype).removeprefix("torch.")
+        w.note(
+            f"weights of {kinds}: dequantised to {dtype} as they are loaded, which takes its "
+            f"memory and rounds them once; no GEMM here takes them as they are"
+        )
+        return Matrix(dequantised(w, sizes, parts, inputs))
+
+    def matmul(self, x: Tensor, weights: Matrix | Packed, bias: Tensor | None) -> Tensor:
+        """`x W^T + b`; a bias behind torch's own GEMMs is added to the rounded one."""
+        if isinstance(weights, Matrix):
+            return linear(x, weights, Around(bias=bias))
+        y = product(x, weights)
+        return y if bias is None else y + bias
+
+    def bytes_per_weight(self, dtype: torch.dtype) -> float:
+        """Bytes of the dtype: the most that a matrix takes, as one that is dequantised."""
+        return dtype.itemsize
+
+
+def dequantised(
+    w: MatrixSource,
+    sizes: Sequence[tuple[str, int]],
+    parts: Sequence[QuantMatrix | None],
+    inputs: int,
+) -> Tensor:
+    """Return matrices under one another in the model's dtype, each of its scheme or of 16 bits."""
+    outputs = [rows for _, rows in sizes]
+    out = torch.empty(sum(outputs), inputs, dtype=w.dtype, device=w.device)
+    for (name, rows), part, piece in zip(sizes, parts, torch.split(out, outputs), strict=True):
+        if part is None:
+            piece.copy_(w.packed([f"{name}.weight"], [rows], inputs))
+        else:
+            write(part, piece)
+    return out
+
+
+SCHEME = Auto()

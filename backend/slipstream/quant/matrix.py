@@ -1,0 +1,190 @@
+"""The one form in which quantised weights are kept, whatever file they come from.
+
+Every format of a checkpoint becomes a `QuantMatrix` without a second rounding. `dequantise` is the
+definition of what it stands for; whatever multiplies with it must agree with that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MIDDLE = 8  # the zero of 4 bits without zeros
+_ROWS = 1 << 22  # weights that are dequantised at a time: what fp32 needs beside the result
+
+
+class Kind(Enum):
+    """The type of codes."""
+
+    W4 = "4 bits"  # integers, 0 .. 15, two in a byte, the first in the lower half
+    W8 = "8 bits"  # integers, -128 .. 127
+    F8 = "e4m3"
+    F4 = "e2m1"  # or another table of 16 numbers; two in a byte as W4
+
+
+_HALVES = (Kind.W4, Kind.F4)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantMatrix:
+    """Weights `[n, k]`: `((code - zero) * scale + minimum) * outer`, in the place of `order`.
+
+    A group is `group` inputs that are neighbours among the codes, the last may be shorter. Scales
+    of a tensor, of an output or of blocks are spread over rows, so that matrices can be put under
+    one another as they are.
+    """
+
+    kind: Kind
+    codes: Tensor  # [n, k] i8 or e4m3; [n, ceil(k / 2)] u8 of 4 bits
+    scales: Tensor  # [n, groups] f32, f16, bf16 or e4m3
+    group: int
+    inputs: int  # k
+    zeros: Tensor | None = None  # [n, groups] u8 of W4, i8 of W8; None: 8 of W4, else 0
+    minimums: Tensor | None = None  # [n, groups], floating
+    outer: Tensor | None = None  # [n] f32: a second scale
+    table: Tensor | None = None  # [16] f32: of F4; None: e2m1
+    order: Tensor | None = None  # [k] i64: code i belongs to input order[i]
+    factors: Tensor | None = None  # [k] f32: inputs are multiplied by them first
+
+    @property
+    def outputs(self) -> int:
+        """Rows."""
+        return self.codes.shape[0]
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether there are neither zeros nor minimums."""
+        return self.zeros is None and self.minimums is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether inputs are taken as they come."""
+        return self.order is None and self.factors is None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        names = ("codes", "scales", "zeros", "minimums", "outer", "order", "factors")
+        found = [getattr(self, name) for name in names]
+        return sum(each.numel() * each.element_size() for each in found if each is not None)
+
+    def __str__(self) -> str:
+        size = "a row" if self.group >= self.inputs else f"{self.group} inputs"
+        more = " with zeros" if self.zeros is not None else ""
+        more += " with minimums" if self.minimums is not None else ""
+        name = self.kind.value if self.table is None else "a table of 16"
+        return f"{name} by {size}{more}"
+
+
+def halves(codes: Tensor) -> Tensor:
+    """Put `[n, k]` codes of 4 bits into `[n, ceil(k / 2)]` bytes, the first in the lower half."""
+    codes = codes.to(torch.uint8)
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def codes_of(matrix: QuantMatrix) -> Tensor:
+    """Return codes one by one, `[n, k]`: u8 of 4 bits, else as they are."""
+    codes = matrix.codes
+    if matrix.kind not in _HALVES:
+        return codes
+    both = torch.stack([codes & 15, codes >> 4], dim=-1)
+    return both.view(len(codes), -1)[:, : matrix.inputs]
+
+
+def dequantise(matrix: QuantMatrix) -> Tensor:
+    """Return what inputs are multiplied by, `[n, k]` fp32: the definition."""
+    values = _numbers(matrix)
+    scales = _spread(matrix.scales, matrix)
+    values = values * scales
+    if matrix.minimums is not None:
+        values = values + _spread(matrix.minimums, matrix)
+    if matrix.outer is not None:
+        values = values * matrix.outer[:, None]
+    if matrix.order is not None:
+        values = torch.empty_like(values).index_copy_(1, matrix.order, values)
+    return values if matrix.factors is None else values * matrix.factors
+
+
+def write(matrix: QuantMatrix, out: Tensor) -> None:
+    """Write what inputs are multiplied by into `out [n, k]`, some rows at a time."""
+    step = max(1, _ROWS // max(1, matrix.inputs))
+    for first in range(0, matrix.outputs, step):
+        part = slice(first, first + step)
+        out[part] = dequantise(rows(matrix, part))
+
+
+def rows(matrix: QuantMatrix, part: slice) -> QuantMatrix:
+    """Return some rows of it."""
+    names = ("zeros", "minimums", "outer")
+    own = {name: getattr(matrix, name) for name in names}
+    cut: dict[str, Any] = {name: None if each is None else each[part] for name, each in own.items()}
+    return replace(matrix, codes=matrix.codes[part], scales=matrix.scales[part], **cut)
+
+
+def stack(parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
+    """Put matrices of the same inputs under one another; None where their forms differ."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if not all(_alike(first, each) for each in parts[1:]):
+        return None
+
+    def joined(name: str) -> Tensor | None:
+        found = [getattr(each, name) for each in parts]
+        if found[0] is None:
+            return None
+        if found[0].dtype == E4M3:  # no kernel joins these
+            return torch.cat([each.view(torch.uint8) for each in found]).view(E4M3)
+        return torch.cat(found)
+
+    names = ("codes", "scales", "zeros", "minimums", "outer")
+    whole: dict[str, Any] = {name: joined(name) for name in names}
+    return replace(first, **whole)
+
+
+def _alike(one: QuantMatrix, other: QuantMatrix) -> bool:
+    """Whether two can be one: zeros that only one has are another form."""
+    same = (one.kind, one.group, one.inputs, one.scales.dtype) == (
+        other.kind,
+        other.group,
+        other.inputs,
+        other.scales.dtype,
+    )
+    names = ("zeros", "minimums", "outer")
+    has = all((getattr(one, n) is None) == (getattr(other, n) is None) for n in names)
+    shared = ("table", "order", "factors")
+    return same and has and all(_equal(getattr(one, n), getattr(other, n)) for n in shared)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.is_meta or torch.equal(one, other)
+
+
+def _numbers(matrix: QuantMatrix) -> Tensor:
+    """Return codes less zeros as numbers, `[n, k]` fp32."""
+    codes = codes_of(matrix)
+    if matrix.kind is Kind.F4:
+        table = matrix.table
+        if table is None:
+            table = torch.tensor((*E2M1, *(-each for each in E2M1)), device=codes.device)
+        return table[codes.long()]
+    if matrix.zeros is not None:
+        return codes.float() - _spread(matrix.zeros, matrix)
+    return codes.float() - (MIDDLE if matrix.kind is Kind.W4 else 0)
+
+
+def _spread(values: Tensor, matrix: QuantMatrix) -> Tensor:
+    """Spread `[n, groups]` over inputs, `[n, k]` fp32."""
+    values = values.float()
+    if values.shape[1] == 1:
+        return values
+    return values.repeat_interleave(matrix.group, 1)[:, : matrix.inputs]
