@@ -230,10 +230,8 @@ def _check_scheme(
     """Raise `ConfigError` if the scheme cannot have the device, the dtype or the matrices."""
     found = None if config.load_format == "random" else quantization_of(Path(config.checkpoint))
     if found is not None and config.quantization not in ("auto", "none"):
-        raise ConfigError(
-            f"quantization = {config.quantization!r}, but the checkpoint's weights are quantised "
-            f"({found[0]}): auto serves them as they are, none in 16 bits"
-        )
+        why = f"but the weights are quantised already ({found[0]}): auto and none serve them"
+        raise ConfigError(f"quantization = {config.quantization!r}, {why}")
     d = model.dims
     inputs = {
         "hidden_size": d.hidden_size,
