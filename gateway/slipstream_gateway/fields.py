@@ -8,11 +8,13 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from slipstream_contract import limits
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.fields import Bounds
 from slipstream_contract.sampling import FIELDS as SAMPLING
 from slipstream_contract.schemas.vllm import known_names, refused_names
 
+from slipstream_gateway import value_schemas as values
 from slipstream_gateway.errors import ApiError
 
 CHAT, COMPLETION = "chat", "completion"
@@ -38,20 +40,8 @@ class Field(NamedTuple):
     neutral: tuple[object, ...] = (None,)  # of a refused one: values that ask for nothing
 
 
-_FLAG: Mapping[str, Any] = {"type": "boolean"}
-_TEXT: Mapping[str, Any] = {"type": "string"}
-_OBJECT: Mapping[str, Any] = {"type": "object"}
-_COUNT: Mapping[str, Any] = {"type": "integer", "minimum": 0}
-_TEXTS: Mapping[str, Any] = {"oneOf": [_TEXT, {"type": "array", "items": _TEXT}]}
-_IDS: Mapping[str, Any] = {"type": "array", "items": _COUNT}
-_PROMPTS: Mapping[str, Any] = {
-    "oneOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT},
-        _IDS,
-        {"type": "array", "items": _IDS},
-    ]
-}
+_FLAG, _TEXT, _OBJECT = values.FLAG, values.TEXT, values.OBJECT
+_COUNT = values.whole(0)
 
 _OWN = (
     Field("model", "the model, a name of `/v1/models`; without it the only one", _TEXT),
@@ -59,48 +49,59 @@ _OWN = (
         "messages",
         "the conversation; roles system, developer, user, assistant, tool; content is a text or "
         "parts of type `text`",
-        {"type": "array", "items": _OBJECT, "minItems": 1},
+        values.listed(values.MESSAGE, 1),
         CHAT,
     ),
-    Field("prompt", "a text, a list of texts, token ids, or a list of these", _PROMPTS, COMPLETION),
+    Field(
+        "prompt",
+        "a text, a list of texts, token ids, or a list of these",
+        values.PROMPT,
+        COMPLETION,
+    ),
     Field("stream", "server-sent events as tokens come", _FLAG),
     Field(
         "stream_options",
         "`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk",
-        _OBJECT,
+        values.STREAM_OPTIONS,
     ),
     Field(
         "max_tokens",
         "tokens of an answer, at most; in a chat the rest of the context, in a completion 16",
-        {"type": "integer", "minimum": 0},
+        _COUNT,
     ),
     Field("max_completion_tokens", "the same; beside `max_tokens` the smaller one holds", _COUNT),
     Field("logprobs", "log probs of the answer's tokens: true, or in a completion how many", {}),
-    Field("top_logprobs", "likeliest tokens at each place, 0 to 20", _COUNT, CHAT),
-    Field("prompt_logprobs", "the same of the prompt's tokens; not with `stream`", _COUNT),
+    Field("top_logprobs", "likeliest tokens at each place, 0 to 20", values.TOP, CHAT),
+    Field("prompt_logprobs", "the same of the prompt's tokens; not with `stream`", values.TOP),
     Field("echo", "the prompt before a completion, or the last message before its answer", _FLAG),
-    Field("best_of", "samples of which the best `n` are answered; not with `stream`", _COUNT),
+    Field(
+        "best_of", "samples of which the best `n` are answered; not with `stream`", values.whole(1)
+    ),
     Field(
         "response_format",
         "`text`, `json_object`, `json_schema`, or `structural_tag`; the answer always matches",
-        _OBJECT,
+        values.RESPONSE_FORMAT,
     ),
-    Field("structured_outputs", "a guide in vLLM's words: json, regex, choice, grammar", _OBJECT),
-    Field("tools", "functions that the model may call", {"type": "array", "items": _OBJECT}, CHAT),
-    Field("tool_choice", "none, auto, required, or one function", {}, CHAT),
+    Field(
+        "structured_outputs",
+        "a guide in vLLM's words: json, regex, choice, grammar",
+        values.STRUCTURED,
+    ),
+    Field("tools", "functions that the model may call", values.TOOLS, CHAT),
+    Field("tool_choice", "none, auto, required, or one function", values.TOOL_CHOICE, CHAT),
     Field("parallel_tool_calls", "false: at most one call", _FLAG, CHAT),
-    Field("stop", "words that end an answer and are not part of it", _TEXTS),
-    Field("stop_token_ids", "token ids that end an answer", _IDS),
+    Field("stop", "words that end an answer and are not part of it", values.WORDS),
+    Field("stop_token_ids", "token ids that end an answer", values.IDS),
     Field("ignore_eos", "go on after the end of a text", _FLAG),
     Field(
         "skip_special_tokens", "false: special tokens are in the text, which is not parsed", _FLAG
     ),
-    Field("bad_words", "words that never come", _TEXTS),
-    Field("logit_bias", "token id -> what is added to its logit, -100 to 100", _OBJECT),
-    Field("logprobs_mode", "raw or processed log probs or logits", _TEXT),
+    Field("bad_words", "words that never come", values.WORDS),
+    Field("logit_bias", "token id -> what is added to its logit, -100 to 100", values.BIAS),
+    Field("logprobs_mode", "raw or processed log probs or logits", values.MODE),
     Field("use_beam_search", "the best `n` of `best_of` beams", _FLAG),
     Field("length_penalty", "of beams", {"type": "number"}),
-    Field("early_stopping", "of beams", {}),
+    Field("early_stopping", "of beams", values.EARLY_STOPPING),
     Field(
         "add_special_tokens",
         "tokens that the tokenizer adds; in a chat the template has them",
@@ -120,16 +121,32 @@ _OWN = (
         "reasoning_effort", "the template's variable; `none` also sets enable_thinking", _TEXT, CHAT
     ),
     Field("include_reasoning", "false: the answer has no reasoning", _FLAG, CHAT),
-    Field("truncate_prompt_tokens", "keep so many tokens of the prompt; -1: what fits", {}),
-    Field("truncation_side", "`left`: cut at the start; `right`: at the end", _TEXT),
+    Field(
+        "truncate_prompt_tokens",
+        "keep so many tokens of the prompt; -1: what fits",
+        values.TRUNCATED,
+    ),
+    Field(
+        "truncation_side",
+        "`left`: cut at the start; `right`: at the end",
+        {"enum": ["left", "right"]},
+    ),
     Field("return_token_ids", "token ids beside the texts", _FLAG),
     Field("return_tokens_as_token_ids", "log probs name tokens as `token_id:N`", _FLAG),
-    Field("request_id", "part of the answer's id, and in the request log", _TEXT),
-    Field("priority", "0 is admitted first, 9 last; 5 without it", _COUNT),
+    Field(
+        "request_id",
+        "part of the answer's id, and in the request log",
+        {**values.WORD, "maxLength": values.MAX_ID},
+    ),
+    Field(
+        "priority",
+        "0 is admitted first, 9 last; 5 without it",
+        values.whole(0, limits.LOWEST_PRIORITY),
+    ),
     Field(
         "timeout_ms",
         "time after which the request is ended",
-        {"type": "integer", "minimum": 1},
+        values.whole(1, limits.MAX_TIMEOUT_MS),
     ),
     Field("cache_salt", "only requests with the same salt share cached prompts", _TEXT),
     *(
@@ -199,7 +216,11 @@ def _sampling() -> list[Field]:
     described = own | {field.name for field in fields}
     refused = refused_names()
     for name in sorted(known_names() - described - refused.keys()):
-        fields.append(Field(name, "as of `vllm_model` ([sampling](sampling.md))"))
+        fields.append(
+            Field(
+                name, "as of `vllm_model` ([sampling](sampling.md))", values.CONTRACT.get(name, {})
+            )
+        )
     for name in sorted(refused.keys() - described):
         why = "no engine here has it, or it is started with it"
         fields.append(Field(name, why, use=Use.REFUSED, neutral=refused[name]))

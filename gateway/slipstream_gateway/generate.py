@@ -24,9 +24,9 @@ from slipstream_gateway.prepare import Prepared, prepare_completion
 from slipstream_gateway.prepare_chat import prepare_chat
 from slipstream_gateway.reply import Reply
 from slipstream_gateway.settings import MAX_PROMPTS, Settings
+from slipstream_gateway.value_schemas import MAX_ID
 
 _log = logging.getLogger(__name__)
-_MAX_ID = 128
 _BUDGET = "thinking_token_budget"  # agents send one to any model
 _STRANGE = 1 << 30  # bytes
 _REQUIRED = ("messages", "prompt")  # errors name them although a body lacks them
@@ -194,8 +194,8 @@ def _read_id(body: Mapping[str, Any]) -> str:
     given = body.get("request_id")
     if given is None:
         return secrets.token_hex(12)
-    if not isinstance(given, str) or not 0 < len(given) <= _MAX_ID:
-        message = f"request_id is {given!r:.64}, not a text of 1 to {_MAX_ID} characters"
+    if not isinstance(given, str) or not 0 < len(given) <= MAX_ID:
+        message = f"request_id is {given!r:.64}, not a text of 1 to {MAX_ID} characters"
         raise ApiError(400, message, "request_id")
     return given
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import __version__
+from slipstream_contract import limits
 
+from slipstream_gateway import value_schemas as values
 from slipstream_gateway.dialects import fields as dialect_fields
+from slipstream_gateway.dialects.extras import EXTRAS
 from slipstream_gateway.dialects.messages_fields import COUNTED
 from slipstream_gateway.dialects.messages_fields import TABLE as MESSAGES
 from slipstream_gateway.dialects.responses_fields import TABLE as RESPONSES
@@ -61,6 +64,8 @@ def body_schema(at: str) -> Schema:
             schema: Schema = {"enum": list(field.neutral), "deprecated": True}
         elif field.name == required:
             schema = dict(field.schema)
+        elif field.name == "logprobs":
+            schema = _nullable(values.FLAG if at == CHAT else values.TOP)
         else:
             schema = _nullable(field.schema)
         properties[field.name] = {**schema, "description": f"{field.use}: {field.help}"}
@@ -130,20 +135,18 @@ def _tokenize() -> Schema:
     return {"anyOf": [prompt, chat]}
 
 
+def _detokenize() -> Schema:
+    tokens = values.listed(values.TOKEN, 0, limits.MAX_DETOKENIZED)
+    model = _nullable(values.TEXT)
+    return {**values.keyed({"model": model, "tokens": tokens}, "tokens")}
+
+
 def document() -> Schema:
     """Return the document."""
     schemas: dict[str, Schema] = {}
     responses = _schema("Responses", RESPONSES, schemas)
     messages = _schema("Messages", MESSAGES, schemas)
     counted = _schema("Counted", COUNTED, schemas)
-    detokenize: Schema = {
-        "type": "object",
-        "required": ["tokens"],
-        "properties": {
-            "model": _nullable({"type": "string"}),
-            "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        },
-    }
     model = _get("showModel", "one model")
     model["get"]["parameters"] = [
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -159,7 +162,7 @@ def document() -> Schema:
         ("/v1/messages", "message", "Anthropic's messages", messages, True),
         ("/v1/messages/count_tokens", "countTokens", "the prompt's tokens", counted, False),
         ("/tokenize", "tokenize", "the tokens of a prompt, or of messages", _tokenize(), False),
-        ("/detokenize", "detokenize", "the text of tokens", detokenize, False),
+        ("/detokenize", "detokenize", "the text of tokens", _detokenize(), False),
     )
     gets = (
         ("/v1/models", "listModels", "all models"),
@@ -208,6 +211,12 @@ def _schema(prefix: str, table: dialect_fields.Table, schemas: dict[str, Schema]
         return kept
 
     found: Schema = moved(dialect_fields.schema(table))
+    for name in EXTRAS.keys() & found["properties"].keys():  # as in a chat completion
+        found["properties"][name] |= _nullable(TABLE[name].schema)
+    for name in ("messages", "input"):
+        one = found["properties"].get(name, {})
+        for kind in (one, *one.get("anyOf", ())):
+            kind |= {"array": {"minItems": 1}, "string": {"minLength": 1}}.get(kind.get("type"), {})
     return found
 
 

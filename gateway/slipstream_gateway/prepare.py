@@ -17,8 +17,8 @@ from slipstream_gateway.fields import read_flag, read_text, read_whole
 from slipstream_gateway.guides import read_response_format
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.sequences import Answering, LogProbReader, PromptPart, whole_text
+from slipstream_gateway.value_schemas import MAX_TOP
 
-MAX_TOP = 20
 _HANDLING = ("priority", "timeout_ms", "cache_salt")
 _SHOWN = ("logprobs", "prompt_logprobs")  # read here, by OpenAI's rules
 

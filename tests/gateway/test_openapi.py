@@ -2,10 +2,60 @@
 
 import json
 import re
+from functools import cache
+from typing import Any
 
+import pytest
 from fixtures.gateway.served import ROOT, Gateway
 from slipstream_gateway import fields, openapi
 from slipstream_gateway.app import GENERATE
+
+jsonschema = pytest.importorskip("jsonschema")
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+SENT = ROOT / "tests" / "fixtures" / "gateway" / "sent.jsonl"
+USER = {"role": "user", "content": "a"}
+
+
+@cache
+def bodies_of(path: str) -> Any:
+    document = json.loads(openapi.FILE.read_bytes())
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    return jsonschema.Draft202012Validator({**document, **content["schema"]})
+
+
+def test_what_tools_send_is_valid():
+    rows = [json.loads(line) for line in SENT.read_text().splitlines()]
+    assert len(rows) > 50
+    for row in rows:
+        if row["status"] == 200 and row["path"] in GENERATE:
+            wrong = [error.message for error in bodies_of(row["path"]).iter_errors(row["body"])]
+            assert not wrong, (row["tool"], row["path"], wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *((COMPLETION, {"prompt": prompt}) for prompt in ("", [], [[]], [""], ["a", 3], [-1], 7)),
+        (COMPLETION, {"prompt": "a", "logprobs": True}),
+        (COMPLETION, {"prompt": "a", "top_p": 0}),
+        (COMPLETION, {"prompt": "a", "logit_bias": {"1": 101}}),
+        (COMPLETION, {"prompt": "a", "stop": [""]}),
+        (COMPLETION, {"prompt": "a", "request_id": ""}),
+        (COMPLETION, {"prompt": "a", "response_format": {"type": "xml"}}),
+        (COMPLETION, {"prompt": "a", "structured_outputs": {"choice": []}}),
+        *((CHAT, {"messages": [message]}) for message in ({}, {"role": "wizard"}, 3)),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        (CHAT, {"messages": [USER], "logprobs": 2}),
+        (CHAT, {"messages": [USER], "tool_choice": "zz"}),
+        (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}),
+        ("/v1/responses", {"model": "a", "input": []}),
+        ("/v1/messages", {"model": "a", "max_tokens": 1, "messages": []}),
+        ("/detokenize", {"tokens": [-1]}),
+    ],
+)
+def test_what_is_never_served_is_invalid(gateway: Gateway, path: str, body: dict[str, Any]):
+    assert gateway.post(path, body).status == 400
+    assert not bodies_of(path).is_valid(body)
 
 
 def test_the_file_is_made_from_the_tables():
