@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from fixtures.gateway.recorded import CHOICE, TOOLS, parsed, parts, tokens_of
+from fixtures.gateway.recorded import TOOLS, parsed, parts, tokens_of
+from fixtures.gateway.templates import JSON_CALLS, SPECS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slipstream_gateway.errors import ApiError
@@ -14,69 +15,6 @@ from slipstream_gateway.parsing.format import AddedTokens
 
 response_parser = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
 
-CALL = {"type": "function", "function": "{content}"}
-NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-JSON_CALLS = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": CALL,
-        },
-        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|eot_id\|>)"},
-    },
-}
-TAG_CALLS = {
-    "start_anchor": ["<|im_start|>assistant\n", "<|im_start|>"],
-    "fields": {
-        "thinking": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
-            },
-            "transform": NAMED,
-        },
-        "content": {},
-    },
-}
-MARKED_CALLS = {
-    "start_anchor": ["<|turn>model\n", "<tool_response|>"],
-    "fields": {
-        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
-        "tool_calls": {
-            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
-            "close": "<tool_call|>",
-            "repeats": True,
-            "content": "json",
-            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-            "transform": NAMED,
-        },
-        "content": {"close": ["<turn|>", "<|tool_response>", "<eos>"]},
-    },
-}
-LISTED = {
-    "start_anchor_pattern": r"<a+>",
-    "fields": {
-        "tool_calls": {
-            "open": "[CALLS]",
-            "close_pattern": r"\[/CALLS\]|$",
-            "content": "json",
-            "transform": {"function": {"name": "{name}", "arguments": "{args}"}},
-            "transform_each": True,
-        },
-        "content": {"content_args": {"strip": False}},
-    },
-}
-SPECS = {"json": JSON_CALLS, "tags": TAG_CALLS, "marked": MARKED_CALLS, "listed": LISTED}
 CASES = [
     (
         "json",
@@ -175,6 +113,7 @@ def is_call(value: object) -> bool:
     thinks=st.booleans(),
 )
 @example(pieces=["<tool_call>", "{}"], sizes=[1], thinks=False)
+@example(pieces=["[CALLS]", "[]", "[/CALLS]", "x"], sizes=[1], thinks=False)
 def test_it_reads_what_transformers_reads(name, pieces, sizes, thinks):
     anchor = {"json": "<|im_start|>assistant\n", "tags": "<|im_start|>assistant\n"}
     prompt = {"marked": "<|turn>model\n", "listed": "<a>"}.get(name, anchor.get(name))
@@ -232,9 +171,3 @@ def test_it_is_read_where_no_format_is_known_or_by_its_name():
     assert choose("{{ x }}", none, "none", "none", JSON_CALLS).format.name == "none"
     with pytest.raises(ApiError, match="no response_template"):
         choose("<tool_call>", none, "hf")
-
-
-def test_calls_that_must_come_are_refused_by_name():
-    assert answers_of("json").guide(CHOICE, "") is None
-    with pytest.raises(ApiError, match="response_template"):
-        answers_of("json").guide(read_choice(TOOLS, "required"), "")

@@ -22,6 +22,7 @@ from slipstream_gateway.parsing.formats import (
 )
 from slipstream_gateway.parsing.grammar import guide_of
 from slipstream_gateway.parsing.harmony import ChannelParser, ChannelPlan
+from slipstream_gateway.parsing.own_grammar import own_guide
 from slipstream_gateway.parsing.regions import RegionParser, RegionPlan
 from slipstream_gateway.parsing.template import load_template
 
@@ -61,7 +62,8 @@ class Answers:
         if self._channels is not None:
             return ChannelParser(self._channels, prompt)
         if self._regions is not None:
-            return RegionParser(self._regions, prompt, choice.schemas, bool(choice.allowed))
+            guided = choice.is_guided or has_guide
+            return RegionParser(self._regions, prompt, choice.schemas, bool(choice.allowed), guided)
         if is_thinking is None:
             is_thinking = self._is_thinking(prompt)
         plan = self._guided if choice.is_guided or has_guide else self._with_calls
@@ -93,15 +95,7 @@ class Answers:
                 )
             return None
         if self._regions is not None:
-            if choice.is_guided:
-                field = "tool_choice" if choice.must_call else "tools"
-                raise ApiError(
-                    400,
-                    f"{field}: calls that must come, one alone, or by a strict schema, are not "
-                    "served for a model whose calls its own response_template describes",
-                    field,
-                )
-            return None
+            return own_guide(self._regions, self._added, choice, prompt, answer)
         if is_thinking is None:
             is_thinking = self._is_thinking(prompt)
         return guide_of(self.format, self._added, choice, is_thinking, answer)

@@ -13,10 +13,10 @@ from slipstream_contract.errors import clip
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.parsing.choice import Tool
 from slipstream_gateway.parsing.format import Tags
-from slipstream_gateway.parsing.lark import EMPTY, Lark, quoted
+from slipstream_gateway.parsing.lark import ANY_OBJECT, EMPTY, Lark, quoted
 from slipstream_gateway.parsing.values import dump, resolve, to_json, types_of
 
-_NOTES = {
+NOTES = {
     *("title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated"),
     *("readOnly", "writeOnly", "strict", "$defs", "definitions"),
 }
@@ -25,8 +25,21 @@ _LENGTHS = {"minLength", "maxLength"}
 _KEY = r"/[A-Za-z_][0-9A-Za-z_]{0,63}/"
 _SCALARS = frozenset({"boolean", "integer", "null", "number"})  # none has a tag in it
 
-Value = Callable[[Any, str], str]
-"""The expression of a value of a schema; the second argument names it in errors."""
+
+def is_enforced(tool: Tool, is_forced: bool) -> bool:
+    """Return whether arguments follow the schema: a tool that says nothing does where it must."""
+    return tool.is_strict is not False if is_forced else tool.is_strict is True
+
+
+def object_schema(tool: Tool, is_forced: bool) -> Mapping[str, Any]:
+    """Return the schema of arguments as one JSON object. Raises ApiError: they are none."""
+    schema = tool.parameters
+    if schema is None or not is_enforced(tool, is_forced):
+        return ANY_OBJECT
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise Arguments(tool, False).refusal("type", kind)
+    return {**schema, "type": "object"}
 
 
 class Arguments:
@@ -35,7 +48,7 @@ class Arguments:
     def __init__(self, tool: Tool, is_enforced: bool) -> None:
         """Read a schema. Raises ApiError for what a form without JSON cannot hold."""
         self._where = f"tools: the parameters of {clip(tool.name)}"
-        self._is_enforced = is_enforced
+        self.is_enforced = is_enforced
         schema: Any = tool.parameters or {}
         if isinstance(reference := schema.get("$ref"), str):
             schema = {**schema, **(resolve(reference, schema) or {})}
@@ -48,7 +61,7 @@ class Arguments:
 
     def _check(self, schema: Mapping[str, Any]) -> None:
         for keyword in schema:
-            if keyword not in _ROOT | _NOTES:
+            if keyword not in _ROOT | NOTES:
                 raise self.refusal(keyword)
         if schema.get("type", "object") != "object":
             raise self.refusal("type", schema["type"])
@@ -69,7 +82,7 @@ class Arguments:
     @property
     def is_open(self) -> bool:
         """Whether any names will do: the schema names none, and none is enforced."""
-        return not self._is_enforced and not self.properties
+        return not self.is_enforced and not self.properties
 
     def named(self, is_fit: Callable[[str], bool]) -> list[tuple[str, Any, bool]]:
         """Return name, schema and whether it is needed of properties whose name fits the form."""
@@ -77,18 +90,22 @@ class Arguments:
         for name, schema in self.properties.items():
             is_needed = name in self.required
             if not is_fit(name):
-                if is_needed and self._is_enforced:
+                if is_needed and self.is_enforced:
                     raise self.refusal("the name", name)
                 continue
-            found.append((name, schema if self._is_enforced else _loose(schema), is_needed))
+            found.append((name, schema if self.is_enforced else _loose(schema), is_needed))
         return found
 
     def standing_alone(self, schema: Any) -> Any:
         """Return a property's schema with the definitions that it may refer to."""
         if not isinstance(schema, dict):
             return schema
-        own = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root}
-        return {**own, **schema}
+        return {**self.definitions, **schema}
+
+    @property
+    def definitions(self) -> dict[str, Any]:
+        """Return the definitions of the schema."""
+        return {key: self.root[key] for key in ("$defs", "definitions") if key in self.root}
 
 
 def _loose(schema: Any) -> Any:
@@ -120,9 +137,13 @@ class TagValues:
 
     def _value(self, schema: Any, types: frozenset[str], others: frozenset[str]) -> str:
         closing = self._lark.say(self._edge + self._style.value_close)
+        if self._style.is_matched and not self._arguments.is_enforced:
+            return self._lark.until(self._style.value_close)
+        if self._style.is_matched and types & {"array", "object"}:  # its end may be in a text
+            raise self._arguments.refusal("type", sorted(types))
         if (choices := self._choices(schema, types)) is not None:
             return f"{choices} {closing}"
-        keywords = set(schema) - _NOTES if isinstance(schema, dict) else set()
+        keywords = set(schema) - NOTES if isinstance(schema, dict) else set()
         if types == {"string"}:
             if not keywords - {"type", "$ref"} and not self._is_reference(schema):
                 return self._lark.until(self._style.value_close)
@@ -130,6 +151,8 @@ class TagValues:
         if keywords <= {"type"} and "string" in types | (set() if types else {"string"}):
             return self._lark.until(self._style.value_close)
         alone = self._arguments.standing_alone(schema)
+        if self._style.is_matched and not types:  # is read as a text
+            raise self._arguments.refusal(min(keywords), schema[min(keywords)])
         if "string" in types or not types:
             kinds = sorted((others or _SCALARS) & _SCALARS)
             if not kinds:
@@ -156,23 +179,40 @@ class TagValues:
         for value in values:
             text = value if isinstance(value, str) else dump(value)
             is_same = to_json(text, types) == dump(value)
-            if is_same and self._style.value_close not in text and text.strip("\n") == text:
+            if is_same and self._style.value_close not in text and self._is_kept(text):
                 texts.append(quoted(text) if text else EMPTY)
         if not texts:
             raise self._arguments.refusal("enum", values)
         return self._lark.any_of(texts)
 
+    def _is_kept(self, text: str) -> bool:
+        """Return whether the reader takes nothing from the ends of a text."""
+        return text.strip(None if self._style.is_matched else "\n") == text
+
     def _bounded(self, schema: Any) -> str:
         """Return a text of a bounded length, without the character that starts a tag."""
         if isinstance(schema.get("$ref"), str):
             schema = {**(resolve(schema["$ref"], self._arguments.root) or {}), **schema}
-        for keyword in set(schema) - _NOTES - _LENGTHS - {"type", "$ref"}:
+        for keyword in set(schema) - NOTES - _LENGTHS - {"type", "$ref"}:
             raise self._arguments.refusal(keyword, schema[keyword])
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if not isinstance(least, int) or not isinstance(most, int | None):
             raise self._arguments.refusal("minLength", least)
+        if self._style.is_matched:
+            return self._lark.rule(_without_edges(least, most))
         bound = "" if most is None else most
         return self._lark.rule(f"/[^<\\n]{{{least},{bound}}}/")
+
+
+def _without_edges(least: int, most: int | None) -> str:
+    """Return texts of so many characters without blanks at either end."""
+    ways = [EMPTY] if least == 0 else []
+    if least <= 1 and most != 0:
+        ways.append(r"/[^<\s]/")
+    if most is None or most >= 2:
+        bound = "" if most is None else most - 2
+        ways.append(rf"/[^<\s][^<\n]{{{max(least - 2, 0)},{bound}}}[^<\s]/")
+    return " | ".join(ways)
 
 
 def tag_arguments(lark: Lark, style: Tags, tool: Tool, is_enforced: bool) -> str:
@@ -209,10 +249,10 @@ def python_arguments(lark: Lark, tool: Tool, is_enforced: bool) -> str:
         (f"{quoted(name + '=')} {lark.json(arguments.standing_alone(schema))}", is_needed)
         for name, schema, is_needed in arguments.named(str.isidentifier)
     ]
-    return _separated(lark, named)
+    return separated(lark, named)
 
 
-def _separated(lark: Lark, named: list[tuple[str, bool]]) -> str:
+def separated(lark: Lark, named: list[tuple[str, bool]], comma: str = '", "') -> str:
     """Return parts in their order with commas between those that are there."""
     rest, rest_may_be_empty = "", True  # what follows where something stands before
     alone: list[str] = []  # what may come first
@@ -222,7 +262,7 @@ def _separated(lark: Lark, named: list[tuple[str, bool]]) -> str:
         if is_needed:
             alone = []
         alone.append(first)
-        after = lark.rule(lark.joined(['", "', part, rest]))
+        after = lark.rule(lark.joined([comma, part, rest]))
         rest = after if is_needed else lark.rule(f"{after} | {rest or EMPTY}")
         rest_may_be_empty = rest_may_be_empty and not is_needed
     if not alone:

@@ -9,7 +9,9 @@ import regex
 from slipstream_gateway.parsing.values import NotJsonError, dump, read_json, to_json, types_of
 
 Args = Mapping[str, Any]
-_PLACE = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
+PLACE = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
+"""The place of a value in a `transform`."""
+
 _OPEN, _CLOSE = "\x01", "\x02"  # around the number of a text that was taken out
 
 
@@ -108,7 +110,7 @@ def _filled(transform: Any, scope: Mapping[str, Any]) -> Any:
         return {key: _filled(value, scope) for key, value in transform.items()}
     if isinstance(transform, list):
         return [_filled(value, scope) for value in transform]
-    found = _PLACE.fullmatch(transform) if isinstance(transform, str) else None
+    found = PLACE.fullmatch(transform) if isinstance(transform, str) else None
     if found is None:
         return transform
     value: Any = scope

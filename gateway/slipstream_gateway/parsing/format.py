@@ -68,6 +68,9 @@ class Tags:
         key_open, key_ends, value_open, value_close: around key and value. An end of a key that is
             mapped to a type decides the value's; None leaves it to the schema.
         has_newlines: whether a newline at either end of a value is not part of it.
+        is_matched: whether an expression finds the tags, as a `response_template` has it: a value
+            ends where its end first stands, blanks around it go, and one of no declared type is a
+            text.
     """
 
     name_ends: tuple[str, ...]
@@ -76,6 +79,7 @@ class Tags:
     value_close: str
     value_open: str = ""
     has_newlines: bool = False
+    is_matched: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,17 @@ strict, or a second one may not, text is free until it has the opening of a call
 grammar holds. Where the text of an answer is JSON of a schema, an answer is calls or that JSON.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from slipstream_contract.guide import Guide
 
-from slipstream_gateway.parsing.arguments import python_arguments, tag_arguments
+from slipstream_gateway.parsing.arguments import (
+    is_enforced,
+    object_schema,
+    python_arguments,
+    tag_arguments,
+)
 from slipstream_gateway.parsing.choice import Tool, ToolChoice
 from slipstream_gateway.parsing.format import (
     AddedTokens,
@@ -24,7 +29,7 @@ from slipstream_gateway.parsing.format import (
     Reasoning,
     Tags,
 )
-from slipstream_gateway.parsing.lark import ANY_OBJECT, TEXT, Lark, quoted
+from slipstream_gateway.parsing.lark import TEXT, Lark, quoted
 from slipstream_gateway.parsing.values import dump
 
 _BLANKS = r"/[ \t\r\n]{1,8}/"
@@ -74,17 +79,6 @@ def _reasoning(lark: Lark, reasoning: Reasoning | None, is_thinking: bool) -> st
     if is_thinking:
         return f"{end} ({_BLANKS})?"
     return f"(({_BLANKS})? {lark.say(reasoning.open)} {end})? ({_BLANKS})?"
-
-
-def _is_enforced(tool: Tool, is_forced: bool) -> bool:
-    """Return whether arguments follow the schema: a tool that says nothing does where it must."""
-    return tool.is_strict is not False if is_forced else tool.is_strict is True
-
-
-def _schema(tool: Tool, is_forced: bool) -> Mapping[str, Any]:
-    if tool.parameters is None or not _is_enforced(tool, is_forced):
-        return ANY_OBJECT
-    return tool.parameters
 
 
 class _Writer:
@@ -199,7 +193,7 @@ class _Writer:
         return f'{self._lark.say(head)} {self._json(tool)} "}}"'
 
     def _json(self, tool: Tool) -> str:
-        return self._lark.json(_schema(tool, self._is_forced))
+        return self._lark.json(object_schema(tool, self._is_forced))
 
     def _header(self, tool: Tool) -> str:
         style = self._calls.style
@@ -216,11 +210,11 @@ class _Writer:
         assert isinstance(style, Tags)
         end = style.name_ends[0]
         head = tool.name if end == "\n" else tool.name + end
-        inner = tag_arguments(self._lark, style, tool, _is_enforced(tool, self._is_forced))
+        inner = tag_arguments(self._lark, style, tool, is_enforced(tool, self._is_forced))
         return self._lark.joined([self._lark.say(head), inner, self._lark.say("\n")])
 
     def _pythonic(self, tool: Tool) -> str:
-        inner = python_arguments(self._lark, tool, _is_enforced(tool, self._is_forced))
+        inner = python_arguments(self._lark, tool, is_enforced(tool, self._is_forced))
         return f'{quoted(tool.name + "(")} {inner} ")"'
 
 
@@ -234,7 +228,7 @@ def _in_channels(
             f"{channels.channel}commentary to=functions.{tool.name} {channels.constrain}json"
             f"{channels.message}"
         )
-        calls.append(lark.rule(f"{lark.say(head)} {lark.json(_schema(tool, is_forced))}"))
+        calls.append(lark.rule(f"{lark.say(head)} {lark.json(object_schema(tool, is_forced))}"))
     comments = () if is_forced or answer is not None else ("commentary",)
     passing = [
         f"{lark.say(channels.channel + name + channels.message)} {lark.until(channels.ends[0])} "

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from slipstream_contract.guide import Guide, GuideKind, GuideOptions
@@ -18,9 +18,13 @@ EMPTY = '""'
 class Lark:
     """A grammar while it is written. Expressions are texts; rules get names."""
 
-    def __init__(self, added: AddedTokens) -> None:
-        """Start a grammar; `added` tokens are written as themselves wherever their text stands."""
+    def __init__(self, added: AddedTokens, reads_letters: bool = False) -> None:
+        """Start a grammar; `added` tokens are written as themselves wherever their text stands.
+
+        With `reads_letters` the letters of a special token are that marker, too.
+        """
         self._added = added
+        self._reads_letters = reads_letters
         self._rules: list[str] = []
         self._names: dict[str, str] = {}
         self._schemas: dict[str, Any] = {}
@@ -41,6 +45,12 @@ class Lark:
             self._rules.append(f"{name}{'[lazy]' if is_lazy else ''}: {expression}")
         return self._names[key]
 
+    def recursive(self, expression: Callable[[str], str]) -> str:
+        """Return the name of a rule that its own expression names."""
+        name = f"self_{len(self._rules)}"
+        self._rules.append(f"{name}: {expression(name)}")
+        return name
+
     def json(self, schema: Any) -> str:
         """Return the name of a rule for the JSON of a schema."""
         name = f"json_{len(self._schemas)}"
@@ -60,13 +70,13 @@ class Lark:
         """Return whether a text is a token of its own."""
         return self._added.get(text) is not None
 
-    def until(self, marker: str) -> str:
+    def until(self, marker: str, text: str = TEXT) -> str:
         """Return the expression of any text up to a marker, and the marker."""
         ways = []
-        if (token_id := self._added.get(marker)) is not None:
-            ways.append(f"{self.rule(TEXT)} <[{token_id}]>")
-        if marker not in self._added.special:  # else its letters are not the marker
-            ways.append(self.rule(f"{TEXT} {quoted(marker)}", is_lazy=True))
+        if (said := self.say(marker)) != quoted(marker):
+            ways.append(f"{self.rule(text)} {said}")
+        if self._reads_letters or marker not in self._added.special:  # else letters are no marker
+            ways.append(self.rule(f"{text} {quoted(marker)}", is_lazy=True))
         return self.rule(" | ".join(ways))
 
     def joined(self, parts: Iterable[str]) -> str:

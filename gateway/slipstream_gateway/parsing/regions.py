@@ -7,6 +7,8 @@ region closes; one that cannot be read is text as written.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import regex
+
 from slipstream_gateway.answer import Delta
 from slipstream_gateway.parsing.contents import CONTENTS, calls_of, shaped
 from slipstream_gateway.parsing.deltas import Deltas
@@ -35,9 +37,18 @@ class RegionParser:
     """Reads one answer; see `slipstream_gateway.answer.Parser`."""
 
     def __init__(
-        self, plan: RegionPlan, prompt: str, tools: Mapping[str, Any], has_calls: bool
+        self,
+        plan: RegionPlan,
+        prompt: str,
+        tools: Mapping[str, Any],
+        has_calls: bool,
+        has_guide: bool = False,
     ) -> None:
-        """Stand behind a rendered prompt; without `has_calls`, calls are text."""
+        """Stand behind a rendered prompt; without `has_calls`, calls are text.
+
+        Where a guide holds, calls are whole: an end before that is one of their texts.
+        """
+        self._has_guide = has_guide
         self._plan = plan
         self._tools = tools
         self._has_calls = has_calls
@@ -49,6 +60,11 @@ class RegionParser:
         self._buffer = plan.template.behind_anchor(prompt)
         self._process(False)
         self._out = Deltas(random_id)  # what the prompt has is no answer
+
+    @property
+    def region(self) -> Region | None:
+        """The region that is open."""
+        return self._region
 
     def feed(self, token_ids: Sequence[int], texts: Sequence[str]) -> list[Delta]:
         """Return what the new tokens add."""
@@ -73,6 +89,10 @@ class RegionParser:
             start, end, region, match = found
             self._take(self._buffer[at:start])
             at = end
+            if start < len(self._buffer) and self._is_within_call(region):
+                at = max(end, start + 1)
+                self._take(self._buffer[start:at])
+                continue
             had_text = self._has_text
             self._close(match if region is None else None)
             self._open(region or self._plan.template.implicit, match if region else None)
@@ -97,7 +117,8 @@ class RegionParser:
         best: tuple[tuple[int, int, bool, str], _Found] | None = None
         hold = len(self._buffer)
         for edge, region in self._edges():
-            found = edge.pattern.search(self._buffer, at, partial=not is_over)
+            pattern = edge.pattern if is_over else edge.running
+            found = pattern.search(self._buffer, at, partial=not is_over)
             if found is None:
                 continue
             start, end = found.span()
@@ -163,14 +184,31 @@ class RegionParser:
             return
         if not self._has_text and not self._pieces:
             return
-        body = "".join(self._body)
-        captures = {key: value for key, value in self._captures.items() if value is not None}
-        try:
-            value = CONTENTS[region.content](body, region.args)
-            calls = calls_of(shaped(value, captures, region.transform, region.is_each), self._tools)
-        except (ValueError, LookupError, TypeError, AttributeError):
-            self._write(region, "".join(self._pieces) + body + closing)
+        calls = self._read(region)
+        if calls is None:
+            self._write(region, "".join(self._pieces) + "".join(self._body) + closing)
             return
         for name, arguments, call_id in calls:
             self._out.start_call(name, call_id)
             self._out.arguments(arguments)
+
+    def _read(self, region: Region) -> list[tuple[str, str, str | None]] | None:
+        """Return the calls of the region that is open; None: they cannot be read."""
+        captures = {key: value for key, value in self._captures.items() if value is not None}
+        try:
+            value = CONTENTS[region.content]("".join(self._body), region.args)
+            shape = shaped(value, captures, region.transform, region.is_each)
+            return calls_of(shape, self._tools)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+
+    def _is_within_call(self, opened: Region | None) -> bool:
+        """Return whether the end that was found lies within a call that a guide will end."""
+        region = self._region
+        if not self._has_guide or opened is not None or region is None or not region.has_calls:
+            return False
+        pattern = region.args.get("tag_pattern") if region.content == "xml-inline" else None
+        if pattern is not None:
+            rest = regex.sub(pattern, "", "".join(self._body), flags=regex.DOTALL)
+            return bool(rest.strip())
+        return self._read(region) is None

@@ -26,10 +26,18 @@ _FIELD_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What opens or closes a region."""
+    """What opens or closes a region.
 
-    pattern: Any  # of the library `regex`
-    is_final: bool  # a match that ends with the text read so far cannot grow
+    Attributes:
+        pattern: of the library `regex`.
+        is_final: whether a match that ends with the text read so far cannot grow.
+        running: the pattern while more may come. It does not match at the very end, where `$`
+            would hide that something longer has started.
+    """
+
+    pattern: Any
+    is_final: bool
+    running: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class Region:
     join: str = ""
     transform: Any = None
     is_each: bool = False
+    repeats: bool = False
 
     @property
     def is_reasoning(self) -> bool:
@@ -146,6 +155,7 @@ def _region(name: str, spec: object) -> Region:
         spec.get("join") or "",
         spec.get("transform"),
         bool(spec.get("transform_each")),
+        bool(spec.get("repeats")),
     )
 
 
@@ -159,10 +169,12 @@ def _edge(spec: Mapping[str, Any], literal: str, pattern: str, where: str) -> Ed
         ordered = sorted(set(texts), key=lambda text: (-len(text), text))
         grows = any(one != other and one.startswith(other) for one in texts for other in texts)
         compiled = regex.compile("|".join(map(regex.escape, ordered)), regex.DOTALL)
-        return Edge(compiled, not grows)
+        return Edge(compiled, not grows, compiled)
     if pattern in spec:
         try:
-            return Edge(regex.compile(spec[pattern], regex.DOTALL), False)
+            compiled = regex.compile(spec[pattern], regex.DOTALL)
+            running = regex.compile(f"(?=.)(?:{spec[pattern]})", regex.DOTALL)
+            return Edge(compiled, False, running)
         except (regex.error, TypeError) as error:
             raise _wrong(f"{where}.{pattern}", f"{clip(spec[pattern])}: {error}") from None
     return None
