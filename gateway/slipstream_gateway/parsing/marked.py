@@ -25,7 +25,8 @@ _KEYWORDS = {
     "string": set(),
 }
 _MAX_DEPTH = 16
-_BOUNDS = {"minimum": -1e300, "maximum": 1e300}  # the reader knows no number beyond doubles
+# The reader knows no number beyond doubles.
+_NUMBER = r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,2})?/"
 _LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 
 
@@ -99,8 +100,9 @@ class MarkedJson:
         depth: int,
     ) -> str:
         if kind in _SCALARS:
-            bounds = _BOUNDS if kind == "number" and not set(schema) & _LIMITS else {}
-            return self._lark.json({**bounds, **schema, "type": kind})
+            if kind == "number" and not set(schema) & _LIMITS:
+                return _NUMBER
+            return self._lark.json({**schema, "type": kind})
         own = set(schema) - NOTES - {"type"}
         if kind not in _KEYWORDS or own - _KEYWORDS[kind]:
             keyword = min(own - _KEYWORDS.get(kind, set()), default="type")
@@ -149,7 +151,7 @@ class MarkedJson:
                 lambda own: " | ".join(
                     (
                         self._lark.json({"type": sorted(_SCALARS - {"number"})}),
-                        self._lark.json({"type": "number", **_BOUNDS}),
+                        _NUMBER,
                         self._any_text(),
                         self._list_of(own),
                         self._members(own),
