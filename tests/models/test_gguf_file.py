@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.errors import CheckpointError
 from slipstream.models.check import check_tensors
 from slipstream.models.files import tensor_entries
-from slipstream.models.gguf.file import read_gguf
+from slipstream.models.gguf.parts import read_gguf
 from slipstream.models.gguf.unpack import as_directory
 from slipstream.models.hf import describe
 from slipstream_contract.decoder import UnsupportedTokenizerError

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from slipstream.errors import CheckpointError
-from slipstream.models.gguf.file import read_gguf
+from slipstream.models.gguf.parts import read_gguf
 from slipstream.models.gguf.pretokenizers import PRE_TOKENIZERS
 from slipstream.models.gguf.tokenizer import GgufTokenizer
 from slipstream_contract.vocab import TokenBytes

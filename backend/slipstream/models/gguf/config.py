@@ -44,12 +44,6 @@ def family_of_file(file: GgufFile) -> Family:
 
     A file with a window is of the family that has windows.
     """
-    if "split.count" in file.metadata and file.metadata["split.count"] not in (0, 1):
-        count = clip(file.metadata["split.count"])
-        raise CheckpointError(
-            f"{file.path}: split.count = {count}: one of several files; merge them with "
-            "llama.cpp's `gguf-split --merge`"
-        )
     name = file.metadata.get(ARCHITECTURE)
     found = [family for family in families_in_gguf() if form_of(family).name == name]
     if not found:
@@ -176,7 +170,7 @@ def _rope_factors(file: GgufFile, size: int) -> list[float]:
             f"{file.path}: tensor {ROPE_FACTORS} is {tensor.type.name} {list(tensor.shape)}, "
             f"not F32 [{size // 2}]"
         )
-    with file.path.open("rb") as data:
+    with tensor.path.open("rb") as data:
         data.seek(tensor.begin)
         return list(struct.unpack(f"<{size // 2}f", data.read(tensor.end - tensor.begin)))
 

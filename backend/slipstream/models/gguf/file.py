@@ -37,8 +37,9 @@ _LEAST = _SIZES | {_STRING: 8}  # bytes that an element of an array has at least
 
 
 class GgufTensor(NamedTuple):
-    """The place of a tensor: bytes `begin .. end` of the file, row-major blocks of `type`."""
+    """The place of a tensor: bytes `begin .. end` of `path`, row-major blocks of `type`."""
 
+    path: Path
     type: BlockType
     shape: tuple[int, ...]  # the slowest dimension first, as in torch
     begin: int
@@ -47,17 +48,28 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What the header of a file says."""
+    """What the header of a file says; for a file in parts, what all their headers say.
+
+    Attributes:
+        path: of the file, or of the first part.
+        num_bytes: of all parts.
+        digest: sha256 of the header; of several: of their digests.
+        metadata: of the file, or of the first part: key -> bool, int, float, str or a list of them.
+        tensors: of all parts.
+    """
 
     path: Path
     num_bytes: int
-    digest: str  # sha256 of the header
-    metadata: Mapping[str, object]  # key -> bool, int, float, str or a list of them
+    digest: str
+    metadata: Mapping[str, object]
     tensors: Mapping[str, GgufTensor]
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Read a header; raises `CheckpointError` for a file that is missing, damaged or not GGUF."""
+def read_part(path: Path) -> GgufFile:
+    """Read the header of one file.
+
+    Raises `CheckpointError` for one that is missing, damaged or not GGUF.
+    """
     try:
         found = os.stat(path)
         return _read(path, found.st_size, found.st_mtime_ns)
@@ -67,7 +79,7 @@ def read_gguf(path: Path) -> GgufFile:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _read(path: Path, size: int, modified_ns: int) -> GgufFile:
     """Read a file once, as long as it does not change."""
     with path.open("rb") as file:
@@ -96,7 +108,7 @@ class _Header:
     """Reads values one after the other; every error names the file and what was read."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
-        self._path = path
+        self.path = path
         self._file = file
         self._left = min(size, _MAX_HEADER)
         self._hash = hashlib.sha256()
@@ -110,7 +122,7 @@ class _Header:
 
     def wrong(self, what: str) -> CheckpointError:
         """Return an error that names the file."""
-        return CheckpointError(f"{self._path}: {what}")
+        return CheckpointError(f"{self.path}: {what}")
 
     def start(self) -> tuple[int, int]:
         """Read what a file starts with; return its numbers of tensors and of keys."""
@@ -235,7 +247,7 @@ def _tensors(
             raise header.wrong(
                 f"truncated: tensor {clip(name)} ends at byte {end}, the file at {header.size}"
             )
-        tensors[name] = GgufTensor(kind, shape, begin, end)
+        tensors[name] = GgufTensor(header.path, kind, shape, begin, end)
     at, last = start, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
         if tensor.begin < at:

@@ -14,7 +14,8 @@ from slipstream_contract.errors import clip
 from slipstream.errors import CheckpointError
 from slipstream.models.entries import TensorEntry
 from slipstream.models.gguf.config import ROPE_FACTORS, family_of_file, form_of, keys_of
-from slipstream.models.gguf.file import GgufFile, GgufTensor, read_gguf
+from slipstream.models.gguf.file import GgufFile, GgufTensor
+from slipstream.models.gguf.parts import read_gguf
 from slipstream.models.reader import Reader
 
 REFERENCE = "gguf.json"
@@ -76,7 +77,7 @@ def entries(file: GgufFile) -> dict[str, TensorEntry]:
         if stored != ROPE_FACTORS:
             own = _own_name(file, stored)
             entry = TensorEntry(
-                file.path,
+                tensor.path,
                 tensor.type.name,
                 tensor.shape,
                 tensor.begin,

@@ -11,7 +11,8 @@ from slipstream_contract.decoder import UnsupportedTokenizerError
 
 from slipstream.errors import CheckpointError
 from slipstream.models.gguf.config import config_of
-from slipstream.models.gguf.file import SUFFIX, GgufFile, read_gguf
+from slipstream.models.gguf.file import SUFFIX, GgufFile
+from slipstream.models.gguf.parts import read_gguf
 from slipstream.models.gguf.tensors import REFERENCE, reference_to
 from slipstream.models.gguf.tokenizer import GgufTokenizer, has_tokenizer
 
