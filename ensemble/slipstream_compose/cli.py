@@ -44,7 +44,7 @@ _DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices", "synthetic_acc
 
 
 def _absolute(text: str) -> str:
-    """Return a directory's absolute path."""
+    """Return an absolute path."""
     return str(Path(text).absolute())
 
 
@@ -143,7 +143,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             _flag(name),
             type=_absolute if name == "draft_checkpoint" else str,
-            metavar="DIR" if name == "draft_checkpoint" else "LIST",
+            metavar="DIR|FILE" if name == "draft_checkpoint" else "LIST",
             help=help_of(name),
         )
     for name in _COUNTS:

@@ -118,25 +118,26 @@ def compose(
     """
     check_name(deployment)
     given = {name: value for name, value in options.items() if value is not None}
-    with as_directory(checkpoint) as (directory, unpacked):
-        checked = preflight(EngineConfig(checkpoint=str(directory), **given))
+    draft = Path(given.get("draft_checkpoint") or "")
+    with as_directory(checkpoint) as (directory, unpacked), as_directory(draft) as (near, drafted):
+        seen = given | ({"draft_checkpoint": str(near)} if drafted else {})
+        checked = preflight(EngineConfig(checkpoint=str(directory), **seen))
         if checked.info.has_tokenizer:
             load_tokenizer(directory)
             TokenBytes.load(directory)
         called = checkpoint.stem if unpacked else _name(directory)
     given.setdefault("model", called if deployment == DEFAULT else deployment)
-    info = checked.info
-    is_fused = wiring == "fused"
-    added = list(map(_added, contracts))
+    info, notes = checked.info, checked.notes
+    is_fused, added = wiring == "fused", list(map(_added, contracts))
     models = _models(added, info)
     _check_instances(instances or {}, info, models, is_fused)
     instances = {**_instances(cores), **(instances or {})}
-    named = partial(name_of, deployment)
-    folder = Path(named(ENGINE), "1")
+    named, folder = partial(name_of, deployment), Path(name_of(deployment, ENGINE), "1")
+    given |= {"draft_checkpoint": made.DRAFT_FOLDER} if drafted else {}
     engine = EngineConfig(checkpoint=_reference(checkpoint, output, output / folder), **given)
-    placed = made.placed(checkpoint, output / folder, unpacked)
+    place = output / folder
+    placed = made.placed(checkpoint, place, unpacked) | made.placed_draft(draft, place, drafted)
     files = {folder / path: text for path, text in placed.items()}
-    notes = checked.notes
     for model in models:
         needs_text = model in added or model.name not in _WITHOUT_TOKENIZER
         if not info.has_tokenizer and needs_text:

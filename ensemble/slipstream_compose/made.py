@@ -8,29 +8,39 @@ from slipstream.models.gguf.tensors import REFERENCE
 from slipstream.models.gguf.unpack import reference
 
 FOLDER = "checkpoint"
+DRAFT_FOLDER = "draft_checkpoint"
 
 
-def placed(checkpoint: Path, place: Path, made: Mapping[Path, str]) -> dict[Path, str]:
+def placed(
+    checkpoint: Path, place: Path, made: Mapping[Path, str], name: str = FOLDER
+) -> dict[Path, str]:
     """Return path below `place` -> contents, the reference to the GGUF file among them.
 
     Args:
         checkpoint: the GGUF file.
         place: the folder of the engine's model.json.
         made: the other files; empty: the checkpoint is a directory, and needs none.
+        name: of the folder that they get below `place`.
 
     Raises CheckpointError where another checkpoint is in their place.
     """
-    folder = place / FOLDER
+    folder = place / name
     if made and folder.exists() and not _is_ours(folder):
         raise CheckpointError(f"{folder} is not made of a GGUF file: move it away first")
     files = {**made, **reference(checkpoint, folder)} if made else {}
-    return {Path(FOLDER) / name: text for name, text in files.items()}
+    return {Path(name) / path: text for path, text in files.items()}
+
+
+def placed_draft(checkpoint: Path, place: Path, made: Mapping[Path, str]) -> dict[Path, str]:
+    """Return the same of a drafter's checkpoint."""
+    return placed(checkpoint, place, made, DRAFT_FOLDER)
 
 
 def found(place: Path) -> Iterator[Path]:
     """Yield the files that an earlier call placed below `place`."""
-    if _is_ours(place / FOLDER):
-        yield from (path for path in sorted((place / FOLDER).rglob("*")) if path.is_file())
+    for folder in (place / FOLDER, place / DRAFT_FOLDER):
+        if _is_ours(folder):
+            yield from (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def _is_ours(folder: Path) -> bool:

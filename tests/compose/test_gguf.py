@@ -94,3 +94,15 @@ def test_a_file_that_cannot_be_served_leaves_nothing(file, tmp_path):
     with pytest.raises(CheckpointError, match=r"absent\.gguf: no such file"):
         run(tmp_path / "absent.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_model_may_be_a_gguf_file(file, tmp_path):
+    flags = ("--speculation", "draft", "--draft-checkpoint", str(file))
+    assert run(file, tmp_path, *flags) == 0
+    folder = tmp_path / "tensorrt_llm" / "1" / "draft_checkpoint"
+    assert settings(tmp_path)["engine"]["draft_checkpoint"] == "draft_checkpoint"
+    assert json.loads((folder / "gguf.json").read_text())["file"] == str(file)
+    assert run(file, tmp_path, *flags, "--check") == 0
+    assert make_runner(made(tmp_path), speculation="draft", draft_checkpoint=str(folder))
+    assert run(file, tmp_path) == 0
+    assert not folder.exists()
