@@ -30,6 +30,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "tie_word_embeddings": False,
     },
+    "llama-3.2-1b": _LLAMA
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    },
+    "llama-14b": _LLAMA
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 17408,
+        "tie_word_embeddings": False,
+    },
     "tiny": _LLAMA
     | {
         "hidden_size": 128,

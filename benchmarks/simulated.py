@@ -8,9 +8,7 @@ scheduler; nothing of vLLM runs.
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from slipstream.core.batch import Batch, Outcome, Sampled
 from slipstream.core.window import AttentionWindow
@@ -20,42 +18,13 @@ from slipstream.wire import Submit
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 from step_times import StepTimes
-from traces import Trace
+from traces import Answers, Trace
 
 NS = 1_000_000_000
 HOST_S = 0.0003  # of the host, between two launches
 MAX_ROWS = 256
 NUM_BLOCKS = 13_000  # of 32 tokens: what an H100 has beside 16 GB of weights
 _TOKEN = 7
-
-
-@dataclass(slots=True)
-class Answers:
-    """When the tokens of each request came, in s; and the steps: (start, took, decodes, chunks)."""
-
-    trace: Trace
-    times: list[list[float]] = field(default_factory=list)
-    steps: list[tuple[float, float, int, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.times = [[] for _ in self.trace.arrivals]
-
-    def first_ms(self, longs: bool = False) -> list[float]:
-        """List times to the first token, of all but long prompts, or of these alone."""
-        pairs = zip(self.trace.arrivals, self.times, strict=True)
-        return [1e3 * (times[0] - a.due_s) for a, times in pairs if a.is_long == longs]
-
-    def between_ms(self) -> list[float]:
-        """List times between tokens, of all but long prompts."""
-        pairs = zip(self.trace.arrivals, self.times, strict=True)
-        return [
-            1e3 * (b - a) for each, times in pairs if not each.is_long for a, b in pairwise(times)
-        ]
-
-    @property
-    def seconds(self) -> float:
-        """Until the last token."""
-        return max(times[-1] for times in self.times)
 
 
 class _Step:
@@ -221,14 +190,3 @@ def _schedule(decodes: list[_Waiting], chunks: list[tuple[_Waiting, int]]) -> li
     for request in samplers:
         request.num_made += 1
     return samplers
-
-
-def peak(run: Callable[[Trace], Answers], trace: Trace) -> float:
-    """Return requests a second while nearly all of a trace that comes at once is answered.
-
-    The last tenth is left out: steps are nearly empty then.
-    """
-    answers = run(trace)
-    ends = sorted(times[-1] for times in answers.times)
-    most = len(ends) * 9 // 10
-    return most / ends[most - 1]

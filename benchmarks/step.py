@@ -24,10 +24,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import open_rows
 import start
 from limits import card
 from make_checkpoint import make, usual_place
-from report import NEWEST, RESULTS, keep, merge, show
+from report import NEWEST, RESULTS, commit, keep, merge, show
 from rows import BUDGET, ROWS, SHAPE, Row
 from shapes import write_config
 from side import Side
@@ -143,6 +144,30 @@ def finish(ours: Path, peer: Path | None, folder: Path, old: Path | None) -> Non
     print(json.dumps(table))
 
 
+def run_open(args: argparse.Namespace) -> bool:
+    """Measure the open rows that are named; they have a table and a file of their own.
+
+    Returns False if they failed.
+    """
+    names = [name for name in args.rows if name in open_rows.LOADS]
+    if not names:
+        return True
+    environment = peer_environment(args.peer_path)
+    has_peer = can_import_peer(environment)
+    if has_peer:
+        make(args.shape, args.checkpoint)
+    checkpoint = args.checkpoint if has_peer else None
+    result = open_rows.measure(names, args.shape, os.environ, checkpoint, environment)
+    if not result:
+        return False
+    args.results.mkdir(parents=True, exist_ok=True)
+    path = args.results / f"{time.strftime('%Y-%m-%d')}-{commit()}-{args.shape}-open.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(open_rows.show(result))
+    print(json.dumps(result))
+    return True
+
+
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -152,7 +177,8 @@ def parse() -> argparse.Namespace:
         "action", nargs="?", default="all", choices=["all", "ours", "peer", "merge"]
     )
     parser.add_argument("files", nargs="*", type=Path, help="OUT, or OURS PEER")
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    names = [*ROWS, *open_rows.LOADS]
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=names)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--tune", action="store_true", help="measure matrix kernels first (ours)")
     parser.add_argument("--shape", default=SHAPE, help=argparse.SUPPRESS)
@@ -163,6 +189,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-path", help="where the peer's packages lie, if not on the path")
     args = parser.parse_args()
     args.checkpoint = args.checkpoint or usual_place(args.shape)
+    if args.action != "all" and set(args.rows) & set(open_rows.LOADS):
+        parser.error("open rows are measured by `all`, both engines in turn")
     expected = {"all": (0,), "ours": (1,), "peer": (1,), "merge": (1, 2)}[args.action]
     if len(args.files) not in expected:
         parser.error(f"{args.action} takes {expected[-1]} files")
@@ -180,7 +208,9 @@ def main() -> int:
     if not has_gpu():
         print("bench-gpu: torch sees no GPU on this machine", file=sys.stderr)
         return 2
-    rows = [ROWS[name] for name in args.rows]
+    rows = [ROWS[name] for name in args.rows if name in ROWS]
+    if not run_open(args) or not rows:
+        return 0
     if args.action == "ours":
         run_ours(args.files[0], rows, args)
     elif args.action == "peer":

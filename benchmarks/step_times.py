@@ -23,7 +23,6 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from limits import CARDS, Model
 from shapes import SHAPES
@@ -43,27 +42,7 @@ GRAPHS = 512
 # 19 to 26 ms, of which a step is 7; most of that is not counted, to be on the safe side.
 FIRST_MS = {"slipstream": 0.5, "vllm": 2.0}
 
-_MORE: dict[str, dict[str, Any]] = {  # head_dim is the hidden size over the heads, unless given
-    "1b": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 8192,
-        "vocab_size": 128256,
-    },
-    "14b": {
-        "hidden_size": 5120,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 17408,
-        "vocab_size": 151936,
-    },
-}
-SIZES = {"8b": SHAPES[RECORDED], **_MORE}
+SIZES = {"1b": SHAPES["llama-3.2-1b"], "8b": SHAPES[RECORDED], "14b": SHAPES["llama-14b"]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import simulated
-from simulated import Answers
 from slipstream.engine.scheduler import Limits
 from step_times import SIZES, times_of
-from traces import KINDS, Trace, at_once, trace
+from traces import FIGURES, KINDS, Answers, Trace, at_once, trace
 
-FIGURES = ("first p50", "first p90", "first p99", "between p50", "between p99")
-GOALS = dict(zip(FIGURES, (0.85, 0.85, 1.0, 1.0, 1.0), strict=True))
+GOALS = dict(zip(FIGURES, (0.85, 0.85, 1.0, 1.0, 1.0, 1.0), strict=True))
 PEER_BUDGETS = (2048, 4096, 8192)
 
 Run = Callable[[Trace], Answers]
@@ -39,13 +37,6 @@ class Case:
     card: str
     shape: str
     load: float
-
-
-def figures(answers: Answers) -> dict[str, float]:
-    """Return `FIGURES` in ms, of all requests but very long ones."""
-    first, between = answers.first_ms(), answers.between_ms()
-    values = [*np.percentile(first, [50, 90, 99]), *np.percentile(between, [50, 99])]
-    return dict(zip(FIGURES, (round(float(each), 2) for each in values), strict=True))
 
 
 def runs(case: Case, limits: Limits) -> tuple[Run, dict[str, Run]]:
@@ -65,8 +56,7 @@ def peak(case: Case, limits: Limits) -> float:
     """Return requests a second of the slower one, of its best setting."""
     ours, peers = runs(case, limits)
     closed = at_once(count=600)
-    best = max(simulated.peak(run, closed) for run in peers.values())
-    return min(simulated.peak(ours, closed), best)
+    return min(ours(closed).peak, max(run(closed).peak for run in peers.values()))
 
 
 def beside(ours: dict[str, float], peers: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -93,8 +83,8 @@ def measure(case: Case, kinds: list[str], seeds: list[int], limits: Limits) -> d
     found = []
     for number, seed in enumerate(seeds):
         each = trace(kinds[number % len(kinds)], rate, seed)
-        row = figures(ours(each))
-        others = {name: figures(run(each)) for name, run in peers.items()}
+        row = ours(each).figures()
+        others = {name: run(each).figures() for name, run in peers.items()}
         for name, values in {"slipstream": row, **others}.items():
             print(f"{each.name:14.14}{name:12}{shown(values.values())}", flush=True)
         ratios = beside(row, others)

@@ -8,12 +8,15 @@ sigma 1.1, 4 to 4,000), outputs too (median 200, sigma 0.7, 2 to 800). Kinds:
 - `long`: Poisson, and prompts of 32,000 tokens when a third and two thirds have come.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 LONG = 32_000  # tokens
 KINDS = ("poisson", "bursts", "long")
+QUANTILES = (50, 90, 99)
+FIGURES = tuple(f"{what} p{q}" for what in ("first", "between") for q in QUANTILES)
 _BURST = 4
 
 
@@ -44,6 +47,48 @@ class Trace:
     def name(self) -> str:
         """The kind and the seed."""
         return f"{self.kind}-{self.seed}"
+
+
+@dataclass(slots=True)
+class Answers:
+    """When the tokens of each request came, in s; and the steps: (start, took, decodes, chunks)."""
+
+    trace: Trace
+    times: list[list[float]] = field(default_factory=list)
+    steps: list[tuple[float, float, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.times = [[] for _ in self.trace.arrivals]
+
+    def first_ms(self, longs: bool = False) -> list[float]:
+        """List times to the first token, of all but long prompts, or of these alone."""
+        pairs = zip(self.trace.arrivals, self.times, strict=True)
+        return [1e3 * (times[0] - a.due_s) for a, times in pairs if a.is_long == longs]
+
+    def between_ms(self) -> list[float]:
+        """List times between tokens, of all but long prompts."""
+        pairs = zip(self.trace.arrivals, self.times, strict=True)
+        return [
+            1e3 * (b - a) for each, times in pairs if not each.is_long for a, b in pairwise(times)
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last token."""
+        return max(times[-1] for times in self.times)
+
+    @property
+    def peak(self) -> float:
+        """Requests a second until nine tenths are answered: then steps become emptier."""
+        ends = sorted(times[-1] for times in self.times)
+        most = len(ends) * 9 // 10
+        return most / ends[most - 1]
+
+    def figures(self) -> dict[str, float]:
+        """Return `FIGURES` in ms, of all requests but long ones."""
+        first, between = self.first_ms(), self.between_ms()
+        values = [*np.percentile(first, QUANTILES), *np.percentile(between, QUANTILES)]
+        return dict(zip(FIGURES, (round(float(each), 2) for each in values), strict=True))
 
 
 def _log_normal(

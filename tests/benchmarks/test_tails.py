@@ -12,7 +12,10 @@ from slipstream.engine.scheduler import Limits
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
-NAMES = ("shapes", "workloads", "limits", "step_times", "traces", "simulated", "tails")
+NAMES = (
+    *("shapes", "workloads", "limits", "step_times", "traces", "simulated", "tails"),
+    *("open_load", "open_rows"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +108,56 @@ def test_the_command_prints_and_keeps_all_traces(bench, tmp_path, capsys, monkey
     assert len(case["traces"]) == 2
     assert set(case["ratios"]) == set(bench.tails.FIGURES)
     assert capsys.readouterr().out.count("vllm 4096") == 2
+
+
+class Instant:
+    """An engine that gives every request a token at once, by `run`'s own clock."""
+
+    def __init__(self):
+        self.left = {}
+
+    @property
+    def is_busy(self):
+        return bool(self.left)
+
+    def submit(self, number, prompt, max_tokens):
+        assert prompt
+        self.left[number] = max_tokens
+
+    def advance(self, within_s):
+        numbers = list(self.left)
+        for number in numbers:
+            self.left[number] -= 1
+        self.left = {number: left for number, left in self.left.items() if left}
+        return [(number, 1) for number in numbers]
+
+
+def test_an_open_load_is_offered_when_it_is_due(bench):
+    load = bench.open_load.shortened(bench.traces.trace("poisson", 200.0, 1, 20), 50)
+    answers = bench.open_load.run(Instant(), load)
+    for each, times in zip(load.arrivals, answers.times, strict=True):
+        assert len(times) == each.num_output
+        assert times[0] >= each.due_s
+
+
+def test_ratios_are_over_the_best_setting(bench):
+    ours, one, two = (dict.fromkeys(bench.traces.FIGURES, value) for value in (10.0, 20.0, 40.0))
+    one["first p99"], two["between p50"] = 50.0, 5.0
+    found = {"slipstream": ours, "vllm 2048": one, "vllm 8192": two}
+    ratios = bench.open_rows.ratios(found)
+    assert ratios["first p50"] == 0.5
+    assert ratios["first p99"] == 0.25
+    assert ratios["between p50"] == 2.0  # of the setting with the best first p99
+    result = {"shape": "x", "peak": 1.0, "rows": {"open-50": found | {"ratios": ratios}}}
+    assert bench.open_rows.show(result).count("open-50") == 4
+    assert bench.open_rows.ratios({"slipstream": ours}) == {}
+
+
+@pytest.mark.rest
+def test_two_trees_are_compared_by_a_real_engine(bench, monkeypatch, capfd):
+    root = str(repository_root())
+    options = ["--shapes", "tiny", "--count", "4", "--shorten", "60", "--turns", "1"]
+    monkeypatch.setattr(sys, "argv", ["open_load.py", "compare", root, root, *options])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert bench.open_load.main() == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["peaks"]["tiny"] > 0
