@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import ConfigError
 
 from slipstream_quantize.recipe import LENGTH, RECIPES, SAMPLES, SUMMARIES
 
@@ -81,13 +81,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--calibration: --scheme {args.scheme} needs no text")
     if (args.samples or args.sample_length) and not RECIPES[args.scheme].needs_text:
         raise ConfigError(f"--samples and --sample-length: --scheme {args.scheme} needs no text")
-    try:
-        lines = make(args)
-    except CheckpointError as error:
-        if "quantization_config" in str(error):
-            raise CheckpointError(f"{error}; quantise the original") from None
-        raise
-    for line in lines:
+    for line in make(args):
         print(line)
     return 0
 

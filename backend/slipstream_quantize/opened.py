@@ -13,6 +13,7 @@ from slipstream.layers.decoder import Block, Decoder
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
+from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.decoder import build_decoder
 from slipstream.models.hf import weights_dtype
 from slipstream.models.registry import family_of
@@ -73,6 +74,12 @@ class Opened:
     """
 
     def __init__(self, directory: Path, device: str = "auto", dtype: str = "auto") -> None:
+        found = quantization_of(directory) if (directory / "config.json").is_file() else None
+        if found is not None:
+            raise CheckpointError(
+                f"{directory}: quantization_config says {found[0]}: the weights are quantised "
+                "already; quantise the original"
+            )
         config = EngineConfig(checkpoint=str(directory), device=device, block_size=BLOCK_SIZE)
         plan = settle_here(config)
         name = dtype if dtype != "auto" else plan.model.dtype or weights_dtype(directory)
@@ -83,7 +90,7 @@ class Opened:
             plan = settle_here(msgspec.structs.replace(config, dtype=name))
         self.plan = plan
         self.source = Recording(directory, plan.device, plan)
-        weights = Weights(self.source, plan.device, plan.dtype)
+        weights = Weights(self.source, plan.device, plan.dtype, "none")
         build = family_of(plan.model.architecture).build or build_decoder
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
         weights.finish()

@@ -8,6 +8,8 @@ from fixtures.quantize import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from slipstream.models.weights import FileSource
+from slipstream.quant.matrix import dequantise
 from slipstream_quantize.formats import packed_e2m1, packed_words
 from slipstream_quantize.grid import E2M1
 
@@ -32,6 +34,18 @@ def test_e2m1(n: int, pairs: int, seed: int) -> None:
     table = torch.tensor([*E2M1, *(-x for x in E2M1)])
     packed = packed_e2m1(table[codes])
     assert torch.equal(torch.stack((packed & 15, packed >> 4), -1).flatten(1).long(), codes)
+
+
+@pytest.mark.parametrize("name", tiny.FORMATS)
+def test_slipstream_reads_what_was_meant(name: str, tmp_path: Path) -> None:
+    output, recipe = tmp_path / "out", tiny.FORMATS[name]
+    opened = tiny.quantised(tiny.small(tmp_path / "original"), recipe, output)
+    source = FileSource(output, torch.device("cpu"), opened.plan.model.tensors)
+    for probe in opened.probes:
+        for one, meant in zip(probe.names, torch.split(probe.values, probe.sizes), strict=True):
+            read = source.quantized(one, *meant.shape)
+            assert read is not None
+            assert torch.allclose(dequantise(read).float(), meant, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", tiny.FORMATS)
