@@ -45,7 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _field(
             "auto: as the checkpoint has them; none: 16 bits, whatever it has; fp8: weights and "
             "activations in e4m3, made from 16 bits at start; a GPU needs compute capability 8.9 "
-            "or newer, a CPU computes it slowly"
+            "or newer, a CPU computes it slowly; int8, int4: weights rounded at start"
         ),
     ] = "auto"
     load_format: Annotated[

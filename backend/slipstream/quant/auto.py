@@ -27,16 +27,10 @@ class Auto(Scheme):
         if not found:
             return Matrix(w.packed([f"{name}.weight" for name in names], outputs, inputs))
         whole = stack(found) if len(found) == len(parts) else None
-        form = None if whole is None else form_of(whole, w.device, w.dtype)
-        if whole is not None and form is not None:
-            w.note(f"weights of {whole}: {form.name}")
-            return form.make(whole)
+        if whole is not None:
+            return kept(w, whole)
         kinds = " and ".join(sorted({str(part) for part in found}))
-        dtype = str(w.dtype).removeprefix("torch.")
-        w.note(
-            f"weights of {kinds}: dequantised to {dtype} as they are loaded, which takes its "
-            f"memory and rounds them once; no GEMM here takes them as they are"
-        )
+        w.note(_said(w, f"{kinds}, which differ within a GEMM"))
         return Matrix(dequantised(w, sizes, parts, inputs))
 
     def matmul(self, x: Tensor, weights: Matrix | Packed, bias: Tensor | None) -> Tensor:
@@ -49,6 +43,26 @@ class Auto(Scheme):
     def bytes_per_weight(self, dtype: torch.dtype) -> float:
         """Bytes of the dtype: the most that a matrix takes, as one that is dequantised."""
         return dtype.itemsize
+
+
+def kept(w: MatrixSource, matrix: QuantMatrix) -> Matrix | Packed:
+    """Return a matrix in the form that a GEMM takes, dequantised if none takes it; say which."""
+    form = form_of(matrix, w.device, w.dtype)
+    if form is not None:
+        w.note(f"weights of {matrix}: {form.name}")
+        return form.make(matrix)
+    w.note(_said(w, str(matrix)))
+    out = torch.empty(matrix.outputs, matrix.inputs, dtype=w.dtype, device=w.device)
+    write(matrix, out)
+    return Matrix(out)
+
+
+def _said(w: MatrixSource, kinds: str) -> str:
+    dtype = str(w.dtype).removeprefix("torch.")
+    return (
+        f"weights of {kinds}: dequantised to {dtype} as they are loaded, which takes its memory "
+        "and rounds them once; no GEMM here takes them as they are"
+    )
 
 
 def dequantised(

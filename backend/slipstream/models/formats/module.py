@@ -94,7 +94,9 @@ class Module:
 
     def refusal(self, part: str, why: str) -> CheckpointError:
         """Return an error that names file, tensor and reason."""
-        entry = self._source.entry(f"{self.name}.{part}") or self._source.entry(self.name)
+        parts = (part, "weight", "qweight", "weight_packed")
+        found = (self._source.entry(f"{self.name}.{each}") for each in parts)
+        entry = next((each for each in found if each is not None), None)
         where = f"{entry.file}: " if entry is not None else ""
         return CheckpointError(f"{where}tensor {self.name}.{part} {why}")
 

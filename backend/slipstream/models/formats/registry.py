@@ -75,3 +75,16 @@ class Formats:
         if self._format is None:
             return False
         return self._format.holds(Module(name, self._source))
+
+
+def table() -> list[str]:
+    """Return the lines of docs/quantization.md's table: what is read, and what it becomes."""
+    lines = ["| from | what | tensors | in memory |", "|---|---|---|---|"]
+    for each in FORMATS:
+        for row in each.rows:
+            lines.append(f"| {each.title} | {row.name} | {row.tensors} | {row.becomes} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,82 @@
+"""Round weights of 16 or 32 bits to integers as they are loaded, without data.
+
+A range that leaves out the largest weights of a group can have less error than one that holds all:
+the best of some ranges is taken, by the squared error (Lin et al., 2024).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.quant.matrix import Kind, QuantMatrix, halves
+
+GROUP = 64  # inputs of a group of 4 bits
+_RANGES = torch.linspace(1.0, 0.5, 21).tolist()  # parts of a group's whole range
+_LEAST = 1e-30  # what counts as a range, so that zeros stay zeros
+_WEIGHTS = 1 << 22  # that are rounded at a time: what fp32 needs beside the result
+
+
+class _Rounded(NamedTuple):
+    """Groups: codes `[n, groups, group]`, the others `[n, groups, 1]`."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+def rounded8(weight: Tensor) -> QuantMatrix:
+    """Return `[n, k]` in 8 bits, a scale for each output: its largest weight over 127."""
+    parts = [_rows8(part.float(), weight.dtype) for part in _some(weight)]
+    codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return QuantMatrix(Kind.W8, codes, scales, weight.shape[1], weight.shape[1])
+
+
+def rounded4(weight: Tensor, group: int = GROUP) -> QuantMatrix:
+    """Return `[n, k]` in 4 bits with zeros, by groups; the last may be shorter."""
+    k = weight.shape[1]
+    parts = [_rows4(part.float(), group, weight.dtype) for part in _some(weight)]
+    codes = torch.cat([halves(part.codes.flatten(1)[:, :k]) for part in parts])
+    scales = torch.cat([part.scale.squeeze(-1) for part in parts])
+    zeros = torch.cat([part.zero.squeeze(-1) for part in parts]).to(torch.uint8)
+    return QuantMatrix(Kind.W4, codes, scales, group, k, zeros=zeros)
+
+
+def _some(weight: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(weight, max(1, _WEIGHTS // weight.shape[1]))
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a scale to the model's dtype, before weights are rounded to it; none is zero."""
+    kept = scale.clamp_min(_LEAST).to(dtype)
+    return torch.where(kept == 0, torch.finfo(dtype).tiny, kept)
+
+
+def _rows8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scales = _stored(weight.abs().amax(1, keepdim=True) / 127, dtype)
+    codes = (weight / scales.float()).round().clamp(-128, 127)
+    return codes.to(torch.int8), scales
+
+
+def _rows4(weight: Tensor, group: int, dtype: torch.dtype) -> _Rounded:
+    n, k = weight.shape
+    grouped = torch.nn.functional.pad(weight, (0, -k % group)).view(n, -1, group)
+    low, high = (each.unsqueeze(-1) for each in torch.aminmax(grouped, dim=-1))
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    least, best = None, None
+    for part in _RANGES:
+        scale = _stored((high - low) * part / 15, dtype)
+        step = scale.float()
+        zero = (-low * part / step).round().clamp(0, 15)
+        codes = ((grouped / step).round() + zero).clamp(0, 15)
+        off = ((codes - zero) * step - grouped).pow(2).sum(-1, keepdim=True)
+        found = _Rounded(codes, scale, zero)
+        if least is None or best is None:
+            least, best = off, found
+            continue
+        is_better = off < least
+        least = torch.where(is_better, off, least)
+        both = zip(found, best, strict=True)
+        best = _Rounded(*(torch.where(is_better, new, old) for new, old in both))
+    assert best is not None, "there are ranges"
+    return best

@@ -1,0 +1,57 @@
+"""Rounding at load: within half a step, never worse than the whole range, zeros stay zeros."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.quant.matrix import dequantise
+from slipstream.quant.rounding import rounded4, rounded8
+
+SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 150), st.integers(0, 99))
+
+
+def drawn(n: int, k: int, seed: int) -> torch.Tensor:
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.02
+    weight[0] = 0
+    return weight
+
+
+@given(SHAPES)
+def test_8_bits_are_within_half_a_step(shape: tuple[int, int, int]) -> None:
+    weight = drawn(*shape)
+    off = (dequantise(rounded8(weight)) - weight).abs()
+    assert (off <= weight.abs().amax(1, keepdim=True) / 127 * 0.501).all()
+    assert (off[0] == 0).all()
+
+
+@given(SHAPES)
+def test_4_bits_are_no_worse_than_the_whole_range(shape: tuple[int, int, int]) -> None:
+    """A plain rounding of each group, with zeros that are integers."""
+    weight = drawn(*shape)
+    off = dequantise(rounded4(weight)) - weight
+    assert (off[0] == 0).all()
+    for row in range(1, len(weight)):
+        for first in range(0, weight.shape[1], 64):
+            part = slice(first, first + 64)
+            group = weight[row, part]
+            low, high = group.min().clamp(max=0), group.max().clamp(min=0)
+            scale = (high - low) / 15
+            zero = (-low / scale).round()
+            plain = (((group / scale).round() + zero).clamp(0, 15) - zero) * scale - group
+            assert off[row, part].pow(2).sum() <= plain.pow(2).sum() * 1.0001 + 1e-12
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("int8", 0.03), ("int4", 0.5)])
+def test_a_model_is_served(scheme: str, most: float, tmp_path: Path) -> None:
+    directory = save(make_model("gemma3", sliding_window=16), tmp_path)
+    found = {}
+    for name in ("none", scheme):
+        runner = make_runner(directory, quantization=name)
+        generation = Generation(list(range(5, 45)), 1)
+        Driver(runner, keep_logits=True).finish([generation], chunk=16)
+        found[name] = generation.logits[0]
+    off = (found[scheme] - found["none"]).abs().max() / found["none"].abs().max()
+    assert 0 < off < most
