@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from slipstream_gateway.settings import MAX_DEPTH, Settings
 
 Receive = Any  # ASGI's
 _NAMED = 64  # characters of a field's name in an error
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+# What may end a key: a quote with an even number of backslashes before it, and a colon.
+_KEY_END = re.compile(rb'"(?:(?<!\\")|(?<=\\\\"))[ \t\r\n]*:')
 
 
 class GoneError(Exception):
@@ -62,14 +66,17 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise _too_deep() from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
-    if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
-        _check_depth(value)
-    _refuse_twins(data)
+    if _count_keys(value) != len(_KEY_END.findall(data)):
+        _refuse_twins(data)
     return value
 
 
 def _refuse_twins(data: bytes) -> None:
-    """Raise ApiError where an object has a key twice: one of the values would be dropped."""
+    """Raise ApiError where an object has a key twice: one of the values would be dropped.
+
+    It takes more than twice the time of decoding. Ends of keys in the text, counted, are never
+    fewer than its keys: if the value has as many keys, none was dropped.
+    """
     json.loads(data, object_pairs_hook=_without_twins, parse_int=len, parse_float=len)
 
 
@@ -81,17 +88,21 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> None:
         names.add(name)
 
 
-def _check_depth(value: object) -> None:
+def _count_keys(value: object) -> int:
+    """Return how many keys all objects of a value have. Raises ApiError for one too deep."""
+    num_keys = 0
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         inner: list[object] = []
         for each in level:
             if isinstance(each, dict):
-                inner.extend(each.values())
-            elif isinstance(each, list):
+                num_keys += len(each)
+                if not _SCALARS.issuperset(map(type, each.values())):
+                    inner.extend(each.values())
+            elif isinstance(each, list) and not _SCALARS.issuperset(map(type, each)):
                 inner.extend(each)
         if not inner:
-            return
+            return num_keys
         level = inner
     raise _too_deep()
 
