@@ -1,5 +1,6 @@
 """Test that a lock of a server lets in a single process at a time."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from slipstream_runtime.locking import locked
 
 HOLD = """
@@ -54,3 +56,42 @@ def test_one_that_waits_says_for_which_process(tmp_path, caplog):
     assert len(lines) >= 2
     assert all(f"pid {process.pid} has" in line for line in lines)
     assert (tmp_path / "lock").read_text() == str(os.getpid())
+
+
+def test_a_holder_that_hangs_is_waited_for_no_longer_than_the_bound(tmp_path):
+    with hold(tmp_path / "lock", 600) as process:
+        begin = time.monotonic()
+        try:
+            with (
+                pytest.raises(TimeoutError, match=f"for lock, which pid {process.pid} still has"),
+                locked(tmp_path / "lock", most_s=0.5),
+            ):
+                pass
+            assert time.monotonic() - begin >= 0.5
+        finally:
+            process.kill()
+    with locked(tmp_path / "lock", most_s=0.5):  # it is free again
+        pass
+
+
+def test_each_holder_has_the_time_of_its_own(tmp_path):
+    """Wait for two that together take longer than the bound for one."""
+    path = tmp_path / "lock"
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(b"1")
+        file.flush()
+
+        def hand_over() -> None:
+            time.sleep(1.5)
+            file.seek(0)
+            file.write(b"2")
+            file.flush()
+            time.sleep(1.5)
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+        thread = threading.Thread(target=hand_over)
+        thread.start()
+        with locked(path, most_s=2.4):
+            pass
+        thread.join()
