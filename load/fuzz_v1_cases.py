@@ -224,6 +224,8 @@ class _Draft:
             body[name] = self.one(bad if is_bad else good)
             if is_bad:
                 case.faults.append(name)
+        if self.rarely(10) and (name := self.draw(st.text(max_size=12))) not in TABLE:
+            body[name] = self.one(_JUNK[:10])  # listed in a header, with any name
         if self.rarely(15):  # of any other field of the tables
             body[self.one(_REST)] = self.one(_JUNK)
             case.is_changed = True

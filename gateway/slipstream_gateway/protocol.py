@@ -5,12 +5,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from slipstream_gateway.errors import ApiError, openai_body
 from slipstream_gateway.settings import MAX_HEADER_BYTES
 
 _KEY = "slipstream.connection"
+_MAX_PIPELINED = 16  # requests behind the one that runs, before no more is read
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
 
@@ -23,15 +24,20 @@ class Protocol(HttpToolsProtocol):
         """Start to wait for headers."""
         super().connection_made(transport)
         self._num_header_bytes = 0
+        self._running: RequestResponseCycle | None = None  # `cycle` is the last that came
         self.when_room: Callable[[], None] | None = None  # called once, when writes may go on
         self._deadline: asyncio.TimerHandle | None = self.loop.call_later(
             self.header_s, transport.close
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the wait for headers."""
+        """End the wait for headers, and the request that runs, though others came behind it."""
         self._stop_waiting()
         super().connection_lost(exc)
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Parse; headers that never end are refused."""
@@ -60,6 +66,16 @@ class Protocol(HttpToolsProtocol):
         self._stop_waiting()
         self._num_header_bytes = 0
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
+        elif len(self.pipeline) <= _MAX_PIPELINED:
+            self.flow.resume_reading()  # or its end would not be seen while one runs
+
+    def on_response_complete(self) -> None:
+        """Start the next request that came meanwhile."""
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def resume_writing(self) -> None:
         """Report that there is room for more, to the one that waits for it."""

@@ -66,6 +66,24 @@ def test_a_client_that_leaves_cancels_its_request(gateway: Gateway, is_streaming
     assert after == before + 3
 
 
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_client_that_leaves_with_requests_behind_cancels_the_one_that_runs(
+    gateway: Gateway, is_streaming: bool
+):
+    """The server's own flag of the end is that of the last request that came, which never ran."""
+    before = gateway.figures().get('slipstream_gateway_ended_total{how="abandoned"}', 0)
+    client = send(gateway, {**LONG, "stream": is_streaming})
+    wait_open(gateway, 1)
+    data = json.dumps({**LONG, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(data)
+    client.sendall((head + data) * 2)
+    time.sleep(0.2)
+    client.close()
+    gateway.wait_idle(20)
+    after = gateway.figures()['slipstream_gateway_ended_total{how="abandoned"}']
+    assert after == before + 1
+
+
 def test_a_deadline_is_an_error_with_all_tokens_before_it(gateway: Gateway):
     whole = gateway.complete(**LONG, timeout_ms=300)
     assert whole.status == 504
