@@ -1,6 +1,7 @@
 """Formats of quantised weights: tensors that the libraries themselves packed, and bad files."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,17 @@ def test_a_bad_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
         read(directory_of(tmp_path, tensors, config))
     assert words in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_zeros_of_gptq_that_wrap_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors, _ = tensors_of("gptq-v1-4-32")
+    config = config_of("gptq-v1-4-32") | {"meta": {"quantizer": ["auto_gptq:0.7"]}}
+    with caplog.at_level(logging.INFO):
+        read(directory_of(tmp_path / "whole", tensors, config))
+        assert not any("wrap" in line for line in caplog.messages)
+        tensors["qzeros"] = torch.full_like(tensors["qzeros"], -1)
+        read(directory_of(tmp_path / "wrapped", tensors, config))
+    assert any("wrap to 0" in line and "auto_gptq:0.7" in line for line in caplog.messages)
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """GPTQ as AutoGPTQ and GPTQModel store it, versions 1 and 2; also AutoRound's in that layout."""
 
 import torch
+from slipstream_contract.errors import clip
 
 from slipstream.models.formats.compressed_tensors import ordered
 from slipstream.models.formats.format import Format, Row, matches
@@ -93,6 +94,9 @@ class Gptq(Format):
         scales = module.take("scales", FLOATS, (groups, outputs)).T.contiguous()
         packed = module.take("qzeros", ("I32",), (groups, num_words(outputs, bits)))
         zeros = (unpack(packed, bits, outputs).T.int() + self._added) & mask
+        if self._added and not zeros.is_meta and not bool(zeros.all()):
+            made = self.config.child("meta").get("quantizer") or "an unknown producer"
+            module.note(f"zeros of GPTQ version 1 wrap to 0, as {clip(made)} may not have meant")
         order = None
         if module.has("g_idx"):
             codes, order = ordered(module, "g_idx", codes, group)
