@@ -28,6 +28,7 @@ from slipstream_gateway.prepare import (
 )
 
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")  # of the template, from us
+_CALL = 1024  # tokens that thinking leaves to a call, at most; of few tokens half
 
 
 def prepare_chat(body: Mapping[str, Any], text: ModelText, has_request_templates: bool) -> Prepared:
@@ -39,7 +40,7 @@ def prepare_chat(body: Mapping[str, Any], text: ModelText, has_request_templates
     shown = render(body, messages, chat)
     plain = _guided(plain, text.answers, choice, shown)
     prompt = Prompt(shown, None, read_flag(body, "add_special_tokens"), "messages")
-    request = encode(plain, prompt, body, text)
+    request = leave_room(encode(plain, prompt, body, text), choice, text)
     n = plain.sampling.n
     parsers: list[Parser | None] = [None] * n
     if plain.options.skip_special_tokens and text.answers.format.name != NONE:
@@ -99,6 +100,20 @@ def _guided(
         )
     check_guide("tools", guide)
     sampling = msgspec.structs.replace(request.sampling, guide=guide)
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+def leave_room(request: GenerateRequest, choice: ToolChoice, text: ModelText) -> GenerateRequest:
+    """Return the request with an end of thinking that leaves room for a call that must come.
+
+    A weak model would think until `max_tokens`. What a request says of its thinking holds.
+    """
+    sampling = request.sampling
+    must_call = choice.mode in ("required", "named") and sampling.guide is not None
+    if not (must_call and text.has_thinking) or sampling.thinking_token_budget is not None:
+        return request
+    budget = sampling.max_tokens - min(sampling.max_tokens // 2, _CALL)
+    sampling = msgspec.structs.replace(sampling, thinking_token_budget=budget)
     return msgspec.structs.replace(request, sampling=sampling)
 
 
