@@ -77,6 +77,11 @@ class Protocol(HttpToolsProtocol):
             self._running = self.pipeline[-1][0]
         super().on_response_complete()
 
+    def end_body_with_connection(self) -> None:
+        """Have the response that starts now go out as it is, without chunks: for HTTP/1.0."""
+        assert self._running is not None, "a response without a request"
+        self._running.chunked_encoding = False
+
     def resume_writing(self) -> None:
         """Report that there is room for more, to the one that waits for it."""
         super().resume_writing()

@@ -56,7 +56,7 @@ class Reply:
         self.is_started, self.status = True, status
         self._is_stream = headers is STREAM_HEADERS
         if self._is_stream and not self._has_chunks:
-            self._connection.cycle.chunked_encoding = False
+            self._connection.end_body_with_connection()
         message = {
             "type": "http.response.start",
             "status": status,
