@@ -74,6 +74,9 @@ class NoWeights:
     def fill(self, names: list[str], outs: list[Tensor]) -> None:
         pass
 
+    def quantized(self, name: str, rows: int, inputs: int) -> None:
+        return None
+
 
 class Model:
     """The linear layers of a block, with the rotation, and the head; attention is left out."""
