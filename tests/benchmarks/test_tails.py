@@ -99,6 +99,7 @@ def test_the_stand_in_takes_prompts_in_their_order(bench):
     assert first == sorted(first)
 
 
+@pytest.mark.rest
 def test_the_command_prints_and_keeps_all_traces(bench, tmp_path, capsys, monkeypatch):
     output = tmp_path / "tails.json"
     options = ["--loads", "0.7", "--traces", "2", "--seed", "1", "--output", str(output)]

@@ -84,7 +84,7 @@ def check(found: dict, expected: dict) -> None:
         assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     num_rows=st.integers(1, 64),
     most=st.integers(1, 16),

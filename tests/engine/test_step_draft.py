@@ -148,6 +148,7 @@ def test_a_short_prompt_does_not_wait_for_a_longer_one_before_it():
     client.drain()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("target_ms", [8, 20])
 def test_steps_with_streams_keep_the_target(target_ms):
     client, runner = engine_of(SMALL, target_itl_ns=target_ms * MS)

@@ -67,6 +67,7 @@ def test_texts_end_before_their_ends(scorer: Scorer) -> None:
     assert got == letters[: letters.index(end)]
 
 
+@pytest.mark.rest
 def test_the_process_answers_lines_and_names_what_is_wrong(config: EngineConfig) -> None:
     def run(config: EngineConfig, lines: str) -> list[dict[str, object]]:
         command = [sys.executable, "-P", "-m", "slipstream_eval.scorer"]
