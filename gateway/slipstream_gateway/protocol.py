@@ -82,6 +82,11 @@ class Protocol(HttpToolsProtocol):
         assert self._running is not None, "a response without a request"
         self._running.chunked_encoding = False
 
+    def expect_bytes(self, count: int) -> None:
+        """Let the last part of such a body have so many bytes: the server counts none of them."""
+        assert self._running is not None, "a response without a request"
+        self._running.expected_content_length = count
+
     def resume_writing(self) -> None:
         """Report that there is room for more, to the one that waits for it."""
         super().resume_writing()

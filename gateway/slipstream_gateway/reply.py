@@ -67,13 +67,13 @@ class Reply:
     def write(self, data: bytes, is_last: bool = False) -> None:
         """Send a part of the body; of a stream, as one chunk."""
         self.is_ended = is_last
-        if self._is_stream and data:  # as the server would, at a third of its cost
+        if self._is_stream and not is_last:  # as the server would, at a third of its cost
             if not self._transport.is_closing():
                 chunk = b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunks else data
                 self._transport.write(chunk)
-            if not is_last:
-                return
-            data = b""
+            return
+        if self._is_stream and not self._has_chunks:
+            self._connection.expect_bytes(len(data))
         _push(self._send({"type": "http.response.body", "body": data, "more_body": not is_last}))
 
     def respond(self, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:

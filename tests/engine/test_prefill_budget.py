@@ -112,9 +112,9 @@ def test_many_long_prompts_are_computed_nearly_as_fast_as_without_the_rule():
 
 
 @pytest.mark.rest
-def test_without_the_rule_it_would_stand_still():
+def test_without_the_rule_it_would_take_the_whole_target():
     stretch, _ = beside(H200, 64, long_prompt_tokens=10**6)
-    assert stretch > 10
+    assert 4 < stretch <= 5.1
 
 
 def test_short_prompts_are_not_touched():

@@ -67,11 +67,12 @@ function renderer(root) {
 }
 
 function setLink(node, address) {
-  if (!SAFE.test(address.trim())) {
+  const link = address.trim();
+  if (!SAFE.test(link) || !URL.canParse(link)) {
     node.title = address;
     return;
   }
-  node.href = address.trim();
+  node.href = link;
   node.target = "_blank";
   node.rel = "noopener noreferrer";
 }

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 PIECES = (
@@ -56,6 +56,7 @@ def render(tab, *chunks: str) -> dict:
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunks=st.lists(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), max_size=8))
+@example(chunks=["![](http://x javascript:alert(1)"])
 def test_no_text_gives_a_harmful_element(blank, chunks: list[str]) -> None:
     found = render(blank, *chunks)
     assert set(found["tags"]) <= ALLOWED
