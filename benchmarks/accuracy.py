@@ -64,7 +64,7 @@ def recipe_for(opened: Opened, row: str) -> Recipe:
 
 
 class Bench:
-    """One model: its truth once, then a row at a time."""
+    """Measures a model: once in 16 bits, then row by row."""
 
     def __init__(self, model: Model, args: argparse.Namespace, folder: Path) -> None:
         self.model, self.args, self.folder = model, args, folder

@@ -121,7 +121,14 @@ def cache_times(num_tokens: int = 100_000, num_rounds: int = 200) -> dict[str, l
     size = -(-num_tokens // BLOCK_SIZE)
     cache = KVCache(2 * size, BLOCK_SIZE)
     bounds = RequestBounds(
-        128_256, num_tokens + 2, 2 * size, 2 * num_tokens, cache.blocks_for, False
+        128_256,
+        num_tokens + 2,
+        2 * size,
+        2 * num_tokens,
+        cache.blocks_for,
+        has_tokenizer=False,
+        has_guides=False,
+        max_running=MAX_SEQS,
     )
     laps: dict[str, list[float]] = {}
 

@@ -8,13 +8,12 @@ holds all: the search takes the best of `STEPS` ranges (Lin et al., 2024; Franta
 from typing import NamedTuple
 
 import torch
+from slipstream.quant.matrix import E2M1, E4M3
 from torch import Tensor
 
 from slipstream_quantize.recipe import Recipe
 
-E4M3 = torch.float8_e4m3fn
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 STEPS, SMALLEST_RANGE = 24, 0.5  # ranges from all of a group's down to this part of it
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # neighbours of E2M1
 _MOST_CORRELATED = 256  # inputs of a group whose correlations the search weighs

@@ -15,7 +15,7 @@ from slipstream_quantize.formats import config_of, tensors_of
 from slipstream_quantize.gptq import gptq
 from slipstream_quantize.grid import Fitted, Grid, output_error
 from slipstream_quantize.observe import ROUNDINGS, Probe, Seen, round_blocks
-from slipstream_quantize.opened import Opened, Place, Running
+from slipstream_quantize.opened import Opened, ProbedLayer, Running
 from slipstream_quantize.recipe import Recipe
 from slipstream_quantize.smooth import awq_scales, divide_norm, smooth_scales
 from slipstream_quantize.writer import Writer
@@ -87,7 +87,7 @@ class Job:
                     for part in sums:
                         self._running.block(i, part)
 
-    def _watch(self, i: int, places: list[Place], sums: list[Tensor]) -> list[Seen | None]:
+    def _watch(self, i: int, places: list[ProbedLayer], sums: list[Tensor]) -> list[Seen | None]:
         """Run a block as it is; return what its layers read."""
         if self._running is None:
             return [None] * len(places)
@@ -100,7 +100,7 @@ class Job:
             place.probe.seen = None
         return [each.finish() for each in seen]
 
-    def _smooth(self, places: list[Place], seen: list[Seen | None]) -> None:
+    def _smooth(self, places: list[ProbedLayer], seen: list[Seen | None]) -> None:
         """Move scales between the layers of a block; `seen` is of the new inputs afterwards."""
         for at, place in enumerate(places):
             one = seen[at]
@@ -156,7 +156,7 @@ class Job:
         return Fitted(torch.cat([f.scale for f in found]), torch.cat([f.zero for f in found]))
 
 
-def divide_rows(place: Place, scales: Tensor) -> None:
+def divide_rows(place: ProbedLayer, scales: Tensor) -> None:
     """Divide the results that a layer's inputs are made of, in the layer before."""
     assert place.rows is not None, "inputs come from rows"
     before, rows = place.rows

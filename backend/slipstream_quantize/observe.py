@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import torch
 from slipstream.layers.linear import Linear
+from slipstream.quant.matrix import E4M3
 from torch import Tensor
 
-from slipstream_quantize.grid import E4M3, E4M3_MAX
+from slipstream_quantize.grid import E4M3_MAX
 from slipstream_quantize.recipe import BLOCK
 
 INT8_MAX = 127.0

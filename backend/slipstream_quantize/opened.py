@@ -28,7 +28,7 @@ TOKENS = 4096  # of a step, at least one piece
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProbedLayer:
     """A linear layer of a block, with what makes its inputs.
 
     Attributes:
@@ -109,21 +109,21 @@ class Opened:
             if name not in matrices:
                 tensor.copy_(tensor.to(self.dtype))
 
-    def _places(self, block: Block) -> list[Place]:
+    def _places(self, block: Block) -> list[ProbedLayer]:
         """Put probes into a block; return its places in the order in which they run."""
-        found: list[Place] = []
+        found: list[ProbedLayer] = []
         # Scales of a cache are of the values as they are: none move into attention's output then.
         for layer, norm in ((block.attention, block.input_norm), (block.mlp, block.mlp_norm)):
             before: Probe | None = None
             for place in list(vars(layer).values()):
                 if isinstance(place, NormLinear | GatedLinear):
                     before = place.linear = self._probe(place.linear)
-                    found.append(Place(before, norm, None))
+                    found.append(ProbedLayer(before, norm, None))
                 elif isinstance(place, LinearAdd):
                     probe = place.linear = self._probe(place.linear)
                     feeding = _feeding(before, probe)
                     is_scaled = layer is block.attention and bool(self.source.numbers)
-                    found.append(Place(probe, None, None if is_scaled else feeding))
+                    found.append(ProbedLayer(probe, None, None if is_scaled else feeding))
         if not found:
             raise CheckpointError(
                 f"{self.plan.model.architecture}: its blocks have no linear layers that are known"

@@ -1,15 +1,14 @@
 """The GPU table's arithmetic: limits that can be worked out by hand, ratios, plots, a real run."""
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from fixtures.scripts import scripts
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
@@ -42,12 +41,8 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def bench():
-    """The scripts as modules; they import each other by their plain names, as they are run."""
-    sys.path.insert(0, str(FOLDER))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    sys.path.remove(str(FOLDER))
-    for name in NAMES:
-        sys.modules.pop(name)
+    with scripts(FOLDER, NAMES) as found:
+        yield found
 
 
 def side(rows: dict[str, list[float]], **more: object) -> dict[str, object]:

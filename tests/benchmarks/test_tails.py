@@ -1,11 +1,10 @@
 """The simulated open load: recorded steps are met, nothing is lost, the stand-in keeps rules."""
 
-import importlib
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
+from fixtures.scripts import scripts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.engine.scheduler import Limits
@@ -20,12 +19,8 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def bench():
-    """The scripts as modules; they import each other by their plain names, as they are run."""
-    sys.path.insert(0, str(FOLDER))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    sys.path.remove(str(FOLDER))
-    for name in NAMES:
-        sys.modules.pop(name)
+    with scripts(FOLDER, NAMES) as found:
+        yield found
 
 
 @pytest.mark.parametrize("card", ["H100", "H200"])

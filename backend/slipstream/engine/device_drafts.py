@@ -86,29 +86,32 @@ class DeviceDrafts:
         self._left_behind = -1  # the newest sequence of which a token was missed
         self._found: dict[int, tuple[int, list[int]]] = {}  # number of tokens before; drafts
 
-    def ask(self, rows: list[Row], decodes: Many[Sequence]) -> list[Row]:
+    def ask(self, rows: list[Row], decodes: Many[Sequence], has_chunks: bool) -> list[Row]:
         """Return the rows of a step, which now ask for drafts where these are of use.
 
         Args:
             rows: of the step; those of `decodes` come first.
             decodes: sequences of which the step computes one token, and drafts of it.
+            has_chunks: prompts too; the drafter follows these, as others find their blocks.
         """
-        can = [row.samples and can_have_drafts(row.sampling) for row in rows]
-        num_samples, count = sum(row.samples for row in rows), 0
-        if num_samples <= _MAX_ROWS:
-            is_on = self._is_on(decodes)
-            count = self._wakefulness.count(self._max_drafts, num_samples, is_on)
-        asks = [able and self._has_all(row) for able, row in zip(can, rows, strict=True)]
-        if not count or not any(asks):
-            # Prompts are followed in any case: their blocks are found again by other sequences.
-            if all(row.samples and len(row.token_ids) == 1 for row in rows):
-                ids = (row.sequence_id for row, able in zip(rows, can, strict=True) if able)
-                self._left_behind = max(ids, default=self._left_behind)
+        num_samples = sum([row.samples for row in rows])
+        if num_samples > _MAX_ROWS:
+            self._leave_behind(rows, has_chunks)
             return rows
-        return [
-            replace(row, num_drafts=count) if wants else row
-            for row, wants in zip(rows, asks, strict=True)
-        ]
+        is_on = self._is_on(decodes)
+        count = self._wakefulness.count(self._max_drafts, num_samples, is_on)
+        able = [row for row in rows if row.samples and can_have_drafts(row.sampling)]
+        asking = {id(row) for row in able if self._has_all(row)} if count else ()
+        if not asking:
+            self._leave_behind(able, has_chunks)
+            return rows
+        return [replace(row, num_drafts=count) if id(row) in asking else row for row in rows]
+
+    def _leave_behind(self, rows: list[Row], has_chunks: bool) -> None:
+        """Note a step that asks for nothing, by those of its rows that might have asked."""
+        if self._has_cache and not has_chunks:
+            newest = max([row.sequence_id for row in rows], default=-1)
+            self._left_behind = max(newest, self._left_behind)
 
     def _is_on(self, decodes: Many[Sequence]) -> bool:
         """Return whether drafts of this drafter are verified; others make drafts, too."""

@@ -12,15 +12,14 @@ token waited for is the difference. A step without chunks costs nothing more, wh
 """
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from slipstream.core.batch import Batch
 from slipstream.core.sequence import FirstWait, Sequence
 from slipstream.figures import FIRST_TOKEN_PARTS
 
 
-@dataclass(frozen=True, slots=True)
-class StepSpan:
+class StepSpan(NamedTuple):
     """A step that has ended: when it was launched, began and ended, and its decodes' part, in ns.
 
     `decodes_ns` is what its decodes take alone.
@@ -45,14 +44,13 @@ class FirstTokens:
         self._chunks_ns = 0.0
         self._host_ns = 0.0
         self._last = StepSpan(0, 0, 0, 0.0)
-        self._before = FirstWait(0, 0, 0.0, 0.0, 0.0)  # the last step
+        self._before = (0, 0, 0.0, 0.0, 0.0)  # the last step, as a `FirstWait` has it
 
     def step_ended(self, span: StepSpan, batch: Batch, owners: Many[Sequence]) -> None:
         """Add a step, before its samples are; `owners` are the sequences of its rows."""
         self._host_ns += max(0, span.begin_ns - self._last.end_ns)
-        self._before = before = FirstWait(
-            span.launched_ns, span.begin_ns, self._streams_ns, self._chunks_ns, self._host_ns
-        )
+        totals = self._streams_ns, self._chunks_ns, self._host_ns
+        self._before = before = (span.launched_ns, span.begin_ns, *totals)
         self._last = span
         num_decodes = batch.num_decodes
         if num_decodes == len(batch.rows):
@@ -66,7 +64,7 @@ class FirstTokens:
         for sequence, row in zip(owners[num_decodes:], batch.rows[num_decodes:], strict=True):
             if not sequence.first_token_ns:
                 if sequence.first_wait is None:
-                    sequence.first_wait = replace(before)
+                    sequence.first_wait = FirstWait(*before)
                 sequence.first_wait.own_ns += token_ns * len(row.token_ids)
 
     def parts_s(self, sequence: Sequence) -> dict[str, float]:
@@ -75,7 +73,7 @@ class FirstTokens:
         A prompt of which one token had to be computed has no chunk, and its step is the streams'.
         """
         if sequence.first_wait is None:
-            sequence.first_wait = replace(self._before)
+            sequence.first_wait = FirstWait(*self._before)
         wait = sequence.first_wait
         chunks_ns = self._chunks_ns - wait.chunks_ns
         parts_ns = (

@@ -373,7 +373,7 @@ class Scheduler:
             num_samples += row.samples
             rows.append(row)
         if self._device_drafts is not None:
-            rows = self._device_drafts.ask(rows, decodes)
+            rows = self._device_drafts.ask(rows, decodes, bool(chunks))
         self._launched.append([*owners, *(sequence for sequence, _ in chunks)])
         has_tops, has_masks = self._running.num_with_tops > 0, self._has_masks(rows)
         num_drafts = num_decodes - len(decodes)

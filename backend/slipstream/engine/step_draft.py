@@ -44,14 +44,19 @@ class StepDraft:
     long_budget: int | None = None  # of long prompts; None: not taken from `PrefillBudget` yet
     _claims: list[_Claim] = field(default_factory=list)  # in their order
     _num_claimed: int = 0
-    _room: int = 0  # tokens of all prompts
+    _found_room: int | None = None  # None: no prompt has asked yet
 
     def __post_init__(self) -> None:
-        self._room = self.budget
-        if self.decodes:
-            self._room = min(self.budget, self.prefill_budget.room())
-        else:
+        if not self.decodes:
             self.long_budget = self.budget
+
+    @property
+    def _room(self) -> int:
+        """Tokens of all prompts; most steps have none, and measure nothing for them."""
+        if self._found_room is None:
+            room = self.prefill_budget.room() if self.decodes else self.budget
+            self._found_room = min(self.budget, room)
+        return self._found_room
 
     def due_ns(self, sequence: Sequence) -> float:
         """Return when a prompt is due, by the scheduler's clock."""
@@ -98,10 +103,12 @@ class StepDraft:
         if self._room == self.budget or budget.is_long(sequence.num_tokens):
             return
         if budget.is_overdue(sequence.queued_ns, budget.work_ns(sequence.num_tokens)):
-            self._room = self.budget
+            self._found_room = self.budget
 
     def _grants(self) -> Iterator[tuple[_Claim, int]]:
         """Yield the claims in their order, and what each gets."""
+        if not self._claims:
+            return
         room, long_budget = self._room, self.long_budget or 0
         for claim in self._claims:
             num_tokens = min(claim.num_tokens, room)

@@ -1,6 +1,6 @@
 """Weights as the checkpoint has them: quantised ones stay so where a GEMM here takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -80,6 +80,24 @@ def dequantised(
         else:
             write(part, piece)
     return out
+
+
+class AtLoad(Auto):
+    """Weights of 16 or 32 bits, rounded as they are loaded; activations stay as they are.
+
+    `kept` says whether what was rounded must be dequantised again.
+    """
+
+    def __init__(self, name: str, rounded: Callable[[Tensor], QuantMatrix]) -> None:
+        self.name = name  # type: ignore[misc]  # of the object: there is one for each file
+        self._rounded = rounded
+
+    def read(
+        self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
+    ) -> Matrix | Packed:
+        """Read `NAME.weight` of all names and round them."""
+        weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
+        return Matrix(weight) if weight.is_meta else kept(w, self._rounded(weight))
 
 
 SCHEME = Auto()

@@ -1,25 +1,6 @@
 """Weights in 8 bits with a scale for each output, made of 16 bits as they are loaded."""
 
-from collections.abc import Sequence
-
-from slipstream.kernels.gemm.op import Matrix
-from slipstream.quant.auto import Auto, kept
-from slipstream.quant.forms import Packed
+from slipstream.quant.auto import AtLoad
 from slipstream.quant.rounding import rounded8
-from slipstream.quant.scheme import MatrixSource
 
-
-class Int8(Auto):
-    """Activations stay in 16 bits; `kept` says whether weights must be dequantised again."""
-
-    name = "int8"
-
-    def read(
-        self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
-    ) -> Matrix | Packed:
-        """Read `NAME.weight` of all names and round them."""
-        weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
-        return Matrix(weight) if weight.is_meta else kept(w, rounded8(weight))
-
-
-SCHEME = Int8()
+SCHEME = AtLoad("int8", rounded8)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
+from slipstream.kernels.elementwise.fp8 import E4M3 as E4M3
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDDLE = 8  # the zero of 4 bits without zeros
 _ROWS = 1 << 22  # weights that are dequantised at a time: what fp32 needs beside the result

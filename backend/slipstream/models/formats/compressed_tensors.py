@@ -40,7 +40,7 @@ _HARMLESS = words(
 _BYTES = ("U8", "F8_E8M0")  # of exponents
 
 
-class Scheme(NamedTuple):
+class GroupScheme(NamedTuple):
     """What a group says of its weights; `at` reads the object, for refusals."""
 
     at: Reader
@@ -74,7 +74,7 @@ class CompressedTensors(Format):
         groups = config.child("config_groups")
         self._groups = [self._group(groups.child(name)) for name in groups.data]
 
-    def _group(self, group: Reader) -> tuple[list[str], Scheme | None]:
+    def _group(self, group: Reader) -> tuple[list[str], GroupScheme | None]:
         if group.has("format") and group.get("format") not in FORMATS:
             raise group.refusal("format", f"is not one of {', '.join(FORMATS)}")
         if group.child("output_activations").data:
@@ -83,7 +83,7 @@ class CompressedTensors(Format):
         return listed(group, "targets"), scheme
 
     @staticmethod
-    def _scheme(at: Reader) -> Scheme:
+    def _scheme(at: Reader) -> GroupScheme:
         for key, value in at.data.items():
             if key not in _HARMLESS and value not in (None, False, {}, [], ""):
                 raise at.refusal(key, "is not implemented for weights")
@@ -109,7 +109,7 @@ class CompressedTensors(Format):
             raise at.refusal("strategy", f"is not one of {', '.join(known)}")
         bits, symmetric = at.whole("num_bits", 8, 8), at.flag("symmetric", default=True)
         sizes = None if block is None else (block[0], block[1])
-        return Scheme(at, bits, is_float, symmetric, strategy, group, sizes)
+        return GroupScheme(at, bits, is_float, symmetric, strategy, group, sizes)
 
     def excludes(self, name: str) -> str:
         """Return `ignore` or `config_groups`, where they leave the module out."""
@@ -122,7 +122,7 @@ class CompressedTensors(Format):
             return matches(self.config, key, pattern[3:], name)
         return pattern == "Linear" or is_part(pattern, name)
 
-    def _scheme_of(self, name: str) -> Scheme | None:
+    def _scheme_of(self, name: str) -> GroupScheme | None:
         """Return the scheme of the first group that names the module, those by class last."""
         ordered = sorted(self._groups, key=lambda group: "Linear" in group[0])
         for targets, scheme in ordered:
@@ -139,7 +139,7 @@ class CompressedTensors(Format):
         scheme = self._scheme_of(module.name)
         assert scheme is not None, "`check` refuses such"
         module.drop_activations()
-        read: dict[str, Callable[[Module, Scheme, int, int], QuantMatrix]] = {
+        read: dict[str, Callable[[Module, GroupScheme, int, int], QuantMatrix]] = {
             "I8": _integers,
             "F8_E4M3": _e4m3,
         }
@@ -153,7 +153,7 @@ class CompressedTensors(Format):
         return read[module.dtype("weight")](module, scheme, outputs, inputs)
 
 
-def _check(scheme: Scheme, module: Module, bits: tuple[int, ...], is_float: bool) -> None:
+def _check(scheme: GroupScheme, module: Module, bits: tuple[int, ...], is_float: bool) -> None:
     """Raise `CheckpointError` if tensors are of other numbers than the group says."""
     if scheme.bits not in bits:
         raise scheme.at.refusal("num_bits", f"is not what the tensors of {module.name} have")
@@ -161,14 +161,14 @@ def _check(scheme: Scheme, module: Module, bits: tuple[int, ...], is_float: bool
         raise scheme.at.refusal("type", f"is not what the tensors of {module.name} have")
 
 
-def _group_of(scheme: Scheme, inputs: int, default: int | None = None) -> int:
+def _group_of(scheme: GroupScheme, inputs: int, default: int | None = None) -> int:
     """Return the inputs of a group."""
     if scheme.strategy in ("group", "tensor_group"):
         return scheme.group or default or inputs
     return inputs
 
 
-def _scales(module: Module, scheme: Scheme, outputs: int, inputs: int) -> tuple[Tensor, int]:
+def _scales(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> tuple[Tensor, int]:
     """Read scales, spread over rows, and the inputs of a group."""
     if scheme.strategy == "block":
         if scheme.block is None:
@@ -185,7 +185,7 @@ def _scales(module: Module, scheme: Scheme, outputs: int, inputs: int) -> tuple[
     return over_rows(module.take("weight_scale", FLOATS, *shapes), outputs), group
 
 
-def _zeros(module: Module, scheme: Scheme, outputs: int, groups: int) -> Tensor | None:
+def _zeros(module: Module, scheme: GroupScheme, outputs: int, groups: int) -> Tensor | None:
     """Read zeros of packed weights, as the codes are, or of integers; None: there are none."""
     part, bits = "weight_zero_point", scheme.bits
     if scheme.is_symmetric:
@@ -202,7 +202,7 @@ def _zeros(module: Module, scheme: Scheme, outputs: int, groups: int) -> Tensor 
     return over_rows(module.take(part, ("I8",), *shapes), outputs).int()
 
 
-def _packed(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantMatrix:
+def _packed(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:
     """Read pack-quantized: codes and zeros have half of their range added."""
     _check(scheme, module, (2, 3, 4, 5, 6, 7, 8), is_float=False)
     bits = scheme.bits
@@ -213,7 +213,7 @@ def _packed(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantM
     return _of_integers(module, scheme, codes.int() - (1 << (bits - 1)), outputs, inputs)
 
 
-def _integers(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantMatrix:
+def _integers(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:
     """Read int-quantized and naive-quantized."""
     _check(scheme, module, (2, 3, 4, 5, 6, 7, 8), is_float=False)
     codes = module.take("weight", ("I8",), (outputs, inputs))
@@ -221,7 +221,7 @@ def _integers(module: Module, scheme: Scheme, outputs: int, inputs: int) -> Quan
 
 
 def _of_integers(
-    module: Module, scheme: Scheme, codes: Tensor, outputs: int, inputs: int
+    module: Module, scheme: GroupScheme, codes: Tensor, outputs: int, inputs: int
 ) -> QuantMatrix:
     """Return signed codes with their scales and zeros, in 4 bits if they fit."""
     scales, group = _scales(module, scheme, outputs, inputs)
@@ -258,7 +258,7 @@ def ordered(module: Module, part: str, codes: Tensor, group: int) -> tuple[Tenso
     return codes[:, order].contiguous(), order
 
 
-def _e4m3(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantMatrix:
+def _e4m3(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:
     """Read float-quantized."""
     _check(scheme, module, (8,), is_float=True)
     codes = module.take("weight", ("F8_E4M3",), (outputs, inputs))
@@ -268,7 +268,7 @@ def _e4m3(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantMat
     return QuantMatrix(Kind.F8, codes, scales, group, inputs)
 
 
-def _e2m1(module: Module, scheme: Scheme, outputs: int, inputs: int) -> QuantMatrix:
+def _e2m1(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:
     """Read nvfp4 and mxfp4, which differ in their scales."""
     _check(scheme, module, (4,), is_float=True)
     codes = module.take("weight_packed", ("U8",), (outputs, inputs // 2))
