@@ -117,6 +117,7 @@ def test_without_the_rule_it_would_take_the_whole_target():
     assert 4 < stretch <= 5.1
 
 
+@pytest.mark.rest
 def test_short_prompts_are_not_touched():
     def rows(long_prompt_tokens: int) -> list[list[tuple[int, int, int]]]:
         streams = Streams(H200, long_prompt_tokens)

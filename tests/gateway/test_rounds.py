@@ -42,7 +42,13 @@ class Costly:
         self.num_waiting = 0
 
 
-@pytest.mark.parametrize("pace", [engine_client.FEW_CORES, engine_client.MANY_CORES])
+@pytest.mark.parametrize(
+    "pace",
+    [
+        engine_client.FEW_CORES,
+        pytest.param(engine_client.MANY_CORES, marks=pytest.mark.rest),
+    ],
+)
 @pytest.mark.parametrize("is_urgent", [False, True])
 def test_a_round_waits_for_what_it_costs(tmp_path, monkeypatch, is_urgent, pace):
     monkeypatch.setattr(engine_client, "PACE", pace)
