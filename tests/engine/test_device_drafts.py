@@ -84,6 +84,14 @@ def check(found: dict, expected: dict) -> None:
         assert a.log_probs == pytest.approx(b.log_probs, abs=1e-5)
 
 
+def judge(wakefulness: Wakefulness, are_right: list[bool]) -> None:
+    """Ask in a step, if drafts are to be judged, and what became of its drafts."""
+    if are_right:
+        wakefulness.ask()
+    for is_right in are_right:
+        wakefulness.judge(is_right)
+
+
 @settings(max_examples=15)
 @given(
     num_rows=st.integers(1, 64),
@@ -95,8 +103,7 @@ def test_a_drafter_that_is_wrong_is_asked_for_little(num_rows, most, right, rng)
     wakefulness, asked = Wakefulness(), []
     for _ in range(20_000):
         asked.append(wakefulness.count(most, num_rows, is_on=False))
-        for _ in range(num_rows if asked[-1] else 0):
-            wakefulness.judge(rng.random() < right)
+        judge(wakefulness, [rng.random() < right for _ in range(num_rows)] if asked[-1] else [])
     assert sum(map(bool, asked)) < 0.03 * len(asked)
     assert sum(map(bool, asked[-8000:])) < 0.02 * 8000
     assert asked.index(0) <= 100
@@ -108,8 +115,7 @@ def test_a_drafter_that_turns_right_is_heard_again(num_rows, most, num_wrong) ->
 
     def step(is_right: bool) -> int:
         count = wakefulness.count(most, num_rows, is_on=False)
-        for _ in range(num_rows if count else 0):
-            wakefulness.judge(is_right)
+        judge(wakefulness, [is_right] * num_rows if count else [])
         return count
 
     for _ in range(num_wrong):
@@ -119,11 +125,25 @@ def test_a_drafter_that_turns_right_is_heard_again(num_rows, most, num_wrong) ->
     assert wakefulness.count(most, num_rows, is_on=True) == most
 
 
+@given(num_judged=st.integers(12, 64), late=st.integers(0, 3))
+def test_behind_a_wrong_drafter_one_step_asks_and_sleeps(num_judged, late) -> None:
+    wakefulness = Wakefulness()
+    judge(wakefulness, [False] * num_judged)
+    for _ in range(128):
+        assert wakefulness.count(4, 1, is_on=False) == 0
+    for _ in range(1000):  # nobody is able to ask: it waits for who is
+        assert wakefulness.count(4, 1, is_on=False) == 1
+    wakefulness.ask()
+    for _ in range(late):  # the verdict comes steps later
+        assert wakefulness.count(4, 1, is_on=False) == 0
+    wakefulness.judge(is_right=True)
+    assert wakefulness.count(4, 1, is_on=False) == 1
+
+
 def test_what_does_not_pay_for_many_rows_is_tried_again_for_few() -> None:
     wakefulness = Wakefulness()
     while wakefulness.count(4, 40, is_on=False):
-        for _ in range(40):
-            wakefulness.judge(is_right=True)
+        judge(wakefulness, [True] * 40)
     assert wakefulness.count(4, 21, is_on=False) == 0
     assert wakefulness.count(4, 20, is_on=False) > 0
 

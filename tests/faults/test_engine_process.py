@@ -157,8 +157,11 @@ def test_nan_in_one_row(house: House) -> None:
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_engines_that_share_a_device_answer_as_one_alone_does(tmp_path: Path, device: str) -> None:
-    shares = {"a": 0.2, "b": 0.3}
-    tokens = {} if device == "cuda" else {"kv_cache_tokens": 8192}
+    shares, tokens = {"a": 0.2, "b": 0.3}, {"kv_cache_tokens": 8192}
+    if (
+        device == "cuda"
+    ):  # one that all sequences at their longest would not fit in, one that has room
+        shares, tokens = {"a": 2e9 / torch.cuda.mem_get_info()[1], "b": 0.3}, {}
     with contextlib.ExitStack() as stack:
         houses = []
         for name, share in shares.items():  # they start at once

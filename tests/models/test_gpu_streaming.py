@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.models.checkpoints import Answer, Asker, make_model, make_runner, random_prompts, save
+from fixtures.models.checkpoints import (
+    Answer,
+    Asker,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+    ticks,
+)
 from fixtures.models.streaming import CASES, reference
 from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
@@ -38,7 +46,7 @@ class Watcher:
 def answers(runner: ModelRunner, num_tokens: int = 19, **sampling: Any) -> list[Answer]:
     """Answer prompts far beyond window and context; one is preempted."""
     watcher = Watcher(runner)
-    asker = Asker(watcher, Limits(4, num_tokens))
+    asker = Asker(watcher, Limits(4, num_tokens), ticks())  # bits depend on how prompts are cut
     for prompt, count in zip(random_prompts(LENGTHS), NUM_OUTPUTS, strict=True):
         asker.submit(prompt, SamplingParams(max_tokens=count, log_probs=True, **sampling))
     for _ in range(30):

@@ -17,6 +17,7 @@ from fixtures.models.checkpoints import (
     make_runner,
     random_prompts,
     save,
+    ticks,
 )
 from slipstream.core.batch import Batch, Row
 from slipstream.core.edits import EDIT
@@ -308,8 +309,8 @@ ASKED = [
 
 def drive(runner: ModelRunner, budget: int = 700) -> Asker:
     """Requests that arrive one after another, prompts beside decodes, cancels between them."""
-    # No prompt is a long one: how those are cut depends on the clock, and bits on how they are cut.
-    asker = Asker(runner, Limits(MAX_ROWS, budget, 100, long_prompt_tokens=MAX_LEN))
+    # How prompts are cut depends on the clock, and bits on how they are cut.
+    asker = Asker(runner, Limits(MAX_ROWS, budget, 100), ticks())
     lengths = [3, 250, 60, 500, 17, 760, 1, 1020, 33, 1530, 8, 255, 45, 2040, 511, 26, 64, 2]
     for i, prompt in enumerate(random_prompts(lengths)):
         number = asker.submit(prompt, ASKED[i % len(ASKED)])
