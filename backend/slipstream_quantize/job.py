@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from slipstream.models.files import read_json
+from slipstream_convert.writer import Writer
 from torch import Tensor
 from tqdm import tqdm
 
@@ -18,7 +19,6 @@ from slipstream_quantize.observe import ROUNDINGS, Probe, Seen, round_blocks
 from slipstream_quantize.opened import Opened, ProbedLayer, Running
 from slipstream_quantize.recipe import Recipe
 from slipstream_quantize.smooth import awq_scales, divide_norm, smooth_scales
-from slipstream_quantize.writer import Writer
 
 
 @dataclass
@@ -187,7 +187,7 @@ def write(opened: Opened, directory: Path, recipe: Recipe, report: Report, write
     source = opened.source
     report.bytes_before = sum(x.numel() for x in source.tensors.values()) * opened.dtype.itemsize
     report.bytes_after = writer.num_bytes
-    writer.finish(directory, config, asdict(report))
+    writer.finish(directory, {"config.json": config, "quantize_report.json": asdict(report)})
 
 
 class Clock:

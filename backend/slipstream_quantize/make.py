@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slipstream.models.gguf.unpack import as_directory
+from slipstream_convert.writer import Writer
 from torch import Tensor
 
 from slipstream_quantize.job import Clock, Job, Report, write
@@ -13,7 +14,6 @@ from slipstream_quantize.measure import bits_per_byte
 from slipstream_quantize.opened import Opened
 from slipstream_quantize.recipe import LENGTH, MEASURED, SAMPLES, Recipe, settled
 from slipstream_quantize.text import default_texts, pieces, read_texts, tokenizer_of
-from slipstream_quantize.writer import Writer
 
 _WORST = 5  # layers that the report names
 

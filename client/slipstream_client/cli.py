@@ -19,6 +19,7 @@ COMMANDS = {
     "compose": ("slipstream_compose.cli", "write a model repository for a checkpoint"),
     "serve": ("slipstream_serve.serve", "start a tritonserver on a model repository"),
     "gateway": ("slipstream_gateway.cli", "answer OpenAI's requests, beside a server or alone"),
+    "convert": ("slipstream_convert.cli", "write pickled weights as safetensors"),
     "quantize": ("slipstream_quantize.cli", "make a checkpoint in fewer bits"),
     "eval": ("slipstream_eval.cli", "run lm-eval's tasks on a checkpoint"),
     "tune": ("slipstream_serve.tune", "measure which GEMM kernels are the fastest here"),

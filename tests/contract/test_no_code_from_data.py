@@ -106,6 +106,8 @@ OWN_TABLES = {
     "slipstream/core/processors.py": {"module"},  # an operator's option, loaded at start
     "slipstream/models/registry.py": {"f'{families.__name__}.{module.name}'"},
 }
+# `slipstream convert`, offline, by torch's loader of weights alone.
+TENSORS_ONLY = ROOT / "backend/slipstream_convert/pickles.py"
 
 
 def test_our_code_makes_neither_objects_nor_code_of_data():
@@ -116,12 +118,23 @@ def test_our_code_makes_neither_objects_nor_code_of_data():
     for file in files:
         allowed = next((own for end, own in OWN_TABLES.items() if str(file).endswith(end)), set())
         lines = {f"import_module({name})" for name in allowed}
+        lines |= {"torch.load"} if file == TENSORS_ONLY else set()
         found += [
             f"{file.relative_to(ROOT)}:{fault}"
             for fault in faults(file.read_text())
             if fault.partition(": ")[2] not in lines
         ]
     assert found == []
+
+
+def test_pickles_are_read_as_tensors_alone():
+    calls = [
+        {word.arg: ast.unparse(word.value) for word in node.keywords}
+        for node in ast.walk(ast.parse(TENSORS_ONLY.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
+    assert [call.get("weights_only") for call in calls] == ["True"]
+    assert TENSORS_ONLY.read_text().count("torch.load") == 1
 
 
 @pytest.mark.parametrize(

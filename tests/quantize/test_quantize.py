@@ -12,12 +12,12 @@ from fixtures.quantize import tiny
 from fixtures.tiers import quick_of
 from safetensors.torch import load_file
 from slipstream_client.cli import main
+from slipstream_convert.writer import Writer
 from slipstream_quantize.job import divide_rows
 from slipstream_quantize.opened import Opened, Running
 from slipstream_quantize.recipe import RECIPES
 from slipstream_quantize.smooth import divide_norm
 from slipstream_quantize.text import CALIBRATION, MEASURED, default_texts
-from slipstream_quantize.writer import Writer
 
 TEXT = "".join(f"{i} bottles of ink stand on the wall, {i * i} of them full.\n" for i in range(99))
 FAMILIES = {
@@ -156,7 +156,7 @@ def test_shards_and_what_is_beside_weights(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "out", shard_bytes=3000)
     tensors = {f"t{i}": torch.full((i + 1, 100), float(i)) for i in range(6)}
     writer.add(tensors)
-    writer.finish(directory, {"a": 1}, {})
+    writer.finish(directory, {"config.json": {"a": 1}})
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert "chat_template.jinja" in files

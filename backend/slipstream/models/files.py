@@ -59,7 +59,8 @@ def _weight_files(directory: Path, single: str) -> list[Path]:
     pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt*"))
     if pickles:
         raise CheckpointError(
-            f"{directory}: only pickled weights ({pickles[0].name}); convert them to safetensors"
+            f"{directory}: only pickled weights ({pickles[0].name}): `slipstream convert` "
+            "makes safetensors of them"
         )
     raise CheckpointError(f"{directory}: has neither {single} nor {INDEX}")
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint directory: shards, index, config.json, and the small files as they were."""
+"""Write a checkpoint directory: shards, index, and the small files as they were or as given."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from torch import Tensor
 SHARD_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
-_NOT_COPIED = ("config.json", "gguf.json", "hf_quant_config.json", INDEX)
+_NOT_COPIED = {"gguf.json", "hf_quant_config.json", INDEX, "pytorch_model.bin.index.json"}
 
 
 class Writer:
@@ -45,8 +45,13 @@ class Writer:
             self._size += size
             self.num_bytes += size
 
-    def finish(self, directory: Path, config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
-        """Write the last shard and all other files; `directory` is the original's."""
+    def finish(self, directory: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write the last shard and all other files.
+
+        Args:
+            directory: the original's; its small files are copied.
+            files: name to content of JSON files, which count instead of the original's.
+        """
         self._write()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
@@ -59,12 +64,12 @@ class Writer:
         if count > 1:
             total = {"total_size": self.num_bytes}
             self._json(INDEX, {"metadata": total, "weight_map": weight_map})
-        for path in _small_files(directory):
+        for path in _small_files(directory, _NOT_COPIED | set(files)):
             target = self._folder / path.relative_to(directory)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-        self._json("config.json", config)
-        self._json("quantize_report.json", report)
+        for name, content in files.items():
+            self._json(name, content)
         if self._output.exists():
             self._output.rmdir()
         self._folder.rename(self._output)
@@ -87,10 +92,10 @@ class Writer:
         (self._folder / name).write_text(text, encoding="utf-8")
 
 
-def _small_files(directory: Path) -> Iterable[Path]:
+def _small_files(directory: Path, skipped: set[str]) -> Iterable[Path]:
     """List the files beside the weights that a copy needs: tokenizer, templates, licence."""
     templates = directory / "additional_chat_templates"
     for path in sorted([*directory.glob("*"), *templates.glob("*")]):
-        is_left = path.suffix in _WEIGHTS or path.name in _NOT_COPIED or path.name.startswith(".")
+        is_left = path.suffix in _WEIGHTS or path.name in skipped or path.name.startswith(".")
         if path.is_file() and not is_left:
             yield path

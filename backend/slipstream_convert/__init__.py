@@ -1,0 +1,1 @@
+"""Pickled checkpoint -> safetensors, offline; and the writer of checkpoint directories."""
