@@ -75,6 +75,11 @@ def is_everyday(wanted: Variant) -> bool:
     if skinny == ("256", "Half"):  # shapes and registers of BFloat16
         return False
     is_one = skinny == ("128", "BFloat16") and not is_smaller
+    if "PARTS" in defines:  # packed weights: of 4 bits by 128, and with all that there is
+        kind = (defines["BITS"], defines["SCALE"], defines["PARTS"], defines["ZEROS"])
+        shape = (defines.get("COLUMNS", "8"), defines.get("TILES", "8"))
+        is_usual = kind in (("4", "BFloat16", "1", "0"), ("8", "float", "4", "1"))
+        return is_one and is_usual and shape in (("8", "8"), ("16", "4"), ("32", "4"))
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile
         return is_one and defines["ROWS"] in ("48", "64", "224")
     if is_quantized(wanted):

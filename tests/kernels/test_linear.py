@@ -181,6 +181,8 @@ def test_another_architecture_has_what_is_not_hoppers() -> None:
         "gemv": "needs sm_90a",
         "skinny": "needs sm_90a",
         "tall": "needs sm_90a",
+        "packed": "takes packed weights",
+        "unpacked": "takes packed weights",
         "torch": "runs on cpu",
     }
 

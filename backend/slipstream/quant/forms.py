@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.gemm import packing
 from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.gemm.packing import Groups, Packing
 from slipstream.quant.matrix import Kind, QuantMatrix, codes_of
 
 _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
 _TILE = 32  # outputs of the same
+_BITS = {Kind.W4: 4, Kind.W8: 8}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_PIECE = 8  # inputs that a kernel copies at a time
 
 
 class Packed(NamedTuple):
@@ -83,10 +88,38 @@ def _make_fp8(matrix: QuantMatrix) -> Matrix:
     return Matrix(matrix.codes.contiguous(), scales.contiguous())
 
 
+def _takes_packed(matrix: QuantMatrix, device: torch.device, dtype: torch.dtype) -> bool:
+    if matrix.kind not in _BITS or device.type != "cuda" or dtype not in fp8.DTYPES:
+        return False
+    is_linear = matrix.minimums is None and matrix.outer is None and matrix.scales.dtype in _FLOATS
+    has_groups = packing.group_of(matrix.group, matrix.inputs) is not None
+    return is_linear and has_groups and matrix.inputs % _PIECE == 0
+
+
+def make_packed(matrix: QuantMatrix) -> Matrix:
+    """Put codes, scales and zeros in the order of the kernels."""
+    bits = _BITS[matrix.kind]
+    offset = packing.MIDDLE[8] if bits == 8 else 0  # of codes that have a sign
+    group = packing.group_of(matrix.group, matrix.inputs)
+    assert group is not None, "the form was asked"
+    zeros, scales = matrix.zeros, matrix.scales
+    sizes = (matrix.outputs, matrix.inputs, scales.dtype, zeros is not None)
+    made = Packing(bits, group, *sizes)
+    unsigned = (codes_of(matrix).to(torch.int16) + offset).to(torch.uint8)
+    values = packing.pack(unsigned, bits, packing.MIDDLE[bits])
+    if zeros is not None:
+        unsigned_zeros = (zeros.to(torch.int16) + offset).to(torch.uint8)
+        zeros = packing.by_tile(unsigned_zeros, made, packing.MIDDLE[bits])
+    by_tile = packing.by_tile(scales, made, 0)
+    groups = Groups(made, by_tile, zeros, matrix.order, matrix.factors)
+    return Matrix(values, groups=groups)
+
+
 FORMS = (
     Form("e4m3 products, rows quantised by token", _takes_fp8, _make_fp8),
     Form("torch's product with 8 bits", _takes_int8, _make_int8),
     Form("torch's product with 4 bits", _takes_int4, _make_int4),
+    Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed),
 )
 
 

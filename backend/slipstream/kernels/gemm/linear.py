@@ -103,6 +103,7 @@ def route_of(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Route:
     key = (
         *(rows.shape, rows.stride(), rows.data_ptr() % ALIGNED, rows.dtype),
         *(values.shape, values.dtype, values.data_ptr() % ALIGNED, values.is_contiguous()),
+        None if matrix.groups is None else matrix.groups.packing,
         *(norm is None or norm.data_ptr() % ALIGNED, around.plus_one, around.bias is None),
         *(around.gate, residual is None or residual.dtype, target_of(rows.device)),
     )
@@ -149,6 +150,8 @@ def follow(route: Route, x: Operand, matrix: Matrix, around: Around) -> Tensor |
         around = _with_scales(rows, matrix, around)
     elif path.norms:
         around = around._replace(norm=None, eps=0.0)
+    if matrix.groups is not None:
+        around = around._replace(groups=matrix.groups)
     values = rows.values if isinstance(rows, Quantized) else rows
     if not path.finishes:
         y: Tensor = run(values, matrix.values, around)
@@ -188,4 +191,4 @@ def _with_scales(x: Operand, matrix: Matrix, around: Around) -> Around:
     """Say which scales the product has; the norm of quantised rows is computed."""
     if isinstance(x, Quantized):
         return around._replace(norm=None, rows=x.scales, columns=matrix.scales)
-    return around._replace(columns=matrix.scales)
+    return around._replace(columns=matrix.scales, groups=matrix.groups)

@@ -21,6 +21,7 @@ from torch.nn import functional
 from slipstream.kernels.elementwise.activation import GATES
 from slipstream.kernels.elementwise.fp8 import E4M3 as E4M3
 from slipstream.kernels.elementwise.scales import Scales, scaled
+from slipstream.kernels.gemm.packing import Groups, Packing, arranged, dense
 from slipstream.kernels.runtime.op import op
 from slipstream.kernels.runtime.registry import Target, target_of
 
@@ -30,8 +31,9 @@ ALIGNED = 16  # bytes
 class Matrix(NamedTuple):
     """Weights of a linear layer in the form that GEMMs take."""
 
-    values: Tensor  # [m, k]
+    values: Tensor  # [m, k]; packed ones of fewer bits (`packing.py`) i32
     scales: Tensor | None = None  # [m] f32, of rows of e4m3 values
+    groups: Groups | None = None  # of packed values
 
 
 class Addend(Protocol):
@@ -53,6 +55,7 @@ class Around(NamedTuple):
     gate: str = ""  # "silu", "gelu": of [gate | up], whose product of m / 2 columns is left
     residual: Tensor | None = None  # [n, m]: added to in place
     addend: Addend | None = None  # added to x, in place, before all else
+    groups: Groups | None = None  # of packed weights
 
     @property
     def scales(self) -> Scales | None:
@@ -85,6 +88,7 @@ class Spec(NamedTuple):
     weight_aligned: bool  # contiguous, from 16 bytes on
     norm_aligned: bool
     target: Target
+    packing: Packing | None = None  # of packed weights
 
 
 def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
@@ -93,10 +97,11 @@ def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
     kind = "" if norm is None else "norm plus one" if around.plus_one else "norm"
     scales = "both" if around.rows is not None else "" if around.columns is None else "columns"
     out = x.dtype if around.residual is None else around.residual.dtype
+    packing = None if around.groups is None else around.groups.packing
     return Spec(
         rows=x.shape[0],
         inputs=x.shape[1],
-        outputs=weight.shape[0],
+        outputs=weight.shape[0] if packing is None else packing.outputs,
         x=x.dtype,
         weight=weight.dtype,
         out=torch.bfloat16 if out == E4M3 else out,
@@ -110,23 +115,27 @@ def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
         weight_aligned=weight.data_ptr() % ALIGNED == 0 and weight.is_contiguous(),
         norm_aligned=norm is None or norm.data_ptr() % ALIGNED == 0,
         target=target_of(x.device),
+        packing=packing,
     )
 
 
-@op("x[n,k]:T, weight[_,k]:W", spec=spec_of, package=__package__)
+@op("x[n,k]:T, weight[_,_]:W", spec=spec_of, package=__package__)
 def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`x W^T` with what is around it, `[n, m]`, `[n, m / 2]` behind a gate; `residual` if given.
 
     Args:
         x: fp32, fp16, bf16 or e4m3.
-        weight: of the type of `x`, or e4m3.
+        weight: of the type of `x`, e4m3, or packed.
         around: the stages; a product of e4m3 by e4m3 is rounded to bf16 before its scales.
     """
     y = x.float()
     if around.norm is not None:
         factor = around.norm.float() + (1 if around.plus_one else 0)
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + around.eps) * factor
-    y = functional.linear(y, weight.float())
+    if around.groups is None:
+        y = functional.linear(y, weight.float())
+    else:
+        y = functional.linear(arranged(y, around.groups), dense(weight, around.groups))
     dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
     if around.scales is not None:
         y = scaled(y.to(dtype), *around.scales)

@@ -1,0 +1,107 @@
+// Weights in fewer bits, as GEMMs read them: blocks of 16 rows of the weights and 128 inputs, whose codes lie in the
+// order of A fragments of m16n8k16 (runtime/mma.cuh); `packing.py` says where each code is.
+// -D ELEMENT (T: Half or BFloat16), BITS (4, 8), SCALE (float, Half, BFloat16), PARTS (1, 2, 4: pieces of a block's
+// inputs that have a scale each), ZEROS (0, 1)
+#pragma once
+#include "runtime/copies.cuh"
+
+using Scale = SCALE;
+
+constexpr int BLOCK_INPUTS = 128;
+constexpr int STEPS = BLOCK_INPUTS / 16;  // k-steps of fragments
+constexpr int STEPS_A_PART = STEPS / PARTS;
+constexpr int QUADS = BITS / 2;  // accesses of 16 bytes by which a lane gets its codes
+constexpr int STEPS_A_QUAD = STEPS / QUADS;
+constexpr int CODE_BYTES = QUADS * 512;
+constexpr int SCALE_BYTES = 16 * sizeof(Scale);  // of a part
+constexpr int ZERO_BYTES = ZEROS ? 16 : 0;       // of a part
+constexpr int BLOCK_BYTES = CODE_BYTES + PARTS * (SCALE_BYTES + ZERO_BYTES);
+
+template <class Element>
+constexpr bool IS_FP16 = false;
+template <>
+constexpr bool IS_FP16<Half> = true;
+
+// d = a + c, in pairs.
+DEVICE u32 add_pairs(u32 a, u32 c, Half) {
+  u32 result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(0x3c003c00), "r"(c));
+  return result;
+}
+DEVICE u32 add_pairs(u32 a, u32 c, BFloat16) {
+  u32 result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(0x3f803f80), "r"(c));
+  return result;
+}
+
+// A code becomes the low bits of a number whose last place is 1: 1024 + code in fp16, 128 + code in bf16, to which this
+// is added. 8 bits are one too many for bf16, whose highest bit is added apart. Every difference is exact.
+DEVICE u32 minus_zero(u32 zero) {
+  if constexpr (BITS == 8 && !IS_FP16<T>) return from_float<BFloat16>(128.0f - float(zero)).bits * 0x10001u;
+  return ((IS_FP16<T> ? 0xe400u : 0xc300u) | zero) * 0x10001u;
+}
+
+// The numbers of a k-step, an A fragment; `low` is of row g, `high` of row g + 8.
+DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 zero = i % 2 ? high : low;
+    if constexpr (BITS == 4) {
+      constexpr u32 MAGIC = IS_FP16<T> ? 0x64006400 : 0x43004300;
+      a[i] = add_pairs((words[0] >> 4 * i & 0x000f000f) | MAGIC, zero, T{});
+    } else if constexpr (IS_FP16<T>) {
+      a[i] = add_pairs((words[i / 2] >> 8 * (i % 2) & 0x00ff00ff) | 0x64006400, zero, T{});
+    } else {
+      const u32 pair = words[i / 2] >> 8 * (i % 2);
+      a[i] = add_pairs((pair & 0x007f007f) | 0x43004300, (pair & 0x00800080) ^ 0xc380c380, T{});
+      if (ZEROS) a[i] = add_pairs(a[i], zero, T{});
+    }
+  }
+}
+
+// The weights of a product in global memory.
+struct Codes {
+  const u8 *codes, *scales, *zeros;
+  u32 num_blocks;  // of a row of the weights
+  u32 num_groups;
+  u32 group_inputs;
+
+  DEVICE u32 group(u32 block, int part) const {
+    return (block * PARTS + part) * (BLOCK_INPUTS / PARTS) / group_inputs;
+  }
+  // By a warp: a block into shared memory.
+  DEVICE void copy(u32 target, u32 tile, u32 block, u64 policy) const {
+    const u32 lane = threadIdx.x % 32;
+    const u8* source = codes + (u64(tile) * num_blocks + block) * CODE_BYTES + lane * 16;
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) copy_async(target + i * 512 + lane * 16, source + i * 512, true, policy);
+    constexpr u32 LANES = SCALE_BYTES / 16;  // that copy the scales of a part
+    if (lane < PARTS * LANES) {
+      const u64 at = u64(tile) * num_groups + group(block, lane / LANES);
+      copy_async_bytes<16>(target + CODE_BYTES + lane * 16, scales + at * SCALE_BYTES + lane % LANES * 16, 16);
+    }
+    if (ZEROS && lane >= 32 - PARTS) {
+      const u32 part = lane - (32 - PARTS);
+      const u64 at = u64(tile) * num_groups + group(block, part);
+      copy_async_bytes<16>(target + CODE_BYTES + PARTS * SCALE_BYTES + part * 16, zeros + at * 16, 16);
+    }
+  }
+};
+
+// A block in shared memory, as a lane sees it.
+struct Block {
+  const u8* bytes;
+  const u32 lane = threadIdx.x % 32, g = threadIdx.x % 32 / 4;
+
+  DEVICE explicit Block(const u8* bytes) : bytes(bytes) {}
+  DEVICE Pack<u32, 4> quad(int i) const { return load<4>(reinterpret_cast<const u32*>(bytes + i * 512 + lane * 16)); }
+  // Of row g, and of row g + 8.
+  DEVICE float scale(int part, int high) const {
+    const Scale* scales = reinterpret_cast<const Scale*>(bytes + CODE_BYTES + part * SCALE_BYTES);
+    return to_float(scales[g + 8 * high]);
+  }
+  DEVICE u32 zero(int part, int high) const {
+    if constexpr (!ZEROS) return minus_zero(BITS == 4 ? 8 : 128);
+    return minus_zero(bytes[CODE_BYTES + PARTS * SCALE_BYTES + part * 16 + g + 8 * high]);
+  }
+};

@@ -1,0 +1,125 @@
+"""The order in which kernels read weights of 4 or 8 bits; pure torch, and its inverse.
+
+Codes lie in tiles of 16 rows of the weights and blocks of 128 inputs, in a block as the A fragments
+of m16n8k16 of its eight k-steps: lane `4 g + t` has rows `g` and `g + 8`, inputs `2 t`, `2 t + 1`,
+`2 t + 8` and `2 t + 9` of a step. A lane's word of 4 bits is a step; the first four nibbles are the
+first numbers of the four registers, the others their second ones. Of 8 bits two words are
+a step, two registers each: first numbers, second numbers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TILE, BLOCK = 16, 128  # rows of the weights, inputs
+MIDDLE = {4: 8, 8: 128}  # the zero where there are no zeros
+_PARTS = (32, 64, 128)  # inputs of a block's parts, which have a scale each
+
+
+class Packing(NamedTuple):
+    """All that kernels choose by."""
+
+    bits: int  # 4 or 8
+    group: int  # inputs that share a scale, of the codes as they lie
+    outputs: int
+    inputs: int
+    scale: torch.dtype
+    has_zeros: bool
+
+    @property
+    def tiles(self) -> int:
+        """Count the tiles."""
+        return -(-self.outputs // TILE)
+
+    @property
+    def blocks(self) -> int:
+        """Count the blocks of a tile."""
+        return -(-self.inputs // BLOCK)
+
+    @property
+    def groups(self) -> int:
+        """Count the groups of a row."""
+        return -(-self.blocks * BLOCK // self.group)
+
+    @property
+    def parts(self) -> int:
+        """Count the parts of a block, of which each is in one group."""
+        return next(BLOCK // part for part in reversed(_PARTS) if self.group % part == 0)
+
+
+class Groups(NamedTuple):
+    """What belongs to packed codes: scales and zeros of their groups, and how inputs come."""
+
+    packing: Packing
+    scales: Tensor  # [tiles, groups, 16]
+    zeros: Tensor | None = None  # the same, u8
+    order: Tensor | None = None  # [k] i64: code i is of input order[i]
+    factors: Tensor | None = None  # [k]: inputs are multiplied by them first
+
+
+def group_of(group: int, inputs: int) -> int | None:
+    """Return the inputs of a group as a packing has them, of a whole row too; None: it has none."""
+    if group >= inputs:
+        return -(-inputs // BLOCK) * BLOCK
+    return None if group % _PARTS[0] or (group % _PARTS[1] and group != _PARTS[0]) else group
+
+
+def pack(codes: Tensor, bits: int, middle: int) -> Tensor:
+    """Put codes `[n, k]` u8 in order, `[tiles, blocks * words]` i32; `middle` is where none are."""
+    n, k = codes.shape
+    tiles, blocks = -(-n // TILE), -(-k // BLOCK)
+    padded = torch.full((tiles * TILE, blocks * BLOCK), middle, dtype=torch.uint8).to(codes.device)
+    padded[:n, :k] = codes
+    # tile, register's row, g | block, step, register's inputs, t, number
+    apart = padded.view(tiles, 2, 8, blocks, 8, 2, 4, 2)
+    if bits == 4:
+        nibbles = apart.view(tiles, 2, 8, blocks, 2, 4, 2, 4, 2).permute(0, 3, 4, 2, 7, 5, 8, 6, 1)
+        pairs = nibbles.reshape(tiles, -1, 2)
+        order = pairs[..., 0] | pairs[..., 1] << 4
+    else:
+        order = apart.view(tiles, 2, 8, blocks, 4, 2, 2, 4, 2).permute(0, 3, 4, 2, 7, 5, 6, 8, 1)
+    return order.reshape(tiles, -1).contiguous().view(torch.int32)
+
+
+def unpack(values: Tensor, packing: Packing) -> Tensor:
+    """Return codes `[n, k]` u8: the inverse of `pack`."""
+    tiles, blocks = packing.tiles, packing.blocks
+    order = values.contiguous().view(torch.uint8)
+    if packing.bits == 4:
+        nibbles = torch.stack([order & 15, order >> 4], -1)
+        lanes = nibbles.view(tiles, blocks, 2, 8, 4, 4, 2, 2, 2)
+        apart = lanes.permute(0, 8, 3, 1, 2, 5, 7, 4, 6)
+    else:
+        apart = order.view(tiles, blocks, 4, 8, 4, 2, 2, 2, 2).permute(0, 8, 3, 1, 2, 5, 6, 4, 7)
+    codes = apart.reshape(tiles * TILE, blocks * BLOCK)
+    return codes[: packing.outputs, : packing.inputs]
+
+
+def by_tile(values: Tensor, packing: Packing, fill: int) -> Tensor:
+    """Put numbers of groups, `[n, groups]`, in order: `[tiles, groups, 16]`."""
+    shape = (packing.tiles * TILE, packing.groups)
+    padded = torch.full(shape, fill, dtype=values.dtype, device=values.device)
+    padded[: len(values), : values.shape[1]] = values
+    return padded.view(packing.tiles, TILE, -1).transpose(1, 2).contiguous()
+
+
+def by_row(values: Tensor, packing: Packing) -> Tensor:
+    """Return numbers of groups for each input, `[n, k]`: the inverse of `by_tile`, spread."""
+    rows = values.transpose(1, 2).reshape(packing.tiles * TILE, -1)
+    return rows.repeat_interleave(packing.group, 1)[: packing.outputs, : packing.inputs]
+
+
+def dense(values: Tensor, groups: Groups) -> Tensor:
+    """Return the weights that packed codes stand for, `[n, k]` fp32, of inputs as they lie."""
+    packing = groups.packing
+    codes = unpack(values, packing).float()
+    zeros = MIDDLE[packing.bits] if groups.zeros is None else by_row(groups.zeros, packing).float()
+    return (codes - zeros) * by_row(groups.scales, packing).float()
+
+
+def arranged(x: Tensor, groups: Groups) -> Tensor:
+    """Return rows of inputs as the codes lie, `[n, k]` in the dtype of `x`."""
+    if groups.factors is not None:
+        x = (x * groups.factors).to(x.dtype)
+    return x if groups.order is None else x.index_select(1, groups.order)

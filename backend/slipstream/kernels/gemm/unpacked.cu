@@ -1,0 +1,49 @@
+// Weights in fewer bits become a matrix of 16 bits again: a warp a block at a time, each number rounded once.
+// -D ELEMENT (T), BITS, SCALE, PARTS, ZEROS (codes.cuh)
+#include "gemm/codes.cuh"
+
+constexpr int WARPS = 4;
+constexpr int PITCH = BLOCK_INPUTS + 8;  // of a row in shared memory
+
+DEVICE u32 scaled_pair(u32 pair, float scale) {
+  const T low{u16(pair)}, high{u16(pair >> 16)};
+  return u32(from_float<T>(to_float(low) * scale).bits) | u32(from_float<T>(to_float(high) * scale).bits) << 16;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+    unpacked(const u8* codes, const u8* scales, const u8* zeros, T* out, i64 num_inputs, i64 num_outputs,
+             i64 num_tiles, i64 num_groups, i64 group_inputs) {
+  __shared__ __align__(16) u8 blocks[WARPS][BLOCK_BYTES];
+  __shared__ __align__(16) T rows[WARPS][16 * PITCH];
+  start_next();
+  wait_for_previous();  // a kernel before may still read what is written here
+  const u32 num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
+  const Codes weights{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_inputs)};
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, index = blockIdx.x * WARPS + warp;
+  const u32 tile = index / num_blocks, block = index % num_blocks;
+  if (tile >= num_tiles) return;
+  weights.copy(shared_address(blocks[warp]), tile, block, evict_first());
+  copy_commit();
+  copy_wait<0>();
+  __syncwarp();
+  const Block in_shared(blocks[warp]);
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const int part = step / STEPS_A_PART;
+    const Pack<u32, 4> quad = in_shared.quad(step / STEPS_A_QUAD);
+    u32 a[4];
+    decode(a, quad.at + step % STEPS_A_QUAD * (BITS / 4), in_shared.zero(part, 0), in_shared.zero(part, 1));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      T* to = rows[warp] + (lane / 4 + 8 * (i % 2)) * PITCH + step * 16 + lane % 4 * 2 + 8 * (i / 2);
+      *reinterpret_cast<u32*>(to) = scaled_pair(a[i], in_shared.scale(part, i % 2));
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const u32 row = i * 2 + lane / 16, output = tile * 16 + row, input = block * BLOCK_INPUTS + lane % 16 * 8;
+    if (output < num_outputs && input < num_inputs)
+      store(out + output * num_inputs + input, load<8>(rows[warp] + row * PITCH + lane % 16 * 8));
+  }
+}

@@ -1,0 +1,189 @@
+"""Products with packed weights on a GPU: against fp64, poisoned, repeated bitwise."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from fixtures.kernels.checking import Judge, naive_linear, poison, same_bits, short
+from fixtures.kernels.packed_cases import FORMS, Form, packed_pair
+from slipstream.kernels.gemm import linear as gemm_linear
+from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.gemm.op import Around, Matrix
+from slipstream.kernels.gemm.unpacked import unpacked
+from slipstream.quant.matrix import Kind
+from torch.nn import functional
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+
+ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 512)
+SHAPES = [(1, 32), (5, 64), (37, 160), (130, 576), (1000, 2048), (4096, 4096), (2112, 1536)]
+LARGE = [(6144, 4096), (28672, 4096), (4096, 14336)]
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """The same rows with NaN between them."""
+    n, width = x.shape
+    wider = torch.full((n, width + 24), float("nan"), dtype=x.dtype, device="cuda")
+    return wider[:, 8 : 8 + width].copy_(x)
+
+
+@dataclass
+class Case:
+    """A product with what stands around it."""
+
+    x: torch.Tensor
+    matrix: Matrix
+    weight: torch.Tensor  # that it stands for, fp32
+    bias: torch.Tensor | None = None
+    gated: bool = False
+    residual: torch.Tensor | None = None
+
+    def expected(self, dtype: torch.dtype) -> torch.Tensor:
+        weight = self.weight.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        y = naive_linear(self.x.to(dtype), weight.to(dtype), bias)
+        if self.gated:
+            gate, up = y.chunk(2, -1)
+            y = functional.silu(gate) * up
+        return y if self.residual is None else self.residual.to(dtype) + y
+
+    def run(self) -> torch.Tensor:
+        residual = None if self.residual is None else spread(self.residual)
+        outputs = len(self.weight) // (2 if self.gated else 1)
+        poison((len(self.x), outputs), dtype=self.x.dtype)
+        gate = "silu" if self.gated else ""
+        out = linear(self.x, self.matrix, Around(bias=self.bias, gate=gate, residual=residual))
+        if residual is not None:
+            assert out is residual
+            assert bool(residual._base.view(len(out), -1)[:, :8].isnan().all())
+        return out
+
+
+def cases(rows: int, form: Form, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Case]:
+    outputs, inputs = shape
+    matrix, weight = packed_pair(form, outputs, inputs, "cuda")
+    x = spread(random(rows, inputs, dtype=dtype, seed=rows))
+    bias = random(outputs, dtype=dtype, seed=3)
+    residual = random(rows, outputs, dtype=dtype, seed=4)
+    found = {
+        "plain": Case(x, matrix, weight),
+        "bias, residual": Case(x, matrix, weight, bias, residual=residual),
+    }
+    if outputs % 2 == 0:
+        found["bias, gated"] = Case(x, matrix, weight, bias, gated=True)
+    return found
+
+
+def judged(judge: Judge, rows: int, form: Form, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for what, case in cases(rows, form, shape, dtype).items():
+        name = f"{rows} x {shape} {form}, {what}"
+        judge.close(name, case.run(), case.expected(torch.float64), case.expected(dtype))
+        judge.repeats(name, case.run)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_products(form: Form, dtype: torch.dtype) -> None:
+    judge = Judge(f"packed {form} {short(dtype)}")
+    for shape in SHAPES:
+        for rows in ROWS if shape == (130, 576) else (1, 8, 16, 31, 64, 128, 129):
+            judged(judge, rows, form, shape, dtype)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[6]], ids=str)
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_products_of_a_large_model(shape: tuple[int, int], form: Form) -> None:
+    judge = Judge(f"packed {form} {shape}")
+    for rows in (1, 2, 8, 16, 32, 64, 128, 300):
+        judged(judge, rows, form, shape, torch.bfloat16)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_unpacked(form: Form, dtype: torch.dtype) -> None:
+    for shape in [*SHAPES, (28672, 4096)]:
+        matrix, _ = packed_pair(form, *shape, "cuda")
+        assert matrix.groups is not None
+        poison(shape, dtype=dtype)
+        found = unpacked(matrix.values, matrix.groups, dtype)
+        assert same_bits(found, unpacked.oracle(matrix.values, matrix.groups, dtype)), shape
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13, 16, 30, 32, 50, 64, 100, 128])
+@pytest.mark.parametrize("poisons", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_a_poisoned_row_stays_alone(rows: int, poisons: float) -> None:
+    case = cases(rows, FORMS[1], (1000, 2048), torch.bfloat16)["plain"]
+    clean = case.run().clone()
+    for row in {0, rows // 2, rows - 1}:
+        kept = case.x[row].clone()
+        case.x[row, ::7] = poisons
+        found = case.run()
+        others = [i for i in range(rows) if i != row]
+        assert same_bits(found[others], clean[others]), row
+        assert not bool(found[row].isfinite().any())
+        case.x[row] = kept
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[6]], ids=str)
+def test_rows_of_equal_batches_do_not_know_their_neighbours(form: Form) -> None:
+    """As deterministic mode needs it: 128 rows, whatever else is among them, wherever it is."""
+    case = cases(128, form, (1000, 2048), torch.bfloat16)["plain"]
+    row = case.x[17].clone()
+    first = case.run()[17].clone()
+    for seed, at in ((1, 0), (2, 17), (3, 63), (4, 64), (5, 127)):
+        case.x.copy_(random(128, 2048, dtype=torch.bfloat16, seed=seed) * 10)
+        case.x[at] = row
+        assert same_bits(case.run()[at], first), at
+
+
+def captured(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 128, 300])
+def test_graphs_replay_chains_of_products(rows: int) -> None:
+    """Each product reads what the one before wrote, while its own weights are on the way."""
+    matrices = [packed_pair(FORMS[0], 4096, 4096, "cuda")[0] for _ in range(4)]
+    x = random(rows, 4096, dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:
+        y = x
+        for matrix in matrices:
+            y = linear(y, matrix)
+        return y
+
+    expected = run().clone()
+    graph, out = captured(run)
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(out, expected)
+
+
+def test_which_kernel_runs() -> None:
+    matrix, _ = packed_pair(Form(Kind.W4), 4096, 4096, "cuda")
+    names = {}
+    for rows in (1, 16, 32, 64, 128, 129):
+        x = random(rows, 4096, dtype=torch.bfloat16)
+        names[rows] = gemm_linear.route_of(x, matrix).gemm.name
+    print(names)
+    assert names[1] != "unpacked"
+    assert names[129] == "unpacked"

@@ -1,0 +1,238 @@
+"""Weights in the order of the kernels: a thread reads those of its fragment, each exactly."""
+
+import pytest
+import torch
+from fixtures.kernels.packed_cases import FORMS, Form, packed_pair, quantized
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.kernels.gemm import linear, packed, packing, unpacked
+from slipstream.kernels.gemm.op import Around, Spec, gemm, spec_of
+from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
+from slipstream.kernels.runtime.registry import KNOWN
+from slipstream.quant import forms
+from slipstream.quant.matrix import Kind, dequantise
+from torch import Tensor
+
+STEPS = BLOCK // 16
+
+
+def numbers(pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Words `[...]` as two numbers each, the first from the lower half, `[..., 2]`."""
+    halves = torch.stack([pairs & 0xFFFF, pairs >> 16 & 0xFFFF], -1)
+    return halves.to(torch.int32).to(torch.int16).view(dtype).float()
+
+
+def decoded(words: Tensor, zero: Tensor, bits: int, dtype: torch.dtype, register: int) -> Tensor:
+    """What `decode` of codes.cuh makes of a step's words `[..., bits / 4]` i64, `[..., 2]`.
+
+    All sums are exact in the dtype, which is asserted.
+    """
+    is_fp16 = dtype == torch.float16
+
+    def exact(value: Tensor) -> Tensor:
+        assert torch.equal(value.to(dtype).float(), value)
+        return value
+
+    if bits == 4:
+        magic = 0x64006400 if is_fp16 else 0x43004300
+        value = numbers(words[..., 0] >> 4 * register & 0x000F000F | magic, dtype)
+        return exact(value - ((1024 if is_fp16 else 128) + zero))
+    pair = words[..., register // 2] >> 8 * (register % 2)
+    if is_fp16:
+        return exact(numbers(pair & 0x00FF00FF | 0x64006400, dtype) - (1024 + zero))
+    value = numbers(pair & 0x007F007F | 0x43004300, dtype)
+    signed = exact(value + numbers(pair & 0x00800080 ^ 0xC380C380, dtype))
+    return exact(signed + (128 - zero))
+
+
+def as_threads_read(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    """Put together what all lanes of all warps get, `[n, k]` fp32, with scales; nothing is read
+    that no lane of the kernels reads.
+    """
+    made = groups.packing
+    out = torch.full((made.tiles * TILE, made.blocks * BLOCK), float("nan"))
+    quads = values.view(made.tiles, made.blocks, made.bits // 2, 32, 4).long() & 0xFFFFFFFF
+    lane = torch.arange(32)
+    g, t = lane // 4, lane % 4
+    steps_a_quad, words_a_step = STEPS // (made.bits // 2), made.bits // 4
+    for tile in range(made.tiles):
+        for block in range(made.blocks):
+            for step in range(STEPS):
+                first = step % steps_a_quad * words_a_step
+                words = quads[tile, block, step // steps_a_quad, :, first : first + words_a_step]
+                part = step // (STEPS // made.parts)
+                group = (block * made.parts + part) * (BLOCK // made.parts) // made.group
+                for register in range(4):
+                    row = g + 8 * (register % 2)
+                    zero = torch.full((32, 1), float(packing.MIDDLE[made.bits]))
+                    if groups.zeros is not None:
+                        zero = groups.zeros[tile, group, row].float()[:, None]
+                    pair = decoded(words, zero, made.bits, dtype, register)
+                    scale = groups.scales[tile, group, row].float()
+                    column = block * BLOCK + step * 16 + 2 * t + 8 * (register // 2)
+                    for j in (0, 1):
+                        out[tile * TILE + row, column + j] = pair[:, j] * scale
+    assert not out.isnan().any(), "some weight is read by no thread"
+    return out[: made.outputs, : made.inputs]
+
+
+def in_place(weight: Tensor, groups: Groups) -> Tensor:
+    """Weights of inputs as they lie, `[n, k]`, back in the place of the inputs."""
+    if groups.order is not None:
+        weight = torch.empty_like(weight).index_copy_(1, groups.order, weight)
+    return weight if groups.factors is None else weight * groups.factors
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_threads_read_the_weights_exactly(form: Form, dtype: torch.dtype) -> None:
+    matrix, weight = packed_pair(form, 21, 328)
+    assert matrix.groups is not None
+    read = as_threads_read(matrix.values, matrix.groups, dtype)
+    assert torch.equal(read, packing.dense(matrix.values, matrix.groups))
+    assert torch.equal(in_place(read, matrix.groups), weight)
+
+
+@given(st.sampled_from([4, 8]), st.integers(1, 50), st.integers(1, 40))
+def test_packing_has_an_inverse(bits: int, outputs: int, eighths: int) -> None:
+    inputs = 8 * eighths
+    codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8)
+    values = packing.pack(codes, bits, packing.MIDDLE[bits])
+    made = Packing(bits, BLOCK, outputs, inputs, torch.float16, False)
+    assert values.shape == (made.tiles, made.blocks * TILE * BLOCK * bits // 32)
+    assert torch.equal(packing.unpack(values, made), codes)
+    full = packing.unpack(values, made._replace(outputs=made.tiles * TILE))
+    assert (full[outputs:] == packing.MIDDLE[bits]).all()  # a row that is not there is of zeros
+
+
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[5]], ids=str)
+def test_the_oracle_multiplies_with_what_the_checkpoint_stands_for(form: Form) -> None:
+    matrix, weight = packed_pair(form, 40, 256)
+    x, bias, residual = torch.randn(3, 256), torch.randn(40), torch.randn(3, 40)
+    around = Around(bias=bias, residual=residual.clone(), groups=matrix.groups)
+    y = gemm.oracle(x, matrix.values, around)
+    torch.testing.assert_close(y, residual + x @ weight.T + bias)
+
+
+def test_what_has_no_packing_is_dequantised() -> None:
+    cuda = torch.device("cuda")
+    packs = forms.FORMS[-1]
+    assert packs.takes(quantized(Form(), 16, 256), cuda, torch.bfloat16)
+    assert not packs.takes(quantized(Form(), 16, 256), cuda, torch.float32)
+    assert not packs.takes(quantized(Form(), 16, 256), torch.device("cpu"), torch.bfloat16)
+    assert not packs.takes(quantized(Form(group=16), 16, 256), cuda, torch.bfloat16)
+    assert not packs.takes(quantized(Form(group=96), 16, 192), cuda, torch.bfloat16)
+    assert not packs.takes(quantized(Form(group=1 << 20), 16, 100), cuda, torch.bfloat16)
+
+
+def test_groups_of_rows_and_of_what_does_not_divide() -> None:
+    assert packing.group_of(576, 576) == 640  # a row
+    assert packing.group_of(32, 576) == 32
+    assert packing.group_of(192, 576) == 192
+    assert packing.group_of(128, 200) == 128  # the last is shorter
+    made = Packing(4, 192, 16, 576, torch.float16, False)
+    assert (made.parts, made.groups, made.blocks) == (2, 4, 5)
+
+
+# ---- how a product is divided ----
+
+PACKED_4 = Packing(4, 128, 4096, 4096, torch.bfloat16, False)
+
+
+@given(
+    st.integers(1, 32),
+    st.integers(1, 4000),
+    st.booleans(),
+    st.sampled_from([108, 132, 148]),
+    st.sampled_from([99, 163, 226]),
+    st.sampled_from(list(packed.packings())),
+)
+def test_tiles_fit_and_cover(
+    rows: int, tiles: int, gated: bool, sms: int, kib: int, made: Packing
+) -> None:
+    tiles += tiles % 2 if gated else 0
+    made = made._replace(outputs=tiles * TILE)
+    found = packed.tiling(rows, made, gated, sms, kib << 10)
+    if found is None:
+        assert kib < 226, "a Hopper takes all"
+        return
+    units = tiles // 2 if gated else tiles
+    assert found.columns >= rows
+    assert found.share * sms >= units > (found.share - 1) * sms  # none has two more than it needs
+    assert not gated or found.tiles % 2 == 0
+    assert found.slots >= 2
+    assert found.bytes <= kib << 10
+    wanted = packed._variant(torch.float16, made, found)
+    known = {_without_slots(each) for each in packed.variants()}
+    assert _without_slots(wanted) in known
+
+
+def _without_slots(variant: object) -> tuple[tuple[str, str], ...]:
+    return tuple(pair for pair in variant.defines if pair[0] != "SLOTS")  # type: ignore[attr-defined]
+
+
+@given(st.sampled_from(packed.TILES), st.integers(2, 6), st.integers(1, 9), st.integers(1, 3))
+def test_no_block_of_x_is_overwritten_before_it_is_read(
+    tiles: int, slots: int, blocks: int, passes: int
+) -> None:
+    """The walk of `Ahead` in packed.cu, beside that of the warp."""
+    x_slots = (slots - 1 + tiles - 1) // tiles + 1
+    walk = [(p, b, t) for p in range(passes) for b in range(blocks) for t in range(tiles)]
+    holds: dict[int, tuple[int, int]] = {}
+    begun: list[tuple[int, int]] = []
+
+    def copy(at: int) -> None:
+        if at < len(walk) and walk[at][2] == 0:
+            holds[len(begun) % x_slots] = walk[at][:2]
+            begun.append(walk[at][:2])
+
+    for at in range(slots - 1):
+        copy(at)
+    num_read = 0
+    for at, (p, b, t) in enumerate(walk):
+        if t == 0:
+            assert holds[num_read % x_slots] == (p, b)
+            num_read += 1
+        copy(at + slots - 1)
+
+
+# ---- which kernels run ----
+
+
+def spec(rows: int, target: str = "sm_90a", made: Packing = PACKED_4, **around: object) -> Spec:
+    x = torch.empty(rows, made.inputs, dtype=torch.bfloat16, device="meta")
+    values = torch.empty(made.tiles, made.blocks * 256, dtype=torch.int32, device="meta")
+    groups = Groups(made, torch.empty(made.tiles, made.groups, 16, device="meta"))
+    return spec_of(x, values, Around(groups=groups, **around))._replace(target=KNOWN[target])
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("rows", "route"),
+    [(1, "norm + GEMM packed"), (128, "norm + GEMM packed"), (129, "norm + GEMM unpacked")],
+)
+def test_routes(target: str, rows: int, route: str) -> None:
+    norm = torch.empty(PACKED_4.inputs, dtype=torch.bfloat16, device="meta")
+    for more in ({}, {"gate": "silu"}, {"bias": norm}):
+        chosen = linear.choose(spec(rows, target, norm=norm, **more))
+        assert f"{chosen.path} {chosen.gemm.name}" == route
+
+
+def test_gates_of_odd_sizes_follow_the_product() -> None:
+    chosen = linear.choose(spec(1, made=PACKED_4._replace(outputs=4080), gate="silu"))
+    assert (str(chosen.path), chosen.gemm.name) == ("GEMM + behind", "packed")
+
+
+def test_nobody_else_takes_packed_weights() -> None:
+    taken = {answer.gemm.name for answer in linear.answers(spec(1)) if answer.refusal is None}
+    assert taken == {"packed", "unpacked"}
+
+
+def test_dense_is_the_definition() -> None:
+    matrix = quantized(Form(has_zeros=True), 40, 256)
+    made = forms.make_packed(matrix)
+    assert made.groups is not None
+    assert torch.equal(packing.dense(made.values, made.groups), dequantise(matrix))
+    again = unpacked.unpacked(made.values, made.groups, torch.bfloat16)
+    assert torch.equal(again, dequantise(matrix).bfloat16())
+    assert quantized(Form(Kind.W8), 4, 64).kind is Kind.W8
