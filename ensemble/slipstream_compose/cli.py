@@ -183,7 +183,8 @@ def run(args: argparse.Namespace) -> int:
             raise ComposeError(
                 f"{args.checkpoint} has no tokenizer.json yet: compose without --check writes it"
             )
-        print(f"wrote {convert_tokenizer(args.checkpoint)}")
+        for path in convert_tokenizer(args.checkpoint):
+            print(f"wrote {path}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
     more = ("speculation", "logprobs_mode", *_DRAFTS)
     edits = ("thinking_end", "guide_in_thinking", "logits_processors")

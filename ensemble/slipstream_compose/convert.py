@@ -1,56 +1,160 @@
-"""Convert a SentencePiece model to `tokenizer.json`, the only format that is served."""
+"""Convert a SentencePiece model or tiktoken's ranks to `tokenizer.json`, the only form served."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slipstream_compose.compose import ComposeError
+from slipstream.errors import CheckpointError
+from slipstream.models.files import read_json
 
-TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+from slipstream_compose.compose import ComposeError
+from slipstream_compose.tokenizer_classes import CLASSES, TokenizerClass
+
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+FILES = sorted({"tokenizer.model", *(known.file for known in CLASSES.values())})
 # Module -> requirement for pip. Newer sentencepiece needs a protobuf that tritonclient refuses.
-_NEEDS = {"transformers": "transformers>=5", "sentencepiece": "sentencepiece<=0.2.1"}
+_NEEDS = {"sentencepiece": "sentencepiece<=0.2.1", "google.protobuf": "protobuf"}
+_TRANSFORMERS = {"transformers": "transformers>=5"}
 # None starts with a space, which transformers treats in its own way.
 _PROBES = ("def f(x):\n\treturn x", "two  spaces", "naïve café", "漢字 😀", "1234567 <a> \\")
 
 
 def needs_conversion(checkpoint: Path) -> bool:
-    """Return whether the checkpoint has a SentencePiece model but no `tokenizer.json`."""
-    return (checkpoint / SENTENCEPIECE).is_file() and not (checkpoint / TOKENIZER).exists()
+    """Return whether the checkpoint has a vocabulary of another form, but no `tokenizer.json`."""
+    return _vocabulary(checkpoint) is not None and not (checkpoint / TOKENIZER).exists()
 
 
-def convert_tokenizer(checkpoint: Path) -> Path:
-    """Write `tokenizer.json` into the checkpoint and return its path.
+def convert_tokenizer(checkpoint: Path) -> list[Path]:
+    """Write `tokenizer.json` into the checkpoint; return what was written.
 
-    Raises ComposeError if a package is missing, a file cannot be read, or the result does
-    not encode texts as the SentencePiece model does.
+    A chat template is written, too, where the class of the tokenizer has one in its code. Raises
+    ComposeError if a package is missing, a file cannot be read, or the result does not encode texts
+    as the original does.
     """
-    missing = [package for module, package in _NEEDS.items() if find_spec(module) is None]
+    source = _vocabulary(checkpoint)
+    assert source is not None
+    known = CLASSES.get(_class_of(checkpoint))
+    if known is None or known.pattern is None:
+        _require(source, _NEEDS | ({} if known else _TRANSFORMERS))
+    try:
+        if known is None:
+            tokenizer = _by_transformers(checkpoint, source)
+        else:
+            tokenizer = _by_class(checkpoint, source, known)
+    except Exception as error:  # of many types, by the library that reads the file
+        reason = str(error).strip().partition("\n")[0]
+        raise ComposeError(f"{source} cannot be made a {TOKENIZER}: {reason}") from None
+    tokenizer.save(str(checkpoint / TOKENIZER))
+    template = _template(checkpoint, known, tokenizer) if known else None
+    if template is None:
+        return [checkpoint / TOKENIZER]
+    (checkpoint / TEMPLATE).write_text(template, encoding="utf-8")
+    return [checkpoint / TOKENIZER, checkpoint / TEMPLATE]
+
+
+def _vocabulary(checkpoint: Path) -> Path | None:
+    paths = (checkpoint / name for name in FILES)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _class_of(checkpoint: Path) -> str:
+    """Return the name of the tokenizer's class; that of GLM-4 has the name of its predecessors'."""
+    config = _config(checkpoint, CONFIG)
+    name = str(config.get("tokenizer_class", ""))
+    special = json.dumps(config.get("added_tokens_decoder", {}))
+    return "ChatGLM4Tokenizer" if name == "ChatGLM4Tokenizer" or "<sop>" in special else name
+
+
+def _config(checkpoint: Path, name: str) -> dict[str, object]:
+    return read_json(checkpoint / name) if (checkpoint / name).is_file() else {}
+
+
+def _require(source: Path, modules: dict[str, str]) -> None:
+    missing = [package for module, package in modules.items() if find_spec(module) is None]
     if missing:
         packages = " ".join(f"'{package}'" for package in missing)
-        raise ComposeError(
-            f"{checkpoint} has only {SENTENCEPIECE}, of which compose makes {TOKENIZER} after: "
-            f"pip install {packages}"
-        )
-    try:
-        tokenizer = _converted(checkpoint)
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ComposeError(
-            f"{checkpoint / SENTENCEPIECE} cannot be made a {TOKENIZER}: {reason}"
-        ) from None
-    target = checkpoint / TOKENIZER
-    tokenizer.save(str(target))
-    return target
+        raise ComposeError(f"{source} is made a {TOKENIZER} after: pip install {packages}")
 
 
-def _converted(checkpoint: Path) -> Any:
-    """Convert the tokenizer. Raises ValueError if it encodes a text differently."""
-    from sentencepiece import SentencePieceProcessor
+def _by_transformers(checkpoint: Path, source: Path) -> Any:
+    """Convert the tokenizer of a class that transformers has; it knows what that adds to a text."""
     from transformers import AutoTokenizer
 
-    original = SentencePieceProcessor(model_file=str(checkpoint / SENTENCEPIECE))
     fast = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False).backend_tokenizer
-    for text in _PROBES:
-        if fast.encode(text, add_special_tokens=False).ids != original.encode(text):
-            raise ValueError(f"transformers encodes {text!r} in other tokens")
+    _probe(fast, source)
     return fast
+
+
+def _by_class(checkpoint: Path, source: Path, known: TokenizerClass) -> Any:
+    """Convert the tokenizer of a class whose code lies in the checkpoint, from known facts."""
+    from slipstream_compose.ranks import read_ranks, tokenizer_of_ranks
+    from slipstream_compose.sentence_pieces import read_pieces, tokenizer_of_pieces
+
+    config = _config(checkpoint, CONFIG)
+    if known.pattern is None:
+        proto = read_pieces(source)
+        tokenizer, bos = tokenizer_of_pieces(proto), proto.trainer_spec.bos_piece
+        _probe(tokenizer, source)
+    else:
+        tokenizer, bos = tokenizer_of_ranks(read_ranks(source), known.pattern), ""
+    special = known.special
+    if known.special_if_named and known.special_if_named[0] in json.dumps(config):
+        special += known.special_if_named
+    tokenizer.add_special_tokens(list(special))
+    adds_bos = config.get("add_bos_token", known.adds_bos)
+    prefix = [bos] if bos and adds_bos is True else list(known.prefix)
+    _put_before(tokenizer, prefix, config)
+    return tokenizer
+
+
+def _put_before(tokenizer: Any, prefix: list[str], config: dict[str, object]) -> None:
+    """Let the tokenizer put tokens before every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    numbered = config.get("added_tokens_decoder")
+    if isinstance(numbered, dict):  # in their order: each gets the next id
+        for _, token in sorted((int(i), token) for i, token in numbered.items()):
+            tokenizer.add_special_tokens([token["content"]] if token.get("special") else [])
+    if not prefix:
+        return
+    ids = [(token, tokenizer.token_to_id(token)) for token in prefix]
+    missing = [token for token, token_id in ids if token_id is None]
+    if missing:
+        raise ValueError(f"{missing[0]!r}, which begins every text, is no token of it")
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*prefix, "$A"], pair=[*prefix, "$A", "$B:1"], special_tokens=ids
+    )
+
+
+def _probe(tokenizer: Any, source: Path) -> None:
+    """Raise ValueError if a text is encoded in other tokens than SentencePiece's."""
+    from sentencepiece import SentencePieceProcessor
+
+    original = SentencePieceProcessor(model_file=str(source))
+    for text in _PROBES:
+        if tokenizer.encode(text, add_special_tokens=False).ids != original.encode(text):
+            raise ValueError(f"{text!r} becomes other tokens")
+
+
+def _template(checkpoint: Path, known: TokenizerClass, tokenizer: Any) -> str | None:
+    """Return the chat template to write; None: there is one, or nothing says it is a chat model."""
+    has_template = (checkpoint / TEMPLATE).exists() or _config(checkpoint, CONFIG).get(
+        "chat_template"
+    )
+    generation = _config(checkpoint, "generation_config.json")
+    is_chat = generation.get("chat_format") == "chatml" or any(
+        key in generation for key in known.turns
+    )
+    if known.template is None or has_template or not is_chat:
+        return None
+    template = known.template
+    for key in known.turns:
+        token_id = generation.get(key)
+        token = tokenizer.id_to_token(token_id) if type(token_id) is int else None
+        if token is None:
+            raise CheckpointError(
+                f"{checkpoint}/generation_config.json: {key} = {token_id!r} is no token"
+            )
+        template = template.replace(key.removesuffix("_token_id").upper(), token)
+    return template

@@ -25,8 +25,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
-        hint = "; convert tokenizer.model first" if (directory / "tokenizer.model").exists() else ""
-        raise FileNotFoundError(f"{path} does not exist{hint}")
+        raise FileNotFoundError(f"{path} does not exist; compose makes it of other vocabularies")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for what it cannot parse

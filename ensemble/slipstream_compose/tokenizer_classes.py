@@ -1,0 +1,80 @@
+"""What tokenizers whose code lies in the checkpoint do beside their vocabulary, as data.
+
+That code is never run. Facts are from the published checkpoints: THUDM/chatglm2-6b, chatglm3-6b and
+glm-4-9b-chat, Qwen/Qwen-7B, baichuan-inc/Baichuan2-7B-Chat, internlm/internlm-chat-7b and
+internlm2-chat-7b, replit/replit-code-v1-3b.
+"""
+
+from dataclasses import dataclass
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class TokenizerClass:
+    """Describe one class.
+
+    Attributes:
+        file: the vocabulary; tiktoken's ranks if there is a pattern, else SentencePiece's model.
+        pattern: by which texts are cut before merges.
+        special: tokens behind the vocabulary, with the next ids.
+        special_if_named: more of them, if tokenizer_config.json has the first.
+        prefix: tokens before every text.
+        adds_bos: before every text, unless `add_bos_token` of tokenizer_config.json says.
+        template: of chats, where a chat model has none; generation_config.json says that it is one.
+        turns: keys of that file with the ids of the tokens that the template names in capitals.
+    """
+
+    file: str = "tokenizer.model"
+    pattern: str | None = None
+    special: tuple[str, ...] = ()
+    special_if_named: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+    adds_bos: bool = False
+    template: str | None = None
+    turns: tuple[str, ...] = ()
+
+
+_GLM_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+_GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_CHATML = """\
+{%- if messages[0]['role'] != 'system' -%}
+{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+_BAICHUAN = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}USER{{ message['content'] }}
+{%- elif message['role'] == 'assistant' -%}ASSISTANT{{ message['content'] }}
+{%- else -%}{{ message['content'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}ASSISTANT{% endif -%}
+"""
+_QWEN_EXTRA = tuple(f"<|extra_{i}|>" for i in range(205))
+
+CLASSES = {
+    "BaichuanTokenizer": TokenizerClass(
+        adds_bos=True, template=_BAICHUAN, turns=("user_token_id", "assistant_token_id")
+    ),
+    "InternLMTokenizer": TokenizerClass(adds_bos=True),
+    "InternLM2Tokenizer": TokenizerClass(adds_bos=True),
+    "ChatGLMTokenizer": TokenizerClass(
+        special=_GLM_SPECIAL, special_if_named=_GLM_ROLES, prefix=("[gMASK]", "sop")
+    ),
+    "ChatGLM4Tokenizer": TokenizerClass(
+        pattern=_WORDS + r"|\p{N}{1,3}" + _REST, prefix=("[gMASK]", "<sop>")
+    ),
+    "QWenTokenizer": TokenizerClass(
+        "qwen.tiktoken",
+        pattern=_WORDS + r"|\p{N}" + _REST,
+        special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_QWEN_EXTRA),
+        template=_CHATML,
+    ),
+    "ReplitLMTokenizer": TokenizerClass("spiece.model"),
+}

@@ -1,0 +1,186 @@
+"""Vocabularies without tokenizer.json encode as their originals, and stream back byte for byte."""
+
+import base64
+import json
+import random
+from pathlib import Path
+
+import pytest
+from fixtures.stages.zoo import CORPUS
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from slipstream_compose.compose import ComposeError
+from slipstream_compose.convert import convert_tokenizer, needs_conversion
+from slipstream_compose.ranks import _CHARACTERS
+from slipstream_compose.tokenizer_classes import CLASSES
+from slipstream_contract.vocab import TokenBytes
+from slipstream_preprocessing.chat import ChatTemplate
+from slipstream_preprocessing.tokenizer import load_tokenizer
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+NUM_TEXTS = 1000
+
+
+def texts(seed: int) -> list[str]:
+    """Draw texts: parts of the corpus, any characters, runs of blanks."""
+    rng, letters = random.Random(seed), "".join(CORPUS)
+    found = list(CORPUS)
+    while len(found) < NUM_TEXTS:
+        parts = [
+            rng.choice([rng.choice(letters), chr(rng.randrange(1, 0xD800)), " " * rng.randrange(4)])
+            for _ in range(rng.randrange(40))
+        ]
+        found.append("".join(parts))
+    return [text for text in found if "\u2581" not in text and "\0" not in text]
+
+
+def folder(path: Path, tokenizer_class: str, **config: object) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    config["tokenizer_class"] = tokenizer_class
+    config["auto_map"] = {"AutoTokenizer": [f"tokenization.{tokenizer_class}", None]}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def streamed(table: TokenBytes, ids: list[int], rng: random.Random) -> str:
+    """Return the text of ids that come in pieces of random sizes."""
+    data, is_first, at = b"", True, 0
+    while at < len(ids):
+        size = rng.randrange(1, 4)
+        more, is_first = table.join(ids[at : at + size], is_first)
+        data, at = data + more, at + size
+    return data.decode()
+
+
+KINDS = {
+    "BaichuanTokenizer": {"model_type": "bpe"},
+    "InternLMTokenizer": {"model_type": "bpe", "add_dummy_prefix": False},
+    "ChatGLMTokenizer": {"model_type": "bpe", "user_defined_symbols": ["<n>"]},
+    "ReplitLMTokenizer": {"model_type": "unigram"},
+    "InternLM2Tokenizer": {"model_type": "unigram", "remove_extra_whitespaces": True},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pieces(request, tmp_path_factory) -> tuple[str, Path, SentencePieceProcessor]:
+    """A trained SentencePiece model in a checkpoint of a class that transformers lacks."""
+    name = request.param
+    path = folder(tmp_path_factory.mktemp("spm") / name, name)
+    options = {
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "byte_fallback": True,
+        "vocab_size": 700,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    }
+    target = path / CLASSES[name].file
+    with target.open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS * 4), model_writer=file, **(options | KINDS[name])
+        )
+    assert needs_conversion(path)
+    assert convert_tokenizer(path) == [path / "tokenizer.json"]
+    assert not needs_conversion(path)
+    return name, path, SentencePieceProcessor(model_file=str(target))
+
+
+def test_sentence_pieces_encode_as_the_original(pieces) -> None:
+    name, path, original = pieces
+    ours, known = load_tokenizer(path), CLASSES[name]
+    prefix = [ours.token_to_id(token) for token in known.prefix]
+    prefix += [original.bos_id()] if known.adds_bos else []
+    table, rng = TokenBytes.load(path), random.Random(1)
+    for text in texts(seed=0):
+        for special in ("<unk>", "<s>", "</s>"):
+            text = text.replace(special, "")
+        ids = ours.encode(text).ids
+        assert ids == prefix + original.encode(text), text
+        assert streamed(table, ids, rng) == original.decode(ids[len(prefix) :]), text
+
+
+def trained_ranks(pattern: str, path: Path) -> Tokenizer:
+    """Train a byte-level BPE whose ids are ranks, and write it in tiktoken's form."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS * 4, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet)
+    )
+    byte_of = {character: byte for byte, character in enumerate(_CHARACTERS)}
+    lines = []
+    for token, rank in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        data = bytes([byte_of[character] for character in token])
+        lines.append(f"{base64.b64encode(data).decode()} {rank}\n")
+    path.write_text("".join(lines))
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", [name for name, each in CLASSES.items() if each.pattern])
+def test_ranks_encode_as_the_original(name: str, tmp_path: Path) -> None:
+    known = CLASSES[name]
+    path = folder(tmp_path / "model", name)
+    original = trained_ranks(known.pattern, path / known.file)
+    if not known.special:
+        names = ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|user|>"]
+        size = original.get_vocab_size()
+        numbered = {
+            str(i): {"content": text, "special": True} for i, text in enumerate(names, size)
+        }
+        folder(path, name, added_tokens_decoder=numbered)
+    convert_tokenizer(path)
+    ours, table, rng = load_tokenizer(path), TokenBytes.load(path), random.Random(1)
+    prefix = [ours.token_to_id(token) for token in known.prefix]
+    assert None not in prefix
+    for text in texts(seed=1):
+        ids = ours.encode(text).ids
+        assert ids == prefix + original.encode(text).ids, text
+        assert streamed(table, ids[len(prefix) :], rng) == text
+
+
+def test_special_tokens_have_the_published_ids(tmp_path: Path) -> None:
+    known = CLASSES["QWenTokenizer"]
+    path = folder(tmp_path / "model", "QWenTokenizer")
+    (path / "generation_config.json").write_text('{"chat_format": "chatml"}')
+    size = trained_ranks(known.pattern, path / known.file).get_vocab_size()
+    assert [each.name for each in convert_tokenizer(path)] == [
+        "tokenizer.json",
+        "chat_template.jinja",
+    ]
+    ours = load_tokenizer(path)
+    # As behind Qwen's own 151,643 ranks: 151643 ends a text, 151644 and 151645 are of chats.
+    assert [ours.token_to_id(token) for token in known.special[:3]] == [size, size + 1, size + 2]
+    assert ours.token_to_id("<|extra_204|>") == size + 207
+    text = ChatTemplate.load(path).render([{"role": "user", "content": "Hi"}])
+    assert text.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n")
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("YQ== 0\nwrong\n", "line 2 is no token"),
+        ("YQ== 0\nYg== 2\n", "are not 0, 1, 2"),
+        ("YQ== 0\n", "byte 0 has no token"),
+    ],
+)
+def test_broken_ranks_are_named(data: str, words: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", "QWenTokenizer")
+    (path / "qwen.tiktoken").write_text(data)
+    with pytest.raises(ComposeError, match=words):
+        convert_tokenizer(path)
+    assert not (path / "tokenizer.json").exists()
+
+
+def test_a_model_of_another_vocabulary_has_no_prefix_to_begin_with(tmp_path: Path) -> None:
+    known = CLASSES["ChatGLM4Tokenizer"]
+    path = folder(tmp_path / "model", "ChatGLM4Tokenizer")
+    trained_ranks(known.pattern, path / known.file)
+    with pytest.raises(ComposeError, match=r"'\[gMASK\]', which begins every text"):
+        convert_tokenizer(path)
